@@ -27,6 +27,7 @@ from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.files.rolling import file_name
 from librmq.filter.registrations import Registrations
 from librmq.message import record as record_format
+from librmq.message.properties import decode_properties, encode_properties, tags_code
 from librmq.store.format.broker_tables import BrokerTables
 
 MESSAGES: Final = 1_000_000
@@ -131,13 +132,13 @@ def header_row(view: Any, place: int) -> object:
 
 def tags_row(view: Any, place: int) -> object:
     _, _, _, _, at, end = record_format.frame(view, place, len(view))
-    properties = record_format.decode_properties(bytes(view[at:end]))
+    properties = decode_properties(bytes(view[at:end]))
     return properties.get("TAGS"), properties.get("KEYS")
 
 
 def whole_row(view: Any, place: int = 0) -> tuple[Any, ...]:
     record = record_format.decode_record(view, place, check_body=False)
-    properties = record_format.decode_properties(record.properties_raw)
+    properties = decode_properties(record.properties_raw)
     return (
         record.topic, record.queue_id, record.queue_offset, record.physical_offset, moment(record.born_timestamp_ms),
         moment(record.store_timestamp_ms), properties.get("TAGS"), properties.get("KEYS"), properties.get("UNIQ_KEY"),
@@ -327,7 +328,7 @@ def encode_row(row: Any, number: int) -> bytes:
         record_format.Record(
             topic=message.topic, queue_id=number % 4, body=message.body, born_timestamp_ms=START_MS,
             body_crc=record_format.body_checksum(message.body),
-            properties_raw=record_format.encode_properties(message.properties),
+            properties_raw=encode_properties(message.properties),
         )
     )  # fmt: skip
 
@@ -434,7 +435,7 @@ def row_writer() -> Any:
             for number, row in enumerate(iterator):
                 records.append(encode_row(row, number))
                 hashes = [index_key_hash(row["topic"], key) for key in (row["uniqueKey"], row["keys"])]
-                columns.append((len(records[-1]), number % 4, record_format.tags_code(row["tags"]), hashes))
+                columns.append((len(records[-1]), number % 4, tags_code(row["tags"]), hashes))
             types = {"size": pa.int32(), "lane": pa.int32(), "tagsCode": pa.int64(), "keys": pa.list_(pa.int64())}
             rows = [dict(zip(types, row, strict=True)) for row in columns]
             table = pa.Table.from_pylist(rows, pa.schema(types.items()))

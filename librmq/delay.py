@@ -31,9 +31,17 @@ from librmq.errors import (
     StoreError,
 )
 from librmq.java.lang import java_int
-from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message.message import StoredMessage
+from librmq.message.properties import (
+    PROPERTY_KEYS,
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_TAGS,
+    PROPERTY_UNIQUE_KEY,
+    encode_properties,
+    is_encoding_of,
+)
 from librmq.message.topics import HALF_TOPIC
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.progress_saver import ProgressSaver
@@ -84,11 +92,11 @@ class DelayOffsets(Protocol):
 
 
 _NEEDED: Final = (
-    record.PROPERTY_REAL_TOPIC,
-    record.PROPERTY_REAL_QUEUE_ID,
-    record.PROPERTY_UNIQUE_KEY,
-    record.PROPERTY_KEYS,
-    record.PROPERTY_TAGS,
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_UNIQUE_KEY,
+    PROPERTY_KEYS,
+    PROPERTY_TAGS,
 )
 """The properties that a delivery reads."""
 
@@ -441,10 +449,10 @@ class DelaySchedule:
         if values is None:
             properties = waiting.properties
             values = tuple(map(properties.get, _NEEDED))
-            if record.is_encoding_of(raw, properties):
+            if is_encoding_of(raw, properties):
                 self._layouts.record_names(tuple(properties))
             else:
-                raw = record.encode_properties(properties)
+                raw = encode_properties(properties)
         topic, queue_text, unique_key, keys, tags = values
         queue_id = java_int(queue_text or "")
         if queue_id is None:
@@ -485,6 +493,6 @@ def _was_delivered(earlier: EarlierCopies, waiting: StoredMessage, copy: Prepare
     topic, queue_id = copy.lane.topic, copy.lane.queue_id
 
     def is_delivery(record_: StoredMessage) -> bool:
-        return record_.queue_id == queue_id and record.PROPERTY_REAL_QUEUE_ID in record_.properties
+        return record_.queue_id == queue_id and PROPERTY_REAL_QUEUE_ID in record_.properties
 
     return earlier.has(waiting, (topic,), is_delivery)

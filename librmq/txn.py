@@ -32,6 +32,17 @@ from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
+from librmq.message.properties import (
+    PROPERTY_DELAY,
+    PROPERTY_PRODUCER_GROUP,
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_TAGS,
+    PROPERTY_TRANSACTION_CHECK_TIMES,
+    PROPERTY_TRANSACTION_PREPARED,
+    PROPERTY_UNIQUE_KEY,
+    PROPERTY_WAIT,
+)
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
@@ -60,8 +71,8 @@ _MESSAGE_ILLEGAL: Final = 13
 
 _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE: Final = 8192  # bytes of a record
-_OP_PROPERTIES: Final = {record.PROPERTY_TAGS: OP_TAG, record.PROPERTY_WAIT: "true"}
-_SPECIAL: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_TRANSACTION_CHECK_TIMES))
+_OP_PROPERTIES: Final = {PROPERTY_TAGS: OP_TAG, PROPERTY_WAIT: "true"}
+_SPECIAL: Final = frozenset((PROPERTY_DELAY, PROPERTY_TRANSACTION_CHECK_TIMES))
 
 
 class FinalMessage(NamedTuple):
@@ -92,7 +103,7 @@ def _marks(message: StoredMessage) -> tuple[object, ...]:
     Time of birth and queue can differ: a producer that got no answer chooses them again.
     """
     properties = message.properties
-    names = record.PROPERTY_PRODUCER_GROUP, record.PROPERTY_REAL_TOPIC
+    names = PROPERTY_PRODUCER_GROUP, PROPERTY_REAL_TOPIC
     return (message.unique_key, message.stored_body, *map(properties.get, names))
 
 
@@ -193,8 +204,8 @@ class Transactions:
         validate_topic(topic)
         properties = {
             **message.properties,
-            record.PROPERTY_REAL_TOPIC: topic,
-            record.PROPERTY_REAL_QUEUE_ID: str(queue_id),
+            PROPERTY_REAL_TOPIC: topic,
+            PROPERTY_REAL_QUEUE_ID: str(queue_id),
         }
         half = Message._from_parts(HALF_TOPIC, message.body, message.flag, properties)
         if fields:
@@ -202,7 +213,7 @@ class Transactions:
             result = self._store.append(half, QUEUE, **fields)
         else:
             result = self._store.append(half, QUEUE)
-        is_new = self.half_stored(properties.get(record.PROPERTY_UNIQUE_KEY), result.physical_offset)
+        is_new = self.half_stored(properties.get(PROPERTY_UNIQUE_KEY), result.physical_offset)
         is_plain = _SPECIAL.isdisjoint(properties) and all(properties.values())  # records read have no empty values
         if is_new and is_plain and result.size <= _REMEMBERED_SIZE:
             if fields.get("born_timestamp_ms") is None:
@@ -284,7 +295,7 @@ class Transactions:
         if (
             recent is None
             or recent.queue_offset != queue_offset
-            or recent.half.properties.get(record.PROPERTY_PRODUCER_GROUP) != group
+            or recent.half.properties.get(PROPERTY_PRODUCER_GROUP) != group
         ):
             return None
         del self._recent[physical_offset]
@@ -296,7 +307,7 @@ class Transactions:
         properties = half.properties
         fields["sys_flag"] = fields.get("sys_flag", 0) | record.TRANSACTION_COMMIT
         fields["prepared_transaction_offset"] = physical_offset
-        half.topic = properties[record.PROPERTY_REAL_TOPIC]
+        half.topic = properties[PROPERTY_REAL_TOPIC]
         try:
             result = self._store.append(half, recent.queue_id, **fields, wait=False)
         except MessageIllegalError as error:
@@ -313,7 +324,7 @@ class Transactions:
             half = None
         if half is None or (half.topic != HALF_TOPIC and not self._original):
             raise TransactionRefusedError(_SYSTEM_ERROR, "Find prepared transaction message failed")
-        if half.properties.get(record.PROPERTY_PRODUCER_GROUP) != group:
+        if half.properties.get(PROPERTY_PRODUCER_GROUP) != group:
             raise TransactionRefusedError(_SYSTEM_ERROR, "The producer group wrong")
         if half.queue_offset != queue_offset:
             raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction state table offset wrong")
@@ -328,7 +339,7 @@ class Transactions:
             and half.queue_offset >= self._checks.judged_below()
             and half.queue_offset not in self._ended_halves()
             and half.physical_offset not in self._without_op
-            and record.PROPERTY_TRANSACTION_CHECK_TIMES not in half.properties
+            and PROPERTY_TRANSACTION_CHECK_TIMES not in half.properties
             and half.unique_key not in self._repeated
         )
 
@@ -396,8 +407,8 @@ class Transactions:
         """Return whether a final message of the family is in the log."""
         half = family[0]
         properties = half.properties
-        delayed = parse_level(properties.get(record.PROPERTY_DELAY)) > 0
-        topic = SCHEDULE_TOPIC if delayed else properties.get(record.PROPERTY_REAL_TOPIC, "")
+        delayed = parse_level(properties.get(PROPERTY_DELAY)) > 0
+        topic = SCHEDULE_TOPIC if delayed else properties.get(PROPERTY_REAL_TOPIC, "")
         places = {member.physical_offset for member in family}
         if not half.unique_key:
             return half.physical_offset in self._without_op
@@ -434,16 +445,16 @@ class Transactions:
 
     def _write_final(self, half: StoredMessage, flag: int) -> AppendResult:
         properties = dict(half.properties)
-        topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
-        queue_id = java_int(properties.get(record.PROPERTY_REAL_QUEUE_ID, ""))
+        topic = properties.get(PROPERTY_REAL_TOPIC, "")
+        queue_id = java_int(properties.get(PROPERTY_REAL_QUEUE_ID, ""))
         if queue_id is None:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, "the half message has no queue in REAL_QID")
-        if parse_level(properties.get(record.PROPERTY_DELAY)) > 0:
+        if parse_level(properties.get(PROPERTY_DELAY)) > 0:
             # A message for the schedule topic has its properties encoded again, without these.
             for name in (
-                record.PROPERTY_REAL_TOPIC,
-                record.PROPERTY_REAL_QUEUE_ID,
-                record.PROPERTY_TRANSACTION_PREPARED,
+                PROPERTY_REAL_TOPIC,
+                PROPERTY_REAL_QUEUE_ID,
+                PROPERTY_TRANSACTION_PREPARED,
             ):
                 properties.pop(name, None)
         sys_flag = half.sys_flag & ~record.TRANSACTION_MASK | record.TRANSACTION_COMMIT

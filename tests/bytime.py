@@ -10,7 +10,7 @@ from librmq.delay import DelayConfig, DelaySchedule
 from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
-from librmq.message.record import encode_properties
+from librmq.message.properties import encode_properties
 from librmq.message.topics import TIMER_TOPIC
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig

@@ -15,15 +15,8 @@ from pathlib import Path
 
 from librmq.commitlog import CommitLog
 from librmq.message.batch import BatchItem, encode_batch
-from librmq.message.record import (
-    INNER_BATCH,
-    NEED_UNWRAP,
-    Record,
-    body_checksum,
-    decode_properties,
-    encode_properties,
-    encode_record,
-)
+from librmq.message.properties import decode_properties, encode_properties
+from librmq.message.record import INNER_BATCH, NEED_UNWRAP, Record, body_checksum, encode_record
 
 _DATABASE = {
     "CURRENT": b"MANIFEST-000005\n",

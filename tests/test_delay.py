@@ -17,15 +17,8 @@ from librmq.errors import StoreClosedError, StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message
-from librmq.message.record import (
-    MULTI_TAGS,
-    TRANSACTION_PREPARED,
-    TRANSACTION_ROLLBACK,
-    decode_properties,
-    encode_properties,
-    is_encoding_of,
-    tags_code,
-)
+from librmq.message.properties import decode_properties, encode_properties, is_encoding_of, tags_code
+from librmq.message.record import MULTI_TAGS, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
 from librmq.store.format.broker_tables import BrokerTables
 from tests.bytime import NOW, Waiting
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died

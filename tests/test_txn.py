@@ -23,6 +23,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
+from librmq.message.properties import encode_properties
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.scheduling.half_messages import CHECK_GROUP, EndedHalves
 from librmq.store import AppendResult, MessageStore
@@ -169,7 +170,7 @@ def test_rollback_writes_only_an_op(desk: Desk) -> None:
 
 
 def test_a_delayed_commit_goes_to_the_schedule(desk: Desk) -> None:
-    half = desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=record.encode_properties(
+    half = desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=encode_properties(
         {"PGROUP": "P", "UNIQ_KEY": "u", "REAL_TOPIC": "T", "REAL_QID": "3", "TRAN_MSG": "true", "DELAY": "2"}
     ))  # fmt: skip
     desk.commit(half)
@@ -208,7 +209,7 @@ def test_only_half_messages_can_be_committed(desk: Desk) -> None:
 
 @pytest.mark.parametrize("properties", [{"REAL_TOPIC": "T"}, {"REAL_TOPIC": "a/b", "REAL_QID": "0"}])
 def test_a_half_that_cannot_be_delivered_is_refused(desk: Desk, properties: dict[str, str]) -> None:
-    raw = record.encode_properties({"PGROUP": "P", **properties})
+    raw = encode_properties({"PGROUP": "P", **properties})
     half = desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=raw)
     with pytest.raises(TransactionRefusedError) as raised:
         desk.commit(half)
@@ -487,7 +488,7 @@ def test_an_own_immunity_is_kept_in_the_copy(desk: Desk) -> None:
 @pytest.mark.parametrize("value", ["-1", "x", ""])
 def test_an_invalid_immunity_counts_as_the_default(desk: Desk, value: str) -> None:
     raw = {"PGROUP": "P", "REAL_TOPIC": "T", "REAL_QID": "0", "CHECK_IMMUNITY_TIME_IN_SECONDS": value}
-    desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=record.encode_properties(raw))
+    desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=encode_properties(raw))
     desk.check(5_999)
     assert desk.asked == []
     desk.check(1)

@@ -13,9 +13,11 @@ from librmq.broker.offsets import DelayProgress
 from librmq.delay import DelaySchedule
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_int, java_long
-from librmq.message import Message, record
+from librmq.message import Message
 from librmq.message.delay_levels import NO_LEVELS, SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, PROPERTY_UNIQUE_KEY
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, TIMER_TOPIC
 from librmq.protocol import CancelMessage, CancelResult
 from librmq.runtime.runner import Step
@@ -208,7 +210,7 @@ class Deliveries:
             levels = NO_LEVELS if is_timed_only else self._store.levels
             if level := levels.level_for(message.topic, delay_ms, None if self.takes_any_delay else _NO_TIMER):
                 delayed = without_time(message)
-                delayed.properties[record.PROPERTY_DELAY] = str(level)
+                delayed.properties[PROPERTY_DELAY] = str(level)
                 return delayed, queue_id
             if self.relay is not None and (timers is None or not timers.takes(delay_ms)):
                 return send_at(without_time(message), deliver_ms, queue_id), 0
@@ -281,7 +283,7 @@ class Deliveries:
         """Return the records of a producer's message in log order, without retries and dead letters of groups."""
         store, at_place = self._store, None
         try:
-            _, physical_offset = record.parse_offset_message_id(message_id)
+            _, physical_offset = parse_offset_message_id(message_id)
             at_place = store.message_at(physical_offset)
         except (ValueError, CorruptionError):
             pass  # it is a unique id
@@ -330,7 +332,7 @@ class Deliveries:
 
     def _delete_timer(self, waiting: StoredMessage, topic: str, unique_key: str) -> None:
         """Store a message that deletes a timer as 5.x does, so that a broker of 5.x does not deliver it either."""
-        names = (OUT_MS, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID, record.PROPERTY_UNIQUE_KEY)
+        names = (OUT_MS, PROPERTY_REAL_TOPIC, PROPERTY_REAL_QUEUE_ID, PROPERTY_UNIQUE_KEY)
         deletion = Message(TIMER_TOPIC, b"0")
         deletion.properties = {name: waiting.properties[name] for name in names if name in waiting.properties}
         deletion.properties |= {DELETE_KEY: delete_key(topic, unique_key), DELETES_EARLIER: "true"}

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from sortedcontainers import SortedList
 
 from librmq.errors import BrokerError, FilterSyntaxError
-from librmq.message import record
-from librmq.message.record import tags_code
+from librmq.message.properties import PROPERTY_DELAY, tags_code
 from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, Subscription
 from librmq.runtime.runner import Runner, next_on_grid
@@ -307,7 +306,7 @@ class HeldRequests:
 
 # ---- stored messages
 
-_DELAY: Final = record.PROPERTY_DELAY
+_DELAY: Final = PROPERTY_DELAY
 
 
 class Arrivals:

@@ -13,9 +13,19 @@ from typing import Final
 from librmq.broker.context import BrokerContext
 from librmq.broker.handlers.in_flight import Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError
-from librmq.message import Message, StoredMessage, dead_letter_topic, record, retry_topic
+from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.dead_letters import record_cause
 from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.ids import parse_host
+from librmq.message.properties import (
+    PROPERTY_DELAY,
+    PROPERTY_ORIGIN_MESSAGE_ID,
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_RECONSUME_TIME,
+    PROPERTY_RETRY_TOPIC,
+    PROPERTY_WAIT,
+)
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, receive_retry_topic
 from librmq.protocol import (
     LOCAL_HOST,
@@ -36,19 +46,19 @@ from librmq.store.format.documents import letter_identity, note_resent, resent_t
 
 _log = EventLog("librmq.broker")
 
-_WAIT: Final = record.PROPERTY_WAIT
-_DELAY: Final = record.PROPERTY_DELAY
-_RETRY_TOPIC: Final = record.PROPERTY_RETRY_TOPIC
+_WAIT: Final = PROPERTY_WAIT
+_DELAY: Final = PROPERTY_DELAY
+_RETRY_TOPIC: Final = PROPERTY_RETRY_TOPIC
 _FIRST_RETRY_LEVEL: Final = 3
 _RESENT_TOGETHER: Final = 256
 """Dead letters that are sent between two notes."""
 _FIRST_POP_TIME: Final = "1ST_POP_TIME"
 _DELIVERY_PROPERTIES: Final = (
-    record.PROPERTY_DELAY,
-    record.PROPERTY_REAL_TOPIC,
-    record.PROPERTY_REAL_QUEUE_ID,
-    record.PROPERTY_RECONSUME_TIME,
-    record.PROPERTY_WAIT,
+    PROPERTY_DELAY,
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_RECONSUME_TIME,
+    PROPERTY_WAIT,
 )
 
 
@@ -63,7 +73,7 @@ class FailedMessages:
         self._groups = context.groups
         self._metrics = context.metrics
         self._put = put
-        self._store_host = record.parse_host(context.store.config.store_host)
+        self._store_host = parse_host(context.store.config.store_host)
         self._offsets = context.offsets
         self._earlier = EarlierCopies(context.store, in_order=False) if context.was_killed else None
         self._saved = {name: dict(row) for name, row in context.tables.offsets.rows.items() if name[:1] == "%"}
@@ -94,7 +104,7 @@ class FailedMessages:
             record_cause(properties, request.cause, len(message.properties_raw))
         else:
             properties[_DELAY] = str(request.delay_level or _FIRST_RETRY_LEVEL + times)
-        properties.setdefault(record.PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
+        properties.setdefault(PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
         if self._earlier is not None and self._was_sent_back(self._earlier, message, group.name, name, properties):
             return SentBack(is_dead, max_retries)
         copy = Message(name, message.stored_body, flag=message.flag)
@@ -127,16 +137,16 @@ class FailedMessages:
         """
         if not earlier.concerns(message.physical_offset) or (group, message.topic) in self._offsets.moved_back:
             return False
-        name = record.PROPERTY_ORIGIN_MESSAGE_ID
+        name = PROPERTY_ORIGIN_MESSAGE_ID
         origin = properties[name]
         topics = retry_topic(group), dead_letter_topic(group)
 
         def is_failure(copy: StoredMessage) -> bool:
-            real_topic = copy.properties.get(record.PROPERTY_REAL_TOPIC)
+            real_topic = copy.properties.get(PROPERTY_REAL_TOPIC)
             return origin == copy.properties.get(name) and (copy.topic in topics or real_topic in topics)
 
         def is_next(copy: StoredMessage) -> bool:
-            is_of_topic = topic in (copy.topic, copy.properties.get(record.PROPERTY_REAL_TOPIC))
+            is_of_topic = topic in (copy.topic, copy.properties.get(PROPERTY_REAL_TOPIC))
             return is_of_topic and is_failure(copy) and not has_ended_well()
 
         def has_ended_well() -> bool:
@@ -276,7 +286,7 @@ def note_resent_in_log(store: MessageStore, group: str, now_ms: int) -> int:
 
 
 def _ids(message: StoredMessage) -> tuple[str | None, str | None]:
-    return message.unique_key, message.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID)
+    return message.unique_key, message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID)
 
 
 def resend_letters(

@@ -12,8 +12,8 @@ from functools import partial
 from librmq.broker.context import BrokerContext
 from librmq.broker.long_polling import Arrivals
 from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
-from librmq.message import record
 from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
 from librmq.runtime.event_log import EventLog
@@ -197,7 +197,7 @@ class BrokerTransactions:
 
     def _count_outcome(self, outcome: str, half: StoredMessage) -> None:
         if self._metrics is not None:
-            topic = half.properties.get(record.PROPERTY_REAL_TOPIC, "")
+            topic = half.properties.get(PROPERTY_REAL_TOPIC, "")
             self._metrics.count("transactions", topic=topic, outcome=outcome)
 
 

@@ -15,8 +15,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from librmq.errors import InputError, MalformedError, MessageIllegalError
-from librmq.message import record
+from librmq.message.ids import Host, parse_host
 from librmq.message.message import Message
+from librmq.message.properties import (
+    PROPERTY_DELAY,
+    PROPERTY_KEYS,
+    PROPERTY_TAGS,
+    PROPERTY_UNIQUE_KEY,
+    decode_properties,
+)
 
 Row = dict[str, Any]
 Fields = Mapping[str, Any]
@@ -146,11 +153,11 @@ def truth(row: Fields, name: str) -> bool:
     return bool(value)
 
 
-def host(row: Fields, name: str) -> record.Host | None:
+def host(row: Fields, name: str) -> Host | None:
     """Return an address with its port, None if the field is absent."""
     value = optional_text(row, name)
     try:
-        return None if value is None else record.parse_host(value)
+        return None if value is None else parse_host(value)
     except MalformedError as error:
         raise InputError(f"{name}: {error}") from None
 
@@ -176,17 +183,17 @@ def properties(row: Fields) -> dict[str, str]:
 def message(row: Fields, topic: str) -> Message:
     """Return the message of an operation, with text from ``body`` or bytes from ``body_b64``."""
     raw = optional_text(row, "propertiesString")
-    values = properties(row) if raw is None else record.decode_properties(raw)
+    values = properties(row) if raw is None else decode_properties(raw)
     for name, property_name in (
-        ("tags", record.PROPERTY_TAGS),
-        ("keys", record.PROPERTY_KEYS),
-        ("uniqKey", record.PROPERTY_UNIQUE_KEY),
+        ("tags", PROPERTY_TAGS),
+        ("keys", PROPERTY_KEYS),
+        ("uniqKey", PROPERTY_UNIQUE_KEY),
     ):
         value = optional_text(row, name)
         if value is not None:
             values[property_name] = value
     if row.get("delayLevel") is not None:
-        values[record.PROPERTY_DELAY] = str(int32(row, "delayLevel"))
+        values[PROPERTY_DELAY] = str(int32(row, "delayLevel"))
     result = Message(topic, _body(row), flag=int32(row, "flag", 0))
     if raw is None:
         check_separators(values)

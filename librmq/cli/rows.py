@@ -18,7 +18,9 @@ from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.batch import inner_messages, is_batch
 from librmq.message.delay_levels import DelayLevels
+from librmq.message.ids import format_host
 from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_KEYS
 from librmq.store.engine.dispatch import derived_tags_code
 
 if TYPE_CHECKING:
@@ -59,9 +61,9 @@ def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: in
         "commit_log_offset": message.physical_offset,
         "sys_flag": message.sys_flag,
         "born_timestamp": message.born_timestamp_ms,
-        "born_host": record.format_host(message.born_host),
+        "born_host": format_host(message.born_host),
         "store_timestamp": message.store_timestamp_ms,
-        "store_host": record.format_host(message.store_host),
+        "store_host": format_host(message.store_host),
         "reconsume_times": message.reconsume_times,
         "prepared_transaction_offset": message.prepared_transaction_offset,
         "msg_id": message.offset_id,
@@ -76,7 +78,7 @@ def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: in
         "properties_raw": java_decode(properties_raw),
         "dispatch_tags_code": tags_code,
         "dispatch_tags_code_hex": _hex(tags_code),
-        "dispatch_keys": properties.get(record.PROPERTY_KEYS) if properties_raw else "",
+        "dispatch_keys": properties.get(PROPERTY_KEYS) if properties_raw else "",
         "dispatch_uniq_key": message.unique_key,
         "raw_sha1": hashlib.sha1(message.raw, usedforsecurity=False).hexdigest(),
     }

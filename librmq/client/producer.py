@@ -25,7 +25,6 @@ from librmq.errors import (
     MessageIllegalError,
     SendTimeoutError,
 )
-from librmq.message import record
 from librmq.message.batch import check_batch, check_batch_size, encoded_size
 from librmq.message.message import (
     Message,
@@ -44,6 +43,7 @@ from librmq.message.properties import (
     PROPERTY_REPLY_TO_CLIENT,
     PROPERTY_TTL,
     PROPERTY_UNIQUE_KEY,
+    PROPERTY_WAIT,
 )
 from librmq.message.record import decompress_body
 from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_group
@@ -63,8 +63,8 @@ from librmq.runtime.event_log import EventLog
 
 R = TypeVar("R")
 _log = EventLog("librmq.producer")
-_UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
-_WAIT: Final = record.PROPERTY_WAIT
+_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
+_WAIT: Final = PROPERTY_WAIT
 Body = bytes | bytearray | memoryview | str
 """Type of a body; text is sent as UTF-8."""
 

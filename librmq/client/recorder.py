@@ -11,10 +11,16 @@ from typing import Any, Final, Literal, Protocol, TypeVar, cast
 
 from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqError
 from librmq.java.lang import java_int
-from librmq.message import record
 from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
 from librmq.message.message import Message, MessageQueue, StoredMessage
-from librmq.message.properties import PROPERTY_SHARDING_KEY
+from librmq.message.properties import (
+    PROPERTY_DELAY,
+    PROPERTY_ORIGIN_MESSAGE_ID,
+    PROPERTY_RETRY_TOPIC,
+    PROPERTY_SHARDING_KEY,
+    PROPERTY_TRANSACTION_PREPARED,
+    PROPERTY_UNIQUE_KEY,
+)
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.protocol import (
     Acknowledge,
@@ -45,7 +51,7 @@ Event = dict[str, Any]
 """One event of a history, by the names of its fields."""
 
 _TIMES: Final = frozenset((DELAY_MS, DELAY_SEC, DELIVER_MS))
-_UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
+_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
 _SHARDING_KEY: Final = PROPERTY_SHARDING_KEY
 _REFUSALS: Final = frozenset(
     (
@@ -63,7 +69,7 @@ _log = EventLog("librmq.client")
 
 def id_of(message: StoredMessage) -> str:
     """Return the name of a message in a history: its unique id, else the broker's id of its first record."""
-    return message.unique_key or message.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID) or message.offset_id
+    return message.unique_key or message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID) or message.offset_id
 
 
 class EventSink(Protocol):
@@ -191,8 +197,8 @@ class Recorder:
         properties, not_before_ms = message.properties, None
         if message._delays is not None:
             properties = time_properties(message)
-        if record.PROPERTY_DELAY in properties:
-            level = java_int(properties[record.PROPERTY_DELAY]) or 0
+        if PROPERTY_DELAY in properties:
+            level = java_int(properties[PROPERTY_DELAY]) or 0
             if level > 0:
                 not_before_ms = begin_ms + self.levels.delay_ms(self.levels.cap(level))
         elif not _TIMES.isdisjoint(properties):
@@ -201,7 +207,7 @@ class Recorder:
             event["not_before_ms"] = not_before_ms
         if (key := message.properties.get(_SHARDING_KEY)) is not None:
             event["sharding_key"] = key
-        if message.properties.get(record.PROPERTY_TRANSACTION_PREPARED, "").lower() == "true":
+        if message.properties.get(PROPERTY_TRANSACTION_PREPARED, "").lower() == "true":
             event["half"] = True
             return True
         return not_before_ms is not None
@@ -316,7 +322,7 @@ class Recorder:
         for message in messages:
             topic = queue.topic
             if topic.startswith(RETRY_PREFIX):
-                topic = message.properties.get(record.PROPERTY_RETRY_TOPIC) or topic
+                topic = message.properties.get(PROPERTY_RETRY_TOPIC) or topic
             event = self._delivery(process, group, message, topic, queue, message.queue_offset, message.reconsume_times)
             self._running[id(message)] = event, message
             events.append(event)

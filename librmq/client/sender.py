@@ -31,7 +31,7 @@ from librmq.errors import (
 )
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue
-from librmq.message.properties import PROPERTY_PRIORITY, priority_of
+from librmq.message.properties import PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, priority_of
 from librmq.message.topics import AUTO_CREATE_TOPIC, RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -277,7 +277,7 @@ _RETRIED: Final = frozenset(
 )
 _PRIORITY: Final = PROPERTY_PRIORITY
 _COMPRESSED: Final = record.COMPRESSED | record.COMPRESSION_ZLIB
-_UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
+_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
 _OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
 _RUNNING: Final = State.RUNNING
 

@@ -22,8 +22,15 @@ from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.sender import SendResult
 from librmq.config import check_arguments
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
-from librmq.message import record
+from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import Message, MessageQueue, StoredMessage, delayed_transaction, transaction_with_priority
+from librmq.message.properties import (
+    PROPERTY_PRODUCER_GROUP,
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_TRANSACTION_CHECK_TIMES,
+    PROPERTY_TRANSACTION_PREPARED,
+    PROPERTY_WAIT,
+)
 from librmq.protocol import (
     CheckTransaction,
     EndTransaction,
@@ -73,7 +80,7 @@ class CheckedMessage:
     @property
     def check_times(self) -> int:
         """Number of this check, counting from 1."""
-        return int(self.properties.get(record.PROPERTY_TRANSACTION_CHECK_TIMES, "0"))
+        return int(self.properties.get(PROPERTY_TRANSACTION_CHECK_TIMES, "0"))
 
 
 Check = Callable[[CheckedMessage], TransactionState | Awaitable[TransactionState | None] | None]
@@ -252,15 +259,15 @@ class TransactionProducer(Producer):
         if message.priority is not None:
             raise transaction_with_priority(message.topic)
         half = self._prepare(message, None, {})
-        half.properties[record.PROPERTY_TRANSACTION_PREPARED] = "true"
-        half.properties[record.PROPERTY_PRODUCER_GROUP] = self.group
+        half.properties[PROPERTY_TRANSACTION_PREPARED] = "true"
+        half.properties[PROPERTY_PRODUCER_GROUP] = self.group
         return half, self._sender.send(half, self._timeout_ms)
 
     def _end_transaction(self, sent: SendResult, state: TransactionState) -> None:
         """Send the end to the broker; if it is lost, the broker asks."""
         if state is TransactionState.UNKNOWN:
             return
-        _, physical_offset = record.parse_offset_message_id(sent.offset_id)
+        _, physical_offset = parse_offset_message_id(sent.offset_id)
         request = EndTransaction(self.group, state, sent.queue_offset, physical_offset, sent.message_id)
         self._send_end(sent.queue.broker_name, request)
 
@@ -281,8 +288,8 @@ class TransactionProducer(Producer):
         if not isinstance(request, CheckTransaction):
             return super().answer(request)
         half = request.message
-        properties = {**half.properties, record.PROPERTY_WAIT: "false"}
-        message = CheckedMessage(properties.get(record.PROPERTY_REAL_TOPIC, ""), half, properties)
+        properties = {**half.properties, PROPERTY_WAIT: "false"}
+        message = CheckedMessage(properties.get(PROPERTY_REAL_TOPIC, ""), half, properties)
         if self._check_pool is not None:
             self._check_pool.submit(self._check_in_pool, request, message)
         else:

@@ -46,7 +46,9 @@ from librmq.columns.arrays import (
 from librmq.columns.options import ReadOptions, View
 from librmq.errors import BodyCompressionError, RecordError
 from librmq.message import record
+from librmq.message.ids import decode_host, format_host
 from librmq.message.message import DECOMPRESSED_LIMIT
+from librmq.message.properties import PROPERTY_KEYS, PROPERTY_TAGS, PROPERTY_UNIQUE_KEY, decode_properties
 from librmq.message.record import crc32, gather, headers_at
 from librmq.runtime.compiled_core import CORE
 
@@ -143,7 +145,7 @@ class Properties:
 
     def _plain(self, row: int) -> dict[str, str]:
         """Return a row decoded by `record.decode_properties`."""
-        return record.decode_properties(self._text[self._row_begins[row] : self._row_ends[row]].tobytes())
+        return decode_properties(self._text[self._row_begins[row] : self._row_ends[row]].tobytes())
 
     def value(self, name: str) -> pa.StringArray:
         """Return the values of one property, null where a message has none."""
@@ -411,7 +413,7 @@ class Block:
                 raws = np.ascontiguousarray(gather(self._raw, at[rows], f"V{size}")).view(f"S{size}")
                 _, first, which = np.unique(raws, return_index=True, return_inverse=True)
                 padded = gather(self._raw, at[rows][first], f"V{size}")
-                names = [record.format_host(record.decode_host(host.tobytes())) for host in padded]
+                names = [format_host(decode_host(host.tobytes())) for host in padded]
                 hosts[rows] = np.array(names, object)[which]
         return pa.array(hosts, pa.string())
 
@@ -511,9 +513,9 @@ COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
     "physicalOffset": _number("physical_offset", pa.int64()),
     "bornTimestamp": _time("born_timestamp"),
     "storeTimestamp": _time("store_timestamp"),
-    "tags": _property(record.PROPERTY_TAGS),
-    "keys": _property(record.PROPERTY_KEYS),
-    "uniqueKey": _property(record.PROPERTY_UNIQUE_KEY),
+    "tags": _property(PROPERTY_TAGS),
+    "keys": _property(PROPERTY_KEYS),
+    "uniqueKey": _property(PROPERTY_UNIQUE_KEY),
     "properties": (MAP, lambda block: block.properties.map()),
     "body": (pa.binary(), lambda block: block.bodies()[0]),
     "reconsumeTimes": _number("reconsume_times", pa.int32()),

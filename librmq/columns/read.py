@@ -34,6 +34,7 @@ from librmq.message import record
 from librmq.message.batch import inner_messages
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_TAGS
 from librmq.message.topics import LIGHT_PREFIX
 from librmq.runtime.event_log import EventLog
 from librmq.store.format import directory
@@ -413,7 +414,7 @@ class _Task:
             passing = self._passing_in_log(block)
             keep = passing if keep is None else keep & passing
         if self._tags is not None and not self._tags.takes_all and self._tags.tags:
-            passing = _is_in(block.properties.value(record.PROPERTY_TAGS), sorted(self._tags.tags))
+            passing = _is_in(block.properties.value(PROPERTY_TAGS), sorted(self._tags.tags))
             keep = passing if keep is None else keep & passing
         if self._selector is not None:
             from librmq.filter.arrow_backend import match_arrow

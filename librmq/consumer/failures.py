@@ -31,7 +31,7 @@ from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.message.dead_letters import record_cause
 from librmq.message.message import Message, MessageQueue, retry_topic
-from librmq.message.record import (
+from librmq.message.properties import (
     PROPERTY_DELAY,
     PROPERTY_MAX_RECONSUME_TIMES,
     PROPERTY_ORIGIN_MESSAGE_ID,

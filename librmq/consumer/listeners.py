@@ -14,7 +14,7 @@ from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.filter import SQL92, TAG, Policy, SqlFilter, TagFilter, WatchedPredicate
 from librmq.listener import ReconsumeLater
 from librmq.message.message import MessageQueue, StoredMessage, validate_client_topic
-from librmq.message.record import (
+from librmq.message.properties import (
     PROPERTY_CONSUME_START_TIME,
     PROPERTY_MAX_OFFSET,
     PROPERTY_MIN_OFFSET,

@@ -18,7 +18,7 @@ from librmq.diagnosis.pending import waiting_retries
 from librmq.diagnosis.view import StoreView
 from librmq.errors import ConfigError
 from librmq.message.message import StoredMessage
-from librmq.message.record import PROPERTY_ORIGIN_MESSAGE_ID, PROPERTY_RETRY_TOPIC
+from librmq.message.properties import PROPERTY_ORIGIN_MESSAGE_ID, PROPERTY_RETRY_TOPIC
 from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group
 from librmq.runtime.event_log import EventLog, counted
 from librmq.runtime.runner import Step, Work

@@ -9,10 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped
 from librmq.diagnosis.view import Source, StoreView, View, viewed
-from librmq.message import record
 from librmq.message.dead_letters import cause_of
 from librmq.message.message import StoredMessage, retry_topic
-from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE
+from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_RETRY_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX
 from librmq.runtime.event_log import counted
 from librmq.store.format.documents import LetterIdentity, letter_identity
@@ -131,7 +130,7 @@ def given_up(group: str, message: StoredMessage) -> GivenUpMessage:
 
 def origin_of(group: str, topic: str, properties: Mapping[str, str]) -> str:
     """Return the topic that a message of a group's topic of retries or dead letters was sent to."""
-    origin = properties.get(record.PROPERTY_RETRY_TOPIC) or properties.get(ORIGIN_TOPIC) or topic
+    origin = properties.get(PROPERTY_RETRY_TOPIC) or properties.get(ORIGIN_TOPIC) or topic
     return origin.removeprefix(f"{retry_topic(group)}_")  # of a message that a client of 5.x received again
 
 

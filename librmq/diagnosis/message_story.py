@@ -37,6 +37,12 @@ from librmq.message import record
 from librmq.message.dead_letters import recorded_cause
 from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
+from librmq.message.properties import (
+    PROPERTY_ORIGIN_MESSAGE_ID,
+    PROPERTY_PRODUCER_GROUP,
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
+)
 from librmq.message.topics import (
     CHECK_MAX_TIME_TOPIC,
     DEAD_LETTER_PREFIX,
@@ -122,7 +128,7 @@ def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessag
             }
     for message in list(records.values()):
         key = message.unique_key
-        origin = message.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID)
+        origin = message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID)
         if key is not None:
             if key != name:
                 records |= {other.physical_offset: other for other in store.find_by_id(key)}
@@ -131,7 +137,7 @@ def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessag
             records |= {
                 other.physical_offset: other
                 for other in store.log.search(first.encode())
-                if other.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID) == first
+                if other.properties.get(PROPERTY_ORIGIN_MESSAGE_ID) == first
             }
             records |= {other.physical_offset: other for other in store.find_by_id(first)}
     return [records[place] for place in sorted(records)]
@@ -190,14 +196,14 @@ def _broker_event(view: StoreView, message: StoredMessage) -> tuple[EventKind, s
     """Return event, group and note of a record in a topic that the broker writes; None for one of producers."""
     properties, topic = message.properties, message.topic
     if topic == HALF_TOPIC:
-        group, real = properties.get(record.PROPERTY_PRODUCER_GROUP), properties.get(record.PROPERTY_REAL_TOPIC)
-        if record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET in properties or check_times(message):
+        group, real = properties.get(PROPERTY_PRODUCER_GROUP), properties.get(PROPERTY_REAL_TOPIC)
+        if PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET in properties or check_times(message):
             return "checked", group, f"check {check_times(message)} put it back"
         return "half", group, f"for topic {real}"
     if topic == CHECK_MAX_TIME_TOPIC:
         return (
             "given_up",
-            properties.get(record.PROPERTY_PRODUCER_GROUP),
+            properties.get(PROPERTY_PRODUCER_GROUP),
             f"after {counted(check_times(message), 'check')}",
         )
     if topic.startswith(DEAD_LETTER_PREFIX):
@@ -222,7 +228,7 @@ def _delayed(message: StoredMessage, real: str) -> tuple[str | None, str]:
 
 def _identity(message: StoredMessage) -> str:
     """Return the id that the records of one message share."""
-    origin = message.properties.get(record.PROPERTY_ORIGIN_MESSAGE_ID)
+    origin = message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID)
     return message.unique_key or origin or message.offset_id
 
 
@@ -250,7 +256,7 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
         for queue_offset in sorted(halves_of(op) & halves.keys()):
             half = halves[queue_offset]
             if half.unique_key not in events and op.physical_offset > half.physical_offset:
-                group = half.properties.get(record.PROPERTY_PRODUCER_GROUP)
+                group = half.properties.get(PROPERTY_PRODUCER_GROUP)
                 note = f"the half at queue offset {half.queue_offset}"
                 events[half.unique_key] = _event(op, "rolled_back", group, note)._replace(unique_key=half.unique_key)
     return list(events.values())
@@ -369,7 +375,7 @@ class _Outcomes:
     def _later_copy(self, message: StoredMessage, *topics: str) -> StoredMessage | None:
         """Return the first later record of this message in a group's topics of retries or dead letters, if any."""
         for copy in self._records:
-            real = copy.properties.get(record.PROPERTY_REAL_TOPIC) if copy.topic in WAITING_TOPICS else copy.topic
+            real = copy.properties.get(PROPERTY_REAL_TOPIC) if copy.topic in WAITING_TOPICS else copy.topic
             if (
                 real in topics
                 and copy.physical_offset > message.physical_offset

@@ -44,8 +44,8 @@ from librmq.diagnosis.findings import Finding, Thresholds, grouped
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import BodyCompressionError, CorruptionError, MalformedError, MessageIllegalError
-from librmq.message import record
 from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import RETRY_PREFIX, TIMER_TOPIC, receive_retry_topic, validate_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling.timer_wheel import waiting_timers
@@ -399,7 +399,7 @@ def _stored_records(view: StoreView, topics: Collection[str], since_ms: int) -> 
     )
     seen: set[bytes] = set()
     for message in records:
-        is_record = message.topic != TIMER_TOPIC or message.properties.get(record.PROPERTY_REAL_TOPIC) in topics
+        is_record = message.topic != TIMER_TOPIC or message.properties.get(PROPERTY_REAL_TOPIC) in topics
         if is_record and (digest := hashlib.blake2b(message.stored_body, digest_size=16).digest()) not in seen:
             seen.add(digest)
             yield message

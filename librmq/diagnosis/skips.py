@@ -15,9 +15,15 @@ from librmq.diagnosis.group_lag import QueueLag, lag, no_progress
 from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves, waiting_retries
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, MalformedError, TransactionRefusedError
-from librmq.message import record
 from librmq.message.message import Message, StoredMessage
-from librmq.message.properties import RESERVED_PROPERTIES
+from librmq.message.properties import (
+    PROPERTY_DELAY,
+    PROPERTY_ORIGIN_MESSAGE_ID,
+    PROPERTY_PRODUCER_GROUP,
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_REAL_TOPIC,
+    RESERVED_PROPERTIES,
+)
 from librmq.message.topics import retry_topic
 from librmq.protocol import LOCAL_HOST, Endpoint, EndTransaction, SendMessage, TopicDescription, TransactionState
 from librmq.protocol.client_requests import INNER_PRODUCER
@@ -389,7 +395,7 @@ def _record(broker: SkippingBroker, done: Skip) -> None:
 
 _SYSTEM_ERROR: Final = 1
 _READABLE: Final = 6  # and writable
-_OF_THE_DELAY: Final = frozenset((record.PROPERTY_DELAY, record.PROPERTY_REAL_TOPIC, record.PROPERTY_REAL_QUEUE_ID))
+_OF_THE_DELAY: Final = frozenset((PROPERTY_DELAY, PROPERTY_REAL_TOPIC, PROPERTY_REAL_QUEUE_ID))
 
 StoreRetry: TypeAlias = "Callable[[Message, StoredMessage], int]"
 """Stores a copy of a retry in the retry topic of another group, and returns its queue offset."""
@@ -426,7 +432,7 @@ def move_retries(
     for message in list(waiting_retries(store, tables, group)):
         copy = Message(topic, message.stored_body, flag=message.flag)
         copy.properties = {name: value for name, value in message.properties.items() if name not in _OF_THE_DELAY}
-        copy.properties.setdefault(record.PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
+        copy.properties.setdefault(PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
         queue_offsets.append((store_retry or append)(copy, message))
         if message.topic == old_topic:
             passed[message.queue_id] = message.queue_offset + 1
@@ -469,7 +475,7 @@ def decide_half(broker: SkippingBroker, physical_offset: int, *, commit: bool, f
         )
     last = family[-1]
     state = TransactionState.COMMIT if commit else TransactionState.ROLLBACK
-    group = half.properties.get(record.PROPERTY_PRODUCER_GROUP, "")
+    group = half.properties.get(PROPERTY_PRODUCER_GROUP, "")
     broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))
 
 

@@ -27,7 +27,7 @@ from librmq.files.interface import Files
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.lag import queue_lag
 from librmq.message.message import StoredMessage
-from librmq.message.record import PROPERTY_REAL_TOPIC
+from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import (
     DEAD_LETTER_PREFIX,
     RETRY_PREFIX,

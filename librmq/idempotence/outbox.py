@@ -43,7 +43,7 @@ from librmq.idempotence.sqltables import (
 )
 from librmq.idempotence.stores import LONGEST
 from librmq.message.message import Message, priority_with_queue, reserved_topic
-from librmq.message.record import PROPERTY_UNIQUE_KEY
+from librmq.message.properties import PROPERTY_UNIQUE_KEY
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
 from librmq.runtime.event_log import EventLog

@@ -19,7 +19,14 @@ from typing import Final, NamedTuple
 from librmq.errors import MessageIllegalError, RecordError
 from librmq.java.lang import java_int
 from librmq.message.message import Message, StoredMessage, body_too_large, delayed_batch
-from librmq.message.properties import PROPERTY_INNER_NUM
+from librmq.message.properties import (
+    PROPERTY_DELAY,
+    PROPERTY_INNER_NUM,
+    PROPERTY_UNIQUE_KEY,
+    PROPERTY_WAIT,
+    encode_properties,
+    find_property,
+)
 from librmq.message.record import (
     BODY_CRC_AT,
     COMPRESSED,
@@ -27,14 +34,9 @@ from librmq.message.record import (
     FLAG_AT,
     INNER_BATCH,
     NEED_UNWRAP,
-    PROPERTY_DELAY,
-    PROPERTY_UNIQUE_KEY,
-    PROPERTY_WAIT,
     QUEUE_OFFSET_AT,
     SYS_FLAG_AT,
     body_checksum,
-    encode_properties,
-    find_property,
 )
 
 _HEADER: Final = struct.Struct(">iiiii")  # size, magic, body crc, flag, body length

@@ -16,14 +16,15 @@ from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.lang import java_int, string_hash, utf16_order
 from librmq.message.ids import decode_unique_id as decode_unique_id
 from librmq.message.printable import shown_body
-from librmq.message.properties import PROPERTY_PRIORITY, priority_of
-from librmq.message.record import (
+from librmq.message.properties import (
     PROPERTY_DELAY,
     PROPERTY_KEYS,
+    PROPERTY_PRIORITY,
     PROPERTY_TAGS,
     PROPERTY_UNIQUE_KEY,
     PROPERTY_WAIT,
     RESERVED_PROPERTIES,
+    priority_of,
     split_keys,
 )
 from librmq.message.stored_message import DECOMPRESSED_LIMIT as DECOMPRESSED_LIMIT

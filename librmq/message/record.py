@@ -44,45 +44,8 @@ from typing import TYPE_CHECKING, Any, Final
 from librmq.errors import BodyChecksumError, BodyCompressionError, MessageIllegalError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode, java_int
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.ids import Host as Host
-from librmq.message.ids import decode_host as decode_host
-from librmq.message.ids import encode_host as encode_host
-from librmq.message.ids import format_host as format_host
-from librmq.message.ids import offset_message_id as offset_message_id
-from librmq.message.ids import parse_host as parse_host
-from librmq.message.ids import parse_offset_message_id as parse_offset_message_id
-from librmq.message.properties import PROPERTY_CHECK_IMMUNITY_TIME as PROPERTY_CHECK_IMMUNITY_TIME
-from librmq.message.properties import PROPERTY_CLUSTER as PROPERTY_CLUSTER
-from librmq.message.properties import PROPERTY_CONSUME_START_TIME as PROPERTY_CONSUME_START_TIME
-from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE as PROPERTY_DEAD_LETTER_CAUSE
-from librmq.message.properties import PROPERTY_DELAY as PROPERTY_DELAY
-from librmq.message.properties import PROPERTY_KEYS as PROPERTY_KEYS
-from librmq.message.properties import PROPERTY_MAX_OFFSET as PROPERTY_MAX_OFFSET
-from librmq.message.properties import PROPERTY_MAX_RECONSUME_TIMES as PROPERTY_MAX_RECONSUME_TIMES
-from librmq.message.properties import PROPERTY_MIN_OFFSET as PROPERTY_MIN_OFFSET
-from librmq.message.properties import PROPERTY_ORIGIN_MESSAGE_ID as PROPERTY_ORIGIN_MESSAGE_ID
-from librmq.message.properties import PROPERTY_PRODUCER_GROUP as PROPERTY_PRODUCER_GROUP
-from librmq.message.properties import PROPERTY_REAL_QUEUE_ID as PROPERTY_REAL_QUEUE_ID
-from librmq.message.properties import PROPERTY_REAL_TOPIC as PROPERTY_REAL_TOPIC
-from librmq.message.properties import PROPERTY_RECONSUME_TIME as PROPERTY_RECONSUME_TIME
-from librmq.message.properties import PROPERTY_RETRY_TOPIC as PROPERTY_RETRY_TOPIC
-from librmq.message.properties import PROPERTY_TAGS as PROPERTY_TAGS
-from librmq.message.properties import PROPERTY_TRANSACTION_CHECK_TIMES as PROPERTY_TRANSACTION_CHECK_TIMES
-from librmq.message.properties import PROPERTY_TRANSACTION_PREPARED as PROPERTY_TRANSACTION_PREPARED
-from librmq.message.properties import (
-    PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET as PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
-)
-from librmq.message.properties import PROPERTY_UNIQUE_KEY as PROPERTY_UNIQUE_KEY
-from librmq.message.properties import PROPERTY_WAIT as PROPERTY_WAIT
-from librmq.message.properties import RESERVED_PROPERTIES as RESERVED_PROPERTIES
-from librmq.message.properties import decode_properties as decode_properties
-from librmq.message.properties import encode_properties as encode_properties
-from librmq.message.properties import find_keys_and_tags as find_keys_and_tags
-from librmq.message.properties import find_property as find_property
-from librmq.message.properties import is_encoding_of as is_encoding_of
-from librmq.message.properties import join_properties as join_properties
-from librmq.message.properties import split_keys as split_keys
-from librmq.message.properties import tags_code as tags_code
+from librmq.message.ids import Host, decode_host, encode_host
+from librmq.message.properties import PROPERTY_DELAY, find_property
 from librmq.runtime import lazy_numpy as np
 
 if TYPE_CHECKING:

@@ -9,8 +9,18 @@ from typing import Any, Final, Self, overload
 
 from librmq.errors import MalformedError, RecordError
 from librmq.java.lang import java_decode
+from librmq.message.ids import Host, decode_host
 from librmq.message.printable import shown_body
-from librmq.message.properties import priority_of
+from librmq.message.properties import (
+    PROPERTY_KEYS,
+    PROPERTY_TAGS,
+    PROPERTY_UNIQUE_KEY,
+    decode_properties,
+    find_property,
+    priority_of,
+    split_keys,
+    tags_code,
+)
 from librmq.message.record import (
     BODY_AT,
     BODY_CRC_AT,
@@ -23,25 +33,16 @@ from librmq.message.record import (
     LAYOUT,
     MAGIC_AT,
     PHYSICAL_OFFSET_AT,
-    PROPERTY_KEYS,
-    PROPERTY_TAGS,
-    PROPERTY_UNIQUE_KEY,
     QUEUE_ID_AT,
     QUEUE_OFFSET_AT,
     STORE_TIMESTAMP_AT,
     SYS_FLAG_AT,
     Frame,
-    Host,
     body_checksum,
-    decode_host,
-    decode_properties,
     decompress_body,
-    find_property,
     frame,
     header_struct,
     host_ends,
-    split_keys,
-    tags_code,
 )
 from librmq.runtime.compiled_core import CORE, StoredState
 

@@ -17,8 +17,16 @@ from typing import Annotated, Final, NamedTuple, Protocol
 from librmq.config import Between, Config, Seconds
 from librmq.errors import LASTING, MessageIllegalError, RmqError
 from librmq.java.lang import java_int, java_long
-from librmq.message import record
 from librmq.message.message import StoredMessage
+from librmq.message.properties import (
+    PROPERTY_CHECK_IMMUNITY_TIME,
+    PROPERTY_PRODUCER_GROUP,
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_TRANSACTION_CHECK_TIMES,
+    PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
+    PROPERTY_WAIT,
+)
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.locks import Lock
@@ -199,7 +207,7 @@ def transaction_of(half: StoredMessage) -> tuple[object, ...]:
     properties = half.properties
     if not half.unique_key:
         return (half.physical_offset,)
-    names = record.PROPERTY_PRODUCER_GROUP, record.PROPERTY_REAL_TOPIC
+    names = PROPERTY_PRODUCER_GROUP, PROPERTY_REAL_TOPIC
     return (half.unique_key, zlib.crc32(half.stored_body), len(half.stored_body), *map(properties.get, names))
 
 
@@ -207,8 +215,8 @@ def transaction_of(half: StoredMessage) -> tuple[object, ...]:
 
 _OPS_READ: Final = 32
 _LOOK_AHEAD: Final = 1000
-_CHECK_TIMES: Final = record.PROPERTY_TRANSACTION_CHECK_TIMES
-_PREPARED_AT: Final = record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
+_CHECK_TIMES: Final = PROPERTY_TRANSACTION_CHECK_TIMES
+_PREPARED_AT: Final = PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
 
 
 class CheckPass:
@@ -301,7 +309,7 @@ class CheckPass:
         if half.store_timestamp_ms >= self._start_ms:
             return False
         immunity_ms = self._timeout_ms
-        immunity = properties.get(record.PROPERTY_CHECK_IMMUNITY_TIME)
+        immunity = properties.get(PROPERTY_CHECK_IMMUNITY_TIME)
         if immunity is not None:
             seconds = java_long(immunity)
             if seconds is not None and seconds != -1:
@@ -333,7 +341,7 @@ class CheckPass:
 
     def _ask_about(self, half: StoredMessage, properties: dict[str, str], check_times: int, now_ms: int) -> bool:
         """Append a copy of a half and ask about it; return False if no producer can be asked, which ends the pass."""
-        group = properties.get(record.PROPERTY_PRODUCER_GROUP, "")
+        group = properties.get(PROPERTY_PRODUCER_GROUP, "")
         is_reachable = self._hooks.is_reachable
         if is_reachable is not None and not is_reachable(group):
             if not self._has_reachable_ahead(now_ms, is_reachable):
@@ -362,7 +370,7 @@ class CheckPass:
             batch = self._store.read(HALF_TOPIC, QUEUE, queue_offset, 1)
             if not batch.messages or 0 <= now_ms - batch.messages[0].born_timestamp_ms < self._timeout_ms:
                 return False
-            if is_reachable(batch.messages[0].properties.get(record.PROPERTY_PRODUCER_GROUP, "")):
+            if is_reachable(batch.messages[0].properties.get(PROPERTY_PRODUCER_GROUP, "")):
                 self._reachable_at = queue_offset
                 return True
         return False
@@ -388,7 +396,7 @@ class CheckPass:
                 return False
             if self._use_op(queue_offset):
                 return True
-        properties[record.PROPERTY_WAIT] = "false"
+        properties[PROPERTY_WAIT] = "false"
         properties.setdefault(_PREPARED_AT, str(half.queue_offset))
         self._append_copy(half, properties)
         return True
@@ -418,7 +426,7 @@ class CheckPass:
             "the half message at queue offset %(queue_offset)d, for topic %(target_topic)s, is discarded after "
             "%(checks)d checks",
             queue_offset=half.queue_offset,
-            target_topic=properties.get(record.PROPERTY_REAL_TOPIC),
+            target_topic=properties.get(PROPERTY_REAL_TOPIC),
             checks=check_times,
             topic=HALF_TOPIC,
             queue_id=half.queue_id,
@@ -521,17 +529,17 @@ class CheckBack(NamedTuple):
     @property
     def topic(self) -> str:
         """The message's own topic."""
-        return self.half.properties.get(record.PROPERTY_REAL_TOPIC, "")
+        return self.half.properties.get(PROPERTY_REAL_TOPIC, "")
 
     @property
     def queue_id(self) -> int:
         """The message's own queue."""
-        return java_int(self.half.properties.get(record.PROPERTY_REAL_QUEUE_ID, "")) or 0
+        return java_int(self.half.properties.get(PROPERTY_REAL_QUEUE_ID, "")) or 0
 
     @property
     def properties(self) -> dict[str, str]:
         """The properties in the producer's form."""
-        return {**self.half.properties, record.PROPERTY_WAIT: "false"}
+        return {**self.half.properties, PROPERTY_WAIT: "false"}
 
 
 class Checked(NamedTuple):

@@ -22,9 +22,9 @@ from typing import Final, NamedTuple
 from librmq.config import check_now
 from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
 from librmq.java.lang import java_int, java_long
-from librmq.message import record
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage
+from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC
 from librmq.message.topics import validate_topic
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.progress_saver import ProgressSaver
@@ -49,9 +49,9 @@ _HOP_PROPERTIES: Final = frozenset(
         TARGET_MS,
         TARGET_TOPIC,
         TARGET_QUEUE_ID,
-        record.PROPERTY_DELAY,
-        record.PROPERTY_REAL_TOPIC,
-        record.PROPERTY_REAL_QUEUE_ID,
+        PROPERTY_DELAY,
+        PROPERTY_REAL_TOPIC,
+        PROPERTY_REAL_QUEUE_ID,
     )
 )
 _QUEUE: Final = 0
@@ -116,7 +116,7 @@ def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
         MessageIllegalError: The topic is invalid, or the message also has a delay level.
     """
     validate_topic(message.topic)
-    if record.PROPERTY_DELAY in message.properties:
+    if PROPERTY_DELAY in message.properties:
         raise MessageIllegalError("delay level: expected none for a message with a delivery time")
     relayed = Message(HOP_TOPIC, message.body, flag=message.flag)
     relayed.properties = {
@@ -244,7 +244,7 @@ class HopProxy:
                 result = self._store.appender.append_again(message, topic, queue_id, new_properties)
             else:
                 level = best_level(target_ms - now_ms, self._store.levels)
-                new_properties = {**properties, record.PROPERTY_DELAY: str(level)}
+                new_properties = {**properties, PROPERTY_DELAY: str(level)}
                 result = self._store.appender.append_again(message, HOP_TOPIC, _QUEUE, new_properties)
         except MessageIllegalError as error:
             _log.error(
@@ -264,5 +264,5 @@ class HopProxy:
 def _was_sent_on(copy: StoredMessage, topic: str, queue_id: int) -> bool:
     """Return whether a record is a hop, or the delivery to this queue."""
     if copy.topic == SCHEDULE_TOPIC:
-        return copy.properties.get(record.PROPERTY_REAL_TOPIC) == HOP_TOPIC
+        return copy.properties.get(PROPERTY_REAL_TOPIC) == HOP_TOPIC
     return copy.topic == topic and copy.queue_id == queue_id

@@ -36,6 +36,7 @@ from librmq.java.lang import java_int, java_long, string_hash
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
+from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, encode_properties
 from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC, validate_topic
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Aside
@@ -189,7 +190,7 @@ class Timers:
         """
         sys_flag = fields.get("sys_flag", 0) & record.TRANSACTION_MASK
         properties = message.properties
-        if parse_level(properties.get(record.PROPERTY_DELAY)) > 0:
+        if parse_level(properties.get(PROPERTY_DELAY)) > 0:
             return self._store.append(without_time(message), queue_id, **fields)
         if sys_flag in (0, record.TRANSACTION_COMMIT) and message.topic != TIMER_TOPIC and is_timed(properties):
             fields.pop("properties_raw", None)
@@ -221,8 +222,8 @@ class Timers:
         waiting.properties = {
             **message.properties,
             OUT_MS: str(out_ms),
-            record.PROPERTY_REAL_TOPIC: message.topic,
-            record.PROPERTY_REAL_QUEUE_ID: str(queue_id),
+            PROPERTY_REAL_TOPIC: message.topic,
+            PROPERTY_REAL_QUEUE_ID: str(queue_id),
         }
         return waiting
 
@@ -319,7 +320,7 @@ class Timers:
             )
             return
         if slot.deleted and not rolls and message.unique_key:
-            topic = message.properties.get(record.PROPERTY_REAL_TOPIC, "")
+            topic = message.properties.get(PROPERTY_REAL_TOPIC, "")
             if physical_offset < slot.deleted.get(delete_key(topic, message.unique_key), 0):
                 return
         self._deliver_message(message, write_time_ms, rolls, now_ms)
@@ -336,8 +337,8 @@ class Timers:
         elif DELETE_KEY in properties:
             return
         else:
-            topic = properties.get(record.PROPERTY_REAL_TOPIC, "")
-            real_queue_id = java_int(properties.get(record.PROPERTY_REAL_QUEUE_ID, ""))
+            topic = properties.get(PROPERTY_REAL_TOPIC, "")
+            real_queue_id = java_int(properties.get(PROPERTY_REAL_QUEUE_ID, ""))
             queue_id = -1 if real_queue_id is None else real_queue_id
         properties[DEQUEUE_MS] = str(now_ms)
         try:
@@ -446,7 +447,7 @@ class Timers:
             magic,
             message.physical_offset,
             message.size,
-            string_hash(properties.get(record.PROPERTY_REAL_TOPIC, "")),
+            string_hash(properties.get(PROPERTY_REAL_TOPIC, "")),
             starts_empty=self._emptying is not None and self._emptying.time_ms == out_ms,
         )
 
@@ -499,4 +500,4 @@ class Timers:
 
 def _encoded(properties: Mapping[str, str]) -> bytes:
     """Encode properties like 5.x, with a separator after the last one too."""
-    return record.encode_properties(properties) + b"\2" if properties else b""
+    return encode_properties(properties) + b"\2" if properties else b""

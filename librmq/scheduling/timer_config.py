@@ -13,8 +13,9 @@ from librmq.config import Between, Config, Seconds
 from librmq.errors import MessageIllegalError
 from librmq.files.interface import Files
 from librmq.java.lang import java_long
-from librmq.message import Message, record
+from librmq.message import Message
 from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_DELAY
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size
 
@@ -99,7 +100,7 @@ def is_timed(properties: Mapping[str, str]) -> bool:
     """Return whether a message with these properties names a time; a delay level takes precedence."""
     if DELAY_MS not in properties and DELIVER_MS not in properties and DELAY_SEC not in properties:
         return False
-    return parse_level(properties.get(record.PROPERTY_DELAY)) <= 0 and OUT_MS not in properties
+    return parse_level(properties.get(PROPERTY_DELAY)) <= 0 and OUT_MS not in properties
 
 
 def without_time(message: Message) -> Message:

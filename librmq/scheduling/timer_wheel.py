@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from librmq.files.interface import Files
 from librmq.java.lang import java_long, string_hash
-from librmq.message import record
 from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import TIMER_TOPIC
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.progress_saver import ProgressSaver
@@ -338,7 +338,7 @@ def waiting_timers(store: MessageStore, topics: Collection[str] | None = None) -
     else:
         timers = _waiting_in_files(store, None if topics is None else [string_hash(topic) for topic in topics])
     for due_ms, message in timers:
-        if topics is None or message.properties.get(record.PROPERTY_REAL_TOPIC) in topics:
+        if topics is None or message.properties.get(PROPERTY_REAL_TOPIC) in topics:
             yield due_ms, message
 
 
@@ -366,7 +366,7 @@ def _waiting_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int,
         if deleted is not None:
             waiting.pop(deleted, None)
             continue
-        key, topic = message.unique_key, properties.get(record.PROPERTY_REAL_TOPIC, "")
+        key, topic = message.unique_key, properties.get(PROPERTY_REAL_TOPIC, "")
         name = message.physical_offset if key is None else delete_key(topic, key)
         waiting.pop(name, None)  # a message far ahead comes again from time to time
         due_ms = _due_ms(message)
@@ -400,7 +400,7 @@ def _waiting_in_the_wheel(
         deletions = [message for _, message in _messages_of_slot(store, log, deletes)]
         deleted = deleted_before(deletions)
         for magic, message in _messages_of_slot(store, log, units[begin:end, 1][magics & DELETE == 0]):
-            key, topic = message.unique_key, message.properties.get(record.PROPERTY_REAL_TOPIC, "")
+            key, topic = message.unique_key, message.properties.get(PROPERTY_REAL_TOPIC, "")
             is_kept = magic & ROLL or key is None or not deleted
             if is_kept or message.physical_offset >= deleted.get(delete_key(topic, key or ""), 0):
                 yield _due_ms(message), message

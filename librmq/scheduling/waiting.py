@@ -34,6 +34,12 @@ from librmq.java.lang import java_int, java_long
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
+from librmq.message.properties import (
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_TRANSACTION_CHECK_TIMES,
+    PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
+)
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, TIMER_TOPIC, is_system_topic
 from librmq.runtime.locks import Lock
 from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
@@ -57,7 +63,7 @@ class Destination(NamedTuple):
 def destination_of(message: StoredMessage) -> Destination:
     """Return where a record that waits, or an undecided half message, goes in the end."""
     properties = message.properties
-    topic, queue_id = properties.get(record.PROPERTY_REAL_TOPIC, ""), properties.get(record.PROPERTY_REAL_QUEUE_ID)
+    topic, queue_id = properties.get(PROPERTY_REAL_TOPIC, ""), properties.get(PROPERTY_REAL_QUEUE_ID)
     if HOP_TOPIC in (topic, message.topic):
         topic, queue_id = properties.get(TARGET_TOPIC, ""), properties.get(TARGET_QUEUE_ID)
     return Destination(topic, java_int(queue_id or "0") or 0)
@@ -69,7 +75,7 @@ def own_time_ms(message: StoredMessage) -> int | None:
     A message that a timer has moved on and that names a delay waits at most a second longer than this.
     """
     properties = message.properties
-    if HOP_TOPIC in (properties.get(record.PROPERTY_REAL_TOPIC), message.topic):
+    if HOP_TOPIC in (properties.get(PROPERTY_REAL_TOPIC), message.topic):
         return java_long(properties.get(TARGET_MS, ""))
     if message.topic != TIMER_TOPIC:
         return None
@@ -90,10 +96,10 @@ def sent_to(message: StoredMessage) -> Destination | None:
         or message.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
         or DELETE_KEY in properties
         or ROLL_TIMES in properties
-        or record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET in properties
-        or record.PROPERTY_TRANSACTION_CHECK_TIMES in properties
+        or PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET in properties
+        or PROPERTY_TRANSACTION_CHECK_TIMES in properties
     )
-    real = properties.get(record.PROPERTY_REAL_TOPIC)
+    real = properties.get(PROPERTY_REAL_TOPIC)
     if is_made or real == HOP_TOPIC:
         return None
     if topic in (SCHEDULE_TOPIC, TIMER_TOPIC, HALF_TOPIC) or (topic == HOP_TOPIC and real is None):

@@ -32,7 +32,9 @@ from librmq.java.lang import (
     string_hashes,
 )
 from librmq.message import record
+from librmq.message.ids import encode_host, parse_host
 from librmq.message.message import Message
+from librmq.message.properties import PROPERTY_KEYS, PROPERTY_TAGS, PROPERTY_UNIQUE_KEY, RESERVED_PROPERTIES, split_keys
 from librmq.message.record import crc32
 from librmq.message.topics import is_system_topic, validate_queue, validate_topic
 from librmq.store.engine.store_parts import QueueName
@@ -51,9 +53,9 @@ COLUMNS: Final[dict[str, tuple[str, ...]]] = {
 """Columns of a written row, and their possible Spark types."""
 
 _OWN: Final = (
-    ("tags", record.PROPERTY_TAGS),
-    ("keys", record.PROPERTY_KEYS),
-    ("uniqueKey", record.PROPERTY_UNIQUE_KEY),
+    ("tags", PROPERTY_TAGS),
+    ("keys", PROPERTY_KEYS),
+    ("uniqueKey", PROPERTY_UNIQUE_KEY),
 )
 _TAKEN: Final = frozenset(name for _, name in _OWN)
 _NO_TEXT: Final = "[\x01\x02]"
@@ -99,7 +101,7 @@ class Encoder:
         reserved = {name: _or_property(values, properties, name) for name, values in reserved.items()}
         self._check_rows(bodies, reserved, _column(batch, "keys"), properties, first_row)
         stored = _Properties(properties, reserved, rows).encoded()
-        host = record.encode_host(record.parse_host(self.host))
+        host = encode_host(parse_host(self.host))
         topic_fields = _topic_fields(lanes).take(pa.array(lane))
         body_sizes = _sizes(bodies)
         property_sizes = _sizes(stored)
@@ -133,7 +135,7 @@ class Encoder:
         parts += [bodies, topic_fields, _fixed(lengths), stored]
         joined = pc.binary_join_element_wise(*parts, b"")
         record_of_key, hashes = _key_hashes(lanes, lane, reserved)
-        codes = tags_codes(reserved[record.PROPERTY_TAGS]).to_numpy(zero_copy_only=False)
+        codes = tags_codes(reserved[PROPERTY_TAGS]).to_numpy(zero_copy_only=False)
         buffer = joined.buffers()[2] if rows else pa.py_buffer(b"")
         return Encoded(buffer.slice(0, int(sizes.sum())), sizes, lanes, lane, codes, record_of_key, hashes)
 
@@ -179,7 +181,7 @@ class Encoder:
             names_of, items = _entries(properties)
             names = names_of.dictionary_encode()
             bad = [
-                not name.strip() or "\1" in name or "\2" in name or name in record.RESERVED_PROPERTIES - _TAKEN
+                not name.strip() or "\1" in name or "\2" in name or name in RESERVED_PROPERTIES - _TAKEN
                 for name in names.dictionary.to_pylist()
             ]
             wrong = np.array(bad, np.bool_)[names.indices.to_numpy()] if len(names_of) else np.zeros(0, np.bool_)
@@ -198,7 +200,7 @@ class Encoder:
             try:
                 Message("t", b"", properties={name: value for name, value in others.items() if name not in _TAKEN},
                         tags=reserved["TAGS"][at].as_py(),
-                        keys=record.split_keys(reserved["KEYS"][at].as_py()) if lists is None
+                        keys=split_keys(reserved["KEYS"][at].as_py()) if lists is None
                         else lists[at].as_py() or (),
                         unique_key=reserved["UNIQ_KEY"][at].as_py())  # fmt: skip
             except MessageIllegalError as error:
@@ -358,7 +360,7 @@ def _key_hashes(
 ) -> tuple[Ints, Ints]:
     """Return the row of each key, ascending, and its hash in the index; the unique id first."""
     prefixes = np.array([string_hash(f"{topic}#") for topic, _ in lanes], np.int64)
-    uniques, keys = reserved[record.PROPERTY_UNIQUE_KEY], reserved[record.PROPERTY_KEYS]
+    uniques, keys = reserved[PROPERTY_UNIQUE_KEY], reserved[PROPERTY_KEYS]
     rows = len(lane)
     unique_rows = np.flatnonzero(uniques.is_valid().to_numpy(zero_copy_only=False))
     if (_bytes_of(keys) == 0x20).any():

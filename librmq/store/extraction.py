@@ -36,7 +36,13 @@ from librmq.message import record
 from librmq.message.batch import inner_messages
 from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.message.message import StoredMessage
-from librmq.message.properties import RESERVED_PROPERTIES
+from librmq.message.properties import (
+    PROPERTY_CHECK_IMMUNITY_TIME,
+    PROPERTY_DEAD_LETTER_CAUSE,
+    PROPERTY_TRANSACTION_CHECK_TIMES,
+    PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
+    RESERVED_PROPERTIES,
+)
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, validate_queue
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.engine.store_parts import PartFiles
@@ -61,9 +67,9 @@ _MAX_DIGITS: Final = 20  # digits of a queue offset
 _LONG: Final = struct.Struct(">q")
 _OTHER_PROPERTIES: Final = frozenset(
     (
-        record.PROPERTY_CHECK_IMMUNITY_TIME,
-        record.PROPERTY_TRANSACTION_CHECK_TIMES,
-        record.PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
+        PROPERTY_CHECK_IMMUNITY_TIME,
+        PROPERTY_TRANSACTION_CHECK_TIMES,
+        PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
         "1ST_POP_TIME",
         "INNER_MULTI_DISPATCH",
     )
@@ -266,7 +272,7 @@ def _redacted(raw: bytes, topic: str, redact: Collection[Redaction]) -> bytes:
 def _is_rocketmqs(name: bytes) -> bool:
     """Return whether RocketMQ gives the property a meaning; the cause of a dead letter is an application's text."""
     text = name.decode("utf-8", "replace")
-    return text != record.PROPERTY_DEAD_LETTER_CAUSE and (
+    return text != PROPERTY_DEAD_LETTER_CAUSE and (
         text in RESERVED_PROPERTIES or text in _OTHER_PROPERTIES or text.startswith(("TIMER_", "__"))
     )
 

@@ -27,7 +27,8 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.batch import is_batch
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import StoredMessage
-from librmq.message.record import INNER_BATCH, PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, SYS_FLAG_AT, split_keys
+from librmq.message.properties import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys
+from librmq.message.record import INNER_BATCH, SYS_FLAG_AT
 from librmq.message.topics import validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.locks import RLock

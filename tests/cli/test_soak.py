@@ -19,7 +19,7 @@ import pytest
 
 from librmq import Broker, BrokerError, ConfigError, ManualClock, ManualRunner, record_history
 from librmq.errors import InputError
-from librmq.message.record import PROPERTY_DELAY
+from librmq.message.properties import PROPERTY_DELAY
 from librmq.protocol import DeleteTopic, EndTransaction, SendMessage, SendTogether, SetGroup, TransactionState
 from librmq.store import verify
 from librmq.testing import check_history

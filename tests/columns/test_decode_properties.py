@@ -13,6 +13,8 @@ import pyarrow as pa
 
 from librmq.columns.decode import COLUMNS, FIXED_COLUMNS, Block, Properties
 from librmq.errors import RecordError
+from librmq.message.ids import format_host
+from librmq.message.properties import decode_properties
 from librmq.message.record import (
     COMPRESSED,
     COMPRESSION_ZLIB,
@@ -22,11 +24,9 @@ from librmq.message.record import (
     Record,
     body_checksum,
     compress_body,
-    decode_properties,
     decode_record,
     decompress_body,
     encode_record,
-    format_host,
     frame,
     host_flags,
 )

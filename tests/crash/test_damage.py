@@ -21,7 +21,8 @@ from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordEr
 from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.message import Message, StoredMessage
-from librmq.message.record import check_record, split_keys
+from librmq.message.properties import split_keys
+from librmq.message.record import check_record
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import derived_tags_code, has_queue_entry, is_indexed
 from librmq.store.recovery.verify import verify

@@ -14,9 +14,9 @@ from librmq.delay import DelayConfig, DelaySchedule
 from librmq.diagnosis import StoreView, story
 from librmq.diagnosis.pending import PendingMessage, pending_messages
 from librmq.files.memory import MemoryFiles
-from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message
+from librmq.message.properties import tags_code
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
@@ -107,7 +107,7 @@ def test_a_delay_whose_entry_lost_its_time() -> None:
     assert queue is not None
     place, size, _ = queue.entry(0) or (0, 0, 0)
     queue.truncate_to(0)
-    queue.append(0, place, size, record.tags_code("t"))
+    queue.append(0, place, size, tags_code("t"))
     assert [one.due_ms for one in store.pending()] == [START_MS + 5_000]
 
 

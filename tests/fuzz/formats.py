@@ -32,7 +32,8 @@ def record(data: bytes) -> None:
     from librmq.errors import MessageIllegalError, RecordError, RmqError
     from librmq.message.batch import decode_batch
     from librmq.message.message import StoredMessage
-    from librmq.message.record import check_record, decode_properties, decode_record, encode_record, find_keys_and_tags
+    from librmq.message.properties import decode_properties, find_keys_and_tags
+    from librmq.message.record import check_record, decode_record, encode_record
 
     size = 0
     with suppress(RecordError):

@@ -16,6 +16,7 @@ from librmq.java import json as java_json
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
+from librmq.message.properties import decode_properties
 from librmq.message.topics import HALF_TOPIC, NOT_FOR_SENDING
 from librmq.protocol import SendBack, SendBatch, SendMessage
 from librmq.runtime.runner import ManualRunner
@@ -87,7 +88,7 @@ def born(row: Row) -> tuple[int, tuple[str, int]]:
 def message_of(row: Row, topic: str, *without: str) -> Message:
     """Return the message that the client sent: the record without the properties that a broker adds."""
     message = Message(topic, row["body"].encode(), flag=row["flag"])
-    message.properties = record.decode_properties(row["properties_raw"])
+    message.properties = decode_properties(row["properties_raw"])
     for name in ("CLUSTER", *without):
         message.properties.pop(name, None)
     if row["topic"] != SCHEDULE_TOPIC:  # in this topic it is stored as it was sent
@@ -160,7 +161,7 @@ def test_messages_of_real_clients_are_stored_alike(folder: Path) -> None:
                 end += row_size(broker, end)
             elif raw.count("WAIT\1") == 2:
                 message = message_of(row, topic)
-                message.properties = record.decode_properties(raw[: raw.rindex("\2CLUSTER")])
+                message.properties = decode_properties(raw[: raw.rindex("\2CLUSTER")])
                 broker.call(SendBatch("g", (message,), row["queueId"], *born(row)))
             else:
                 queue_id = int(properties.get("REAL_QID", row["queueId"]))

@@ -11,7 +11,7 @@ from librmq.java.lang import hash_append, index_key_hash, string_hash, string_ha
 from librmq.message import record as record_format
 from librmq.message.batch import BatchItem, decode_batch, encode_batch
 from librmq.message.delay_levels import DelayLevels
-from librmq.message.ids import UniqueIds
+from librmq.message.ids import UniqueIds, format_host, offset_message_id, parse_host, parse_offset_message_id
 from librmq.message.message import (
     Message,
     MessageQueue,
@@ -23,6 +23,7 @@ from librmq.message.message import (
     validate_client_topic,
     validate_topic,
 )
+from librmq.message.properties import decode_properties, encode_properties, find_property, split_keys, tags_code
 from librmq.message.record import compression_type
 from librmq.message.topics import NOT_FOR_SENDING
 from tests.reference import Row, encoding
@@ -38,7 +39,7 @@ def test_string_hash() -> None:
     for row in rows:
         text = row["s"]
         assert string_hash(text) == row["hash_code"]
-        assert record_format.tags_code(text) == row["tags_code"] == row["tags_code_multi"]
+        assert tags_code(text) == row["tags_code"] == row["tags_code_multi"]
         for at in range(len(text) + 1):
             assert hash_append(string_hash(text[:at]), text[at:]) == row["hash_code"]
     assert string_hashes([row["s"] for row in rows]).tolist() == [row["hash_code"] for row in rows]
@@ -55,11 +56,11 @@ def test_index_key_hash() -> None:
 
 def test_message_id() -> None:
     for row in encoding("message_id"):
-        host = record_format.parse_host(row["addr"])
-        assert record_format.format_host(host) == row["addr"]
-        assert record_format.offset_message_id(host, row["offset"]) == row["msg_id"]
-        decoded, physical_offset = record_format.parse_offset_message_id(row["msg_id"])
-        assert (record_format.format_host(decoded), physical_offset) == (row["decoded_addr"], row["decoded_offset"])
+        host = parse_host(row["addr"])
+        assert format_host(host) == row["addr"]
+        assert offset_message_id(host, row["offset"]) == row["msg_id"]
+        decoded, physical_offset = parse_offset_message_id(row["msg_id"])
+        assert (format_host(decoded), physical_offset) == (row["decoded_addr"], row["decoded_offset"])
 
 
 def test_uniq_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,20 +107,18 @@ def names_in_order(text: str) -> list[str]:
 def test_properties() -> None:
     for row in encoding("properties"):
         text, properties = row["string_java_hashmap_order"], row["map"]
-        assert record_format.decode_properties(text) == record_format.decode_properties(text.encode()) == row["decoded"]
+        assert decode_properties(text) == decode_properties(text.encode()) == row["decoded"]
         # Rows have their maps sorted by name, which may not be the order of insertion. That order decides
         # the order within a bucket, and so the order of the result.
-        assert (
-            record_format.encode_properties({name: properties[name] for name in names_in_order(text)}).decode() == text
-        )
+        assert encode_properties({name: properties[name] for name in names_in_order(text)}).decode() == text
 
 
 def test_properties_string_decode() -> None:
     for row in encoding("properties_string_decode"):
         raw = row["string"].encode()
-        assert record_format.decode_properties(row["string"]) == record_format.decode_properties(raw) == row["decoded"]
+        assert decode_properties(row["string"]) == decode_properties(raw) == row["decoded"]
         for name in [*names_in_order(row["string"]), "a", "b", "c", "é"]:
-            value = record_format.find_property(raw, name.encode())
+            value = find_property(raw, name.encode())
             assert (None if value is None else value.decode()) == row["decoded"].get(name)
 
 
@@ -134,9 +133,9 @@ def as_in_the_rows(message: StoredMessage) -> Row:
         "commit_log_offset": message.physical_offset,
         "sys_flag": message.sys_flag,
         "born_timestamp": message.born_timestamp_ms,
-        "born_host": record_format.format_host(message.born_host),
+        "born_host": format_host(message.born_host),
         "store_timestamp": message.store_timestamp_ms,
-        "store_host": record_format.format_host(message.store_host),
+        "store_host": format_host(message.store_host),
         "reconsume_times": message.reconsume_times,
         "prepared_transaction_offset": message.prepared_transaction_offset,
         "topic": message.topic,
@@ -159,7 +158,7 @@ def test_message_encode() -> None:
         assert as_in_the_rows(message) == expected
         assert message.body == body
         assert dict(message.properties) == (properties or {})
-        assert record_format.split_keys(expected["keys"]) == list(message.keys)
+        assert split_keys(expected["keys"]) == list(message.keys)
 
         record = record_format.decode_record(raw, check_body=False)
         assert record_format.encode_record(record) == raw
@@ -197,7 +196,7 @@ def test_batch_encode() -> None:
         raw = bytes.fromhex(row["encoded_hex"])
         items = decode_batch(raw)
         assert encode_batch(items) == raw
-        assert [(item.body, item.flag, record_format.decode_properties(item.properties_raw)) for item in items] == [
+        assert [(item.body, item.flag, decode_properties(item.properties_raw)) for item in items] == [
             (b64decode(message["body_b64"]), message["flag"], message["properties"]) for message in row["messages"]
         ]
         made = [
@@ -205,8 +204,7 @@ def test_batch_encode() -> None:
             for message in row["messages"]
         ]
         assert raw == encode_batch(
-            BatchItem(message.body, message.flag, record_format.encode_properties(message.properties))
-            for message in made
+            BatchItem(message.body, message.flag, encode_properties(message.properties)) for message in made
         )
 
 

@@ -9,13 +9,8 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from librmq.errors import RecordError
-from librmq.message.record import (
-    check_record,
-    decode_properties,
-    decode_record,
-    encode_record,
-    find_property,
-)
+from librmq.message.properties import decode_properties, find_property
+from librmq.message.record import check_record, decode_record, encode_record
 from tests.reference import ABSENT, reference
 
 

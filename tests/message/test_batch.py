@@ -9,7 +9,7 @@ import pytest
 from librmq.errors import MessageIllegalError
 from librmq.message.batch import BatchItem, check_batch, decode_batch, encode_batch, encoded_size, split_batch
 from librmq.message.message import Message
-from librmq.message.record import encode_properties
+from librmq.message.properties import encode_properties
 
 
 def test_a_batch_there_and_back() -> None:

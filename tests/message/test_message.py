@@ -10,8 +10,7 @@ import pytest
 
 from librmq.errors import MessageIllegalError
 from librmq.message.message import Message, MessageQueue
-from librmq.message.properties import encode_properties
-from librmq.message.record import RESERVED_PROPERTIES
+from librmq.message.properties import RESERVED_PROPERTIES, encode_properties
 from librmq.message.topics import NOT_FOR_SENDING, is_system_topic, validate_client_topic, validate_topic
 
 

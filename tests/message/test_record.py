@@ -25,6 +25,24 @@ from librmq.errors import (
 from librmq.message import properties as property_names
 from librmq.message import record as record_format
 from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.ids import (
+    Host,
+    decode_host,
+    encode_host,
+    format_host,
+    offset_message_id,
+    parse_host,
+    parse_offset_message_id,
+)
+from librmq.message.properties import (
+    RESERVED_PROPERTIES,
+    decode_properties,
+    encode_properties,
+    find_property,
+    join_properties,
+    split_keys,
+    tags_code,
+)
 from librmq.message.record import check_record, compression_type, crc32, decode_record, encode_record
 from tests.message.samples import record
 
@@ -249,8 +267,8 @@ def test_properties_are_written_in_the_order_of_a_java_map() -> None:
         "UNIQ_KEY": "0A",
         "DELAY": "3",
     }
-    raw = record_format.encode_properties(properties)
-    assert record_format.decode_properties(raw) == properties
+    raw = encode_properties(properties)
+    assert decode_properties(raw) == properties
     names = [part.split(b"\x01")[0] for part in raw.split(b"\x02")]
     real = [b"KEYS", b"UNIQ_KEY", b"DELAY", b"TAGS"]  # in the same order as in any store
     assert [name for name in names if name in real] == real
@@ -258,14 +276,14 @@ def test_properties_are_written_in_the_order_of_a_java_map() -> None:
 
 
 def test_properties_that_share_a_bucket_keep_their_order() -> None:
-    assert record_format.encode_properties({"Aa": "1", "BB": "2"}) == b"Aa\x011\x02BB\x012"
-    assert record_format.encode_properties({"BB": "2", "Aa": "1"}) == b"BB\x012\x02Aa\x011"
+    assert encode_properties({"Aa": "1", "BB": "2"}) == b"Aa\x011\x02BB\x012"
+    assert encode_properties({"BB": "2", "Aa": "1"}) == b"BB\x012\x02Aa\x011"
 
 
 def test_few_properties() -> None:
-    assert record_format.encode_properties({}) == b""
-    assert record_format.encode_properties({"a": ""}) == b"a\x01"
-    assert record_format.encode_properties({"%": "%d"}) == b"%\x01%d"
+    assert encode_properties({}) == b""
+    assert encode_properties({"a": ""}) == b"a\x01"
+    assert encode_properties({"%": "%d"}) == b"%\x01%d"
 
 
 @pytest.mark.parametrize(
@@ -282,13 +300,13 @@ def test_few_properties() -> None:
 )
 def test_properties_that_would_read_back_otherwise_are_refused(properties: dict[str, str], what: str) -> None:
     with pytest.raises(MessageIllegalError, match=what):
-        record_format.encode_properties(properties)
+        encode_properties(properties)
 
 
 def test_text_without_utf8_is_refused() -> None:
     for properties in ({"a": "\ud800"}, {"\udfff": "a"}):
         with pytest.raises(MessageIllegalError, match="UTF-8"):
-            record_format.encode_properties(properties)
+            encode_properties(properties)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +329,7 @@ def test_text_without_utf8_is_refused() -> None:
     ],
 )
 def test_one_property_is_found(raw: bytes, name: bytes, value: bytes | None) -> None:
-    assert record_format.find_property(raw, name) == value
+    assert find_property(raw, name) == value
 
 
 @pytest.mark.parametrize(
@@ -325,19 +343,19 @@ def test_one_property_is_found(raw: bytes, name: bytes, value: bytes | None) -> 
     ],
 )
 def test_properties_of_a_batch_follow_the_messages_own(own: bytes, batch: bytes, joined: bytes) -> None:
-    assert record_format.join_properties(own, batch) == joined
+    assert join_properties(own, batch) == joined
 
 
 def test_tags_and_keys() -> None:
-    assert record_format.tags_code(None) == record_format.tags_code("") == 0
-    assert record_format.tags_code("TagA") == 2598919
-    assert record_format.split_keys(None) == record_format.split_keys("") == record_format.split_keys("  ") == []
-    assert record_format.split_keys(" k1  k2 k1\tk3 ") == ["k1", "k2", "k1\tk3"]
+    assert tags_code(None) == tags_code("") == 0
+    assert tags_code("TagA") == 2598919
+    assert split_keys(None) == split_keys("") == split_keys("  ") == []
+    assert split_keys(" k1  k2 k1\tk3 ") == ["k1", "k2", "k1\tk3"]
 
 
 def test_reserved_names_are_all_but_those_that_users_may_set() -> None:
     names = {value for name, value in vars(property_names).items() if name.startswith("PROPERTY_")}
-    assert names - record_format.RESERVED_PROPERTIES == {
+    assert names - RESERVED_PROPERTIES == {
         "TRAN_PREPARED_QUEUE_OFFSET",
         "TRANSACTION_CHECK_TIMES",
         "CHECK_IMMUNITY_TIME_IN_SECONDS",
@@ -346,7 +364,7 @@ def test_reserved_names_are_all_but_those_that_users_may_set() -> None:
         "__SHARDINGKEY",
         "DEAD_LETTER_CAUSE",  # librmq's own
     }
-    assert names >= record_format.RESERVED_PROPERTIES
+    assert names >= RESERVED_PROPERTIES
     assert len(names) == 39
 
 
@@ -363,10 +381,10 @@ def test_reserved_names_are_all_but_those_that_users_may_set() -> None:
         ("[::ffff:1.2.3.4]:1", ("0:0:0:0:0:ffff:102:304", 1)),
     ],
 )
-def test_hosts(text: str, host: record_format.Host) -> None:
-    assert record_format.parse_host(text) == host
-    assert record_format.parse_host(record_format.format_host(host)) == host
-    assert record_format.decode_host(record_format.encode_host(host)) == host
+def test_hosts(text: str, host: Host) -> None:
+    assert parse_host(text) == host
+    assert parse_host(format_host(host)) == host
+    assert decode_host(encode_host(host)) == host
 
 
 @pytest.mark.parametrize(
@@ -399,7 +417,7 @@ def test_hosts(text: str, host: record_format.Host) -> None:
 )
 def test_no_hosts(text: str) -> None:
     with pytest.raises(MalformedError, match="expected an address"):
-        record_format.parse_host(text)
+        parse_host(text)
 
 
 def test_host_flags() -> None:
@@ -412,13 +430,13 @@ def test_host_flags() -> None:
 )
 def test_no_message_ids(text: str) -> None:
     with pytest.raises(MalformedError, match="message id of 32 or 56 hex digits"):
-        record_format.parse_offset_message_id(text)
+        parse_offset_message_id(text)
 
 
 def test_message_ids_in_either_case() -> None:
-    text = record_format.offset_message_id(V6, 2**40)
+    text = offset_message_id(V6, 2**40)
     assert text == "FE80000000000000000000000000000100002A9F0000010000000000"
-    assert record_format.parse_offset_message_id(text.lower()) == (V6, 2**40)
+    assert parse_offset_message_id(text.lower()) == (V6, 2**40)
 
 
 # --- compression

@@ -24,7 +24,9 @@ from librmq.java.json import ObjectKey, dumps, loads
 from librmq.java.lang import string_hash
 from librmq.message.batch import BatchItem, decode_batch, encode_batch
 from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.ids import Host, offset_message_id, parse_host, parse_offset_message_id
 from librmq.message.message import Message, MessageQueue, StoredMessage, decode_unique_id, validate_topic
+from librmq.message.properties import decode_properties, encode_properties, find_property
 from librmq.message.record import (
     BLANK_MAGIC,
     COMPRESSED,
@@ -36,23 +38,16 @@ from librmq.message.record import (
     MAX_TOPIC_SIZE,
     MESSAGE_MAGIC,
     MESSAGE_MAGIC_V2,
-    Host,
     Record,
     body_checksum,
     check_record,
     compress_body,
-    decode_properties,
     decode_record,
     decompress_body,
-    encode_properties,
     encode_record,
-    find_property,
     frame,
     header_struct,
     host_flags,
-    offset_message_id,
-    parse_host,
-    parse_offset_message_id,
 )
 
 TEXT = st.text(st.characters(codec="utf-8"))

@@ -11,6 +11,8 @@ import sys
 import pytest
 
 from librmq.errors import BodyCompressionError, MalformedError, RecordError
+from librmq.message.ids import offset_message_id
+from librmq.message.properties import tags_code
 from librmq.message.record import (
     BODY_AT,
     COMPRESSED,
@@ -20,8 +22,6 @@ from librmq.message.record import (
     Record,
     compress_body,
     encode_record,
-    offset_message_id,
-    tags_code,
 )
 from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage
 from tests.message.samples import record

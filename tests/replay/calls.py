@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from librmq.consumer import PullConsumer
 from librmq.errors import RmqError
-from librmq.message import record
+from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import MessageQueue
 from librmq.protocol import QueryMessages, QueueOffsetAt, ResetGroup, UpdateOffset, ViewMessage
 from tests.reference import Row
@@ -157,7 +157,7 @@ class Calls:
             return self._viewed(event, self.stage.broker(event).store.log.end)
         if event["what"].startswith("viewMessage topic"):
             return self._query(event, message_id, 1) if message_id in self.recording.stored else NotImplemented
-        _, physical_offset = record.parse_offset_message_id(message_id)
+        _, physical_offset = parse_offset_message_id(message_id)
         there = (row for row in self.recording.messages if row["commitLogOffset"] == physical_offset)
         key = next((row["properties"][UNIQUE_KEY] for row in there), None)
         here = (message.physical_offset for message in self.stage.broker(event).store if message.unique_key == key)

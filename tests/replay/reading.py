@@ -19,14 +19,20 @@ from librmq.errors import RecordError
 from librmq.java import json as java_json
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.ids import Host
+from librmq.message.ids import Host, parse_offset_message_id
 from librmq.message.message import StoredMessage
+from librmq.message.properties import (
+    PROPERTY_DELAY,
+    PROPERTY_TRANSACTION_CHECK_TIMES,
+    PROPERTY_UNIQUE_KEY,
+    decode_properties,
+)
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC
 from tests.reference import Row, jsonl
 
 __all__ = ["NEVER", "PROGRESS_FILE", "UNIQUE_KEY", "Recording"]
 
-UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
+UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
 PROGRESS_FILE: Final = "consumerOffset.json"
 NEVER: Final = 1 << 62
 """A ``seq`` that no event has."""
@@ -165,7 +171,7 @@ class Recording:
         found = {}
         for row in jsonl(self.folder / "rpc.jsonl"):
             if row["name"] == "SEND_MESSAGE_V2" and row["dir"] == "out" and row["header"].get("i"):
-                key = record.decode_properties(row["header"]["i"].encode()).get(UNIQUE_KEY, "")
+                key = decode_properties(row["header"]["i"].encode()).get(UNIQUE_KEY, "")
                 found[key] = int(row["header"]["d"])
         return found
 
@@ -198,7 +204,7 @@ class Recording:
         put_back = [
             row["storeTimestamp"]
             for row in self.messages
-            if row["topic"] == HALF_TOPIC and record.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
+            if row["topic"] == HALF_TOPIC and PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
         ]
         interval_ms = int(self.broker_settings["transactionCheckInterval"])
         return [at for before, at in pairwise([0, *sorted(put_back)]) if at - before > interval_ms / 2]
@@ -271,7 +277,7 @@ class Recording:
         found = set()
         for row in self.messages:
             key = row["properties"].get(UNIQUE_KEY)
-            if row["topic"] == HALF_TOPIC and record.PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]:
+            if row["topic"] == HALF_TOPIC and PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]:
                 put_back[key] = row["storeTimestamp"]
             elif (
                 row["topic"] == CHECK_MAX_TIME_TOPIC and row["storeTimestamp"] - put_back.get(key, 0) < interval_ms / 2
@@ -285,11 +291,11 @@ class Recording:
         found: set[str] = set()
         queues: dict[tuple[str, int], list[Row]] = defaultdict(list)
         for row in self.messages:
-            if row["topic"] != SCHEDULE_TOPIC and record.PROPERTY_DELAY in row.get("properties", {}):
+            if row["topic"] != SCHEDULE_TOPIC and PROPERTY_DELAY in row.get("properties", {}):
                 queues[row["topic"], row["queueId"]].append(row)
         for rows in queues.values():
             for one, other in pairwise(rows):
-                levels = {row["properties"][record.PROPERTY_DELAY] for row in (one, other)}
+                levels = {row["properties"][PROPERTY_DELAY] for row in (one, other)}
                 if len(levels) > 1 and other["storeTimestamp"] - one["storeTimestamp"] <= _TICK_MS:
                     found.update(row["properties"][UNIQUE_KEY] for row in (one, other))
         return frozenset(found)
@@ -371,7 +377,7 @@ class Recording:
         for event in self.events:
             result = event.get("result")
             if isinstance(result, dict) and "sendStatus" in result and result["offsetMsgId"]:
-                host, _ = record.parse_offset_message_id(result["offsetMsgId"].partition(",")[0])
+                host, _ = parse_offset_message_id(result["offsetMsgId"].partition(",")[0])
                 found[result["messageQueue"]["brokerName"]] = host
         return found
 

@@ -13,7 +13,7 @@ from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.errors import RmqError
 from librmq.files.memory import MemoryFiles
-from librmq.message import record
+from librmq.message.ids import format_host
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.txn import TransactionConfig
 from tests.reference import Row
@@ -110,7 +110,7 @@ class Stage:
             enable_consumequeue_ext=told.get("enableConsumeQueueExt") == "true",
             enable_calc_filter_bitmap=told.get("enableCalcFilterBitMap") == "true",
             enable_property_filter=told.get("enablePropertyFilter") == "true",
-            store_host=record.format_host(store_host),
+            store_host=format_host(store_host),
         )
         broker = Broker.open(
             STORE,
@@ -168,9 +168,9 @@ def describe(message: StoredMessage, queue: MessageQueue | None) -> Row:
         "msgId": message.offset_id if queue is None else message.message_id,
         "offsetMsgId": message.offset_id,
         "bornTimestamp": message.born_timestamp_ms,
-        "bornHost": record.format_host(message.born_host),
+        "bornHost": format_host(message.born_host),
         "storeTimestamp": message.store_timestamp_ms,
-        "storeHost": record.format_host(message.store_host),
+        "storeHost": format_host(message.store_host),
         "storeSize": message.size,
         "bodyCRC": message.body_crc,
         "sysFlag": message.sys_flag,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.java.lang import index_key_hash
-from librmq.message.record import split_keys
+from librmq.message.properties import split_keys
 
 pa = pytest.importorskip("pyarrow")
 encode = pytest.importorskip("librmq.spark.encode")

@@ -20,7 +20,8 @@ from librmq.consumequeue import HOLE_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, NotAStoreError
 from librmq.files.disk import DiskFiles
 from librmq.message.batch import BatchItem, encode_batch
-from librmq.message.record import INNER_BATCH, Record, body_checksum, encode_properties, encode_record
+from librmq.message.properties import encode_properties
+from librmq.message.record import INNER_BATCH, Record, body_checksum, encode_record
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from tests.budget import examples

@@ -31,7 +31,9 @@ from librmq.errors import (
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.ids import offset_message_id
 from librmq.message.message import Message, StoredMessage
+from librmq.message.properties import tags_code
 from librmq.store import AppendResult, GetStatus, MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.testing import RecordingFiles
@@ -232,7 +234,7 @@ def test_properties_of_a_batch_follow_those_of_its_messages(files: MemoryFiles) 
         assert store.find_by_key("T", "k1") == []
         assert [message.tags for message in store] == ["batch"] * 3
         codes = [code for _, _, code in store.queues["T", 0].entries().tolist()]
-        assert codes == [record.tags_code("batch")] * 3
+        assert codes == [tags_code("batch")] * 3
 
 
 def test_raw_properties_are_stored_as_they_are(files: MemoryFiles) -> None:
@@ -289,7 +291,7 @@ class ByTag:
 
     def match_entries(self, tags_codes: npt.NDArray[np.int64], units: Any) -> npt.NDArray[np.bool_]:
         self.units: list[ExtUnit | None] | None = units
-        wanted: npt.NDArray[np.bool_] = tags_codes == record.tags_code(self.tag)
+        wanted: npt.NDArray[np.bool_] = tags_codes == tags_code(self.tag)
         return wanted
 
     def match_message(self, message: StoredMessage) -> bool:
@@ -418,7 +420,7 @@ def test_finding_by_id(store: MessageStore) -> None:
     assert [message.body for message in store.find_by_id(result.offset_id)] == [b"second"]
     assert [message.body for message in store.find_by_id(result.offset_id.lower())] == [b"second"]
     assert [message.body for message in store.find_by_id("0" * 32)] == [b"second", b"third"]
-    other = record.offset_message_id(("10.0.0.1", 10911), result.physical_offset)
+    other = offset_message_id(("10.0.0.1", 10911), result.physical_offset)
     assert store.find_by_id(other) == []
     for unknown in ("", "x", "F" * 32, "7F00000100002A9F0000000000000001", "é", "\ud800", "F" * 56):
         assert store.find_by_id(unknown) == []

@@ -15,6 +15,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message
+from librmq.message.properties import RESERVED_PROPERTIES
 from librmq.store import AppendResult, GetStatus, MessageStore
 from librmq.store.recovery.verify import verify
 from tests.budget import examples
@@ -36,7 +37,7 @@ messages = st.builds(
     keys=st.one_of(
         st.just(""), st.sampled_from(KEYS), st.lists(st.sampled_from(KEYS), max_size=3), st.just(["k1", "k1", "k2"])
     ),
-    properties=st.dictionaries(words.filter(lambda name: name not in record.RESERVED_PROPERTIES), words, max_size=3),
+    properties=st.dictionaries(words.filter(lambda name: name not in RESERVED_PROPERTIES), words, max_size=3),
     delay_level=st.sampled_from([0, 0, 0, 1, 3, 18, 30, -4]),
     flag=st.integers(-(1 << 31), (1 << 31) - 1),
     unique_key=st.one_of(st.none(), st.sampled_from(["U1", "U2", "U3"])),

@@ -22,7 +22,8 @@ from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, Not
 from librmq.files.disk import TemporaryFolder
 from librmq.message.batch import BatchItem
 from librmq.message.message import StoredMessage
-from librmq.message.record import Record, encode_properties
+from librmq.message.properties import encode_properties
+from librmq.message.record import Record
 from librmq.message.topics import kind_of_topic
 from librmq.store import snapshot, verify
 from librmq.testing import Kit, ProcessStateError, explore

@@ -26,13 +26,21 @@ from librmq.errors import (
 )
 from librmq.java.lang import java_int
 from librmq.message import Message, record
-from librmq.message.ids import Host
+from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.message import StoredMessage, delayed_batch, delayed_transaction
 from librmq.message.properties import (
+    PROPERTY_CLUSTER,
+    PROPERTY_DELAY,
     PROPERTY_PRIORITY,
+    PROPERTY_PRODUCER_GROUP,
     PROPERTY_PUSH_REPLY_TIME,
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_REAL_TOPIC,
     PROPERTY_REPLY_TO_CLIENT,
     PROPERTY_SHARDING_KEY,
+    PROPERTY_TRANSACTION_PREPARED,
+    PROPERTY_UNIQUE_KEY,
+    PROPERTY_WAIT,
     priority_of,
 )
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, is_system_topic
@@ -58,10 +66,10 @@ from librmq.store.engine.store_parts import CTRL_C_WAITS_S
 
 _log = EventLog("librmq.broker")
 
-_CLUSTER: Final = record.PROPERTY_CLUSTER
-_WAIT: Final = record.PROPERTY_WAIT
-_DELAY: Final = record.PROPERTY_DELAY
-_PREPARED: Final = record.PROPERTY_TRANSACTION_PREPARED
+_CLUSTER: Final = PROPERTY_CLUSTER
+_WAIT: Final = PROPERTY_WAIT
+_DELAY: Final = PROPERTY_DELAY
+_PREPARED: Final = PROPERTY_TRANSACTION_PREPARED
 _MAX_LOGGED_LEVELS: Final = 1000
 _OK: Final = SendStatus.SEND_OK
 _SPECIAL: Final = frozenset((_DELAY, _PREPARED, DELAY_MS, DELAY_SEC, DELIVER_MS, PROPERTY_PRIORITY))
@@ -122,7 +130,7 @@ class SendHandler:
                     else message.topic in WAITING_TOPICS and context.cancellations.of_message(message) is not None
                 ),
             )
-        host = record.encode_host(record.parse_host(store.config.store_host))
+        host = encode_host(parse_host(store.config.store_host))
         self._id_prefix = host.hex().upper()
 
     # ---- producers
@@ -383,8 +391,8 @@ class SendHandler:
         if wait is not None:
             properties[_WAIT] = wait
         properties.pop(_DELAY, None)  # an undecided message can't be delayed
-        properties[record.PROPERTY_REAL_TOPIC] = message.topic
-        properties[record.PROPERTY_REAL_QUEUE_ID] = str(queue_id)
+        properties[PROPERTY_REAL_TOPIC] = message.topic
+        properties[PROPERTY_REAL_QUEUE_ID] = str(queue_id)
         message.topic = HALF_TOPIC
         return sys_flag & ~record.TRANSACTION_MASK
 
@@ -474,8 +482,8 @@ def _is_half(properties: dict[str, str]) -> bool:
 _Name = tuple[str, str, str]
 """The topic and the unique id of a producer's send, and the producer group of a half message."""
 _MOST_IDS: Final = 1 << 19
-_UNIQUE_KEY: Final = record.PROPERTY_UNIQUE_KEY
-_GROUP: Final = record.PROPERTY_PRODUCER_GROUP
+_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
+_GROUP: Final = PROPERTY_PRODUCER_GROUP
 
 
 class FirstSend(NamedTuple):
@@ -568,7 +576,7 @@ class RecentSends:
         destination = sent_to(message)
         if destination is None or _name_of_record(message) != name or self._is_withdrawn(message):
             return None
-        host = record.encode_host(message.store_host)
+        host = encode_host(message.store_host)
         result = AppendResult(place, message.size, message.queue_offset, message.store_timestamp_ms, host)
         return FirstSend(destination.queue_id, result)
 

@@ -29,7 +29,14 @@ from librmq.files.disk import DiskFiles
 from librmq.message import Message, record
 from librmq.message.ids import parse_host
 from librmq.message.printable import cell_text, unguarded
-from librmq.message.properties import checked_encoding
+from librmq.message.properties import (
+    PROPERTY_KEYS,
+    PROPERTY_TAGS,
+    PROPERTY_UNIQUE_KEY,
+    checked_encoding,
+    decode_properties,
+    encode_properties,
+)
 from librmq.message.topics import is_system_topic, validate_topic
 from librmq.runtime.event_log import watched
 from librmq.store import MessageStore
@@ -281,17 +288,17 @@ def _stored_properties(row: Mapping[str, Any]) -> bytes:
     raw = row.get("propertiesString") or ""
     if not isinstance(raw, str):
         raise InputError(f"propertiesString: expected text, found {raw!r:.80}")
-    properties = record.decode_properties(raw) | properties
+    properties = decode_properties(raw) | properties
     message = Message(
         "",
         b"",
-        tags=None if record.PROPERTY_TAGS in properties else _text(row, "tags"),
-        keys=() if record.PROPERTY_KEYS in properties else _keys(row),
-        unique_key=None if record.PROPERTY_UNIQUE_KEY in properties else _text(row, "uniqueKey"),
+        tags=None if PROPERTY_TAGS in properties else _text(row, "tags"),
+        keys=() if PROPERTY_KEYS in properties else _keys(row),
+        unique_key=None if PROPERTY_UNIQUE_KEY in properties else _text(row, "uniqueKey"),
     )
     properties |= message.properties
     if not raw:
-        return record.encode_properties(properties)
+        return encode_properties(properties)
     checked_encoding(raw.encode(), properties)
     return raw.encode()
 

@@ -21,9 +21,8 @@ from librmq.diagnosis.deadletters import OF_A_LETTER
 from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
-from librmq.message import record
 from librmq.message.message import Message, MessageQueue, StoredMessage
-from librmq.message.properties import PROPERTY_PRIORITY, RESERVED_PROPERTIES
+from librmq.message.properties import PROPERTY_KEYS, PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, RESERVED_PROPERTIES
 from librmq.message.topics import dead_letter_topic, is_user_topic, validate_client_topic
 from librmq.protocol import SendStatus
 from librmq.protocol.client_requests import REPLAY_PRODUCER
@@ -156,7 +155,7 @@ def _message_to_send(stored: StoredMessage, topic: str | None) -> Message:
     properties = {name: value for name, value in stored.properties.items() if name not in left_out}
     message = Message(topic or stored.topic, stored.body, tags=stored.tags, properties=properties)
     # As they are: a client's key can have a space.
-    for name in (record.PROPERTY_KEYS, record.PROPERTY_UNIQUE_KEY, PROPERTY_PRIORITY):
+    for name in (PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, PROPERTY_PRIORITY):
         if name in stored.properties:
             message.properties[name] = stored.properties[name]
     message.flag = stored.flag

@@ -20,7 +20,7 @@ from librmq.diagnosis.view import StoreView, topic_summaries
 from librmq.errors import InputError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
-from librmq.message.record import tags_code
+from librmq.message.properties import tags_code
 from librmq.message.topics import is_own_group, kind_of_topic
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
@@ -316,7 +316,7 @@ def _add(counts: Counts, batch: Any, by: str) -> None:  # noqa: ANN401 (a batch 
 
 def _one_row_a_key(table: Any) -> Any:  # noqa: ANN401 (a table of Arrow)
     """Return the rows of ``keys`` and ``size`` once for each key of a message."""
-    from librmq.message.record import split_keys
+    from librmq.message.properties import split_keys
 
     rows = [
         (key, size)

@@ -16,7 +16,7 @@ from librmq.errors import AllocationError
 from librmq.message.dead_letters import AT_ONCE, IN_ORDER, USED_UP
 from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import MessageQueue
-from librmq.message.record import (
+from librmq.message.properties import (
     PROPERTY_DEAD_LETTER_CAUSE,
     PROPERTY_RECONSUME_TIME,
     PROPERTY_RETRY_TOPIC,

@@ -22,8 +22,16 @@ from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE, check_batch, check_batch_size
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
+from librmq.message.ids import Host, decode_host, encode_host, offset_message_id, parse_host
 from librmq.message.message import Message, StoredMessage, body_too_large, delayed_batch
-from librmq.message.properties import checked_encoding
+from librmq.message.properties import (
+    PROPERTY_DELAY,
+    checked_encoding,
+    decode_properties,
+    encode_properties,
+    join_properties,
+    tags_code,
+)
 from librmq.message.record import crc32
 from librmq.message.topics import validate_topic
 from librmq.runtime.compiled_core import AppendState
@@ -63,15 +71,15 @@ class AppendResult(NamedTuple):
     @property
     def offset_id(self) -> str:
         """Offset id of the message: store host and physical offset in hexadecimal."""
-        return record_format.offset_message_id(record_format.decode_host(self.store_host), self.physical_offset)
+        return offset_message_id(decode_host(self.store_host), self.physical_offset)
 
 
 class AppendFields(TypedDict, total=False):
     """Fields of a record that a broker sets: times in ms, hosts as (address, port) or in the form of a record."""
 
     born_timestamp_ms: int | None
-    born_host: record_format.Host | bytes | None
-    store_host: record_format.Host | bytes | None
+    born_host: Host | bytes | None
+    store_host: Host | bytes | None
     sys_flag: int
     reconsume_times: int
     prepared_transaction_offset: int
@@ -83,8 +91,8 @@ class BatchFields(TypedDict, total=False):
 
     properties: Mapping[str, str] | None
     born_timestamp_ms: int | None
-    born_host: record_format.Host | None
-    store_host: record_format.Host | None
+    born_host: Host | None
+    store_host: Host | None
     sys_flag: int
     reconsume_times: int
 
@@ -134,7 +142,7 @@ class Appender(AppendState):
         """Use these settings from now on."""
         self._levels = levels
         self._delays: dict[str, tuple[int, str, int]] = {}  # the results of `_delay`
-        self._host = record_format.encode_host(record_format.parse_host(config.store_host))
+        self._host = encode_host(parse_host(config.store_host))
         self._max_body_size = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
         self._sync = config.durability == "sync"
@@ -175,8 +183,8 @@ class Appender(AppendState):
         message: Message,
         queue_id: int = 0,
         born_timestamp_ms: int | None = None,
-        born_host: record_format.Host | bytes | None = None,
-        store_host: record_format.Host | bytes | None = None,
+        born_host: Host | bytes | None = None,
+        store_host: Host | bytes | None = None,
         sys_flag: int = 0,
         reconsume_times: int = 0,
         prepared_transaction_offset: int = 0,
@@ -203,7 +211,7 @@ class Appender(AppendState):
                     if level > 0:
                         properties = {**properties, "DELAY": name, "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
                         topic, queue_id, waits_ms = SCHEDULE_TOPIC, queue_id_of_level(level), level_ms
-                raw = record_format.encode_properties(properties)
+                raw = encode_properties(properties)
             else:
                 raw, properties = properties_raw, checked_encoding(properties_raw, properties)
             lane = self.lanes.get((topic, queue_id)) or self.lane(topic, queue_id)
@@ -218,7 +226,7 @@ class Appender(AppendState):
                 check_sizes(body_size, len(raw), self._max_body_size)
             get = properties.get
             unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
-            tags_code = record_format.tags_code(tags) if tags else 0
+            entry_code = tags_code(tags) if tags else 0
             if topic == SCHEDULE_TOPIC and waits_ms is None:
                 level, _, level_ms = self._delay(properties.get("DELAY", ""))
                 waits_ms = level_ms if level > 0 else None
@@ -265,10 +273,10 @@ class Appender(AppendState):
                     )  # fmt: skip
                     if counted:
                         if waits_ms is not None:
-                            tags_code = now + waits_ms  # when it is to be delivered
+                            entry_code = now + waits_ms  # when it is to be delivered
                         if lane.queue.ext is not None:  # first, so that no record lacks its entry if this fails
                             with critical:
-                                tags_code = dispatcher.add_unit(lane, tags_code, now, raw)
+                                entry_code = dispatcher.add_unit(lane, entry_code, now, raw)
                     if not has_room:
                         with critical:
                             log.make_room(size)
@@ -280,7 +288,7 @@ class Appender(AppendState):
                         if not pending:
                             lane.pending_from = queue_offset
                             dispatcher.lanes.append(lane)
-                        pending.append(_pack_entry(physical_offset, size, tags_code))
+                        pending.append(_pack_entry(physical_offset, size, entry_code))
                     records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
                     dispatcher.writing_at = -1
                 finally:
@@ -347,8 +355,8 @@ class Appender(AppendState):
         *,
         properties: Mapping[str, str] | None = None,
         born_timestamp_ms: int | None = None,
-        born_host: record_format.Host | None = None,
-        store_host: record_format.Host | None = None,
+        born_host: Host | None = None,
+        store_host: Host | None = None,
         sys_flag: int = 0,
         reconsume_times: int = 0,
         wait: bool = True,
@@ -613,22 +621,22 @@ def prepare_batch(
     ``fixed_size`` is what each record has beside body and properties; ``max_size`` is how many bytes a body, and the
     batch as a client encodes it, may have.
     """
-    if properties and parse_level(properties.get(record_format.PROPERTY_DELAY)) > 0:
+    if properties and parse_level(properties.get(PROPERTY_DELAY)) > 0:
         raise delayed_batch(messages[0].topic)
     decoded = [message.properties for message in messages]
-    raws = list(map(record_format.encode_properties, decoded))
+    raws = list(map(encode_properties, decoded))
     bodies = [message.body for message in messages]
     body_sizes, raw_sizes = list(map(len, bodies)), list(map(len, raws))
     encoded_size = sum(body_sizes) + sum(raw_sizes) + BATCH_FIXED_SIZE * len(messages)
     if properties:
-        added = record_format.encode_properties(properties)
-        raws = [record_format.join_properties(raw, added) for raw in raws]
-        decoded = list(map(record_format.decode_properties, raws))
+        added = encode_properties(properties)
+        raws = [join_properties(raw, added) for raw in raws]
+        decoded = list(map(decode_properties, raws))
         raw_sizes = list(map(len, raws))
     check_sizes(max(body_sizes), max(raw_sizes), max_size)
     check_batch_size(encoded_size, max_size)
     tags = [pairs.get("TAGS") for pairs in decoded]
-    code_of = {tag: record_format.tags_code(tag) for tag in set(tags)}  # few in most batches
+    code_of = {tag: tags_code(tag) for tag in set(tags)}  # few in most batches
     return PreparedBatch(
         [fixed_size + body_size + raw_size for body_size, raw_size in zip(body_sizes, raw_sizes, strict=True)],
         [message.flag for message in messages],
@@ -667,12 +675,12 @@ def checked_host_flags(sys_flag: int, born_host: bytes, store_host: bytes) -> in
     return flags
 
 
-def host_bytes(host: record_format.Host | bytes) -> bytes:
+def host_bytes(host: Host | bytes) -> bytes:
     """Return a host as in a record: 8 bytes, 20 for IPv6; refuse anything else."""
     if type(host) is bytes and len(host) in (8, 20):
         return host
     try:
-        return record_format.encode_host(host)
+        return encode_host(host)
     except TypeError:  # it can't be hashed
         raise MessageIllegalError(f"expected an IP address and a port of 32 bits, found {host!r:.80}") from None
 

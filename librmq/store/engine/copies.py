@@ -17,6 +17,7 @@ from librmq.errors import MessageIllegalError, RmqError, StoreIOError
 from librmq.java.lang import JAVA_ERRORS, java_decode
 from librmq.message import record as record_format
 from librmq.message.message import StoredMessage
+from librmq.message.properties import tags_code
 from librmq.message.record import crc32
 from librmq.runtime.locks import critical
 from librmq.store.engine.append import Appender, AppendResult
@@ -95,7 +96,7 @@ def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_siz
             lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
             crc32(body) & 0x7FFFFFFF, end - begin,
             b"".join((body, lane.topic_field, _pack_short(raw_size), raw)), raw,
-            record_format.tags_code(tags) if tags else 0, unique_key, keys,
+            tags_code(tags) if tags else 0, unique_key, keys,
         ),
     )  # fmt: skip
 

@@ -31,7 +31,17 @@ from librmq.message import record as record_format
 from librmq.message.batch import is_batch
 from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
-from librmq.message.properties import PROPERTY_INNER_MULTI_DISPATCH, PROPERTY_INNER_MULTI_QUEUE_OFFSET
+from librmq.message.properties import (
+    PROPERTY_DELAY,
+    PROPERTY_INNER_MULTI_DISPATCH,
+    PROPERTY_INNER_MULTI_QUEUE_OFFSET,
+    PROPERTY_TAGS,
+    decode_properties,
+    find_keys_and_tags,
+    find_property,
+    split_keys,
+    tags_code,
+)
 from librmq.message.topics import LIGHT_PREFIX, RETRY_PREFIX, SYSTEM_PREFIX, validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE, DispatchState, LaneState
@@ -58,10 +68,10 @@ def derived_tags_code(message: StoredMessage, levels: DelayLevels) -> int:
     """Return the tags code of a record's queue entry; for a delayed record it is the delivery time (ms)."""
     properties = message.properties
     if message.topic == SCHEDULE_TOPIC:
-        level = parse_level(properties.get(record_format.PROPERTY_DELAY))
+        level = parse_level(properties.get(PROPERTY_DELAY))
         if level > 0:
             return levels.deliver_timestamp_ms(levels.cap(level), message.store_timestamp_ms)
-    return record_format.tags_code(properties.get(record_format.PROPERTY_TAGS))
+    return tags_code(properties.get(PROPERTY_TAGS))
 
 
 def parse_level(text: str | None) -> int:
@@ -79,7 +89,7 @@ def key_hashes(prefix_hash: int, unique_key: str | None, keys: str | None) -> Se
     """Return the index hashes of a record, its unique id first; ``prefix_hash`` is its `topic_hash`."""
     hashes = [_index_hash(hash_append(prefix_hash, unique_key))] if unique_key else []
     if keys:
-        hashes += [_index_hash(hash_append(prefix_hash, key)) for key in record_format.split_keys(keys)]
+        hashes += [_index_hash(hash_append(prefix_hash, key)) for key in split_keys(keys)]
     return hashes
 
 
@@ -161,7 +171,7 @@ class Dispatcher(DispatchState):
         assert lane.queue.ext is not None
         bitmap = None
         if self.bitmap_of is not None:
-            bitmap = self.bitmap_of(lane.topic, record_format.decode_properties(properties) if properties else None)
+            bitmap = self.bitmap_of(lane.topic, decode_properties(properties) if properties else None)
         return lane.queue.ext.put(tags_code, store_timestamp_ms, bitmap)
 
     def add_entry(self, lane: Lane, entry: bytes) -> None:
@@ -250,7 +260,7 @@ class Dispatcher(DispatchState):
         remaining = records
         if records[0][0] == last and count:  # it stays complete in `records`, in case this call fails too
             _, stored, prefix, unique, keys = records[0]
-            texts = [*([unique] if unique else []), *record_format.split_keys(keys)]
+            texts = [*([unique] if unique else []), *split_keys(keys)]
             remaining = [(last, stored, prefix, None, " ".join(texts[count:])), *records[1:]]
         self._put_block(key_block(remaining))
 
@@ -305,7 +315,7 @@ def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
         texts: list[str] = []
         owners: list[int] = []
         for number, (unique, key) in enumerate(zip(uniques, keys, strict=True)):
-            key_texts = record_format.split_keys(key if key is None or isinstance(key, str) else java_decode(key))
+            key_texts = split_keys(key if key is None or isinstance(key, str) else java_decode(key))
             if unique:
                 key_texts = [unique if isinstance(unique, str) else java_decode(unique), *key_texts]
             texts += key_texts
@@ -333,7 +343,7 @@ _unpack_fields = record_format.header_struct(
     "magic", "queue_id", "queue_offset", "physical_offset", "sys_flag", "store_timestamp", "body_length"
 ).unpack_from
 _unpack_size = record_format.header_struct("size", unsigned=("size",)).unpack_from
-_find_keys_and_tags = record_format.find_keys_and_tags
+_find_keys_and_tags = find_keys_and_tags
 _TOPIC_AT: Final = record_format.TOPIC_AT
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
@@ -354,7 +364,7 @@ def light_queues(topic: bytes, queue_id: int, properties: bytes) -> Iterator[tup
     """Yield the light queues to which 5.x dispatched a record too, as topic, queue id and queue offset."""
     if topic.startswith(_WITHOUT_LIGHT) or topic == _SCHEDULE_TOPIC:
         return
-    names, offsets = (record_format.find_property(properties, name) for name in (MULTI_DISPATCH, _MULTI_OFFSETS))
+    names, offsets = (find_property(properties, name) for name in (MULTI_DISPATCH, _MULTI_OFFSETS))
     if not names or not offsets:
         return
     queue_names, queue_offsets = java_decode(names).split(","), java_decode(offsets).split(",")
@@ -577,7 +587,7 @@ class Derivation:
                 if code is None:
                     if len(self._tags_codes) > _TAGS_KEPT:
                         self._tags_codes = {None: 0}
-                    code = self._tags_codes[tags] = record_format.tags_code(java_decode(tags or b""))
+                    code = self._tags_codes[tags] = tags_code(java_decode(tags or b""))
         if sys_flag & _IN_TRANSACTION and not is_indexed(sys_flag):
             unique = key = None
         return physical_offset, size, address, topic, queue_id, queue_offset, code, stored, properties, unique, key

@@ -24,8 +24,8 @@ from librmq.consumequeue_entries import places_and_sizes
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.errors import CorruptionError, RecordError
 from librmq.files.interface import Buffer
-from librmq.message import record
 from librmq.message.batch import inner_messages, is_batch
+from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.message.stored_message import StoredRecords
@@ -518,7 +518,7 @@ def _with_records_before_jump(
 def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) -> list[StoredMessage]:
     """Find messages by id; see `MessageStore.find_by_id`. ``known_topics`` are searched besides those with queues."""
     try:
-        _, physical_offset = record.parse_offset_message_id(message_id)
+        _, physical_offset = parse_offset_message_id(message_id)
     except ValueError:
         pass
     else:

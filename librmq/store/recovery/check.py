@@ -26,8 +26,7 @@ from librmq.message import record as record_format
 from librmq.message.delay_levels import DelayLevels
 from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage
-from librmq.message.properties import PROPERTY_INNER_NUM
-from librmq.message.record import split_keys
+from librmq.message.properties import PROPERTY_INNER_NUM, split_keys
 from librmq.message.topics import LIGHT_PREFIX, validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE

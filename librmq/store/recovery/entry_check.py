@@ -14,6 +14,7 @@ from librmq.files.interface import Damage
 from librmq.message import record
 from librmq.message.delay_levels import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
+from librmq.message.properties import decode_properties, tags_code
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.store_parts import QueueName
 
@@ -96,7 +97,7 @@ class EntryCheck:
         bitmap = None
         if self._bitmap_of is not None:
             properties = entry.properties
-            bitmap = self._bitmap_of(self._topic, record.decode_properties(properties) if properties else None)
+            bitmap = self._bitmap_of(self._topic, decode_properties(properties) if properties else None)
         return ENTRY.pack(physical_offset, size, self._queue.ext.put(tags_code, entry.store_timestamp_ms, bitmap))
 
     def _count_same(self, queue_offset: int, entries: Sequence[bytes]) -> int:
@@ -153,7 +154,7 @@ def _can_wait_until(message: StoredMessage, code: int) -> bool:
     names them. Each is a whole number of seconds.
     """
     waits_ms = code - message.store_timestamp_ms
-    return (waits_ms >= 0 and waits_ms % 1000 == 0) or code == record.tags_code(message.tags)
+    return (waits_ms >= 0 and waits_ms % 1000 == 0) or code == tags_code(message.tags)
 
 
 def misaddressed(log: CommitLog, physical_offset: int, at: int, actual: int, expected: int, repair: bool) -> Damage:

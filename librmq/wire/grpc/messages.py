@@ -18,15 +18,17 @@ from librmq.broker import Broker
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import string_hash
 from librmq.message.message import Message, StoredMessage
-from librmq.message.properties import PROPERTY_PRIORITY, PROPERTY_SHARDING_KEY, priority_of
-from librmq.message.record import (
+from librmq.message.properties import (
     PROPERTY_CHECK_IMMUNITY_TIME,
     PROPERTY_KEYS,
+    PROPERTY_PRIORITY,
     PROPERTY_PRODUCER_GROUP,
     PROPERTY_RECONSUME_TIME,
+    PROPERTY_SHARDING_KEY,
     PROPERTY_TAGS,
     PROPERTY_TRANSACTION_PREPARED,
     PROPERTY_UNIQUE_KEY,
+    priority_of,
 )
 from librmq.message.topics import (
     NOT_FOR_SENDING,
