@@ -15,6 +15,7 @@ is copied from its files, gives its topics with the tables only.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -83,6 +84,7 @@ class StoredMaster:
         """
         self.path = os.fspath(path)
         self._files = files or DiskFiles()
+        self._last_tables: tuple[bytes, CopiedTables] | None = None  # with the digest of their files
         self._store = MessageStore.open(self.path, read_only=True, files=self._files, clock=clock or SystemClock())
         if not self._store.queues.has_files:
             raise NotAStoreError(
@@ -115,21 +117,44 @@ class StoredMaster:
             place = None if self._files.is_shared else self._files, os.path.realpath(self.path)
             return LogDescription(self.path, place, store.config, store.log.begin, _log_end(store.log))
         if isinstance(request, CopyTables):
-            tables = BrokerTables.open(os.path.join(self.path, "config"), files=self._files)
-            cancelled = Cancellations(self.path, self._files).rows()
-            return CopiedTables(
-                tables.topics.rows,
-                tables.groups.rows,
-                tables.offsets.rows,
-                tables.delays.rows,
-                cancelled,
-                starts=tables.starts.rows,
-            )
+            return self._tables()
         if isinstance(request, LeaveLog):
             return None
         raise BrokerError(
             ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f"{self.path} does not know {type(request).__name__}"
         )
+
+    def _tables(self) -> CopiedTables:
+        """Return the tables, which are read again only if the content of their files has changed.
+
+        A broker rewrites its files every few seconds with the same content, so their times say nothing.
+        """
+        digest, last = self._digest(), self._last_tables
+        if last is not None and last[0] == digest:
+            return last[1]
+        tables = BrokerTables.open(os.path.join(self.path, directory.CONFIG), files=self._files)
+        copied = CopiedTables(
+            tables.topics.rows,
+            tables.groups.rows,
+            tables.offsets.rows,
+            tables.delays.rows,
+            Cancellations(self.path, self._files).rows(),
+            starts=tables.starts.rows,
+        )
+        # If a file was written meanwhile, these tables can be older than the next digest.
+        self._last_tables = (digest, copied) if self._digest() == digest else None
+        return copied
+
+    def _digest(self) -> bytes:
+        """Return a digest of the names in the folders of tables, and of the contents of these tables."""
+        digest = hashlib.blake2b()
+        for folder in (directory.CONFIG, OWN_FOLDER):
+            for entry in sorted(self._files.list(os.path.join(self.path, folder))):
+                is_table = not entry.is_folder and entry.name.endswith((".json", ".json.bak"))
+                data = self._files.read(os.path.join(self.path, folder, entry.name)) if is_table else b""
+                digest.update(b"%s\0%d\0" % (os.fsencode(entry.name), len(data)))
+                digest.update(data)
+        return digest.digest()
 
     def close(self) -> None:
         """Release the store."""

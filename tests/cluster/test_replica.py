@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -453,6 +454,56 @@ def test_a_store_of_another_writer_is_followed_on_disk(tmp_path: Path) -> None:
         assert log_files(replica.store) == log_files(again.store)
         assert replica.store.verify().damage == ()
         again.close()
+
+
+class _CountedFiles(DiskFiles):
+    """Files on disk that note the name of each file that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[str] = []
+
+    def write(self, path: str, data: bytes) -> None:
+        self.written.append(os.path.basename(path))
+        super().write(path, data)
+
+
+def test_tables_of_a_folder_are_copied_only_if_their_content_changes(tmp_path: Path) -> None:
+    """A broker of 4.9 rewrites its tables every few seconds, so a new time alone copies nothing."""
+    master = Broker.open(tmp_path / "m", store_config=StoreConfig.tiny(), runner=ManualRunner())
+    fill(master, 20)
+    master.call(UpdateOffset("g", "T", 0, 7))
+    manual(master).advance(6000)
+    files, runner = _CountedFiles(), ManualRunner()
+    with Replica.open(tmp_path / "c", of=tmp_path / "m", runner=runner, files=files) as replica:
+        runner.advance(20_000)
+        files.written.clear()
+        for _ in range(3):
+            for table in (tmp_path / "m/config").iterdir():
+                table.write_bytes(table.read_bytes())
+            runner.advance(10_000)
+        assert files.written == []
+        master.call(UpdateOffset("g", "T", 0, 9))
+        manual(master).advance(6000)
+        runner.advance(20_000)
+        assert set(files.written) == {"consumerOffset.json", "consumerOffset.json.bak"}
+        assert replica.broker.consumer_offset("g", "T") == 9
+    master.close()
+
+
+def test_tables_of_a_folder_are_parsed_only_if_their_content_changes(tmp_path: Path) -> None:
+    with Broker.open(tmp_path / "m", store_config=StoreConfig.tiny(), runner=ManualRunner()) as broker:
+        fill(broker, 20)
+        broker.call(UpdateOffset("g", "T", 0, 7))
+    master = StoredMaster(tmp_path / "m")
+    first = master.call(CopyTables())
+    path = tmp_path / "m/config/consumerOffset.json"
+    path.write_bytes(path.read_bytes())
+    assert master.call(CopyTables()) is first
+    path.write_bytes(path.read_bytes().replace(b"0:7", b"0:8"))
+    assert first.offsets["T@g"] == {0: 7}
+    assert master.call(CopyTables()).offsets["T@g"] == {0: 8}
+    master.close()
 
 
 def test_a_restarted_writer_behind_a_blank_is_followed(tmp_path: Path) -> None:
