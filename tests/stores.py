@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from librmq.clock import ManualClock
+from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import File, Files
@@ -22,6 +23,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import PROPERTY_KEYS
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import has_queue_entry, is_indexed
+from librmq.store.engine.store_parts import QueueTable
 from librmq.testing.files import Event, FailingFiles
 from tests.budget import some, step
 
@@ -44,6 +46,40 @@ SMALL = StoreConfig.broker(
 """File sizes so small that a few dozen messages fill several files of each kind."""
 SMALL_EXT = replace(SMALL, enable_consumequeue_ext=True)
 configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+
+
+class RetainedStore:
+    """What retention asks of an open store; a test can replace the settings, the lock, and what is settled."""
+
+    readers: None = None
+
+    def __init__(
+        self,
+        store: MessageStore,
+        config: StoreConfig,
+        lock: AbstractContextManager[Any] | None = None,
+        settled: Callable[[], int] | None = None,
+    ) -> None:
+        self.path, self.files, self.clock, self.config = store.path, store.files, SystemClock(), config
+        self.log, self.index, self.queues = store.log, store.index, store.queues
+        self.lock = lock or nullcontext()
+        self.settled = settled or self._flush
+
+    def _flush(self) -> int:
+        end = self.log.flush()
+        for queue in list(self.queues.values()):
+            queue.flush()
+        return end
+
+    def written_queues(self) -> QueueTable:
+        return self.queues
+
+    def deletion(self) -> AbstractContextManager[Any]:
+        return self.lock
+
+    def flush_log(self) -> int:
+        return self.log.flush()
+
 
 Contents = dict[str, bytes | None]
 """The contents of a folder: the bytes of each file by relative path, or None for a folder."""

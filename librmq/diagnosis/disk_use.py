@@ -266,7 +266,7 @@ def _file_notes(view: StoreView, use: DiskUse, config: StoreConfig, now_ms: int)
         parts = [f"{os.path.basename(log.sequence.path(start))}: ended {_age(now_ms, last_ms)} before"]
         parts.append(_next_time(use, config, hours, last_ms, now_ms, is_own=is_own))
         end = start + log.file_size
-        holders = unread_between(readers.unread(end), lambda *queue: view.store.queues.get(queue), start, end)
+        holders = unread_between(readers.unread(end), view.store.queues.get, start, end)
         parts += _holders(list(holders), config)
         yield "; ".join(parts)
     if len(old) > _NAMED:

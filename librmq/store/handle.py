@@ -8,11 +8,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from threading import get_ident
 from typing import Final
 
-from librmq.clock import Clock, SystemClock, moves_by_itself
+from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import (
@@ -35,7 +35,7 @@ from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.durability import Durability, Housekeeping, HousekeepingThread
 from librmq.store.engine.read import Transfer
-from librmq.store.engine.store_parts import PartFiles, Parts, QueueTable
+from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark
@@ -265,21 +265,7 @@ class StoreHandle:
         self.durability = Durability(
             parts, appender.lock, appender.advance, appender.catch_up, self._check_lock, appender.refuse, marks
         )
-        self.retention = Retention(
-            self.log,
-            lambda: list(parts.queues.values()),
-            self.index,
-            self.config,
-            self.files,
-            self.path,
-            lock=appender.lock,
-            deletion=self.durability.deletion,
-            settled=lambda: self.durability.settled,
-            flush_log=lambda: self.durability.commit.reach(self.log.end),
-            watch_disk=moves_by_itself(self.clock),
-            readers=lambda: self.readers,
-            find_queue=lambda topic, queue_id: self.written_queues().find((topic, queue_id)),
-        )
+        self.retention = Retention(self)
         self.housekeeping = Housekeeping(
             self.config,
             self.log,
@@ -291,6 +277,25 @@ class StoreHandle:
         )
         appender.use_parts(parts, self.durability.commit, self.housekeeping)
         self._copier = LogCopier(parts)
+
+    # what retention asks for, see `RetainedStore`
+
+    @property
+    def lock(self) -> AppendLock:
+        """The lock of producers."""
+        return self.appender.lock
+
+    def deletion(self) -> AbstractContextManager[None]:
+        """Return what is held while a file of the log is deleted."""
+        return self.durability.deletion()
+
+    def settled(self) -> int:
+        """Return a physical offset below which all records and their queue entries are on the device."""
+        return self.durability.settled
+
+    def flush_log(self) -> None:
+        """Flush the log up to its end."""
+        self.durability.commit.reach(self.log.end)
 
     def _check_lock(self) -> None:
         if self._file_lock is not None:

@@ -33,11 +33,12 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime, tzinfo
 from typing import Any, Final, NamedTuple, Protocol
 
+from librmq.clock import Clock, moves_by_itself
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import ConsumeQueue
@@ -50,14 +51,14 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
 from librmq.store.engine.append import Appender
 from librmq.store.engine.read import offset_at_place
-from librmq.store.engine.store_parts import QueueName
+from librmq.store.engine.store_parts import QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.keyindex import KeyIndex
 
 # ---- unconsumed messages of a log file
 
-FindQueue = Callable[[str, int], ConsumeQueue | None]
+FindQueue = Callable[[QueueName], ConsumeQueue | None]
 
 
 class Unread(NamedTuple):
@@ -94,10 +95,65 @@ class Readers(Protocol):
         """Note that messages were deleted before their reader reached them."""
 
 
+class RetainedStore(Protocol):
+    """The open store whose files retention deletes. Retention keeps `log` and `index`,."""
+
+    @property
+    def path(self) -> str:
+        """The folder."""
+
+    @property
+    def files(self) -> Files:
+        """The file system of the folder."""
+
+    @property
+    def clock(self) -> Clock:
+        """A clock that a test moves makes a disk that other programs fill count as empty.
+
+        A disk that the test fills is then checked only when something else is due, or while it is too full.
+        """
+
+    @property
+    def config(self) -> StoreConfig:
+        """The settings of retention."""
+
+    @property
+    def log(self) -> CommitLog:
+        """The log, open for writing."""
+
+    @property
+    def index(self) -> KeyIndex:
+        """The index, open for writing."""
+
+    @property
+    def queues(self) -> Mapping[QueueName, ConsumeQueue]:
+        """The queues of the moment."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """The lock of producers."""
+
+    @property
+    def readers(self) -> Readers | None:
+        """The broker that knows which messages are consumed, None without a broker."""
+
+    def written_queues(self) -> QueueTable:
+        """Return the queues with the entries of all appended messages."""
+
+    def deletion(self) -> AbstractContextManager[Any]:
+        """Return what is held while a file of the log is deleted."""
+
+    def settled(self) -> int:
+        """Return a physical offset below which all records and their queue entries are on the device."""
+
+    def flush_log(self) -> object:
+        """Bring to the device what readers wrote when they passed a message."""
+
+
 def unread_between(readers: Iterable[Unread], find: FindQueue, begin: int, end: int) -> Iterator[UnreadInFile]:
     """Yield the unconsumed messages from physical offset ``begin`` to ``end``, reader by reader."""
     for reader in readers:
-        queue = find(reader.topic, reader.queue_id)
+        queue = find((reader.topic, reader.queue_id))
         if queue is None:
             continue
         low = max(reader.queue_offset, queue.min_offset)
@@ -164,9 +220,9 @@ _log = EventLog("librmq.store")
 class Retention:
     """Retention of a store, as a step without a thread or a clock of its own.
 
-    One thread at a time can call it, beside producers and readers. It takes ``lock`` separately for each log file, each
-    queue and each look at the index, so the caller must not hold it. No other thread may close or replace the parts
-    meanwhile.
+    One thread at a time can call it, beside producers and readers. It takes the store's lock separately for each log
+    file, each queue and each look at the index, so the caller must not hold it. No other thread may close or replace
+    the parts meanwhile.
     """
 
     refuses_writes: bool
@@ -180,52 +236,17 @@ class Retention:
     deleted: list[str]
     """Paths that the last `run_due` deleted: of the log, of queues, of the index."""
 
-    def __init__(  # noqa: PLR0913 (a part of the store each)
-        self,
-        log: CommitLog,
-        queues: Callable[[], Iterable[ConsumeQueue]],
-        index: KeyIndex,
-        config: StoreConfig,
-        files: Files,
-        path: str,
-        *,
-        timezone: tzinfo | None = None,
-        lock: AbstractContextManager[Any] | None = None,
-        deletion: Callable[[], AbstractContextManager[Any]] | None = None,
-        settled: Callable[[], int] | None = None,
-        flush_log: Callable[[], object] | None = None,
-        watch_disk: bool = True,
-        readers: Callable[[], Readers | None] = lambda: None,
-        find_queue: FindQueue = lambda topic, queue_id: None,
-    ) -> None:
-        """Take the parts of the store in folder ``path``, open for writing.
-
-        ``queues()`` returns all queues of the moment. ``timezone`` is that of the hours, by default the machine's.
-        ``lock`` is the producers' lock, unnecessary if none writes meanwhile; ``deletion()`` is held while a file of
-        the log is deleted, by default that lock. ``settled()`` returns a physical offset below which all records and
-        their queue entries are on the device; files that reach beyond it stay. Without it log and queues are flushed
-        before a deletion. Without ``watch_disk``, as when a test moves the clock, a disk that others fill counts as
-        empty, and a disk filled by tests is checked only when something else is due, or while it is too full for
-        messages. ``readers()`` returns the broker that knows consumed messages, None without a
-        broker. ``find_queue(topic, queue_id)`` returns a queue with the entries of all appended messages. With
-        ``keep_unconsumed``, ``flush_log()`` brings to the device what readers wrote when they passed a message.
-        """
-        self._log = log
-        self._queues = queues
-        self._index = index
-        self._files = files
-        self._path = path
+    def __init__(self, store: RetainedStore, timezone: tzinfo | None = None) -> None:
+        """Take an open store; ``timezone`` is that of the hours, by default the machine's."""
+        config, files = store.config, store.files
+        self._store = store
+        self._log, self._index = store.log, store.index
+        self._files, self._path = files, store.path
         self._timezone = timezone
-        self._lock = lock or nullcontext()
-        self._deletion = deletion or (lambda: self._lock)
-        self._settled = settled or self._flush
-        self._flush_log = flush_log or log.flush
         self._settled_until = 0
-        self._watch_disk = watch_disk
+        self._watch_disk = watch_disk = moves_by_itself(store.clock)
         self._checks_disk = watch_disk or not fills_by_itself(files)
         self.sees_disk_by_time = watch_disk or not self._checks_disk
-        self._readers = readers
-        self._find_queue = find_queue
         self._keeps_unconsumed = config.keep_unconsumed
         self.is_held = False
         self._is_full_logged = False
@@ -263,7 +284,7 @@ class Retention:
             StoreIOError: A file cannot be deleted or flushed, or the disk not be checked; the next call tries again.
         """
         self.deleted = []
-        is_asked = self._keeps_unconsumed and self._readers() is None
+        is_asked = self._keeps_unconsumed and self._store.readers is None
         self._may_have_readers = is_asked and may_have_readers(self._path, self._files)
         self._check_disk(now_ms)
         self.deleted += self._trim_derived()
@@ -400,20 +421,24 @@ class Retention:
         return self._log.begin + largest if self._keeps_unconsumed and largest is not None else sys.maxsize
 
     def _is_full_without_readers(self) -> bool:
-        return self._may_have_readers and self._readers() is None and self.is_full()
+        return self._may_have_readers and self._store.readers is None and self.is_full()
 
     def _unread(self, begin: int, end: int) -> Iterator[UnreadInFile]:
         """Return the unconsumed messages between two places, none without a broker."""
-        readers = self._readers()
-        return iter(()) if readers is None else unread_between(readers.unread(end), self._find_queue, begin, end)
+        readers = self._store.readers
+        if readers is None:
+            return iter(())
+        return unread_between(readers.unread(end), self._store.written_queues().find, begin, end)
 
     def _never_read(self, begin: int, end: int) -> Iterator[UnreadInFile]:
         """Return the messages between two places in topics that no group has ever read."""
-        readers = self._readers()
-        return iter(()) if readers is None else unread_between(readers.never_read(), self._find_queue, begin, end)
+        readers = self._store.readers
+        if readers is None:
+            return iter(())
+        return unread_between(readers.never_read(), self._store.written_queues().find, begin, end)
 
     def _must_stay(self, unread: Sequence[UnreadInFile]) -> bool:
-        return self._keeps_unconsumed and (bool(unread) or (self._may_have_readers and self._readers() is None))
+        return self._keeps_unconsumed and (bool(unread) or (self._may_have_readers and self._store.readers is None))
 
     @property
     def _any_hour(self) -> bool:
@@ -517,18 +542,11 @@ class Retention:
 
     # --------------------------------------------------------------------------------------------------- deleting
 
-    def _flush(self) -> int:
-        """Flush the whole log and the queues."""
-        end = self._log.flush()
-        for queue in list(self._queues()):
-            queue.flush()
-        return end
-
     def _delete(self, ends: Sequence[int], why: str) -> list[str]:
         """Delete the oldest log files, which end at ``ends``, then their part of queues and index."""
         deleted: list[str] = []
         if ends:
-            self._settled_until = self._settled()
+            self._settled_until = self._store.settled()
         for end in ends:
             if end >= self._settled_until:
                 break
@@ -538,10 +556,10 @@ class Retention:
                 break
             never_read = list(self._never_read(end - self._log.file_size, end))
             if self._keeps_unconsumed:  # retry copies and deliveries, by which readers have passed messages of the file
-                self._flush_log()
+                self._store.flush_log()
             if self._log.begin > self._trimmed_to:
                 self._flush_folder()
-            with self._deletion():
+            with self._store.deletion():
                 paths = self._log.delete_before(end)
             for path in paths:
                 _log.info("deleted %(file)s: %(cause)s", file=path, cause=why)
@@ -570,7 +588,7 @@ class Retention:
                 )
                 + (", …" if len(lost) > _NAMED else ""),
             )
-        if (readers := self._readers()) is not None:
+        if (readers := self._store.readers) is not None:
             for part in unread:
                 readers.lost(part)
 
@@ -586,7 +604,7 @@ class Retention:
                 file=path,
                 _why=why,
             )
-        if (readers := self._readers()) is not None:
+        if (readers := self._store.readers) is not None:
             for part in unread:
                 readers.lost(part)
 
@@ -600,12 +618,12 @@ class Retention:
             return []
         self._flush_folder()
         deleted = []
-        with self._lock:
-            queues = list(self._queues())
+        with self._store.lock:
+            queues = list(self._store.queues.values())
         for queue in queues:
-            with self._lock:
+            with self._store.lock:
                 deleted += queue.trim(begin)
-        with self._lock:
+        with self._store.lock:
             deleted += self._index.delete_before(begin)
         self._trimmed_to = begin
         for path in deleted:

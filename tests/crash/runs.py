@@ -21,7 +21,7 @@ from librmq.store.engine.durability import Acknowledgement
 from librmq.store.recovery.verify import verify
 from librmq.store.retention import Retention
 from librmq.testing import CrashImages, Event, Image, RecordingFiles
-from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, opened, served
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, RetainedStore, any_message, opened, served
 
 PAGES = replace(SMALL, commitlog_file_size=3 * 4096)
 """Settings with log files of several pages."""
@@ -248,15 +248,7 @@ class Run:
     def expire(self) -> None:
         store = self.store
         store.flush()
-        retention = Retention(
-            store.log,
-            store.queues.values,
-            store.index,
-            self.recorded.config,
-            self.files,
-            ROOT,
-            lock=store.appender.lock,
-        )
+        retention = Retention(RetainedStore(store, self.recorded.config, lock=store.appender.lock))
         retention.delete_before(self.rng.choice([0, store.log.begin + store.log.file_size, store.log.end]))
 
     def close_and_open(self) -> None:

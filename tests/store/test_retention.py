@@ -29,7 +29,7 @@ from librmq.store.retention import Retention, Unread, UnreadInFile, unread_betwe
 from librmq.testing import FailingFiles, RecordingFiles
 from librmq.testing.files import Event
 from tests.budget import some
-from tests.stores import ROOT, SMALL, apply, configs, contents, died, opened, served
+from tests.stores import ROOT, SMALL, RetainedStore, apply, configs, contents, died, opened, served
 
 HOUR = 3_600_000
 DAY = 24 * HOUR
@@ -54,9 +54,7 @@ class Kept:
         self.clock = ManualClock(times[0])
         self.store = MessageStore.open(path, config, files=self.files, clock=self.clock)
         self.append(times)
-        self.retention = Retention(
-            self.store.log, self.store.queues.values, self.store.index, config, self.files, path, timezone=zone, **more
-        )
+        self.retention = Retention(RetainedStore(self.store, config, **more), timezone=zone)
 
     def append(self, times: Iterable[int], topics: str = "AB") -> None:
         for number, at in enumerate(times):
@@ -132,7 +130,7 @@ def test_an_old_file_after_a_kept_one_stays() -> None:
         for _ in range(8):
             store.append(Message("A", BODY))
         store.flush()
-        retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT, timezone=UTC)
+        retention = Retention(RetainedStore(store, SMALL), timezone=UTC)
         assert retention.run_due(at + 10 * DAY) == at + 53 * DAY
         assert retention.deleted == []
 
@@ -291,7 +289,7 @@ def test_the_hour_of_a_clock_change() -> None:
 
 def test_without_a_timezone_the_hour_is_the_machine_s() -> None:
     kept = Kept(by_files(MIDNIGHT))
-    retention = Retention(kept.store.log, list, kept.store.index, SMALL, kept.files, ROOT)
+    retention = Retention(RetainedStore(kept.store, SMALL))
     due = retention._next_hour(MIDNIGHT)
     assert due is not None
     assert datetime.fromtimestamp(due // 1000).hour == 4
@@ -485,7 +483,7 @@ def test_a_file_before_an_empty_one_is_the_newest_too() -> None:
     with opened(files) as store:
         assert store.log.end == FILE
         config = replace(SMALL, max_total_size=FILE)
-        retention = Retention(store.log, store.queues.values, store.index, config, files, ROOT)
+        retention = Retention(RetainedStore(store, config))
         assert retention.run_due(MIDNIGHT + 100 * DAY) is None
         assert retention.deleted == []
 
@@ -493,7 +491,7 @@ def test_a_file_before_an_empty_one_is_the_newest_too() -> None:
 def test_an_empty_store() -> None:
     kept = Kept(by_files(MIDNIGHT))
     store = MessageStore.open("/other", SMALL, files=kept.files, clock=kept.clock)
-    retention = Retention(store.log, store.queues.values, store.index, SMALL, kept.files, "/other")
+    retention = Retention(RetainedStore(store, SMALL))
     assert retention.run_due(MIDNIGHT) is None
     assert retention.deleted == []
 
@@ -665,8 +663,7 @@ def test_with_producers_and_readers() -> None:  # noqa: C901 (a function for eac
     config = replace(SMALL, max_total_size=4 * FILE)
     files = MemoryFiles()
     store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(MIDNIGHT))
-    retention = Retention(store.log, lambda: list(store._handle.queues.values()), store.index, config, files, ROOT,
-                          lock=store.appender.lock, settled=store.flush)  # fmt: skip
+    retention = Retention(RetainedStore(store, config, store.appender.lock, store.flush))
     errors: list[BaseException] = []
     producing = threading.Event()
 
@@ -792,7 +789,7 @@ def check_image(files: MemoryFiles, config: StoreConfig, offsets: dict[tuple[str
     with opened(files, config) as store:
         assert {key: queue.max_offset for key, queue in store.queues.items()} == offsets, what
         served(store)
-        retention = Retention(store.log, store.queues.values, store.index, config, files, ROOT)
+        retention = Retention(RetainedStore(store, config))
         retention.run_due(MIDNIGHT)
         begin = store.log.begin
         for path in contents(files):
@@ -879,7 +876,7 @@ def test_the_first_run_removes_leftovers_of_a_dead_process() -> None:
     kept.store.log.delete_before(20 * FILE)
     files = died(kept.files)  # type: ignore[arg-type]
     with opened(files) as store:
-        retention = Retention(store.log, store.queues.values, store.index, SMALL, files, ROOT)
+        retention = Retention(RetainedStore(store, SMALL))
         retention.run_due(MIDNIGHT)
         assert {path.split("/")[2] for path in retention.deleted} == {"consumequeue", "index"}
         retention.run_due(MIDNIGHT)
@@ -895,5 +892,5 @@ def test_unread_messages_before_a_hole_are_found() -> None:
         places = (1000, 100), (0, HOLE_SIZE), (1300, 100)
         queue.append_many(0, b"".join(ENTRY.pack(place, size, 0) for place, size in places))
         reader = Unread("halves", "H", 0, 0, lambda queue_offset: queue_offset != 0)
-        found = list(unread_between([reader], lambda topic, queue_id: queue, 1000, 2000))
+        found = list(unread_between([reader], lambda name: queue, 1000, 2000))
         assert found == [UnreadInFile(reader, 0, 1)]

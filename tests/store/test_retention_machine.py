@@ -17,7 +17,7 @@ from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from librmq.store.retention import Retention
 from tests.budget import examples
-from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died, served
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, RetainedStore, died, served
 
 HOUR = 3_600_000
 FILE = SMALL.commitlog_file_size
@@ -51,10 +51,8 @@ class RetentionMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.store = MessageStore.open(ROOT, self.config, files=self.files, clock=self.clock)
-        self.retention = Retention(
-            self.store.log, self.store.queues.values, self.store.index, self.config, self.files, ROOT,
-            timezone=self.zone, lock=self.store.appender.lock, settled=self.store.flush,
-        )  # fmt: skip
+        retained = RetainedStore(self.store, self.config, self.store.appender.lock, self.store.flush)
+        self.retention = Retention(retained, timezone=self.zone)
         self.round: tuple[int, int] | None = None  # start of the round, number of files deleted in it
 
     # --- the model
