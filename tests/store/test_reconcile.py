@@ -29,7 +29,7 @@ from librmq.message.record import MESSAGE_MAGIC, PHYSICAL_OFFSET_AT, QUEUE_ID_AT
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.recovery.check import reconcile
+from librmq.store.recovery.check import Reconciliation
 from librmq.store.recovery.queue_check import GapError
 from librmq.store.recovery.verify import verify
 from tests.budget import examples, many
@@ -77,11 +77,11 @@ class Parts:
         return place
 
     def reconcile(self, begin: int = 0, *, repair: bool = True) -> list[Damage]:
-        return list(
-            reconcile(
-                self.log, self.queues, self.open_queue, self.index, LEVELS, begin, repair=repair, has_ext=self.ext
-            )
-        )
+        comparison = Reconciliation(
+            log=self.log, queues=self.queues, open_queue=self.open_queue, index=self.index, levels=LEVELS,
+            repair=repair, has_ext=self.ext,
+        )  # fmt: skip
+        return list(comparison.run(begin))
 
     def entries(self, topic: str = "T", queue_id: int = 0) -> list[tuple[int, int]]:
         """Return queue offset and log position of each entry of a queue, without entries of lost messages."""

@@ -1,7 +1,7 @@
 """Comparison of queues and key index with the log, and their repair.
 
-The log is the truth: each record defines the entry at its queue offset and its keys in the index. `reconcile` walks
-over the log once, compares entries and keys with the records, and, for recovery, rewrites differences.
+The log is the truth: each record defines the entry at its queue offset and its keys in the index. `Reconciliation`
+walks over the log once, compares entries and keys with the records, and, for recovery, rewrites differences.
 """
 
 from __future__ import annotations
@@ -689,122 +689,131 @@ def _unpassed(
         most_apart = min(2 * most_apart, _MOST_APART)  # the blocks that follow can be like it
 
 
-def reconcile(  # noqa: C901, PLR0913 (one walk over the log, which is hot)
-    log: CommitLog,
-    queues: MutableMapping[tuple[str, int], ConsumeQueue],
-    open_queue: OpenQueue,
-    index: KeyIndex | None,
-    levels: DelayLevels,
-    begin: int,
-    *,
-    repair: bool,
-    scope: Scope | None = None,
-    left_out: dict[QueueName, int] | None = None,
-    bitmap_of: BitmapOf | None = None,
-    before_rebuild: Callable[[], None] | None = None,
-    has_ext: bool = True,
-    unclean: UncleanQueues | None = None,
-    bodies_from: int | None = None,
-) -> Iterator[Damage]:
-    """Compare queues and index with the records from ``begin`` on, and yield the differences.
+@dataclass(slots=True, kw_only=True)
+class Reconciliation:
+    """Comparison of queues and index with the records of a log. With ``repair`` differences are rewritten."""
 
-    With ``repair`` differences are rewritten; without it nothing is changed. ``scope`` excludes records for the queues,
-    and ``left_out`` counts them by queue. From ``bodies_from`` on, bodies are compared with their checksums.
-    ``open_queue`` makes missing queues, ``bitmap_of`` computes the bitmaps of rebuilt extension units, and
-    ``before_rebuild()`` is called before the index is rebuilt.
+    log: CommitLog
+    queues: MutableMapping[QueueName, ConsumeQueue]
+    open_queue: OpenQueue
+    """Makes a missing queue."""
+    index: KeyIndex | None
+    """None leaves the index out."""
+    levels: DelayLevels
+    repair: bool
+    has_ext: bool = True
+    bitmap_of: BitmapOf | None = None
+    """Computes the bitmaps of rebuilt extension units."""
+    before_rebuild: Callable[[], None] | None = None
+    """Called before the index is rebuilt."""
+    unclean: UncleanQueues | None = None
+    bodies_from: int | None = None
+    """From here on, bodies are compared with their checksums."""
+    left_out: dict[QueueName, int] = field(default_factory=dict)
+    """How many records of each queue the scope excluded."""
 
-    Raises:
-        GapError: A queue lacks entries from before ``begin``, and cannot be repaired from there.
-        CorruptionError: A record is unreadable or has an impossible queue.
-        NotAStoreError: With ``repair``, a record is a batch of messages.
-    """
-    begin = max(begin, log.begin)
-    checks = QueueChecks(
-        log, queues, open_queue, scope or Scope(begin), repair, bitmap_of, has_ext=has_ext, unclean=unclean
-    )
-    keys = None if index is None else IndexCheck(index, begin, log, begin <= log.begin, repair)
-    batches: list[Damage] = []
+    def run(self, begin: int, scope: Scope | None = None) -> Iterator[Damage]:
+        """Walk over the log from ``begin`` on, and yield the differences; ``scope`` excludes records for the queues.
 
-    def on_batch(place: int, batch: StoredMessage) -> None:
-        path, number = log.sequence.path_at(place), batch.properties[PROPERTY_INNER_NUM]
+        Raises:
+            GapError: A queue lacks entries from before ``begin``, and cannot be repaired from there.
+            CorruptionError: A record is unreadable or has an impossible queue.
+            NotAStoreError: With ``repair``, a record is a batch of messages.
+        """
+        log, repair = self.log, self.repair
+        begin = max(begin, log.begin)
+        checks = QueueChecks(
+            log, self.queues, self.open_queue, scope or Scope(begin), repair, self.bitmap_of,
+            has_ext=self.has_ext, unclean=self.unclean,
+        )  # fmt: skip
+        keys = None if self.index is None else IndexCheck(self.index, begin, log, begin <= log.begin, repair)
+        batches: list[Damage] = []
+        derive = Derivation(self.levels, lambda place, batch: batches.append(self._batch(place, batch))).derive
+        has_light = any(topic.startswith(LIGHT_PREFIX) for topic, _ in self.queues)
+        takes_blocks = not self.has_ext and not has_light
+        scan = partial(_unpassed, log, passes=partial(_pass_block, checks, keys)) if takes_blocks else log.scan
+        unchecked_end = log.end if self.bodies_from is None else max(begin, self.bodies_from)
+        items = chain(scan(begin, unchecked_end, check_body=False), scan(unchecked_end, log.end, check_body=True))
+        for place, item_size, raw in items:
+            if raw is None:
+                continue
+            (
+                physical_offset,
+                size,
+                address,
+                topic,
+                queue_id,
+                queue_offset,
+                code,
+                stored,
+                properties,
+                unique,
+                key,
+            ) = derive(place, item_size, raw)
+            check = checks.get((topic, queue_id)) or checks.make(topic, queue_id, physical_offset)
+            if address != physical_offset:
+                yield misaddressed(
+                    log, physical_offset, record_format.PHYSICAL_OFFSET_AT, address, physical_offset, repair
+                )
+            if code is not None:
+                entry = _pack_entry(physical_offset, size, code)
+                if queue_offset == check.expected:  # as nearly always
+                    check.expected = queue_offset + 1
+                    entries = check.entries
+                    entries.append(entry)
+                    if len(entries) >= COMPARED:
+                        check.take_over()
+                else:
+                    check.offer_entry(queue_offset, ExpectedEntry(entry, stored, properties))
+                if has_light and MULTI_DISPATCH in properties:
+                    for name, light_id, light_offset in light_queues(topic, queue_id, properties):
+                        light = checks.make(name.encode(), light_id, physical_offset)
+                        light.offer_light(light_offset, ExpectedEntry(entry, stored, properties))
+            if keys is not None:
+                records = keys.records
+                records.append((physical_offset, stored, check.prefix_hash, unique, key))
+                if len(records) >= COMPARED:
+                    keys.compare_keys()
+        yield from batches
+        yield from self._finish(checks, keys)
+
+    def _batch(self, place: int, batch: StoredMessage) -> Damage:
+        path, number = self.log.sequence.path_at(place), batch.properties[PROPERTY_INNER_NUM]
         what = f"a batch of {number} messages of RocketMQ 5, which the files of queues show as one"
-        if repair:
+        if self.repair:
             raise NotAStoreError(
                 f"{path}: at {place}: {what}: librmq reads such a store, and never writes to it. Copy its messages "
                 "with `librmq extract`"
             )
-        batches.append(Damage(path, place, "batch", what, batch.size))
+        return Damage(path, place, "batch", what, batch.size)
 
-    derive = Derivation(levels, on_batch).derive
-    has_light = any(topic.startswith(LIGHT_PREFIX) for topic, _ in queues)
-    unchecked_end = log.end if bodies_from is None else max(begin, bodies_from)
-
-    def passes(block: DerivedBlock) -> bool:
-        """Take all records of a block together, if they continue their queues and the index."""
-        taken = []
-        for topic, queue_id, queue_offset, entries in block.queues:
-            first = ENTRY.unpack_from(entries)[0]
-            check = checks.get((topic, queue_id)) or checks.make(topic, queue_id, first)
-            if check.expected != queue_offset and not check.claim(queue_offset, first):
-                return False
-            taken.append((check, entries))
-        if keys is not None and not keys.pass_keys(block.keys):
-            return False
-        for check, entries in taken:
-            check.take_entries(entries)
-        return True
-
-    takes_blocks = not has_ext and not has_light
-    scan = partial(_unpassed, log, passes=passes) if takes_blocks else log.scan
-    items = chain(scan(begin, unchecked_end, check_body=False), scan(unchecked_end, log.end, check_body=True))
-    for place, item_size, raw in items:
-        if raw is None:
-            continue
-        (
-            physical_offset,
-            size,
-            address,
-            topic,
-            queue_id,
-            queue_offset,
-            code,
-            stored,
-            properties,
-            unique,
-            key,
-        ) = derive(place, item_size, raw)
-        check = checks.get((topic, queue_id)) or checks.make(topic, queue_id, physical_offset)
-        if address != physical_offset:
-            yield misaddressed(log, physical_offset, record_format.PHYSICAL_OFFSET_AT, address, physical_offset, repair)
-        if code is not None:
-            entry = _pack_entry(physical_offset, size, code)
-            if queue_offset == check.expected:  # as nearly always
-                check.expected = queue_offset + 1
-                entries = check.entries
-                entries.append(entry)
-                if len(entries) >= COMPARED:
-                    check.take_over()
-            else:
-                check.offer_entry(queue_offset, ExpectedEntry(entry, stored, properties))
-            if has_light and MULTI_DISPATCH in properties:
-                for name, light_id, light_offset in light_queues(topic, queue_id, properties):
-                    light = checks.make(name.encode(), light_id, physical_offset)
-                    light.offer_light(light_offset, ExpectedEntry(entry, stored, properties))
-        if keys is not None:
-            records = keys.records
-            records.append((physical_offset, stored, check.prefix_hash, unique, key))
-            if len(records) >= COMPARED:
-                keys.compare_keys()
-    yield from batches
-    for check in checks.finish_queues():
-        if left_out is not None and check.left_out:
-            left_out[check.name] = check.left_out
-        yield from check.damages
-    checks.remove_empty()
-    if index is not None and keys is not None:
+    def _finish(self, checks: QueueChecks, keys: IndexCheck | None) -> Iterator[Damage]:
+        for check in checks.finish_queues():
+            if check.left_out:
+                self.left_out[check.name] = check.left_out
+            yield from check.damages
+        checks.remove_empty()
+        if self.index is None or keys is None:
+            return
         keys.finish_index()
         yield from keys.damages
-        if repair and (checks.renamed or not keys.sound):
-            if before_rebuild is not None:
-                before_rebuild()
-            rebuild_index(log, index, levels)
+        if self.repair and (checks.renamed or not keys.sound):
+            if self.before_rebuild is not None:
+                self.before_rebuild()
+            rebuild_index(self.log, self.index, self.levels)
+
+
+def _pass_block(checks: QueueChecks, keys: IndexCheck | None, block: DerivedBlock) -> bool:
+    """Take all records of a block together, if they continue their queues and the index."""
+    taken = []
+    for topic, queue_id, queue_offset, entries in block.queues:
+        first = ENTRY.unpack_from(entries)[0]
+        check = checks.get((topic, queue_id)) or checks.make(topic, queue_id, first)
+        if check.expected != queue_offset and not check.claim(queue_offset, first):
+            return False
+        taken.append((check, entries))
+    if keys is not None and not keys.pass_keys(block.keys):
+        return False
+    for check, entries in taken:
+        check.take_entries(entries)
+    return True

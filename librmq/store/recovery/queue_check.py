@@ -58,8 +58,9 @@ def _is_possible(queue_offset: int) -> bool:
 class QueueCheck:
     """Comparison of one queue with its records, in the order of the log.
 
-    Entries collect in ``entries`` and are compared together. Most records take a short cut that `reconcile` has inline:
-    they have the queue offset ``expected``, which is impossible while the short cut is closed.
+    Entries collect in ``entries`` and are compared together. Most records take a short cut that
+    `Reconciliation.run` has inline: they have the queue offset ``expected``, which is impossible while the short cut is
+    closed.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class QueueCheck:
         return True
 
     def take_entries(self, entries: bytes) -> None:
-        """Take the next records of the queue, which continue its count, like `reconcile` itself one by one."""
+        """Take the next records of the queue, which continue its count, like `Reconciliation.run` itself one by one."""
         packed = [entries[at : at + ENTRY_SIZE] for at in range(0, len(entries), ENTRY_SIZE)]
         queue_offset, end = self.expected, self.expected + len(packed)
         while queue_offset == self.expected and queue_offset < end:
@@ -260,7 +261,7 @@ class QueueCheck:
         self._expect()
 
     def offer_light(self, queue_offset: int, entry: ExpectedEntry) -> None:
-        """Take the next record that names this light queue, like `reconcile` itself those of other queues."""
+        """Take the next record that names this light queue, like `Reconciliation.run` itself those of other queues."""
         if queue_offset != self.expected:
             self.offer_entry(queue_offset, entry)
             return

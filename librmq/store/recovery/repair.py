@@ -29,7 +29,7 @@ from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
-from librmq.store.recovery.check import Scope, UncleanQueues, missing_keys, reconcile
+from librmq.store.recovery.check import Reconciliation, Scope, UncleanQueues, missing_keys
 from librmq.store.recovery.queue_check import GapError
 from librmq.store.recovery.state import Mark, MarkError
 
@@ -471,26 +471,23 @@ class Recovery:
 
     def _reconcile(self, begin: int, scope: Scope) -> None:
         parts = self._parts
+        comparison = Reconciliation(
+            log=parts.log,
+            queues=parts.queues,
+            open_queue=parts.open_queue,
+            index=parts.index if parts.walked_from is None else None,
+            levels=parts.levels,
+            repair=True,
+            has_ext=self._has_ext,
+            bitmap_of=parts.dispatcher.bitmap_of,
+            before_rebuild=self._before_index,
+            unclean=None if self._clean else self._unclean,
+            bodies_from=self._bodies_from,
+        )
         while True:
             damages: list[Damage] = []
             try:
-                damages.extend(
-                    reconcile(
-                        parts.log,
-                        parts.queues,
-                        parts.open_queue,
-                        parts.index if parts.walked_from is None else None,
-                        parts.levels,
-                        begin,
-                        repair=True,
-                        scope=scope,
-                        bitmap_of=parts.dispatcher.bitmap_of,
-                        before_rebuild=self._before_index,
-                        has_ext=self._has_ext,
-                        bodies_from=self._bodies_from,
-                        unclean=None if self._clean else self._unclean,
-                    )
-                )
+                damages.extend(comparison.run(begin, scope))
             except GapError as gap:
                 if self._mark is not None:
                     raise MarkError("queue {1} of topic {0} lacks entries".format(*gap.name)) from None

@@ -31,7 +31,7 @@ from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, compaction_note, is_compacted
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.recovery.check import Scope, reconcile
+from librmq.store.recovery.check import Reconciliation, Scope
 from librmq.store.recovery.state import missing_begin, read_closed_state
 
 _T = TypeVar("_T")
@@ -206,10 +206,11 @@ class _StoreCheck:
         levels = DelayLevels.parse(self._config.message_delay_level)
         try:
             scope, begin = self._scope(log, queues), log.begin
-            damages = reconcile(
-                log, queues, self._open_queue, index, levels, begin, repair=False, scope=scope, left_out=self.left_out,
-                has_ext=self._config.enable_consumequeue_ext,
+            comparison = Reconciliation(
+                log=log, queues=queues, open_queue=self._open_queue, index=index, levels=levels, repair=False,
+                has_ext=self._config.enable_consumequeue_ext, left_out=self.left_out,
             )  # fmt: skip
+            damages = comparison.run(begin, scope)
             self._damages.extend(
                 damage for damage in damages if os.path.dirname(damage.file) not in self._closed_folders
             )
