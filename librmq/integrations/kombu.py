@@ -19,8 +19,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from contextlib import suppress
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, Final, NamedTuple
 
 from kombu.transport import TRANSPORT_ALIASES, virtual
 from kombu.transport.base import to_rabbitmq_queue_arguments
@@ -38,8 +39,10 @@ from librmq.integrations.kombu_broker import (
     brokers,
     topic_of,
 )
+from librmq.runtime.locks import Lock
 
 _clock: Final = SystemClock()
+_Arrived = tuple[str, Delivery]
 _LONGEST_WAIT_S: Final = 1.0
 _FULL_WAIT_S: Final = 0.05
 """Between two looks for control messages while a channel waits for acknowledgements; one of them ends the wait."""
@@ -229,7 +232,7 @@ class Channel(virtual.Channel):
             self._transport.requeue(delivery)
         else:
             self._transport.receiver.acknowledge(delivery)
-        self._transport.room.set()
+        self._transport.signal_room()
 
     def room(self) -> int:
         """Return how many messages the channel takes now."""
@@ -243,6 +246,96 @@ class Channel(virtual.Channel):
         return list(self._active_queues)
 
 
+class _Wanted(NamedTuple):
+    queues: list[str]
+    """The queues of channels that take more messages."""
+    most: int
+    is_full: bool
+    """Whether a channel takes no more before a message is acknowledged."""
+
+
+class _Pump:
+    """A thread that receives what the hub's thread wants, and signals it by a pipe, which the hub reads.
+
+    It receives again only after the hub has looked, because what it delivers changes what the channels take.
+    """
+
+    def __init__(self, receive: Callable[[list[str], int, float], list[_Arrived]], arrived: deque[_Arrived]) -> None:
+        self._receive = receive
+        self._arrived = arrived
+        self._condition = threading.Condition()
+        self._receiving = Lock()
+        self._wanted: _Wanted | None = None
+        self._error: Exception | None = None
+        self._is_closing = False
+        self.leave_loop: Callable[[], None] | None = None
+        self.signal, self._write = os.pipe()
+        os.set_blocking(self.signal, False)
+        os.set_blocking(self._write, False)
+        self._thread = threading.Thread(target=self._run, name="librmq-kombu", daemon=True)
+        self._thread.start()
+
+    def want(self, wanted: _Wanted) -> None:
+        """Receive this next, unless what arrived before is not delivered yet."""
+        with self._condition:
+            self._wanted = None if self._arrived else wanted
+            self._condition.notify()
+
+    def write_signal(self) -> None:
+        """Let the hub look again. Thread-safe."""
+        with suppress(BlockingIOError, OSError):  # the pipe is full, so the hub will look; or it is closed
+            os.write(self._write, b"1")
+
+    def read_signal(self) -> None:
+        """Take what the pipe holds."""
+        with suppress(BlockingIOError):
+            os.read(self.signal, 4096)
+
+    def raise_error(self) -> None:
+        """Raise what ended the last receive in the hub's thread, which then connects again."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Wait for the end of the receive that runs, and hold the next one."""
+        with self._receiving:
+            yield
+
+    def close(self) -> None:
+        """Leave the hub, end the thread after the receive that runs, and close the pipe."""
+        if self.leave_loop is not None:
+            self.leave_loop()
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify()
+        self._thread.join()
+        os.close(self.signal)
+        os.close(self._write)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._is_closing and (self._wanted is None or not self._wanted.queues):
+                    self._condition.wait()
+                if self._is_closing:
+                    return
+                wanted = self._wanted
+            assert wanted is not None
+            wait = _FULL_WAIT_S if wanted.is_full else _LONGEST_WAIT_S
+            try:
+                with self._receiving:
+                    received = self._receive(wanted.queues, wanted.most, wait)
+            except Exception as error:
+                received, self._error = [], error
+            if received or self._error is not None:
+                with self._condition:
+                    self._arrived.extend(received)
+                    self._wanted = None
+                self.write_signal()
+
+
 class Transport(virtual.Transport):
     """A connection of kombu.
 
@@ -254,7 +347,7 @@ class Transport(virtual.Transport):
     can_parse_url = True
     driver_type = driver_name = "librmq"
     implements = virtual.Transport.implements.extend(
-        asynchronous=False, exchange_type=frozenset(("direct", "topic", "fanout")), heartbeats=False
+        asynchronous=True, exchange_type=frozenset(("direct", "topic", "fanout")), heartbeats=False
     )
     connection_errors = (
         *virtual.Transport.connection_errors,
@@ -271,6 +364,7 @@ class Transport(virtual.Transport):
         self._arrived: deque[tuple[str, Delivery]] = deque()
         self._pid = os.getpid()
         self._requeued_s = -_LONGEST_WAIT_S
+        self._pump: _Pump | None = None
         self.room = threading.Event()
         """Set when a message is acknowledged."""
 
@@ -317,11 +411,12 @@ class Transport(virtual.Transport):
         """Stop receiving from a queue, and give back what is not delivered yet."""
         if self._receiver is None or self._pid != os.getpid():
             return
-        for pair in [pair for pair in self._arrived if pair[0] == queue]:
-            self._arrived.remove(pair)
-            with suppress(librmq.RmqError):
-                self._receiver.requeue(pair[1])
-        self._receiver.leave(topic_of(queue))
+        with nullcontext() if self._pump is None else self._pump.paused():
+            for pair in [pair for pair in self._arrived if pair[0] == queue]:
+                self._arrived.remove(pair)
+                with suppress(librmq.RmqError):
+                    self._receiver.requeue(pair[1])
+            self._receiver.leave(topic_of(queue))
 
     def drain_events(self, connection: Any, timeout: float | None = None) -> None:
         """Deliver the messages of one receive; raise `socket.timeout` if none arrives in time."""
@@ -329,19 +424,26 @@ class Transport(virtual.Transport):
         while not self._arrived:
             self.room.clear()
             left = _LONGEST_WAIT_S if deadline is None else min(deadline - _clock.monotonic(), _LONGEST_WAIT_S)
-            consuming = [channel for channel in self.channels if channel.queues]
-            ready = [(channel, room) for channel in consuming if (room := channel.room())]
-            is_full = len(ready) < len(consuming) or not consuming
-            if ready:
-                queues = [queue for channel, _ in ready for queue in channel.queues]
-                wait = 0 if is_full else max(left, 0)
-                self._arrived.extend(self.receive(queues, min(room for _, room in ready), wait))
+            wanted = self._wanted()
+            if wanted.queues:
+                wait = 0 if wanted.is_full else max(left, 0)
+                self._arrived.extend(self.receive(wanted.queues, wanted.most, wait))
             if self._arrived:
                 break
             if left <= 0:
                 raise TimeoutError
-            if is_full:
+            if wanted.is_full:
                 _clock.wait(self.room, min(left, _FULL_WAIT_S))
+        self._deliver_arrived()
+
+    def _wanted(self) -> _Wanted:
+        consuming = [channel for channel in self.channels if channel.queues]
+        ready = [(channel, room) for channel in consuming if (room := channel.room())]
+        queues = [queue for channel, _ in ready for queue in channel.queues]
+        most = min((room for _, room in ready), default=0)
+        return _Wanted(queues, most, len(ready) < len(consuming) or not consuming)
+
+    def _deliver_arrived(self) -> None:
         while self._arrived:
             queue, delivery = self._arrived.popleft()
             channel = next((channel for channel in self.channels if queue in channel.queues), None)
@@ -350,8 +452,37 @@ class Transport(virtual.Transport):
             else:
                 self._deliver(channel.begin(delivery, channel.takes_without_ack(queue)), queue)
 
+    def register_with_event_loop(self, connection: Any, loop: Any) -> None:
+        """Let a thread receive and kombu's hub deliver, so that a worker with busy processes can be controlled."""
+        pump = self._pump = _Pump(self.receive, self._arrived)
+
+        def arrived() -> None:
+            pump.read_signal()
+            self._deliver_arrived()
+            pump.raise_error()
+
+        def look() -> None:
+            pump.want(self._wanted())
+
+        def leave() -> None:
+            loop.on_tick.discard(look)
+            loop.remove_reader(pump.signal)
+
+        pump.leave_loop = leave
+        loop.add_reader(pump.signal, arrived)
+        loop.on_tick.add(look)
+
+    def signal_room(self) -> None:
+        """Let whoever waits for room look again. Thread-safe."""
+        self.room.set()
+        if self._pump is not None:
+            self._pump.write_signal()
+
     def close_connection(self, connection: Any) -> None:
         """Give back what is in flight, and close the broker if no other connection of the process uses it."""
+        pump, self._pump = self._pump, None
+        if pump is not None and self._pid == os.getpid():
+            pump.close()
         super().close_connection(connection)
         receiver, broker = self._receiver, self._broker
         self._receiver = self._broker = None

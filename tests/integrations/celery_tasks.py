@@ -38,6 +38,13 @@ def third_time(self: Any) -> int:
     return int(self.request.retries)
 
 
+@app.task
+def held() -> None:
+    """Wait for the file ``go``."""
+    while not (FOLDER / "go").exists():
+        SystemClock().wait(threading.Event(), 0.02)
+
+
 @app.task(acks_late=True)
 def note(number: int, seconds: float = 0) -> None:
     """Write a line when it begins, and one when it ends."""

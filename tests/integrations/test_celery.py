@@ -90,6 +90,13 @@ def test_a_cluster(tmp_path: Path) -> None:
             assert call(tmp_path, EVERYTHING + INSPECTION, TASKS_BROKER=address) == "all done"
 
 
+def test_a_worker_whose_processes_are_busy_answers(tmp_path: Path) -> None:
+    with worker(tmp_path):
+        call(tmp_path, "for _ in range(8): held.delay()" + INSPECTION)
+        assert not notes(tmp_path)
+        (tmp_path / "go").touch()
+
+
 def test_the_store_waits_instead_of_the_worker(tmp_path: Path) -> None:
     with worker(tmp_path, TASKS_DELAYED="1"):
         code = "print(add.apply_async((1, 2), countdown=3).get(timeout=60))"
