@@ -91,13 +91,7 @@ class DelayOffsets(Protocol):
         ...
 
 
-_NEEDED: Final = (
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_REAL_QUEUE_ID,
-    PROPERTY_UNIQUE_KEY,
-    PROPERTY_KEYS,
-    PROPERTY_TAGS,
-)
+_NEEDED: Final = (PROPERTY_REAL_TOPIC, PROPERTY_REAL_QUEUE_ID, PROPERTY_UNIQUE_KEY, PROPERTY_KEYS, PROPERTY_TAGS)
 """The properties that a delivery reads."""
 
 

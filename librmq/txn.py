@@ -202,11 +202,7 @@ class Transactions:
         """
         topic = message.topic
         validate_topic(topic)
-        properties = {
-            **message.properties,
-            PROPERTY_REAL_TOPIC: topic,
-            PROPERTY_REAL_QUEUE_ID: str(queue_id),
-        }
+        properties = {**message.properties, PROPERTY_REAL_TOPIC: topic, PROPERTY_REAL_QUEUE_ID: str(queue_id)}
         half = Message._from_parts(HALF_TOPIC, message.body, message.flag, properties)
         if fields:
             fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
@@ -451,11 +447,7 @@ class Transactions:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, "the half message has no queue in REAL_QID")
         if parse_level(properties.get(PROPERTY_DELAY)) > 0:
             # A message for the schedule topic has its properties encoded again, without these.
-            for name in (
-                PROPERTY_REAL_TOPIC,
-                PROPERTY_REAL_QUEUE_ID,
-                PROPERTY_TRANSACTION_PREPARED,
-            ):
+            for name in (PROPERTY_REAL_TOPIC, PROPERTY_REAL_QUEUE_ID, PROPERTY_TRANSACTION_PREPARED):
                 properties.pop(name, None)
         sys_flag = half.sys_flag & ~record.TRANSACTION_MASK | record.TRANSACTION_COMMIT
         place = half.physical_offset

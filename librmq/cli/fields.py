@@ -184,11 +184,7 @@ def message(row: Fields, topic: str) -> Message:
     """Return the message of an operation, with text from ``body`` or bytes from ``body_b64``."""
     raw = optional_text(row, "propertiesString")
     values = properties(row) if raw is None else decode_properties(raw)
-    for name, property_name in (
-        ("tags", PROPERTY_TAGS),
-        ("keys", PROPERTY_KEYS),
-        ("uniqKey", PROPERTY_UNIQUE_KEY),
-    ):
+    for name, property_name in (("tags", PROPERTY_TAGS), ("keys", PROPERTY_KEYS), ("uniqKey", PROPERTY_UNIQUE_KEY)):
         value = optional_text(row, name)
         if value is not None:
             values[property_name] = value

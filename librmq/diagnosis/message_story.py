@@ -201,11 +201,7 @@ def _broker_event(view: StoreView, message: StoredMessage) -> tuple[EventKind, s
             return "checked", group, f"check {check_times(message)} put it back"
         return "half", group, f"for topic {real}"
     if topic == CHECK_MAX_TIME_TOPIC:
-        return (
-            "given_up",
-            properties.get(PROPERTY_PRODUCER_GROUP),
-            f"after {counted(check_times(message), 'check')}",
-        )
+        return ("given_up", properties.get(PROPERTY_PRODUCER_GROUP), f"after {counted(check_times(message), 'check')}")
     if topic.startswith(DEAD_LETTER_PREFIX):
         cause = recorded_cause(properties) or f"after {counted(message.reconsume_times, 'attempt')}"
         return "dead", topic.removeprefix(DEAD_LETTER_PREFIX), cause

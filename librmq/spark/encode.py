@@ -52,11 +52,7 @@ COLUMNS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Columns of a written row, and their possible Spark types."""
 
-_OWN: Final = (
-    ("tags", PROPERTY_TAGS),
-    ("keys", PROPERTY_KEYS),
-    ("uniqueKey", PROPERTY_UNIQUE_KEY),
-)
+_OWN: Final = (("tags", PROPERTY_TAGS), ("keys", PROPERTY_KEYS), ("uniqueKey", PROPERTY_UNIQUE_KEY))
 _TAKEN: Final = frozenset(name for _, name in _OWN)
 _NO_TEXT: Final = "[\x01\x02]"
 _NOT_A_KEY: Final = r"^$|[\x09-\x0d\x1c-\x20\x{85}\p{Z}]"

@@ -338,10 +338,7 @@ class _Operations:
         def append() -> list[AppendResult]:
             topic, queue_id = fields.text(row, "topic"), fields.count(row, "queueId")
             message = fields.message(row, topic)
-            message.properties |= {
-                PROPERTY_TRANSACTION_PREPARED: "true",
-                PROPERTY_PRODUCER_GROUP: group,
-            }
+            message.properties |= {PROPERTY_TRANSACTION_PREPARED: "true", PROPERTY_PRODUCER_GROUP: group}
             sys_flag = self._compress(row, message, fields.int32(row, "sysFlag", 0))
             prepared = fields.int64(row, "preparedTransactionOffset", 0)
             origin = _origin(row, sys_flag)

@@ -305,11 +305,7 @@ def test_message_ids_there_and_back(host: Host, physical_offset: int) -> None:
 
 @given(TEXT | st.text("0123456789abcdefABCDEF.:[] ", max_size=60))
 def test_rubbish_is_not_an_id_or_host(text: str) -> None:
-    for parse in (
-        parse_host,
-        parse_offset_message_id,
-        lambda text: decode_unique_id(text, 1_700_000_000_000),
-    ):
+    for parse in (parse_host, parse_offset_message_id, lambda text: decode_unique_id(text, 1_700_000_000_000)):
         try:
             parse(text)
         except MalformedError:
