@@ -438,6 +438,7 @@ _TOOLS: Final = (
         (
             option("files", metavar="FILE", nargs="+", help="JSON lines of events, one file a process, or - for stdin"),
             option("-o", "--out", metavar="PAGE", help="also write a page with a timeline of each anomaly"),
+            option("--to", choices=("jepsen",), help="print the history for the checker of Jepsen's Kafka workload"),
         ),
         description="Prints a line for each anomaly of a history, by time; all files together are one history. Exit "
         "status: 0 none, 1 some, 2 bad input. In `events` are the numbers of the lines that show it, counted through "

@@ -152,3 +152,29 @@ def test_two_halves_of_an_event_are_no_lines(shell: Shell) -> None:
     answer = shell("check-history", "-", given=halves)
     assert answer.status == 2
     assert "standard input: line 1" in answer.said
+
+
+def test_a_history_in_the_form_of_jepsen(shell: Shell) -> None:
+    """Operations of ``jepsen.tests.kafka``: overlapping sends of a process have processes of their own."""
+    unknown = SEND | {"id": "n", "begin_ms": 0, "end_ms": 9, "outcome": "unknown"}
+    for field in ("broker", "queue_id", "queue_offset"):
+        del unknown[field]
+    refused = unknown | {"id": "o", "begin_ms": 20, "end_ms": 21, "outcome": "failed"}
+    found = DELIVER | {"id": "n", "queue_offset": 1, "begin_ms": 7, "end_ms": 8, "outcome": "retry"}
+    again = found | {"stored_in": "%RETRY%g", "attempt": 1, "begin_ms": 17, "end_ms": 18}
+    answer = shell(
+        "check-history", "--to", "jepsen", "-", given=text(GROUP, SEND, unknown, refused, DELIVER, found, again)
+    )
+    queue = ':queue "t/a/0"'
+    assert answer.out.splitlines() == [
+        f'{{:index 0, :time 0, :process 0, :type :invoke, :f :send, :value [[:send 0 0]], {queue}, :id "m"}}',
+        f'{{:index 1, :time 0, :process 1, :type :invoke, :f :send, :value [[:send 0 1]], {queue}, :id "n"}}',
+        "{:index 2, :time 1000000, :process 0, :type :ok, :f :send, :value [[:send 0 [0 0]]]}",
+        "{:index 3, :time 5000000, :process 2, :type :invoke, :f :poll, :value [[:poll]]}",
+        "{:index 4, :time 5000000, :process 2, :type :ok, :f :poll, :value [[:poll {0 [[0 0]]}]]}",
+        "{:index 5, :time 7000000, :process 2, :type :invoke, :f :poll, :value [[:poll]]}",
+        "{:index 6, :time 7000000, :process 2, :type :ok, :f :poll, :value [[:poll {0 [[1 1]]}]]}",
+        "{:index 7, :time 9000000, :process 1, :type :info, :f :send, :value [[:send 0 1]]}",
+    ]
+    assert "that workload knows no retries: 1 of the deliveries" in answer.said
+    assert "no queue is known: 1 send" in answer.said

@@ -19,7 +19,7 @@ from librmq.diagnosis.formatting import visible
 from librmq.errors import InputError
 from librmq.runtime.event_log import counted
 from librmq.testing.histories.anomalies import KINDS, Anomaly
-from librmq.testing.histories.events import span_of
+from librmq.testing.histories.events import HistoryEvents, span_of
 
 _HAS_ANOMALIES: Final = 1
 
@@ -27,7 +27,6 @@ _HAS_ANOMALIES: Final = 1
 def check_history(arguments: argparse.Namespace, output: Output) -> int:
     """Print the anomalies of a history; status 1 if there are some."""
     from librmq.testing.histories.anomalies import find_anomalies
-    from librmq.testing.histories.events import HistoryEvents
 
     if arguments.files.count("-") > 1:
         raise InputError("-: standard input can be read once")
@@ -50,6 +49,8 @@ def check_history(arguments: argparse.Namespace, output: Output) -> int:
         complain("note: the history has no events")
     elif not history.groups:
         complain("note: no event 'group' says which topics a group reads: lost messages cannot be found")
+    if arguments.to is not None:
+        return _print_for_jepsen(history)
     lines = history.lines
     anomalies = find_anomalies(history)
     output.rows_of(anomaly.row() for anomaly in anomalies)
@@ -60,6 +61,18 @@ def check_history(arguments: argparse.Namespace, output: Output) -> int:
         if output.is_on_terminal:
             complain(f"note: nothing is wrong in {lines:,} lines")
     return _HAS_ANOMALIES if anomalies else 0
+
+
+def _print_for_jepsen(history: HistoryEvents) -> int:
+    from librmq.testing.histories.jepsen import to_jepsen
+
+    operations, redeliveries, placeless = to_jepsen(history)
+    sys.stdout.writelines(f"{operation}\n" for operation in operations)
+    if redeliveries:
+        complain(f"note: left out, because that workload knows no retries: {redeliveries:,} of the deliveries")
+    if placeless:
+        complain(f"note: left out, because no queue is known: {counted(placeless, 'send')}")
+    return 0
 
 
 def _is_same(path: str, other: str) -> bool:
