@@ -32,7 +32,7 @@ from librmq.java.lang import java_decode, java_int
 from librmq.message.batch import inner_messages
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_INNER_NUM, find_keys_and_tags
-from librmq.message.record import INNER_BATCH
+from librmq.message.record import FIXED_SIZE, INNER_BATCH
 from librmq.message.topics import validate_queue
 from librmq.store.engine.dispatch import (
     MULTI_DISPATCH,
@@ -131,7 +131,7 @@ class DerivedQueue(ConsumeQueue):
         gap = claimed - self.expected
         if following == self.expected:  # one of two records at this place belongs elsewhere
             return
-        if jumps and 0 <= claimed < _LARGEST_OFFSET:
+        if jumps and 0 <= claimed < _LARGEST_OFFSET and self._has_room(gap, entry):
             if 0 < gap <= _LARGEST_GAP:
                 hole = _pack(ENTRY.unpack(entry)[0], HOLE_SIZE, 0)
                 for _ in range(gap):
@@ -140,6 +140,14 @@ class DerivedQueue(ConsumeQueue):
                 self._start(claimed)
         self.expected = max(self.expected, 0)
         self.add_next(entry)
+
+    def _has_room(self, gap: int, entry: bytes) -> bool:
+        """Return whether that many records can have been between the last one in the log and this one."""
+        if self.has_batches:  # a record is then many messages
+            return True
+        end = sum(ENTRY.unpack(self.collected[-1])[:2]) if self.collected else self.max_physic_offset
+        place: int = ENTRY.unpack(entry)[0]
+        return gap * (FIXED_SIZE + 1) <= place - max(end, 0)
 
     def publish(self) -> None:
         """Show readers all entries so far."""

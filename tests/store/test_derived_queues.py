@@ -210,15 +210,23 @@ def test_new_records_of_a_running_broker_are_seen(tmp_path: Path, has_database: 
 def test_records_out_of_their_count(tmp_path: Path) -> None:
     """A gap is filled, a topic that was made again starts over, and a single wrong queue offset is corrected."""
     for offsets, expected in (
-        ([0, 1, 4, 5], (0, [0, 1, 4, 5])),
+        ([0, 1, -1, -1, 4, 5], (0, [0, 1, 4, 5])),  # -1 stands for a record of another queue
+        ([0, 1, 4, 5], (0, [0, 1, 2, 3])),  # the log has no room for lost ones
+        ([0, 100_000, 100_001], (0, [0, 1, 2])),
         ([0, 1, 2, 0, 1], (0, [0, 1])),
         ([0, 1, 2, 0], (0, [0])),
         ([5, 6, 1 << 40, 8], (5, [5, 6, 7, 8])),
         ([7, 8, 3, 10, 11], (7, [7, 8, 9, 10, 11])),
-        ([0, 200_000, 200_001], (200_000, [200_000, 200_001])),
+        ([0, 200_000, 200_001], (0, [0, 1, 2])),
     ):
         path = tmp_path / str(len(list(tmp_path.iterdir())))
-        write_log(path, [Record(topic="T", queue_offset=at, body=b"%d" % at) for at in offsets])
+        records = [
+            Record(topic="T", queue_offset=at, body=b"%d" % at)
+            if at >= 0
+            else Record(topic="U", queue_offset=number, body=bytes(50))
+            for number, at in enumerate(offsets)
+        ]
+        write_log(path, records)
         add_database(path / "consumequeue")
         with MessageStore.open(path, read_only=True) as store:
             queue = store.queues["T", 0]

@@ -76,6 +76,13 @@ class Parts:
         self.log.append(encode_record(record))
         return place
 
+    def fill(self, size: int) -> None:
+        """Append at least this many bytes of records of another topic."""
+        end, number = self.log.end + size, 0
+        while self.log.end < end:
+            self.record(number, "Other", properties_raw=b"p\x01" + b"x" * min(size, LOG_SIZE - 200))
+            number += 1
+
     def reconcile(self, begin: int = 0, *, repair: bool = True) -> list[Damage]:
         comparison = Reconciliation(
             log=self.log, queues=self.queues, open_queue=self.open_queue, index=self.index, levels=LEVELS,
@@ -169,6 +176,35 @@ def test_no_record_follows_an_impossible_queue_offset(parts: Parts, wrong: int, 
     parts.settled()
 
 
+@pytest.mark.parametrize("ahead", [100_000, 65_536, 40])
+@pytest.mark.parametrize("has_queue", [False, True])
+def test_no_queue_gets_entries_for_records_that_were_never_written(parts: Parts, ahead: int, has_queue: bool) -> None:
+    """Between two records next to each other the log has no room for others, so the offsets are wrong."""
+    places = [parts.record(0), parts.record(1), parts.record(2), parts.record(3)]
+    if has_queue:
+        parts.reconcile()
+    for number in (1, 2, 3):
+        parts.log.patch(places[number] + QUEUE_OFFSET_AT, struct.pack(">q", ahead + number))
+    said = parts.reconcile(repair=False)
+    assert [damage.offset for damage in said if damage.kind == "record"] == places[1:]
+    assert f"expected 1, found {ahead + 1}" in next(damage.what for damage in said if damage.kind == "record")
+    assert parts.reconcile() == said
+    assert parts.entries() == list(enumerate(places))
+    assert parts.queues["T", 0].max_offset == 4
+    parts.settled()
+
+
+def test_a_lone_first_record_gives_way_to_the_others(parts: Parts) -> None:
+    """Its queue began far above 0, and the log has no room between its record and the next one."""
+    parts.fill(40 * 92)
+    places = [parts.record(number) for number in (3, 31, 32, 33)]
+    said = [damage for damage in parts.reconcile() if damage.kind == "record"]
+    assert [damage.offset for damage in said] == places[:1]
+    assert "expected 30, found 3" in said[0].what
+    assert parts.entries() == list(enumerate(places, 30))
+    parts.settled()
+
+
 def found_by(way: str, queue_offsets: Sequence[int], changed: Sequence[tuple[int, int]], has_entries: bool) -> object:
     """Return what the repair of a log says and leaves: with the core, with arrays, or one record after the other."""
     parts = Parts()
@@ -198,6 +234,7 @@ def found_by(way: str, queue_offsets: Sequence[int], changed: Sequence[tuple[int
     st.lists(st.tuples(st.integers(0, 11), st.sampled_from(IMPOSSIBLE) | st.integers(0, 20)), max_size=4),
     st.booleans(),
 )
+@example(0, 4, [(1, 100_000), (2, 100_001), (3, 100_002)], False)  # the log has no room for as many
 @example(0, 3, [(0, (1 << 63) - 1), (1, -(1 << 63))], False)  # follows only in a number of 64 bits
 def test_changed_queue_offsets_are_corrected_alike(
     first: int, count: int, changed: list[tuple[int, int]], has_entries: bool
@@ -238,17 +275,22 @@ def test_a_record_with_a_wrong_address_is_corrected(parts: Parts, wrong: int) ->
 
 
 def test_a_gap_is_filled_so_that_the_later_keep_their_offsets(parts: Parts) -> None:
-    places = {n: parts.record(n) for n in (0, 1, 4, 5, 6)}
-    parts.reconcile()
+    """The log has room for the lost records, and the progress of groups refers to the offsets behind them."""
+    places = {n: parts.record(n) for n in (0, 1)}
+    parts.fill(300)
+    places |= {n: parts.record(n) for n in (4, 5, 6)}
+    assert not [damage for damage in parts.reconcile() if damage.kind == "record"]
     assert parts.entries() == list(places.items())
     assert parts.queues["T", 0].max_offset == 7
     parts.settled()
 
 
-def test_a_huge_gap_restarts_the_queue(parts: Parts) -> None:
+def test_a_huge_gap_restarts_the_queue() -> None:
+    parts = Parts()
     for n in (0, 1):
         parts.record(n)
-    places = {n: parts.record(n) for n in (10_000_000, 10_000_001)}
+    parts.fill(100_010 * 92)
+    places = {n: parts.record(n) for n in (100_005, 100_006)}
     parts.reconcile()
     assert parts.entries() == list(places.items())
     parts.settled()
@@ -638,3 +680,27 @@ def test_a_hole_is_skipped(tmp_path: Path, number: int) -> None:
     with MessageStore.open(tmp_path, CONFIG, thorough=True) as store:
         assert store.recovered == []
         assert store.queues["Topic", queue_id].max_offset == 100
+
+
+@pytest.mark.parametrize("repair", ["opening", "recover"])
+def test_each_way_into_a_store_reports_offsets_ahead_of_the_log(
+    tmp_path: Path, repair: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = filled(tmp_path, count=9)
+    for number in (3, 6):  # the second record of queue 0, and the third
+        change(tmp_path, places[number] + QUEUE_OFFSET_AT, struct.pack(">q", 100_000 + number // 3))
+    shutil.rmtree(tmp_path / "consumequeue")
+    (tmp_path / "abort").touch()
+    (tmp_path / "librmq/closed.json").unlink()
+    assert [damage.offset for damage in verify(tmp_path, CONFIG).damage if damage.kind == "record"] == [
+        places[3],
+        places[6],
+    ]
+    if repair == "recover":
+        assert main(["recover", str(tmp_path)]) == 0
+        row = json.loads(capsys.readouterr().out)
+        assert "queue offset: expected 1, found 100001" in [cut["why"] for cut in row["cut"]]
+    else:
+        MessageStore.open(tmp_path, CONFIG).close()
+    assert bodies(tmp_path, 0) == [0, 3, 6]
+    assert verify(tmp_path, CONFIG).sound

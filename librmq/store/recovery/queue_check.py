@@ -2,7 +2,8 @@
 
 No checksum covers a record's address and its queue offset, but errors in them are detectable, because the records of a
 queue count up. A single record outside of the count has a wrong address. Two consecutive ones are a jump: a topic was
-deleted and made again, or a record's topic was lost.
+deleted and made again, or a record's topic was lost. No jump goes further ahead than records could have been written
+between its two places in the log: 4.9 too puts the entries of such records directly behind the others.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
 _LARGEST_OFFSET: Final = 1 << 58
 _LARGEST_GAP: Final = 100_000  # most entries to fill in for missing records; with more, the queue starts again
+_SMALLEST: Final = record.FIXED_SIZE + 1
+"""Bytes of a record with nothing but a topic of one character."""
 COMPARED: Final = 4096
 """Number of entries compared together."""
 
@@ -53,6 +56,15 @@ class _Others(Protocol):
 
 def _is_possible(queue_offset: int) -> bool:
     return 0 <= queue_offset < _LARGEST_OFFSET
+
+
+def _is_better_first(claimed: int, following: int, place: int) -> bool:
+    """Return whether a queue's first record is right about its offset rather than the next one, at ``place``.
+
+    A log of this length cannot have had as many records as an offset that is too large says.
+    """
+    gap = following - claimed
+    return gap > 0 and (gap <= _LARGEST_GAP or following * _SMALLEST > place)
 
 
 class QueueCheck:
@@ -99,6 +111,7 @@ class QueueCheck:
         """First checked queue offset; entries below belong to older records."""
         self._next: int | None = None
         self._held: tuple[int, ExpectedEntry] | None = None
+        self._compared_end = 0  # end in the log of the last record that `_compare` took
         self._units: dict[int, ExpectedEntry] = {}  # of a queue with extension: by queue offset
 
     @property
@@ -252,7 +265,7 @@ class QueueCheck:
         if self._held is not None:
             claimed, held = self._held
             self._held = None
-            self._place_held(claimed, held, queue_offset)
+            self._place_held(claimed, held, queue_offset, entry.physical_offset)
         if queue_offset == self._next:
             self._accept(queue_offset, entry, queue_offset)
         else:
@@ -281,8 +294,8 @@ class QueueCheck:
             self.released_all = self._next is None and self.queue.max_offset == 0
             self._expect()
 
-    def _place_held(self, claimed: int, entry: ExpectedEntry, following: int | None) -> None:
-        """Decide the queue offset of a record outside of the count, by the next record and the queue."""
+    def _place_held(self, claimed: int, entry: ExpectedEntry, following: int | None, place: int = 0) -> None:
+        """Decide the queue offset of a record outside of the count, by the queue and the next record, at ``place``."""
         due = self._next
         possible = _is_possible(claimed)
         if due is None:
@@ -291,7 +304,7 @@ class QueueCheck:
             elif (
                 following
                 and _is_possible(following)
-                and not (possible and 0 < following - claimed <= _LARGEST_GAP)
+                and not (possible and _is_better_first(claimed, following, place))
                 and not self._points_at(claimed, entry)
             ):
                 due = following - 1
@@ -306,10 +319,41 @@ class QueueCheck:
                     self._units[claimed] = entry
             return
         elif possible:
-            jumps = following == claimed + 1 if following is not None else self._points_at(claimed, entry)
+            points = self._points_at(claimed, entry)
+            jumps = following == claimed + 1 if following is not None else points
+            if jumps and not points and not self._can_be_ahead(claimed, entry):
+                jumps = self._move_lone_first(claimed, entry)
             due = claimed if jumps else due
         self._checks.strays.remove_stray(claimed, entry.physical_offset)
         self._accept(claimed, entry, due)
+
+    def _can_be_ahead(self, claimed: int, entry: ExpectedEntry) -> bool:
+        """Return whether the log has room for the records that would be missing before this one."""
+        assert self._next is not None
+        if self.entries:
+            place, size, _ = ENTRY.unpack(self.entries[-1])
+        else:
+            raw = self.queue.read(self._next - 1, 1) if self._next else b""
+            place, size, _ = ENTRY.unpack(raw) if raw else (0, 0, 0)
+        end = max(self._compared_end, place + (0 if size == HOLE_SIZE else size))
+        room: int = entry.physical_offset - end
+        return (claimed - self._next) * _SMALLEST <= room
+
+    def _move_lone_first(self, claimed: int, following: ExpectedEntry) -> bool:
+        """Put the only record so far directly before two that agree; return False if it must stay.
+
+        It stays if no log of this length can have had as many records as the two say.
+        """
+        is_lone = self._next == self.first + 1 and len(self.entries) == 1 and not self._compared_end
+        is_new = self._is_complete and self.queue.max_offset == 0 and not self._is_light
+        if not (is_lone and is_new) or claimed * _SMALLEST > following.physical_offset:
+            return False
+        place, at = ENTRY.unpack(self.entries[0])[0], record.QUEUE_OFFSET_AT
+        self.damages.append(misaddressed(self._log, place, at, self.first, claimed - 1, self._repair))
+        if self.first in self._units:
+            self._units[claimed - 1] = self._units.pop(self.first)
+        self.first, self._next = claimed - 1, claimed
+        return True
 
     def _points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
         raw = self.queue.read(queue_offset, 1)
@@ -417,6 +461,7 @@ class QueueCheck:
         if self.entries:
             assert self._next is not None
             self._entry_check.compare(self.queue, self._next - len(self.entries), self.entries, self._units)
+            self._compared_end = sum(ENTRY.unpack(self.entries[-1])[:2])
             self.entries, self._units = [], {}
 
     def finish_queue(self) -> None:
