@@ -104,9 +104,25 @@ class DiskFiles:
             prefix = path.rstrip(os.sep) + os.sep
             if prefix not in self._roots:
                 self._roots = (*self._roots, prefix)
-        for folder in () if self._follows else folders:
+        if self._follows:
+            self._check_below(os.path.join(store, own))
+            return
+        for folder in {own: None, **dict.fromkeys(folders)}:
             if os.path.islink(os.path.join(store, folder)):
                 raise self._link_refused(os.path.join(store, folder))
+            self._check_below(os.path.join(store, folder))
+
+    def _check_below(self, folder: str) -> None:
+        """Refuse a link anywhere below a folder, before a write elsewhere has changed anything."""
+        try:
+            with os.scandir(folder) as entries:  # kept out of `list`, which follows links, as readers do
+                for entry in entries:
+                    if entry.is_symlink():
+                        raise self._link_refused(entry.path)
+                    if entry.is_dir(follow_symlinks=False):
+                        self._check_below(entry.path)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return  # the open that follows says so
 
     @contextmanager
     def _place(self, path: str) -> Iterator[_Place]:

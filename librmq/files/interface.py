@@ -318,7 +318,8 @@ def confine(files: Files, store: str, own: str, *folders: str) -> None:
     files of a disk have links, and a method ``confine``.
 
     Raises:
-        CorruptionError: One of ``folders`` in the store is a link, which would be refused only after other writes.
+        CorruptionError: ``own`` or one of ``folders`` in the store is a link or has one below it, which would be
+            refused only after other writes.
     """
     confined: Callable[..., None] = getattr(files, "confine", lambda *_: None)
     confined(store, own, *folders)

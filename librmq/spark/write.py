@@ -76,7 +76,7 @@ def commit(
         StoreLockedError: Another process still writes to the store after ``wait_seconds``.
     """
     files = DiskFiles()
-    confine(files, path, OWN_FOLDER, OWN_FOLDER)
+    confine(files, path, OWN_FOLDER, *directory.WRITTEN_FOLDERS)
     make_folders(files, os.path.join(path, JOB_NOTES_FOLDER))
     with _when_free(lambda: MessageStore.open(path, background=False), wait_seconds) as store:
         if _was_committed(store, job):
@@ -335,6 +335,7 @@ class StagingWriter:
         config = directory.infer_config(options.path, files)
         self._options = options
         self._job = job
+        self._path = options.path
         self._folder = job_folder(options.path, self._job, options.staging)
         self._encoder = Encoder(
             topic=options.topic,
@@ -355,7 +356,9 @@ class StagingWriter:
         # A repeated or doubled task writes other files; the commit uses the files of one.
         attempt = "0" if context is None else f"{context.attemptNumber()}-{context.taskAttemptId()}"
         name = f"t{task:06d}-{attempt}-{uuid.uuid4().hex[:8]}"
-        make_folders(DiskFiles(), self._folder)
+        files = DiskFiles()
+        confine(files, self._path, OWN_FOLDER)
+        make_folders(files, self._folder)
         lanes: dict[QueueName, int] = {}
         rows = 0
         order = self._options.order_by

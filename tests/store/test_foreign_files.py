@@ -177,12 +177,24 @@ def _open_broker(folder: Path) -> None:
         broker.create_topic("TopicB")
 
 
+def _commit_job(folder: Path) -> None:
+    pytest.importorskip("pyspark")
+    from librmq.spark.write import commit
+
+    commit(str(folder), "job", [], str(folder), ordered=False, keep_note=True)
+
+
 WRITERS: dict[str, Callable[[Path], object]] = {
     "append": _append,
     "recover": _recover,
     "broker": _open_broker,
     "command": lambda folder: run_refused("topic", "create", str(folder), "TopicB"),
     "import": lambda folder: run_refused("import", str(folder), "missing.jsonl"),
+    "reset": lambda folder: run_refused("reset", str(folder), "--group", "g", "--topic", "TopicA", "--to", "end"),
+    "skip": lambda folder: run_refused("skip", str(folder), "--group", "g", "--topic", "TopicA"),
+    "settings": lambda folder: run_refused("settings", str(folder), "--set", "durability=sync"),
+    "recover command": lambda folder: run_refused("recover", str(folder)),
+    "job": _commit_job,
 }
 
 
@@ -207,15 +219,35 @@ def test_no_writer_follows_a_link_out_of_the_store(folder: Path, part: str, writ
     assert contents(folder) == inside, "refused before a byte is written"
 
 
+DEEP = (
+    "consumequeue/TopicA",
+    "consumequeue/TopicA/0",
+    "consumequeue/TopicA/0/00000000000000000000",
+    "commitlog/00000000000000000000",
+    "config/topics.json",
+    "librmq/share",
+    "librmq/spark",
+    "librmq/salvage",
+)
+
+
 @pytest.mark.platform
 @pytest.mark.skipif(os.name == "nt", reason="making a link needs a right")
-@pytest.mark.parametrize("part", ["consumequeue/TopicA", "consumequeue/TopicA/0"])
-def test_a_link_deep_in_the_store_is_not_written_to(folder: Path, part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", DEEP)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_link_deep_in_the_store_is_refused_before_any_write(
+    folder: Path, part: str, writer: str, tmp_path: Path
+) -> None:
+    with Broker.open(folder) as broker:
+        broker.create_topic("TopicA")
+    if not (folder / part).exists():
+        (folder / part).mkdir(parents=True)
     target = linked(folder, part, tmp_path / "elsewhere")
-    before = contents(target)
-    with suppress(CorruptionError):
-        _append(folder)
-    assert contents(target) == before
+    before, inside = target.read_bytes() if target.is_file() else contents(target), contents(folder)
+    with pytest.raises(CorruptionError, match="a symbolic link"):
+        WRITERS[writer](folder)
+    assert (target.read_bytes() if target.is_file() else contents(target)) == before
+    assert contents(folder) == inside, "refused before a byte is written"
 
 
 @pytest.mark.platform
@@ -223,9 +255,9 @@ def test_a_link_deep_in_the_store_is_not_written_to(folder: Path, part: str, tmp
 def test_links_below_librmqs_own_folder_are_never_followed(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (folder / "librmq").mkdir(exist_ok=True)
-    (folder / "librmq" / "spark").symlink_to(tmp_path / "elsewhere")
     files = DiskFiles(follow_links=True)
     with MessageStore.open(folder, SMALL, files=files):
+        (folder / "librmq" / "spark").symlink_to(tmp_path / "elsewhere")
         for write in (
             files.make_folder,
             lambda path: files.write(f"{path}/x", b""),
@@ -233,6 +265,10 @@ def test_links_below_librmqs_own_folder_are_never_followed(folder: Path, tmp_pat
         ):
             with pytest.raises(CorruptionError, match="follows none below its own folder"):
                 write(str(folder / "librmq" / "spark"))
+    before = contents(folder)
+    with pytest.raises(CorruptionError, match="follows none below its own folder"):
+        MessageStore.open(folder, SMALL, files=files)
+    assert contents(folder) == before
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 

@@ -218,7 +218,7 @@ def no_store(path: str) -> NotAStoreError:
     return NotAStoreError(f"{path}: no store: it has no folder {COMMITLOG}")
 
 
-_WRITTEN: Final = (COMMITLOG, CONSUMEQUEUE, CONSUMEQUEUE_EXT, INDEX, CONFIG, TIMERLOG, OWN_FOLDER)
+WRITTEN_FOLDERS: Final = (COMMITLOG, CONSUMEQUEUE, CONSUMEQUEUE_EXT, INDEX, CONFIG, TIMERLOG, OWN_FOLDER)
 
 
 def check_kind(path: str, files: Files, *, writable: bool = False) -> StoreKind:
@@ -232,7 +232,7 @@ def check_kind(path: str, files: Files, *, writable: bool = False) -> StoreKind:
         CorruptionError: ``writable`` is true, and a folder of the store is a link that ``files`` do not follow.
     """
     if writable:
-        confine(files, path, OWN_FOLDER, *_WRITTEN)
+        confine(files, path, OWN_FOLDER, *WRITTEN_FOLDERS)
     kind = recognise(path, files)
     if kind is StoreKind.NEW:
         if not writable:
