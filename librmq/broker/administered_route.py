@@ -18,8 +18,8 @@ from librmq.config import Seconds, suggest, to_seconds, to_timestamp_ms
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MalformedError
 from librmq.lazy_exports import exported
 from librmq.message.ids import parse_offset_message_id
-from librmq.message.message import MessageQueue, StoredMessage, dead_letter_topic
-from librmq.message.topics import TopicType, is_system_topic
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.topics import TopicType, dead_letter_topic, is_system_topic
 from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,

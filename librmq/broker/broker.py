@@ -39,7 +39,8 @@ from librmq.errors import (
 )
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import Files
-from librmq.message.message import StoredMessage, dead_letter_topic
+from librmq.message.message import StoredMessage
+from librmq.message.topics import dead_letter_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,

@@ -17,7 +17,8 @@ from librmq.broker.long_polling import HeldRequests
 from librmq.broker.topics import Topics
 from librmq.config import wrong_kind
 from librmq.errors import BrokerError, ConfigError, RmqError
-from librmq.message.message import MessageQueue, retry_topic
+from librmq.message.message import MessageQueue
+from librmq.message.topics import retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,

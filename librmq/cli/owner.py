@@ -21,8 +21,8 @@ from librmq.broker.retries import resend_letters
 from librmq.errors import BrokerUnreachableError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import OverlayFiles
-from librmq.message.message import Message, StoredMessage, dead_letter_topic
-from librmq.message.topics import validate_client_topic, validate_group
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import dead_letter_topic, validate_client_topic, validate_group
 from librmq.protocol import (
     LOCAL_HOST,
     PERM_READ,

@@ -34,7 +34,6 @@ from librmq.message.message import (
     body_too_large,
     priority_with_queue,
     reserved_topic,
-    validate_client_topic,
 )
 from librmq.message.properties import (
     PROPERTY_CLUSTER,
@@ -46,7 +45,7 @@ from librmq.message.properties import (
     PROPERTY_WAIT,
 )
 from librmq.message.record import decompress_body
-from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_group
+from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_client_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
     CancelResult,

@@ -47,9 +47,9 @@ from librmq.columns.options import ReadOptions, View
 from librmq.errors import BodyCompressionError, RecordError
 from librmq.message import record
 from librmq.message.ids import decode_host, format_host
-from librmq.message.message import DECOMPRESSED_LIMIT
 from librmq.message.properties import PROPERTY_KEYS, PROPERTY_TAGS, PROPERTY_UNIQUE_KEY, decode_properties
 from librmq.message.record import crc32, gather, headers_at
+from librmq.message.stored_message import DECOMPRESSED_LIMIT
 from librmq.runtime.compiled_core import CORE
 
 # ---- properties: one by its name, or maps of all

@@ -30,7 +30,7 @@ from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.message.dead_letters import record_cause
-from librmq.message.message import Message, MessageQueue, retry_topic
+from librmq.message.message import Message, MessageQueue
 from librmq.message.properties import (
     PROPERTY_DELAY,
     PROPERTY_MAX_RECONSUME_TIMES,
@@ -39,6 +39,7 @@ from librmq.message.properties import (
     PROPERTY_RETRY_TOPIC,
     PROPERTY_TRANSACTION_PREPARED,
 )
+from librmq.message.topics import retry_topic
 from librmq.protocol import (
     MessageModel,
     Request,

@@ -13,7 +13,7 @@ from librmq.clock import Clock
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.filter import SQL92, TAG, Policy, SqlFilter, TagFilter, WatchedPredicate
 from librmq.listener import ReconsumeLater
-from librmq.message.message import MessageQueue, StoredMessage, validate_client_topic
+from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.properties import (
     PROPERTY_CONSUME_START_TIME,
     PROPERTY_MAX_OFFSET,
@@ -22,7 +22,7 @@ from librmq.message.properties import (
     PROPERTY_RETRY_TOPIC,
     PROPERTY_TRANSACTION_PREPARED,
 )
-from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, validate_client_topic
 from librmq.metrics import Metrics
 from librmq.protocol import CheckSubscription, Subscription
 

@@ -11,7 +11,6 @@ from librmq.filter.filters import (
     SqlFilter,
     TagFilter,
     WatchedPredicate,
-    tags_code,
 )
 from librmq.filter.interpreter import Explanation, Lint
 from librmq.filter.registrations import (
@@ -20,6 +19,7 @@ from librmq.filter.registrations import (
     Registration,
     Registrations,
 )
+from librmq.message.properties import tags_code
 
 __all__ = [
     "BROKER_BLOOM",

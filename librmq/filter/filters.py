@@ -26,7 +26,6 @@ from librmq.filter.normal_form import reduce
 from librmq.filter.parser import Dialect, Selector, parse, refuse_rest
 from librmq.filter.python_backend import EvaluationRefusedError, compile_evaluate, compile_match
 from librmq.java.lang import TRIMMED, string_hash
-from librmq.message.properties import tags_code as tags_code
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 

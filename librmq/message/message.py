@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple, NoReturn, TypedDict, Unpack
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.lang import java_int, string_hash, utf16_order
-from librmq.message.ids import decode_unique_id as decode_unique_id
 from librmq.message.printable import shown_body
 from librmq.message.properties import (
     PROPERTY_DELAY,
@@ -27,13 +26,7 @@ from librmq.message.properties import (
     priority_of,
     split_keys,
 )
-from librmq.message.stored_message import DECOMPRESSED_LIMIT as DECOMPRESSED_LIMIT
 from librmq.message.stored_message import StoredMessage as StoredMessage
-from librmq.message.topics import dead_letter_topic as dead_letter_topic
-from librmq.message.topics import is_system_topic as is_system_topic
-from librmq.message.topics import retry_topic as retry_topic
-from librmq.message.topics import validate_client_topic as validate_client_topic
-from librmq.message.topics import validate_topic as validate_topic
 
 
 class MessageQueue(NamedTuple):

@@ -18,8 +18,8 @@ from librmq.errors import CorruptionError, FilterSyntaxError, RmqError
 from librmq.filter import SQL92, SqlFilter, TagFilter
 from librmq.filter.filters import PredicateCounts
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.message import MessageQueue, StoredMessage, retry_topic
-from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, is_user_topic
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, is_user_topic, retry_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.runtime.runner import Work
 from librmq.testing.faults import Faults

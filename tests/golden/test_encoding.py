@@ -11,21 +11,25 @@ from librmq.java.lang import hash_append, index_key_hash, string_hash, string_ha
 from librmq.message import record as record_format
 from librmq.message.batch import BatchItem, decode_batch, encode_batch
 from librmq.message.delay_levels import DelayLevels
-from librmq.message.ids import UniqueIds, format_host, offset_message_id, parse_host, parse_offset_message_id
-from librmq.message.message import (
-    Message,
-    MessageQueue,
-    StoredMessage,
-    dead_letter_topic,
+from librmq.message.ids import (
+    UniqueIds,
     decode_unique_id,
+    format_host,
+    offset_message_id,
+    parse_host,
+    parse_offset_message_id,
+)
+from librmq.message.message import Message, MessageQueue, StoredMessage
+from librmq.message.properties import decode_properties, encode_properties, find_property, split_keys, tags_code
+from librmq.message.record import compression_type
+from librmq.message.topics import (
+    NOT_FOR_SENDING,
+    dead_letter_topic,
     is_system_topic,
     retry_topic,
     validate_client_topic,
     validate_topic,
 )
-from librmq.message.properties import decode_properties, encode_properties, find_property, split_keys, tags_code
-from librmq.message.record import compression_type
-from librmq.message.topics import NOT_FOR_SENDING
 from tests.reference import Row, encoding
 
 

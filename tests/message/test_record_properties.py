@@ -24,8 +24,8 @@ from librmq.java.json import ObjectKey, dumps, loads
 from librmq.java.lang import string_hash
 from librmq.message.batch import BatchItem, decode_batch, encode_batch
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.ids import Host, offset_message_id, parse_host, parse_offset_message_id
-from librmq.message.message import Message, MessageQueue, StoredMessage, decode_unique_id, validate_topic
+from librmq.message.ids import Host, decode_unique_id, offset_message_id, parse_host, parse_offset_message_id
+from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import decode_properties, encode_properties, find_property
 from librmq.message.record import (
     BLANK_MAGIC,
@@ -49,6 +49,7 @@ from librmq.message.record import (
     header_struct,
     host_flags,
 )
+from librmq.message.topics import validate_topic
 
 TEXT = st.text(st.characters(codec="utf-8"))
 INT32 = st.integers(-(2**31), 2**31 - 1)

@@ -15,8 +15,15 @@ from librmq.diagnosis.pending import given_up_halves, pending_messages
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import SQL92, SqlFilter
 from librmq.message.delay_levels import SCHEDULE_TOPIC
-from librmq.message.message import MessageQueue, StoredMessage, retry_topic
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, TIMER_TOPIC
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.topics import (
+    CHECK_MAX_TIME_TOPIC,
+    DEAD_LETTER_PREFIX,
+    HALF_TOPIC,
+    RETRY_PREFIX,
+    TIMER_TOPIC,
+    retry_topic,
+)
 from librmq.protocol import PERM_READ, Heartbeat, MessageModel
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.waiting import Cancellations
