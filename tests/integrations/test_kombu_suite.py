@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -45,23 +46,24 @@ class TestMessage(BaseMessage): pass
 """
 
 
-def unpack_suite(folder: Path) -> None:
-    """Unpack kombu's tests; skip the test where nothing can be downloaded."""
+def unpack_suite(package: str, folder: Path) -> None:
+    """Unpack the tests of a package, and its settings of them; skip the test where nothing can be downloaded."""
     if not (in_ci() or os.environ.get("LIBRMQ_DOWNLOADS")):
-        pytest.skip("downloads kombu's source archive: only in CI, or with LIBRMQ_DOWNLOADS=1")
-    words = ["download", "-q", "--no-deps", "--no-binary", "kombu", "-d", str(folder), f"kombu=={version('kombu')}"]
+        pytest.skip(f"downloads the source archive of {package}: only in CI, or with LIBRMQ_DOWNLOADS=1")
+    words = ["download", "-q", "--no-deps", "--no-binary", package]
+    words += ["-d", str(folder), f"{package}=={version(package)}"]
     done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"kombu's source archive can't be had: {done.stderr[-200:]}")
-    with tarfile.open(next(folder.glob("kombu-*.tar.gz"))) as archive:
-        tests = [member for member in archive.getmembers() if "/t/" in member.name]
+        pytest.skip(f"the source archive of {package} can't be had: {done.stderr[-200:]}")
+    with tarfile.open(next(folder.glob(f"{package}-*.tar.gz"))) as archive:
+        tests = [member for member in archive.getmembers() if re.search("/t/|/pyproject.toml$", member.name)]
         for member in tests:
             member.name = member.name.partition("/")[2]
         archive.extractall(folder, tests, filter="data")
 
 
 def test_the_classes_of_kombu(tmp_path: Path) -> None:
-    unpack_suite(tmp_path)
+    unpack_suite("kombu", tmp_path)
     (tmp_path / "test_suite.py").write_text(CASES)
     words = ("-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-p", "no:pytest_librmq", "-c", os.devnull)
     done = subprocess.run(
