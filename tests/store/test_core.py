@@ -21,7 +21,7 @@ from librmq.clock import ManualClock
 from librmq.columns import reader
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.errors import CorruptionError, RmqError
+from librmq.errors import CorruptionError, MessageIllegalError, RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage, StoredRecords
@@ -589,3 +589,32 @@ def test_a_result_that_is_kept_does_not_change() -> None:
             kept.append(store.append(Message("T", b"z" * number)))
         assert [result.queue_offset for result in kept] == [0, 1, 2, *range(4, 22, 2)]
         assert len({hash(result) for result in kept}) == 12
+
+
+@needs_core
+@pytest.mark.parametrize("is_batch", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_log_near_its_last_place_refuses_alike(is_batch: bool, is_compiled: bool) -> None:
+    """The place behind a record of 9,000 bytes is beyond 64 bits; it is refused by its length, not by its place."""
+    files, size = MemoryFiles(), 4096
+    files.make_folder("/store/commitlog")
+    files.write(f"/store/commitlog/{(1 << 63) - 2 * size:020d}", bytes(size))
+    config = StoreConfig.tiny(commitlog_file_size=size)
+    with MessageStore.open("/store", config, files=files, clock=ManualClock(), background=False) as store:
+
+        def append(body: bytes) -> None:
+            message = Message("T", body, tags="a", keys="k")
+            appender = store if is_compiled else store.appender
+            if is_batch:
+                appender.append_batch([message])
+            else:
+                appender.append(message)
+
+        append(b"first")
+        end = store.log.end
+        assert end > (1 << 63) - 2 * size
+        with pytest.raises(MessageIllegalError, match="a log file of 4096 bytes"):
+            append(bytes(9000))
+        assert store.log.end == end
+        append(b"second")
+        assert [message.body for message in store] == [b"first", b"second"]
