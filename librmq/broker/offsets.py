@@ -90,6 +90,16 @@ class GroupOffsets:
         if not self._saving.has_changed:
             self._saving.save_soon()
 
+    def advance_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
+        """Store the queue offset that comes with a group's pull, unless a later one is stored.
+
+        A member that was lost, and does not know yet that another has its queue, pulls with the progress of before.
+        Members that go back on purpose store their progress by itself, by `set_consumer_offset`.
+        """
+        stored = self.consumer_offset(topic, group, queue_id)
+        if stored is None or queue_offset > stored:
+            self.set_consumer_offset(topic, group, queue_id, queue_offset)
+
     def is_started(self, group: str, topic: str) -> bool:
         """Return whether ``start_at`` has moved a group in a topic."""
         return topic in self._starts.rows.get(group, {})

@@ -131,7 +131,8 @@ class Recorder:
         if isinstance(request, PullMessage):
             if request.commit_offset is not None:
                 queue = MessageQueue(request.topic, broker_name, request.queue_id)
-                self.committed(process, request.group, queue, request.commit_offset)
+                if request.commit_offset > self._committed.get((request.group, *queue), -1):  # a broker takes no other
+                    self.committed(process, request.group, queue, request.commit_offset)
         elif isinstance(request, UpdateOffset):
             queue = MessageQueue(request.topic, broker_name, request.queue_id)
             self.committed(process, request.group, queue, request.queue_offset)

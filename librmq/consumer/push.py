@@ -135,7 +135,8 @@ class Fetcher:
             try:
                 if not consumer.delivery.may_pull(assigned, now_ms):
                     return None
-                stores = self._is_clustering and not assigned.may_be_passed
+                # A pull stores no earlier progress than the broker's, so `save` stores what was chosen.
+                stores = self._is_clustering and not (assigned.may_be_passed or assigned.is_chosen)
                 progress = assigned.progress if stores and assigned.progress else None
                 endpoint = assigned.endpoint = consumer.client.endpoint(queue.broker_name)
                 response = endpoint.call(

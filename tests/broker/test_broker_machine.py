@@ -164,6 +164,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 "c9", group, topic, queue_id, 0, subscription=Subscription(topic), commit_offset=queue_offset
             )
             self.broker.call(request)
+            queue_offset = max(queue_offset, self.offsets.get((group, topic, queue_id), 0))
         else:
             self.broker.call(UpdateOffset(group, topic, queue_id, queue_offset))
         if self.offsets.get((group, topic, queue_id)) != queue_offset:

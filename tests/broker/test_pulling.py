@@ -45,7 +45,7 @@ from librmq.protocol import (
 from librmq.runtime.runner import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import Kit
-from tests.broker.parties import beat, opened, pull, send
+from tests.broker.parties import beat, manual, opened, pull, send
 from tests.reference import document, existing
 
 
@@ -574,3 +574,22 @@ def test_a_subscription_is_checked_before_a_start() -> None:
         broker.call(CheckSubscription("c1", "g", by_sql))
         broken = CheckSubscription("c1", "g", Subscription("T", "a =", "SQL92"))
         assert refusal(broker.call, broken) == ResponseCode.SUBSCRIPTION_PARSE_FAILED
+
+
+def test_a_pull_of_a_lost_member_sets_no_progress_back() -> None:
+    """A client of 4.9 pulls on with its own progress until it learns that another member has its queue."""
+    broker = opened()
+    for _ in range(9):
+        send(broker, "T")
+    beat(broker, Subscription("T"))
+    pull(broker, "T", 3, commit_offset=3)
+    assert broker.consumer_offset("g", "T") == 3
+    manual(broker).advance(121_000)  # c1 has sent no heartbeat for longer than a member may
+    beat(broker, Subscription("T"), client_id="c2")
+    broker.call(PullMessage("c2", "g", "T", 0, 7, subscription=Subscription("T"), commit_offset=7))
+    pull(broker, "T", 5, commit_offset=5)  # c1 again
+    assert broker.consumer_offset("g", "T") == 7
+    broker.call(UpdateOffset("g", "T", 0, 2))  # on purpose, as after a seek
+    assert broker.consumer_offset("g", "T") == 2
+    pull(broker, "T", 4, commit_offset=4)
+    assert broker.consumer_offset("g", "T") == 4

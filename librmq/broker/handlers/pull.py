@@ -61,7 +61,7 @@ class PullHandler:
         with self._runner.lock:
             selection = self._check_pull(request)
             if request.commit_offset is not None and not self._is_replica:
-                self._offsets.set_consumer_offset(topic, request.group, queue_id, request.commit_offset)
+                self._offsets.advance_consumer_offset(topic, request.group, queue_id, request.commit_offset)
             if notify is not None:
                 arrived = held.end_hold(name, holder, selection)
                 if arrived is not None and request.stay and arrived.queue_offset == queue_offset:
