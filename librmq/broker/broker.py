@@ -187,7 +187,7 @@ class Broker(AdministeredRoute):
         self.store, self._context, self._by_request = parts.store, parts.context, parts.by_request
         if not is_copy:
             try:
-                if Promises.read(path, files).named() != recorded.named():
+                if recorded.is_replaced_by(Promises.read(path, files)):
                     raise StoreLockedError(f"{path}: another process has just changed the settings of the store")
                 recorded.record(path, files, named if changes else named.bound(recorded))
             except BaseException:

@@ -9,7 +9,6 @@ import errno
 import os
 from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import timedelta
-from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict
 
 from librmq.config import Between, NamedConfig, Seconds, StoreConfig, suggest
@@ -19,11 +18,12 @@ from librmq.runtime.event_log import EventLog
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.directory import infer_config, is_made_by_librmq
 from librmq.store.format.documents import (
+    RETENTION,
     SETTINGS_FILE,
-    folder_identity,
-    is_of_other_folder,
+    name_retention,
     notes_locked,
     read_document,
+    read_retention,
     write_document,
 )
 from librmq.txn import TransactionConfig
@@ -87,17 +87,17 @@ class BrokerConfig(NamedConfig):
     """End and check transactions exactly like 4.9, including its losses: see `librmq.txn.Transactions`."""
 
 
-_OF_STORE: Final = (
+_IN_FILE: Final = (
     *("durability", "flush_interval_s", "flush_least_bytes", "flush_thorough_interval_s", "max_message_size"),
-    *("message_delay_level", "max_total_size", "file_reserved_hours", "delete_when", "keep_unconsumed"),
+    "message_delay_level",
 )
+_OF_STORE: Final = (*_IN_FILE, *RETENTION)
 _OF_BROKER: Final = ("timers", "hops", "transactions", "drop_resends_within")
 _FREE_ALONE: Final = ("durability", "flush_interval_s", "flush_least_bytes", "flush_thorough_interval_s")
 """Settings that concern only the sends of the process that has the store open, so that it may choose."""
-_RETENTION: Final = ("max_total_size", "file_reserved_hours", "delete_when", "keep_unconsumed")
-"""Settings of which the latest named value counts, also for a process that shares with none."""
-_KEPT_ELSEWHERE: Final = ("message_delay_level", "max_total_size", "file_reserved_hours", "keep_unconsumed")
-"""Settings that `librmq/config.json` keeps, so that an owner that names none does not have the default."""
+_KEPT_ELSEWHERE: Final = ("message_delay_level", *RETENTION)
+"""Settings that a store keeps by itself, whoever names them, so that an owner that names none does not have the
+default. Of retention, the latest named value counts."""
 _SMALLEST_LOG_FILE: Final = 256  # below any total size: such a size is valid beside a shorter log file than the default
 _log = EventLog("librmq.store")
 
@@ -117,22 +117,20 @@ class Promises:
     def read(cls, path: str, files: Files) -> Self:
         """Return the settings recorded in the store in ``path``; none are named without a record.
 
-        Of a record that another folder has, such as the original of a copy, retention is left out.
+        Of retention that another folder has recorded, such as the one that this is a copy of, nothing is named.
 
         Raises:
             ConfigError: A recorded value is refused; the error names the file.
             CorruptionError: The file is unreadable.
         """
-        place = os.path.join(path, SETTINGS_FILE)
-        if not files.size(place):
-            return cls()
-        document = read_document(place, files, {"store": (dict,), "broker": (dict,), "folder": (str, NoneType)})
-        store = {name: value for name, value in document["store"].items() if name in _OF_STORE}
+        place, retention = os.path.join(path, SETTINGS_FILE), read_retention(path, files)
+        document: dict[str, Any] = {"store": {}, "broker": {}}
+        if files.size(place):
+            document = read_document(place, files, {"store": (dict,), "broker": (dict,)})
+        store = {name: value for name, value in document["store"].items() if name in _IN_FILE}
         broker = {name: value for name, value in document["broker"].items() if name in _OF_BROKER}
-        if is_of_other_folder(document.get("folder"), path, files):
-            store = {name: value for name, value in store.items() if name not in _RETENTION}
         try:
-            return cls.of_values({**store, **broker})
+            return cls.of_values({**store, **broker, **{name: retention.settings[name] for name in retention.named}})
         except (ConfigError, TypeError) as error:
             raise ConfigError(
                 f"{place}: {error}; delete the file, and the next process that opens the store names its settings"
@@ -165,10 +163,12 @@ class Promises:
     def write(self, path: str, files: Files) -> None:
         """Record the named settings in the store in ``path``; durable when it returns."""
         values = self.values()
-        store = {name: value for name, value in values.items() if name in _OF_STORE}
+        store = {name: value for name, value in values.items() if name in _IN_FILE}
         broker = {name: value for name, value in values.items() if name in _OF_BROKER}
-        fields = {"store": store, "broker": broker, "folder": folder_identity(path, files)}
-        write_document(os.path.join(path, SETTINGS_FILE), files, fields, indent=1)
+        if store or broker:
+            write_document(os.path.join(path, SETTINGS_FILE), files, {"store": store, "broker": broker}, indent=1)
+        if named := {name: value for name, value in values.items() if name in RETENTION}:
+            name_retention(path, files, named)
 
     def named(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the named settings of the store, and those of the broker."""
@@ -189,6 +189,14 @@ class Promises:
                 if (name in names or present is not None) and value != getattr(mine, name):
                     lines.append(f"{name} is {getattr(mine, name)!r:.200}, and this process names {value!r:.200}")
         return lines
+
+    def is_replaced_by(self, recorded: Promises) -> bool:
+        """Return whether a store has recorded other settings since; retention it records by itself."""
+        kept, now = (
+            {name: value for name, value in promises.values().items() if name not in RETENTION}
+            for promises in (self, recorded)
+        )
+        return kept != now
 
     def check_shared(self, path: str, other: Promises) -> None:
         """Refuse what a process that becomes the owner of a shared store names otherwise.
@@ -240,7 +248,7 @@ class Promises:
         kept = {
             name: value
             for name, value in store.items()
-            if name not in _FREE_ALONE and (name not in _RETENTION or name in known)
+            if name not in _FREE_ALONE and (name not in RETENTION or name in known)
         }
         return Promises(StoreConfig(**_shaped(kept)), BrokerConfig(**broker))
 
@@ -264,7 +272,7 @@ class Promises:
     def over(self, other: Promises, *, opens: bool = False) -> Promises:
         """Return the settings of ``other`` with those that are named here instead.
 
-        With ``opens`` those that `librmq/config.json` keeps are left out, because they fit the length of its files.
+        With ``opens`` those that a store keeps by itself are left out, because they fit the length of its files.
         """
         store, broker = self.named()
         if opens:

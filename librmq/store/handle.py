@@ -38,7 +38,7 @@ from librmq.store.engine.read import Transfer
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
-from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark
+from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark, write_retention
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.read_only_view import Moment, ReadOnlyView
 from librmq.store.recovery.open import describe_recovery, load
@@ -218,6 +218,7 @@ class StoreHandle:
                 self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
                 if config is not None or kind is directory.StoreKind.NEW:
                     write_kept_config(path, self.config, files, is_own=self.is_own)
+                write_retention(path, self.config, files, default=directory.default_retention(path, files))
             if was_killed:
                 took_ms = self.clock.now_ms() - begin_ms
                 _log.warning(

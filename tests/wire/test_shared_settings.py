@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -11,9 +12,13 @@ from typing import Any, cast
 import pytest
 
 import librmq
-from librmq import Broker, BrokerConfig, ConfigError, StoreConfig, TimerConfig, TransactionConfig
+from librmq import Broker, BrokerConfig, ConfigError, ManualClock, Message, StoreConfig, TimerConfig, TransactionConfig
+from librmq.broker.config import Promises
 from librmq.cli import main
 from librmq.errors import CorruptionError
+from librmq.files.disk import DiskFiles
+from librmq.store import MessageStore
+from librmq.store.snapshots import snapshot
 from tests.programs import run_program
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="stores are not shared on Windows")
@@ -97,7 +102,7 @@ def test_a_peer_names_nothing_in_silence(tmp_path: Path, named: StoreConfig) -> 
             librmq.share(tmp_path, store_config=named)
         default = BrokerConfig(timers=TimerConfig(), transactions=TransactionConfig())
         librmq.share(tmp_path, default, store_config=StoreConfig(max_total_size=4 << 30)).close()
-        assert settings_of(tmp_path)["store"] == {"max_total_size": 4 << 30}
+        assert Promises.read(str(tmp_path), DiskFiles()).named()[0] == {"max_total_size": 4 << 30}
         assert settings_of(tmp_path)["broker"].keys() == {"timers", "transactions"}
 
 
@@ -155,6 +160,73 @@ def test_what_binds_accepted_messages_holds_for_the_next_opener(tmp_path: Path) 
     with Broker.open(tmp_path) as broker:
         assert (broker.config.timers, broker.config.transactions) == (None, other.transactions)
         assert broker.store.config.max_message_size == 48 << 10, "it was not named"
+
+
+@pytest.mark.parametrize("place", ["open", "share", "store", "command"])
+@pytest.mark.parametrize("copying", ["files", "snapshot"])
+def test_a_copy_deletes_nothing_until_retention_is_named_again(
+    tmp_path: Path, place: str, copying: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock(1_704_067_200_000)
+    named = StoreConfig.tiny(max_total_size=256 << 10, file_reserved_hours=1, keep_unconsumed=False, delete_when="05")
+    origin, copy = tmp_path / "origin", tmp_path / "copy"
+    owned(origin, store_config=named)
+    with MessageStore.open(origin, clock=clock, files=DiskFiles()) as store:
+        for _ in range(40):
+            store.append(Message("T", bytes(4000)))
+    if copying == "files":
+        shutil.copytree(origin, copy, ignore=shutil.ignore_patterns("share"))
+    else:
+        snapshot(str(origin), str(copy))
+    caplog.clear()
+    if place == "open":
+        Broker.open(copy).close()
+    elif place == "share":
+        owned(copy)
+    elif place == "command":
+        assert main(["topic", "create", str(copy), "U"]) == 0
+    clock.advance(days=30)
+    with MessageStore.open(copy, clock=clock) as store:
+        found = store.config
+        assert (found.max_total_size, found.file_reserved_hours, found.keep_unconsumed) == (None, None, True)
+        store.delete_expired()
+        store.run_due(clock.now_ms())
+        assert store.log.begin == 0
+        assert "recorded for another folder" in caplog.text
+        assert "file_reserved_hours=1" in caplog.text
+    with MessageStore.open(copy, StoreConfig(file_reserved_hours=1), clock=clock) as store:
+        assert (store.config.max_total_size, store.config.keep_unconsumed) == (None, True)
+    caplog.clear()
+    with MessageStore.open(copy, clock=clock) as store:
+        assert store.config.file_reserved_hours == 1
+        assert "another folder" not in caplog.text
+    with MessageStore.open(origin, clock=clock) as store:
+        assert (store.config.max_total_size, store.config.delete_when) == (256 << 10, "05")
+        store.run_due(clock.now_ms())
+    moved = origin.rename(tmp_path / "moved")
+    with MessageStore.open(moved, clock=clock) as store:
+        assert store.config.file_reserved_hours == 1, "it is the same folder"
+
+
+def test_retention_of_an_earlier_version_or_of_no_known_folder_deletes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    owned(tmp_path, store_config=StoreConfig.tiny(file_reserved_hours=1))
+    file = tmp_path / "librmq" / "retention.json"
+    text = json.loads(file.read_text())
+    for folder in (None, "1:1"):
+        file.write_text(json.dumps(text | {"folder": folder}))
+        assert owned(tmp_path)[0].file_reserved_hours is None
+        assert "file_reserved_hours=1" in caplog.text
+        caplog.clear()
+    file.unlink()
+    config = tmp_path / "librmq" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"file_reserved_hours": 1}))
+    assert owned(tmp_path)[0].file_reserved_hours is None
+    assert "file_reserved_hours=1" in caplog.text
+    for hostile in ("{", "[]", json.dumps(text | {"settings": {"file_reserved_hours": -1}})):
+        file.write_text(hostile)
+        assert owned(tmp_path)[0].file_reserved_hours is None
 
 
 def test_durability_and_retention_may_differ(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, Not
 from librmq.files.interface import File, Files, FolderEntry, confine, numbered_files
 from librmq.message.topics import validate_topic
 from librmq.runtime import lazy_numpy as np
-from librmq.store.format.documents import OWN_FOLDER, is_kept_as_own, read_kept_config
+from librmq.store.format.documents import OWN_FOLDER, is_kept_as_own, read_kept_config, read_retention
 from librmq.store.format.indexfile import ENTRY_SIZE as INDEX_ENTRY_SIZE
 from librmq.store.format.indexfile import (
     HEADER,
@@ -90,12 +90,6 @@ _MAX_SLOTS: Final = 1 << 29
 # This many queues, and this many files of a folder, suffice to find the length of files.
 _QUEUES_READ: Final = 64
 _FILES_READ: Final = 64
-_NO_KEPT_RETENTION: Final[dict[str, Any]] = {
-    "max_total_size": None,
-    "file_reserved_hours": None,
-    "keep_unconsumed": False,
-}
-"""Retention of an existing store that librmq did not make: none by age or size, and a broker's for a full disk."""
 _BROKER_FLUSHES: Final[dict[str, Any]] = {"flush_thorough_interval_s": 10}
 """Settings of flushes in a store that a broker made, unless its opener names others."""
 _KEEPS_SIZES: Final = "a store keeps its sizes, so use these, or open it without settings"
@@ -354,21 +348,28 @@ def is_made_by_librmq(path: str, files: Files) -> bool:
     return _file_settings(path, files).get("commitlog_file_size") == StoreConfig().commitlog_file_size
 
 
+def default_retention(path: str, files: Files) -> dict[str, Any]:
+    """Return the retention of an existing store that has recorded none: none by age or size.
+
+    On a full disk that of a broker deletes what groups have not consumed, one that librmq made does not.
+    """
+    return {"max_total_size": None, "file_reserved_hours": None, "keep_unconsumed": is_kept_as_own(path, files)}
+
+
 def infer_config(path: str, files: Files) -> StoreConfig:
     """Return the settings that the store's files show, over defaults.
 
     These are `StoreConfig`'s for a new store and for a log with files of their size, otherwise a 4.9 broker's. An
-    existing store without kept retention gets none by age or size, because its files do not show what its owner wants
-    deleted, and keeps unconsumed messages no more than a broker does. If files of one kind disagree, the majority
-    decides, and opening the others raises `CorruptionError`. Empty files, and lengths that no setting produces, are
-    ignored.
+    existing store has the retention that it recorded in this folder, otherwise `default_retention`. If files of one
+    kind disagree, the majority decides, and opening the others raises `CorruptionError`. Empty files, and lengths that
+    no setting produces, are ignored.
     """
-    settings = {**read_kept_config(path, files), **_file_settings(path, files)}
+    settings = {**read_kept_config(path, files), **read_retention(path, files).settings, **_file_settings(path, files)}
     defaults = StoreConfig()
     if files.is_folder(os.path.join(path, COMMITLOG)):
         if settings.get("commitlog_file_size") != defaults.commitlog_file_size:
             defaults = StoreConfig.broker()
-        defaults = dataclasses.replace(defaults, **_NO_KEPT_RETENTION)
+        defaults = dataclasses.replace(defaults, **default_retention(path, files))
         if not is_made_by_librmq(path, files):
             defaults = dataclasses.replace(defaults, **_BROKER_FLUSHES)
     total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", defaults.commitlog_file_size)
@@ -380,8 +381,8 @@ def infer_config(path: str, files: Files) -> StoreConfig:
 def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig:
     """Return ``config`` with the store's own sizes, delay levels and retention where its maker named no others.
 
-    An existing store that keeps no retention has none by age or size, and a broker's rules, unless the maker named
-    others.
+    An existing store that has recorded no retention in this folder has `default_retention`, unless the maker named
+    another.
 
     Raises:
         ConfigError: A named setting contradicts a file, or they contradict each other.
@@ -389,10 +390,10 @@ def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig
     file_settings = _file_settings(path, files)
     settings: dict[str, Any] = {}
     if files.is_folder(os.path.join(path, COMMITLOG)):
-        settings = dict(_NO_KEPT_RETENTION)
+        settings = default_retention(path, files)
         if not is_made_by_librmq(path, files):
             settings |= _BROKER_FLUSHES
-    settings |= {**read_kept_config(path, files), **file_settings}
+    settings |= {**read_kept_config(path, files), **read_retention(path, files).settings, **file_settings}
     settings = {name: value for name, value in settings.items() if name not in config.named}
     total, file_size = settings.get("max_total_size"), settings.get("commitlog_file_size", config.commitlog_file_size)
     if total is not None and total < file_size:

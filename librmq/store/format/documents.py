@@ -2,12 +2,14 @@
 
 ::
 
-    librmq/config.json         {"version": 1, "commitlog_file_size", …, "message_delay_level", "max_total_size", …}
+    librmq/config.json         {"version": 1, "commitlog_file_size", …, "message_delay_level"}
                                the settings of a store that its files do not show; "made_by_librmq": true in a store
                                that no broker made
-    librmq/settings.json       {"version": 1, "store": {…}, "broker": {…}, "folder": "device:inode"}
-                               what processes have named of the store's promises (`librmq.broker.config`); retention
-                               counts only in the folder that it was recorded in
+    librmq/retention.json      {"version": 1, "settings": {"max_total_size", …}, "named": […], "folder": "device:inode"}
+                               what retention deletes, in no other folder than this one; which of it a process that
+                               shares the store has named
+    librmq/settings.json       {"version": 1, "store": {…}, "broker": {…}}
+                               what processes have named of the store's other promises (`librmq.broker.config`)
     librmq/replica.json        {"version": 1, "of": "broker-a", "folder": "/srv/broker-a"}
                                the mark of a store that copies another store's log
     librmq/spark/<job>.json    {"version": 1, "begin", "end", "first", "records", "done"}
@@ -20,12 +22,13 @@
                                dead letters that were sent to their groups again
     librmq/notes.lock          locked while this one or the notes of skips change (`librmq.diagnosis.skips`)
 
-Without the first, sizes come from the store's files, the delay levels are 4.9's, and retention deletes nothing by age
-or size. Without the second, the copy is an independent store that takes messages; ``folder`` tells two masters of one
-name apart, and copies of earlier versions lack it. In the third, ``begin`` and ``end`` are physical offsets, ``first``
-the first bytes of the first record in hexadecimal digits, and ``done`` says whether queues and index had all of it. The
-last has times in milliseconds; without it all letters count as unsent. `librmq.store.recovery.state` and
-`librmq.store.recovery.salvage` have further documents.
+Without `config.json`, sizes come from the store's files, and the delay levels are 4.9's. Without `retention.json`, or
+with that of another folder, retention deletes nothing by age or size. Without `replica.json`, the copy is an
+independent store that takes messages; ``folder`` tells two masters of one name apart, and copies of earlier versions
+lack it. In the note about a job, ``begin`` and ``end`` are physical offsets, ``first`` the first bytes of the first
+record in hexadecimal digits, and ``done`` says whether queues and index had all of it. `resent.json` has times in
+milliseconds; without it all letters count as unsent. `librmq.store.recovery.state` and `librmq.store.recovery.salvage`
+have further documents.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ OWN_FOLDER: Final = "librmq"
 CONFIG_FILE: Final = os.path.join(OWN_FOLDER, "config.json")
 CANCELLED_FILE: Final = os.path.join(OWN_FOLDER, "cancelled.json")
 CANCELLED_SINCE_FILE: Final = os.path.join(OWN_FOLDER, "cancelled-since.json")
+RETENTION_FILE: Final = os.path.join(OWN_FOLDER, "retention.json")
 SETTINGS_FILE: Final = os.path.join(OWN_FOLDER, "settings.json")
 START_FILE: Final = os.path.join(OWN_FOLDER, "starts.json")
 MARK_FILE: Final = os.path.join(OWN_FOLDER, "replica.json")
@@ -61,16 +65,10 @@ _NOTES_S: Final = 10.0
 _NOTES_AGAIN_S: Final = 0.005
 
 
-def folder_identity(path: str, files: Files) -> str | None:
+def _folder_identity(path: str, files: Files) -> str | None:
     """Return a text that a copy of a folder does not have, also after a restart; None where the system has none."""
     identity = identity_of(files, path)
     return None if identity is None else identity.partition(":")[2]
-
-
-def is_of_other_folder(recorded: str | None, path: str, files: Files) -> bool:
-    """Return whether a document was written for another folder, such as the one that ``path`` is a copy of."""
-    identity = folder_identity(path, files)
-    return recorded is not None and identity is not None and recorded != identity
 
 
 Kinds = Mapping[str, tuple[type, ...]]
@@ -109,13 +107,15 @@ _ANY: Final = (bool, int, float, str, list, dict, NoneType)
 _KEPT: Final = dict.fromkeys(
     (
         *("commitlog_file_size", "consumequeue_file_size", "enable_consumequeue_ext", "consumequeue_ext_file_size"),
-        *("max_hash_slot_num", "max_index_num", "message_delay_level", "max_total_size", "file_reserved_hours"),
-        "keep_unconsumed",
+        *("max_hash_slot_num", "max_index_num", "message_delay_level"),
     ),
     _ANY,
 )
+RETENTION: Final = ("max_total_size", "file_reserved_hours", "delete_when", "keep_unconsumed")
+"""The settings of retention."""
 _OWN: Final = "made_by_librmq"
 _SMALLEST_LOG_FILE: Final = 256  # below any total size
+_LIMITS: Final = ("max_total_size", "file_reserved_hours")
 
 
 def read_kept_config(path: str, files: Files) -> dict[str, Any]:
@@ -147,30 +147,110 @@ def write_kept_config(path: str, config: StoreConfig, files: Files, *, is_own: b
 
     ``is_own`` says that librmq made the store, not a broker.
 
-    A full disk does not prevent opening the store; the next opening tries again. If retention deletes more than before,
-    a warning says so once.
+    A full disk does not prevent opening the store; the next opening tries again.
     """
     settings = {name: getattr(config, name) for name in _KEPT}
     before = read_kept_config(path, files)
     if settings == before and is_own == is_kept_as_own(path, files):
         return
-    stricter = [name for name in before if _is_stricter(name, settings[name], before[name])]
-    if stricter:
-        changes = ", ".join(f"{name} is {settings[name]} and was {before[name]}" for name in stricter)
-        _log.warning("%(path)s: retention deletes more from now on: %(changes)s", path=path, changes=changes)
-    try:
+    with _full_disk_suffered(path, "sizes and delay levels"):
         write_document(os.path.join(path, CONFIG_FILE), files, settings | ({_OWN: True} if is_own else {}), indent=1)
+
+
+@contextmanager
+def _full_disk_suffered(path: str, what: str) -> Iterator[None]:
+    try:
+        yield
     except StoreIOError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _log.warning("sizes, delay levels and retention are not kept: %(error)s", error=error, path=path)
+        _log.warning("%(what)s are not recorded: %(error)s", what=what, error=error, path=path)
+
+
+# ---- retention
+
+
+class RecordedRetention(NamedTuple):
+    """The settings of retention that a store has recorded."""
+
+    settings: dict[str, Any]
+    named: list[str]
+    """Those that a process which shares the store has named."""
+    is_foreign: bool = False
+    """Whether another folder has recorded them, or none that is known: then they delete nothing here."""
+
+
+def read_retention(path: str, files: Files) -> RecordedRetention:
+    """Return the retention that the store in ``path`` has recorded; none if it is unreadable or of another folder."""
+    recorded = _recorded_retention(path, files)
+    return RecordedRetention({}, []) if recorded.is_foreign else recorded
+
+
+def _recorded_retention(path: str, files: Files) -> RecordedRetention:
+    place = os.path.join(path, RETENTION_FILE)
+    try:
+        if files.size(place):
+            kinds: Kinds = {"settings": (dict,), "named": (list,), "folder": (str, NoneType)}
+            fields = read_document(place, files, kinds)
+            settings = {name: value for name, value in fields["settings"].items() if name in RETENTION}
+            named, identity = [name for name in RETENTION if name in fields["named"]], _folder_identity(path, files)
+            is_foreign = identity is not None and fields.get("folder") != identity
+        else:  # earlier versions have recorded it beside the sizes, which a copy has too
+            place = os.path.join(path, CONFIG_FILE)
+            kinds = dict.fromkeys(RETENTION, _ANY)
+            settings = read_document(place, files, kinds) if files.size(place) else {}
+            named, is_foreign = [], bool(settings)
+        StoreConfig(**{"commitlog_file_size": _SMALLEST_LOG_FILE, **settings})
+    except (ConfigError, CorruptionError):
+        return RecordedRetention({}, [])
+    return RecordedRetention(settings, [name for name in named if name in settings], is_foreign)
+
+
+def write_retention(path: str, config: StoreConfig, files: Files, *, default: Mapping[str, Any]) -> None:
+    """Record the retention of the store in ``path`` if it has changed; durable when it returns.
+
+    ``default`` is that of a store without a record, which needs none. If retention deletes more than before, a warning
+    says so once; one says at each opening that a record of another folder deletes nothing.
+    """
+    settings, before = {name: getattr(config, name) for name in RETENTION}, _recorded_retention(path, files)
+    if before.is_foreign or not before.settings:
+        if all(settings[name] == value for name, value in default.items()):
+            if before.is_foreign and any(before.settings.get(name) is not None for name in _LIMITS):
+                _log.warning(
+                    "%(path)s: retention was recorded for another folder, and deletes nothing here until it is named "
+                    "again: %(recorded)s",
+                    path=path,
+                    recorded=", ".join(f"{name}={value!r:.80}" for name, value in before.settings.items()),
+                )
+            return
+        before = RecordedRetention({}, [])
+    if settings == before.settings:
+        return
+    stricter = [name for name, value in before.settings.items() if _is_stricter(name, settings[name], value)]
+    if stricter:
+        changes = ", ".join(f"{name} is {settings[name]} and was {before.settings[name]}" for name in stricter)
+        _log.warning("%(path)s: retention deletes more from now on: %(changes)s", path=path, changes=changes)
+    with _full_disk_suffered(path, "settings of retention"):
+        _write_retention(path, files, settings, before.named)
+
+
+def name_retention(path: str, files: Files, values: Mapping[str, Any]) -> None:
+    """Record that a process which shares the store has named these settings of retention; durable when it returns."""
+    before = read_retention(path, files)
+    names = {*before.named, *values}
+    _write_retention(path, files, {**before.settings, **values}, [name for name in RETENTION if name in names])
+
+
+def _write_retention(path: str, files: Files, settings: Mapping[str, Any], named: list[str]) -> None:
+    fields = {"settings": settings, "named": named, "folder": _folder_identity(path, files)}
+    write_document(os.path.join(path, RETENTION_FILE), files, fields, indent=1)
 
 
 def _is_stricter(name: str, now: Any, before: Any) -> bool:  # noqa: ANN401 (settings have different types)
     """Return whether a setting of retention lets go of messages that it kept before."""
     if name == "keep_unconsumed":
         return bool(before and not now)
-    if name not in ("max_total_size", "file_reserved_hours") or now is None:
+    if name not in _LIMITS or now is None:
         return False
     return bool(before is None or now < before)
 
