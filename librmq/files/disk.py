@@ -35,9 +35,26 @@ _NOT_RENAMED: Final = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors where a file can't be made in another folder and renamed."""
 _NOT_NAMELESS: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR, errno.EINVAL, errno.ENOENT, *_NOT_RENAMED)
 """Errors where the file system has no files without a name, or the system does not let them get one."""
+_GENERATION: Final = 0x80087601  # FS_IOC_GETVERSION: of ext4, XFS, Btrfs and others, not of tmpfs
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+
+
+def _generation(path: str) -> str:
+    """Return what tells a folder from an older one that had its inode number; empty if the file system has nothing."""
+    if sys.platform != "linux":
+        return ""
+    import fcntl
+
+    descriptor = os.open(path, _FOLDER)
+    try:
+        answer: bytes = fcntl.ioctl(descriptor, _GENERATION, bytes(8))
+        return f"/{answer.hex()}"
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
 
 
 @cache
@@ -521,7 +538,7 @@ class DiskFiles:
         try:
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
                 status = os.stat(path)
-                return f"{file.read().strip()}:{status.st_dev}:{status.st_ino}"
+                return f"{file.read().strip()}{_generation(path)}:{status.st_dev}:{status.st_ino}"
         except OSError:
             return None
 

@@ -311,6 +311,25 @@ def test_links_are_followed_and_broken_ones_reported(tmp_path: Path) -> None:
         files.list(str(tmp_path / "s"))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no number of their start")
+def test_a_folder_made_in_place_of_a_deleted_one_has_another_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    answers = iter([b"1" * 8, b"1" * 8, b"2" * 8])
+    monkeypatch.setattr(fcntl, "ioctl", lambda *_: next(answers))  # the number of the inode stays, as on ext4
+    files = DiskFiles()
+    first, again, other = (files.identity(str(tmp_path)) for _ in range(3))
+    assert first == again != other
+
+    def unknown(*_: object) -> bytes:
+        raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")  # as on tmpfs
+
+    monkeypatch.setattr(fcntl, "ioctl", unknown)
+    assert files.identity(str(tmp_path)) is not None
+
+
 def test_a_link_to_itself(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "loop").symlink_to(tmp_path / "s" / "loop")
