@@ -281,6 +281,7 @@ def _reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
         begin = None if progress is None else progress.queue_offset
         row = _moved_row(arguments, queue.queue_id, offsets, begin, after[queue])
         output.row(named(cluster.broker_name(queue), row))
+        _note_limited(arguments, queue.queue_id, after[queue])
     return 0
 
 
