@@ -112,6 +112,20 @@ def test_progress_is_reset_in_the_cluster(shell: Shell, served: RemotingServer) 
     assert [row["after"] for row in shell("reset", *reset, "--to", "begin").rows] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("skip", "--group", "billing", "--topic", "orders"),
+        ("decide", "0", "--commit"),
+        ("decide", "0", "--rollback", "--force"),
+    ],
+)
+def test_what_needs_a_folder_is_refused_over_a_route(shell: Shell, words: tuple[str, ...]) -> None:
+    answer = shell(*words, "--route", "localhost:1")
+    assert answer.status == 2
+    assert answer.out == ""
+
+
 @pytest.mark.slow
 def test_rows_of_several_brokers_name_theirs(shell: Shell) -> None:
     with ExitStack() as stack:

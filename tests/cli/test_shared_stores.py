@@ -135,8 +135,14 @@ def test_a_half_is_decided_in_the_process(shell: Shell) -> None:
         for body in (b"kept", b"dropped"):
             producer.send_in_transaction(Message("bills", body), execute=lambda *_: TransactionState.UNKNOWN)
         runner.advance(60_000 * 20)
+        producer.send_in_transaction(Message("bills", b"open"), execute=lambda *_: TransactionState.UNKNOWN)
     application = Sharing(shell.folder / "live")
     try:
+        (still,) = (str(row["physical_offset"]) for row in shell("pending", "live", "--kind", "half").rows)
+        refused = shell("decide", "live", still, "--commit")
+        assert refused.status != 0
+        assert "checks still ask the producer group about this half" in refused.said
+        assert "expected a store that no process uses" in shell("decide", "live", still, "--commit", "--force").said
         first, second = shell("pending", "live", "--kind", "given_up").rows
         words = ("decide", "live", first["physical_offset"], "--commit")
         assert shell(*words, "--dry-run").rows[0]["decision"] == "commit"
