@@ -19,7 +19,8 @@ from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.store import MessageStore
 from librmq.store.snapshots import snapshot
-from tests.programs import run_program
+from tests.conftest import SlowBudget
+from tests.programs import run_program, start_program
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="stores are not shared on Windows")
 
@@ -137,6 +138,52 @@ def test_an_accepted_reminder_fires_under_the_next_owner(tmp_path: Path, place: 
     with opened, consumer:
         assert [arrived.get(timeout=20), arrived.get(timeout=20)] == [b"tea", b"tea"]
     assert settings_of(tmp_path)["broker"]["timers"]["timer_precision_ms"] == 100
+
+
+KILLED_OWNER = """
+import sys
+from itertools import count
+import librmq
+from librmq import BrokerConfig, Producer, StoreConfig, TimerConfig
+
+named = BrokerConfig(timers=TimerConfig(timer_precision_ms=100))
+with librmq.share(sys.argv[1], named, store_config=StoreConfig(durability="sync")) as shared:
+    assert shared.is_owner
+    producer = Producer(shared, "web")
+    for number in count():
+        producer.send("reminders", f"{sys.argv[2]}.{number}".encode(), delay=3)
+        print(f"{sys.argv[2]}.{number}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_owners_killed_again_and_again_break_no_promise(tmp_path: Path, slow_budget: SlowBudget) -> None:
+    """A process that names nothing shares the folder, and becomes the owner each time."""
+    accepted: set[str] = set()
+    for number in slow_budget.rounds(30, "kills", 30):
+        with start_program(KILLED_OWNER, tmp_path, number) as web:
+            assert web.stdout is not None
+            accepted.add(web.stdout.readline().strip())
+            with librmq.share(tmp_path) as script:
+                assert not script.is_owner
+                accepted.update(web.stdout.readline().strip() for _ in range(number % 5))
+                web.kill()
+                accepted.update(line.strip() for line in web.stdout if line.endswith("\n"))
+                sent = librmq.Producer(script, "script").send("orders", b"x")
+                assert script.is_owner
+                broker = cast("Any", script._link).route
+                assert broker.store.config.durability == "sync"
+                unflushed, order = broker.store.log.unflushed, broker.find_by_id(sent.message_id)
+                assert order.physical_offset + order.size <= broker.store.log.end - unflushed
+                assert broker.config.timers == TimerConfig(timer_precision_ms=100)
+    arrived: queue.Queue[str] = queue.Queue()
+    with librmq.share(tmp_path) as last:
+        consumer = librmq.PushConsumer(last, "tea", consume_from=librmq.ConsumeFrom.FIRST)
+        consumer.subscribe("reminders", lambda message: arrived.put(message.body.decode()))
+        with consumer:
+            missing = accepted.copy()
+            while missing:
+                missing.discard(arrived.get(timeout=20))
 
 
 # ---- one process after the other
