@@ -507,6 +507,18 @@ class QueueLocks:
         group, client_id, now_ms = request.group, request.client_id, self._now_ms()
         locked = frozenset(queue for queue in request.queues if self._holder(group, queue, now_ms) in (None, client_id))
         for queue in locked:
+            before = self._held.get((group, queue), (client_id, now_ms))
+            if before[0] != client_id:
+                _log.info(
+                    "group %(group)s: client %(client_id)s takes over %(topic)s/%(queue_id)d, whose lock %(before)s "
+                    "last renewed %(ago_ms)d ms ago",
+                    group=group,
+                    client_id=client_id,
+                    topic=queue.topic,
+                    queue_id=queue.queue_id,
+                    before=before[0],
+                    ago_ms=now_ms - before[1],
+                )
             self._held[group, queue] = client_id, now_ms
             groups = self.groups_by_topic.setdefault(queue.topic, set())
             if group not in groups:

@@ -35,7 +35,7 @@ from librmq.errors import (
 )
 from librmq.message import Message
 from librmq.message.message import MessageQueue
-from librmq.protocol import ResetGroup, TransactionState, UpdateOffset
+from librmq.protocol import LockQueues, ResetGroup, TransactionState, UpdateOffset
 from librmq.runtime.runner import ManualRunner
 from librmq.testing import Kit
 from librmq.wire.remote.remote_route import connect
@@ -513,3 +513,16 @@ def test_a_table_of_locks_alone_refuses_wrong_values() -> None:
             QueueLocks(expiry_ms, lambda: 0)
     with pytest.raises(TypeError, match="now_ms: expected a function"):
         QueueLocks(1, 5)  # type: ignore[arg-type]
+
+
+def test_an_expired_lock_that_another_client_takes_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "librmq.broker")
+    clock, queue = ManualClock(1_000_000), MessageQueue("T", "broker-a", 3)
+    locks = QueueLocks(60_000, clock.now_ms)
+    for client_id in ("one", "one", "two"):  # the last is refused
+        locks.lock_queues(LockQueues("g", client_id, frozenset({queue})))
+    assert caplog.messages == []
+    clock.move_to(1_060_001)
+    assert locks.lock_queues(LockQueues("g", "two", frozenset({queue}))) == {queue}
+    assert caplog.messages == ["group g: client two takes over T/3, whose lock one last renewed 60001 ms ago"]
+    assert caplog.records[0].levelname == "INFO"
