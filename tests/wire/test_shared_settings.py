@@ -255,6 +255,17 @@ def test_a_copy_deletes_nothing_until_retention_is_named_again(
         assert store.config.file_reserved_hours == 1, "it is the same folder"
 
 
+def test_a_copy_of_a_replica_deletes_nothing_either(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    origin, copy, replica = tmp_path / "origin", tmp_path / "copy", BrokerConfig(replica_of="broker-b")
+    Broker.open(origin, replica, store_config=StoreConfig.tiny(file_reserved_hours=1)).close()
+    shutil.copytree(origin, copy)
+    with Broker.open(copy, replica) as broker:
+        assert broker.store.config.file_reserved_hours is None
+        assert "file_reserved_hours=1" in caplog.text
+    with Broker.open(origin, replica) as broker:
+        assert broker.store.config.file_reserved_hours == 1
+
+
 def test_retention_of_an_earlier_version_or_of_no_known_folder_deletes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
