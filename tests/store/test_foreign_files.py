@@ -252,6 +252,30 @@ def test_a_link_deep_in_the_store_is_refused_before_any_write(
 
 @pytest.mark.platform
 @pytest.mark.skipif(os.name == "nt", reason="making a link needs a right")
+@pytest.mark.parametrize("part", ["", "librmq", "commitlog"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("snapshot", "{}", "{}"),
+        ("restore", "{}", "{}"),
+        ("salvage", "{}", "--into", "{}"),
+        ("extract", "{}", "-o", "{}"),
+    ],
+)
+def test_a_new_store_is_not_made_behind_a_link(folder: Path, words: tuple[str, ...], part: str, tmp_path: Path) -> None:
+    outside, target = tmp_path / "elsewhere", tmp_path / "new"
+    outside.mkdir()
+    (target / part).parent.mkdir(exist_ok=True)
+    (target / part).symlink_to(outside)
+    paths = iter((str(folder), str(target)))
+    status = main([next(paths) if word == "{}" else word for word in words])
+    assert list(outside.iterdir()) == []
+    assert (status == 0) == (not part), "a link to an empty folder is replaced by the new store"
+    assert target.is_symlink() is False
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(os.name == "nt", reason="making a link needs a right")
 def test_links_below_librmqs_own_folder_are_never_followed(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (folder / "librmq").mkdir(exist_ok=True)
