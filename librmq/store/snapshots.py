@@ -58,8 +58,8 @@ _STILL_WRITTEN: Final = 2  # files of the log that a writer or its recovery can 
 _ATTEMPTS: Final = 10
 _MAKING_S: Final = 0.01
 _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timercheck")
-KEPT_CONFIG: Final = re.compile(r"(config|retention)\.json")
-_OF_PLACES: Final = re.compile(r"(config|retention|cancelled(-since)?|starts)\.json")
+KEPT_CONFIG: Final = re.compile(r"(config|retention|settings)\.json")
+_OF_PLACES: Final = re.compile(r"(config|retention|settings|cancelled(-since)?|starts)\.json")
 """These and the tables with physical offsets, which a snapshot keeps."""
 _NOTE: Final = re.compile(r".*\.json")  # of a job whose records are in the log
 

@@ -70,6 +70,13 @@ def test_a_later_owner_takes_what_the_first_has_named(tmp_path: Path) -> None:
     assert (store.durability, store.max_message_size, broker.hops) == ("sync", 1000, True)
 
 
+def test_a_snapshot_keeps_what_was_named(tmp_path: Path) -> None:
+    owned(tmp_path / "store", TIMED, store_config=SYNC)
+    snapshot(str(tmp_path / "store"), str(tmp_path / "copy"))
+    store, broker = owned(tmp_path / "copy")
+    assert (store.durability, broker.timers) == ("sync", TIMED.timers)
+
+
 def test_other_settings_are_refused_with_each_difference(tmp_path: Path) -> None:
     owned(tmp_path, TIMED, store_config=SYNC)
     before = settings_of(tmp_path)
