@@ -592,15 +592,17 @@ class CommitLog(Closing, LogState):
         if not self._sequence.writable:
             self._sequence.unmap_pages(begin, end)
 
-    def follow(self) -> Iterator[tuple[int, int, bytes]]:
+    def follow(self, until: int | None = None) -> Iterator[tuple[int, int, bytes]]:
         """Yield the records that another process has written after `end`; the caller moves `end` past each of them.
+
+        ``until`` ends it there, although the other process writes on.
 
         Only complete records are returned. A writer copies a record over zeros from its first byte to its last. So it
         is complete if another record follows, or if its text is complete: topic and properties contain no zeros, the
         lengths agree, and the body matches its checksum. Other bytes count as a record that is being copied.
         """
         at = self.end
-        while (file := self._sequence.file_at(at)) is not None:
+        while (until is None or at < until) and (file := self._sequence.file_at(at)) is not None:
             buffer, place = file.buffer, at % self.file_size
             if not any(buffer[place : place + _BLANK_SIZE]):
                 return

@@ -344,6 +344,27 @@ def test_only_the_last_three_files_are_walked() -> None:
     assert sorted(set(asked)) == [f"{FOLDER}/{n * SIZE:020d}" for n in (17, 18, 19)]
 
 
+def test_a_reader_can_end_where_the_log_ended_although_the_writer_writes_on() -> None:
+    files = MemoryFiles()
+    writer = opened(files)
+    put(writer, 300)
+    reader = opened(files, writable=False)
+    end = put(writer, 300)
+    found = []
+    for place, size, _ in reader.follow(end):
+        found.append(place)
+        reader.end = place + size
+        put(writer, 200)
+    assert found == []
+    end = writer.end
+    for place, size, _ in reader.follow(end):
+        found.append(place)
+        reader.end = place + size
+        put(writer, 100)
+    assert (found, reader.end) == ([300], end)
+    assert next(reader.follow())[0] == end
+
+
 def test_a_log_whose_last_files_are_empty(files: MemoryFiles) -> None:
     """RocketMQ 4.9 creates the next file ahead of time."""
     for n in (3, 4):

@@ -419,11 +419,12 @@ class LiveParts(FollowedParts):
         """
         log = self._log
         walk = log.walk(begin, _refuse_batch)
-        log.end = max(begin, min(self._index.end_physical_offset, walk.physical_offset))
-        self._walk_on()
+        end = walk.physical_offset  # behind it a writer that is faster than this could be followed without an end
+        log.end = max(begin, min(self._index.end_physical_offset, end))
+        self._walk_on(end)
         if walk.last_record is not None and log.end < walk.last_record:  # the index leads to no record
             log.end = begin
-            self._walk_on()
+            self._walk_on(end)
         if self._last is None and walk.last_record is not None:
             self._last = walk.last_record, log.data_at(walk.last_record, GLANCE)
 
@@ -438,9 +439,9 @@ class LiveParts(FollowedParts):
             new = True
         return new
 
-    def _walk_on(self) -> bool:
+    def _walk_on(self, until: int | None = None) -> bool:
         is_changed = False
-        for count, (place, size, raw) in enumerate(self._log.follow(), 1):
+        for count, (place, size, raw) in enumerate(self._log.follow(until), 1):
             self._collect(place, size, raw)
             is_changed = True
             self._last = place, raw[:GLANCE]
