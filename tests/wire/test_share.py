@@ -44,7 +44,7 @@ from librmq import (
     TransactionState,
 )
 from librmq.clock import SystemClock
-from librmq.errors import FlushFailedError, NotAStoreError, ReadOnlyError, RmqError, StoreFullError
+from librmq.errors import CorruptionError, FlushFailedError, NotAStoreError, ReadOnlyError, RmqError, StoreFullError
 from librmq.message.topics import TopicType
 from librmq.protocol import (
     PERM_WRITE,
@@ -504,6 +504,10 @@ def test_the_place_of_a_folder_from_elsewhere_harms_no_file(tmp_path: Path, monk
             (folder / name).unlink(missing_ok=True)
             (folder / name).symlink_to(victim)
         (folder / "place").write_text(f"{status.st_dev}:{status.st_ino} {victim}")
+        with pytest.raises(CorruptionError, match="a symbolic link"):
+            librmq.share(store)
+        for name in ("place.new", "place.tmp"):
+            (folder / name).unlink()
         librmq.share(store).close()
         assert [mine.read_text() for mine in victims] == ["mine"] * 3
 
