@@ -29,7 +29,8 @@ def worker(url: str, folder: str, queue_name: str) -> None:
 
     import librmq.integrations.kombu  # noqa: F401  it registers librmq://
 
-    options = {"data_folder_in": folder, "data_folder_out": folder} if url.startswith("filesystem") else {}
+    names = ("data_folder_in", "data_folder_out", "control_folder")
+    options = dict.fromkeys(names, folder) if url.startswith("filesystem") else {}
     with kombu.Connection(url, transport_options=options) as connection:
         queue = connection.SimpleQueue(queue_name)
         queue.put(BODY)
