@@ -100,8 +100,21 @@ def hand_over(take: Callable[[bytes], None]) -> None:
     log.propagate = False
 
 
+@contextmanager
+def held_back() -> Iterator[list[bytes]]:
+    """Keep the lines of this process in the list; `log_again` logs them."""
+    log = logging.getLogger("librmq")
+    lines: list[bytes] = []
+    before = log.handlers, log.propagate
+    log.handlers, log.propagate = [_HandingOver(lines.append)], False
+    try:
+        yield lines
+    finally:
+        log.handlers, log.propagate = before
+
+
 def log_again(line: bytes) -> None:
-    """Log a line that another process handed over."""
+    """Log a line that was held back, or that another process handed over."""
     record: logging.LogRecord = pickle.loads(line)
     log = logging.getLogger(record.name)
     if log.isEnabledFor(record.levelno):

@@ -13,11 +13,13 @@ message stays but its offsets.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 from librmq.client.recorder import Event
@@ -123,9 +125,33 @@ class StoreStart:
         """Make a store to keep, with files as small as the messages allow, in a folder like that of `copy_to`."""
         return self._make(path, small_config(self.config, self.messages), DiskFiles())
 
+    def save_to(self, folder: Path) -> int:
+        """Do as `save`; return the number of bytes of the files."""
+        self.save(str(folder))
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
     def _make(self, path: str, config: StoreConfig, files: Files) -> Extracted:
         topics = self._tables.topics.rows.keys()
         return make_store(path, self.messages, self._tables, config, topics=topics, files=files)
+
+    # ---- the fewest messages that fail
+
+    def describe_part(self, shrunk: Shrunk | None, more: str) -> list[str]:
+        """Return the lines of a failure on the fewest of the messages; ``more`` says how to allow more runs."""
+        count = len(self.messages)
+        if shrunk is None:
+            return [
+                f"not shrunk: with its {count:,} messages in a store of their own the test does not fail in this way"
+            ]
+        if not shrunk.start.messages:
+            return [f"the test fails in this way without any of the {count:,} messages"]
+        left = len(shrunk.start.messages)
+        few = f"{left:,} of the {count:,} messages {'makes' if left == 1 else 'make'} the test fail in this way"
+        if shrunk.is_cut:
+            result = f"the search ended after {shrunk.tries} tries{more}"
+        else:
+            result = f"{shrunk.tries} tries" if left == 1 else f"and none of them can be left out, {shrunk.tries} tries"
+        return [f"{few} ({result}):", *shrunk.lines()]
 
     # ---- the history before the test
 
@@ -379,6 +405,30 @@ def shrink(start: StoreStart, fails: Callable[[StoreStart], bool], most_tries: i
     else:
         most_tries = tries + 1
     return None if fewest is None else Shrunk(start.part(fewest), tries, is_cut=tries == most_tries)
+
+
+def moved_label(whole: StoreStart, part: StoreStart) -> Callable[[str], str]:
+    """Return a function of a label of a schedule that changes its queue offsets to those with a part of the messages.
+
+    The first messages of each queue are those of the store; what the test sends comes behind them.
+    """
+    kept = {message.physical_offset for message in part.messages}
+    ranks: dict[tuple[str, str], list[int]] = {}  # of each queue offset the offset among the kept messages
+    for message in whole.messages:
+        queue = ranks.setdefault((message.topic, str(message.queue_id)), [0])
+        queue.append(queue[-1] + (message.physical_offset in kept))
+
+    def moved(match: re.Match[str]) -> str:
+        queue, offset = ranks.get((match["topic"], match["queue"])), int(match["offset"])
+        if queue is None:
+            return match[0]
+        last = len(queue) - 1
+        return f"{match['before']}{queue[min(offset, last)] + max(0, offset - last)}"
+
+    return lambda label: _QUEUE_OFFSET.sub(moved, label)
+
+
+_QUEUE_OFFSET: Final = re.compile(r"(?P<before>(?P<topic>[^\s/]+)/[^\s/]+/(?P<queue>\d+) )(?P<offset>\d+)")
 
 
 class _TriesUsedUp(Exception):

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -19,6 +20,8 @@ from librmq.errors import ConfigError, InputError
 from librmq.message.ids import format_host
 from librmq.testing.exploring.exploration import (
     Exploration,
+    Fewest,
+    encode_schedule,
     explored_kit,
     read_seed,
     schedule_document,
@@ -27,7 +30,7 @@ from librmq.testing.exploring.exploration import (
 )
 from librmq.testing.exploring.explorer import Explorer
 from librmq.testing.exploring.explorer import end_threads as end_threads
-from librmq.testing.from_store import Shrunk, StoreStart, shrink
+from librmq.testing.from_store import StoreStart, shrink
 from librmq.testing.histories.verdict import HistoryAnomalyError
 from librmq.testing.kit import Kit, KitKeywords
 from librmq.testing.network import SMALL_FILES
@@ -241,12 +244,15 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
 
     def search_all() -> None:
         try:
-            result = search(run, runs, seed, replay, lines=marker.kwargs.get("lines", False))
+            lines = marker.kwargs.get("lines", False)
+            result = search(run, runs, seed, replay, lines=lines, most_stores=_most_tries(item))
         except _NothingToExplore:
             return
         if result.found is not None:
             repetition.reports = failed[id(result.found.trace)]
             _describe(item, repetition.reports, result)
+            if result.found.fewest is not None:
+                _add_section(repetition.reports, "shrunk (rmq)", _described(item, result.found.fewest))
         repetition.reports[-1].user_properties.append(("rmq_explored", result.summary()))
 
     repetition.report(search_all)
@@ -255,8 +261,7 @@ def explore_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
 def shrink_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Run a test that begins with a store; if it fails, look for the fewest messages with which it fails so."""
     is_repeatable = "rmq" in getattr(item, "fixturenames", ())  # unlike the order in which official clients act
-    is_debugged = item.config.getoption("usepdb", False)
-    most_tries = item.config.getoption("rmq_shrink") if is_repeatable and not is_debugged else 0
+    most_tries = _most_tries(item) if is_repeatable else 0
     repetition = _Repetition(item, nextitem)
 
     def run_all() -> None:
@@ -279,42 +284,39 @@ def shrink_item(item: pytest.Item, nextitem: pytest.Item | None) -> None:
         start = item.stash[_START]
         shrunk = shrink(start, fails, most_tries)
         repetition.reports = smallest if shrunk is not None and shrunk.start.messages else original
-        _add_section(repetition.reports, "shrunk (rmq)", _described(item, start, shrunk))
+        _add_section(repetition.reports, "shrunk (rmq)", _described(item, Fewest(start, shrunk, ())))
 
     repetition.report(run_all)
 
 
-def _described(item: pytest.Item, start: StoreStart, shrunk: Shrunk | None) -> str:
+def _most_tries(item: pytest.Item) -> int:
+    """Return how many runs with fewer messages the failure of a test allows."""
+    tries: int = item.config.getoption("rmq_shrink")
+    return 0 if item.config.getoption("usepdb", False) else tries
+
+
+def _described(item: pytest.Item, fewest: Fewest) -> str:
     """Save the smallest store, and return what the test's failure says of it."""
-    count = len(start.messages)
-    if shrunk is None:
-        return (
-            f"the test does not fail in this way again with its {count:,} messages in a store of their own: not shrunk"
-        )
-    if not shrunk.start.messages:
-        return f"the test fails in this way without any of the {count:,} messages"
-    left = len(shrunk.start.messages)
-    few = f"{left:,} of the {count:,} messages {'makes' if left == 1 else 'make'} the test fail in this way"
-    if shrunk.is_cut:
-        result = f"the search ended after {shrunk.tries} tries, and --rmq-shrink={10 * shrunk.tries} may find fewer"
-    else:
-        result = f"{shrunk.tries} tries" if left == 1 else f"and none of them can be left out, {shrunk.tries} tries"
-    lines = [f"{few} ({result}):", *shrunk.lines()]
+    tries = 0 if fewest.shrunk is None else fewest.shrunk.tries
+    return fewest.describe(f", and --rmq-shrink={10 * tries} may find fewer", partial(_saved, item, fewest))
+
+
+def _saved(item: pytest.Item, fewest: Fewest, start: StoreStart) -> list[str]:
     folder = _cache_file(item, "-store")
     if folder is None:
-        lines.append("they are not saved, because pytest runs without its cache")
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-        shrunk.start.save(str(folder))
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        names = f"topics={list(start.topics)!r}, groups={list(start.groups)!r}"
-        lines += [
-            f"they are saved as a store of {size / 1024:.0f} KiB: {folder}",
-            "copy it beside the test, which then begins with it:",
-            f"cp -r {folder} {item.path.parent / 'failing-store'}",
-            f"@pytest.mark.rmq(store='failing-store', {names})",
-        ]
-    return "\n".join(lines)
+        return ["they are not saved, because pytest runs without its cache"]
+    shutil.rmtree(folder, ignore_errors=True)
+    size = start.save_to(folder)
+    names = f"topics={list(start.topics)!r}, groups={list(start.groups)!r}"
+    lines = [
+        f"they are saved as a store of {size / 1024:.0f} KiB: {folder}",
+        "copy it beside the test, which then begins with it:",
+        f"cp -r {folder} {item.path.parent / 'failing-store'}",
+        f"@pytest.mark.rmq(store='failing-store', {names})",
+    ]
+    if fewest.decisions:
+        lines.append(f"pytest {item.nodeid!r} --rmq-seed={encode_schedule(fewest.decisions)}")
+    return lines
 
 
 def _cache_file(item: pytest.Item, ending: str) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -337,11 +338,11 @@ def test_settings_of_a_kit_hold(source: Path, tmp_path: Path, settings: dict[str
 
 
 def test_explored_schedules_begin_with_the_store(source: Path) -> None:
-    times: set[int] = set()
+    times: list[int] = []
 
     def booked_once(rmq: Kit) -> None:
         booked: list[bytes] = []
-        times.add(rmq.clock.now_ms())
+        times.append(rmq.clock.now_ms())
 
         @rmq.consumer("billing").subscribe("orders")
         def charge(message: DeliveredMessage) -> None:
@@ -357,12 +358,49 @@ def test_explored_schedules_begin_with_the_store(source: Path) -> None:
 
     with pytest.raises(AssertionError) as failure:
         explore(booked_once, store=source, topics=["orders"], groups=["billing"])
-    assert len(times) == 1
-    assert min(times) < NOW_MS + 60_000
+    assert times[0] == times[1] < NOW_MS + 60_000
     assert "it fails in the same way with its store on disk" in failure.value.__notes__[-1]
     seed = failure.value.__notes__[-1].rpartition(" ")[2]
     with pytest.raises(AssertionError):
         explore(booked_once, seed=seed, store=source, topics=["orders"], groups=["billing"])
+
+
+def test_a_failing_schedule_is_shown_with_the_fewest_messages(
+    start: StoreStart, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    runs: list[int] = []
+
+    def booked_once(rmq: Kit) -> None:
+        booked: list[bytes] = []
+        runs.append(1)
+
+        @rmq.consumer("billing", fail_fast=False).subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            if message.body == b"3" and not rmq.retries("billing"):
+                raise ValueError("no price")
+            if message.body in {b"17", b"50"} and not booked:  # the same order
+                rmq.checkpoint("between look and insert")
+                booked.append(message.body)
+
+        rmq.run_until_idle()
+        assert len(booked) < 2
+
+    with pytest.raises(AssertionError) as failure:
+        explore(booked_once, store=start)
+    shrunk = failure.value.__notes__[-2]
+    assert "2 of the 64 messages make the test fail in this way (and none of them can be left out, " in shrunk
+    assert "b'17'" in shrunk
+    assert "b'50'" in shrunk
+    assert len(caplog.messages) < 3 < len(runs)  # only the lines of the shortest failing schedule
+    assert any("no price" in message for message in caplog.messages)
+    call = re.search(r"^explore\(test, (.*)\)$", shrunk, re.MULTILINE)
+    assert call is not None
+    runs.clear()
+    with pytest.raises(AssertionError):
+        explore(booked_once, **eval(f"dict({call[1]})"))
+    assert len(runs) == 1
+    assert verify(next(tmp_path.glob("librmq-failing-store-*"))).sound
 
 
 # ---- what is refused

@@ -11,11 +11,13 @@ import base64
 import gc
 import json
 import os
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import count, islice
 from pathlib import Path
@@ -25,12 +27,16 @@ from typing import Final, NamedTuple, Unpack
 from librmq.clock import ManualClock
 from librmq.errors import InputError
 from librmq.files.disk import TemporaryFolder
+from librmq.runtime.event_log import held_back, log_again
 from librmq.testing.exploring.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
+from librmq.testing.from_store import Shrunk, StoreStart, moved_label, shrink
 from librmq.testing.kit import Kit, KitKeywords, starting_store
 from librmq.testing.process import LIBRARY
 
 MOST_SHRINKING_RUNS: Final = 300
 MOST_FAULTS: Final = 2
+MOST_STORES: Final = 200
+"""Runs with fewer messages of a store."""
 _PROBABILITIES: Final = (0.05, 0.2, 0.5)
 _SECOND: Final = ("pause", "pause", "pause", "order", "order time", "test")
 _SEED_PREFIX: Final = "rmq1-"
@@ -43,6 +49,8 @@ class Attempt(NamedTuple):
     error: BaseException | None
     states: Set[int] = frozenset()
     """The states that it has reached."""
+    start: StoreStart | None = None
+    """What its kit began with; None for an empty store."""
 
     @property
     def signature(self) -> tuple[type, str, int] | None:
@@ -57,6 +65,28 @@ def signature_of(error: BaseException) -> tuple[type, str, int]:
 
 Run = Callable[[Explorer], BaseException | None]
 """Runs the test once and returns its failure."""
+
+
+@dataclass
+class Fewest:
+    """The fewest messages of a store with which a test fails in the same way."""
+
+    start: StoreStart
+    """All the messages."""
+    shrunk: Shrunk | None
+    """None if the test does not fail again with all of them in a store of their own."""
+    decisions: tuple[Decision, ...]
+    """The schedule with the fewest messages."""
+
+    def describe(self, more: str, save: Callable[[StoreStart], Sequence[str]]) -> str:
+        """Return what a failure says: the messages, and the lines that ``save`` returns after it has saved them.
+
+        ``more`` says how to allow more runs, if that can find fewer messages.
+        """
+        lines = self.start.describe_part(self.shrunk, more)
+        if self.shrunk is not None and self.shrunk.start.messages:
+            lines += save(self.shrunk.start)
+        return "\n".join(lines)
 
 
 @dataclass
@@ -75,6 +105,8 @@ class Found:
     """The run itself."""
     on_disk: Attempt | None = None
     """The result of the same schedule with the store in a folder; None without such a run."""
+    fewest: Fewest | None = None
+    """The fewest messages that fail; None for a test that begins with an empty store, or that did not look for them."""
 
     @property
     def seed(self) -> str:
@@ -287,11 +319,20 @@ def pairs(failing: Sequence[Trace], seed: str) -> Iterator[tuple[Decision, Decis
 
 
 def search(
-    run: Run, runs: int, seed: str = "0", replay: Sequence[Decision] | None = None, *, lines: bool = False
+    run: Run,
+    runs: int,
+    seed: str = "0",
+    replay: Sequence[Decision] | None = None,
+    *,
+    lines: bool = False,
+    most_stores: int = MOST_STORES,
 ) -> Exploration:
-    """Run a test under up to ``runs`` schedules, or under the one to replay; see `explore`."""
+    """Run a test under up to ``runs`` schedules, or under the one to replay; see `explore`.
+
+    That of a failure runs up to ``most_stores`` times with fewer messages of the store that the kit begins with.
+    """
     with _collected_in_between():
-        return _Search(run, runs, seed, lines).search(replay)
+        return _Search(run, runs, seed, lines, most_stores).search(replay)
 
 
 @contextmanager
@@ -309,12 +350,13 @@ def _collected_in_between() -> Iterator[None]:
 class _Search:
     """One search: its runs, their outcomes, and the schedules to try next."""
 
-    def __init__(self, run: Run, runs: int, seed: str, lines: bool) -> None:
+    def __init__(self, run: Run, runs: int, seed: str, lines: bool, most_stores: int) -> None:
         self.result = Exploration()
         self._run = run
         self._runs = runs
         self._seed = seed
         self._lines = lines
+        self._most_stores = most_stores
         self._seen: set[tuple[Decision, ...]] = set()
         self._states: set[int] = set()
         self._states_by_run = [0]
@@ -334,15 +376,17 @@ class _Search:
                     break
         return self.result
 
-    def _attempt(self, strategy: Strategy, on_disk: bool = False) -> Attempt:
+    def _attempt(self, strategy: Strategy, on_disk: bool = False, start: StoreStart | None = None) -> Attempt:
         gc.collect(0)  # between runs, so that each run reuses the memory of the one before
         result, explorer = self.result, Explorer(strategy, ManualClock(0))  # the kit moves it to the begin
         explorer.is_first, explorer.switches_at_lines, explorer.on_disk = not result.runs, self._lines, on_disk
+        explorer.start = start
         error = self._run(explorer)
         trace = explorer.trace
         result.reached.update(place.kind for place, _ in trace.reached)
         result.chosen.update(decision.place.kind for decision in trace.decisions)
-        return Attempt(trace, error, _states_of(explorer))
+        kit: Kit | None = getattr(explorer, "kit", None)  # None where the test failed before it had a kit
+        return Attempt(trace, error, _states_of(kit), None if kit is None else kit.start)
 
     def _counted(self, strategy: Strategy) -> Attempt:
         attempt = self._attempt(strategy)
@@ -368,17 +412,40 @@ class _Search:
             yield at_random(f"{self._seed}/{number}", _PROBABILITIES[number % len(_PROBABILITIES)])
 
     def _failure(self, failed: Attempt, first_decisions: int = 0, *, is_replayed: bool = False) -> Found:
-        trace, error, _ = failed
+        trace, error = failed.trace, failed.error
         assert error is not None
         decisions = tuple(trace.decisions)
         again = None if is_replayed else self._attempt(as_decided(decisions), on_disk=True)
-        return Found(decisions, error, trace.history, self.result.runs, first_decisions, trace, again)
+        fewest = None if is_replayed or self._most_stores <= 0 else self._fewest(failed)
+        return Found(decisions, error, trace.history, self.result.runs, first_decisions, trace, again, fewest)
+
+    def _fewest(self, failed: Attempt) -> Fewest | None:
+        """Look for the fewest messages of the store with which the same schedule fails in the same way."""
+        start = failed.start
+        if start is None or not start.messages:
+            return None
+        smallest = failed.trace.decisions
+
+        def fails(part: StoreStart) -> bool:
+            nonlocal smallest
+            moved = moved_label(start, part)  # labels have queue offsets, which count only the messages that are left
+            decisions = [
+                Decision(place._replace(usual=moved(place.usual)), moved(label))
+                for place, label in failed.trace.decisions
+            ]
+            attempt = self._attempt(as_decided(decisions), start=part)
+            is_same = attempt.signature == failed.signature
+            if is_same:
+                smallest = attempt.trace.decisions
+            return is_same
+
+        shrunk = shrink(start, fails, self._most_stores)
+        return Fewest(start, shrunk, tuple(smallest))
 
 
-def _states_of(explorer: Explorer) -> Set[int]:
+def _states_of(kit: Kit | None) -> Set[int]:
     """Return a number for each beginning of the history of a run, without its times and random ids."""
     states: set[int] = set()
-    kit: Kit | None = getattr(explorer, "kit", None)  # None where the test failed before it had a kit
     state = 0
     numbers: dict[str, int] = {}
     for event in () if kit is None else kit.history().events:
@@ -443,6 +510,8 @@ def explored_kit(explorer: Explorer, **settings: Unpack[KitKeywords]) -> Iterato
     folder = TemporaryFolder() if explorer.on_disk and settings.get("path") is None else None
     if folder is not None:
         settings["path"] = folder.name
+    if explorer.start is not None:
+        settings["store"] = explorer.start
     try:
         kit = Kit(runner=explorer, check=explorer.is_first, **settings)
         try:
@@ -467,14 +536,19 @@ def explore(
     Raises the error of the shortest failing schedule, with the report as a note. ``seed`` from such a report, or the
     path of a file that contains it, runs only that schedule; any other string varies the random choices. With ``lines``
     a listener can also pause at each line of its own file, which is slower and hides those lines from coverage.
+
+    A failing test that begins with a ``store`` runs again with fewer of its messages, and the fewest are saved in a
+    temporary folder, which another note names. librmq's log has the lines of the shortest failing schedule only.
     """
     start = starting_store(
         settings.get("store"), settings.pop("topics", None), settings.pop("groups", None), settings.get("store_config")
     )
     settings["store"] = start  # read once
 
+    logged: dict[int, list[bytes]] = {}
+
     def run(explorer: Explorer) -> BaseException | None:
-        with explored_kit(explorer, **settings) as kit:
+        with held_back() as lines_of_log, explored_kit(explorer, **settings) as kit:
             try:
                 function(kit)
                 kit.close()
@@ -482,14 +556,31 @@ def explore(
                 raise
             except BaseException as error:
                 explorer.trace.history = kit.account()
+                logged[id(explorer.trace)] = lines_of_log
                 return error
             return None
 
     result = search(run, runs, seed, read_seed(seed), lines=lines)
-    if result.found is not None:
-        result.found.error.add_note(result.report())
-        raise result.found.error
+    found = result.found
+    if found is not None:
+        for line in logged[id(found.trace)]:
+            log_again(line)
+        if found.fewest is not None:
+            found.error.add_note(found.fewest.describe("", partial(_saved, found.fewest)))
+        found.error.add_note(result.report())
+        raise found.error
     return result
+
+
+def _saved(fewest: Fewest, start: StoreStart) -> list[str]:
+    """Save the fewest messages in a temporary folder, and return how a test begins with them."""
+    folder = Path(tempfile.mkdtemp(prefix="librmq-failing-store-"))
+    size = start.save_to(folder)
+    seed = f", seed={encode_schedule(fewest.decisions)!r}" if fewest.decisions else ""
+    return [
+        f"they are saved as a store of {size / 1024:.0f} KiB, with which the test begins by:",
+        f"explore(test, store={str(folder)!r}, topics={list(start.topics)!r}, groups={list(start.groups)!r}{seed})",
+    ]
 
 
 def _place(traceback: TracebackType | None) -> tuple[str, int]:

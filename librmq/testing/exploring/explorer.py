@@ -42,6 +42,7 @@ from librmq.client.client import Client
 from librmq.clock import ManualClock
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step, Turn, Work
+from librmq.testing.from_store import StoreStart
 from librmq.testing.kit_runner import KitRunner, current_work, is_dead
 from librmq.testing.process import LIBRARY, Process, ProcessDied
 
@@ -242,6 +243,8 @@ class Explorer(KitRunner):
         """Whether it is the first run of a test."""
         self.on_disk = False
         """Whether the store of this run is in a folder."""
+        self.start: StoreStart | None = None
+        """What the kit begins with instead of the store of its settings."""
         self.switches_at_lines = False
         """Whether a listener may also pause at each line of its own file."""
         self._seen: dict[tuple[str, str], int] = {}
