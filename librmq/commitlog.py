@@ -541,12 +541,27 @@ class CommitLog(Closing, LogState):
     def search(self, text: bytes) -> Iterator[StoredMessage]:
         """Yield the messages whose records contain ``text``, in log order, from the whole log."""
         for start in self._sequence.starts:
-            file = self._sequence.file_at(start)
-            if file is None or file.buffer.find(text, 0, max(self.end - start, 0)) < 0:
+            if not self._file_contains(start, text):
                 continue
-            for _, _, raw in self.scan(start, start + self.file_size, check_body=False):
+            released = start
+            for place, _, raw in self.scan(start, start + self.file_size, check_body=False):
+                if place - released > _MOST_HELD:
+                    self.release_read_pages(released, place)
+                    released = place
                 if raw is not None and text in raw:
                     yield StoredMessage(raw)
+
+    def _file_contains(self, start: int, text: bytes) -> bool:
+        """Look for a text in pieces, which overlap, so that no more pages are held than those of one."""
+        file = self._sequence.file_at(start)
+        end = 0 if file is None else min(self.end - start, self._sequence.data_end(start))
+        for at in range(0, end, _MOST_HELD):
+            piece_end = at + _MOST_HELD
+            is_found = file is not None and file.buffer.find(text, at, min(piece_end + len(text) - 1, end)) >= 0
+            self.release_read_pages(start + at, start + piece_end)
+            if is_found:
+                return True
+        return False
 
     def walk(self, begin: int, on_record: Callable[[CommitLog, int, bytes], None] | None = None) -> LogEnd:
         """Walk over the records from ``begin`` in all existing files, and return their end, without changes.

@@ -365,6 +365,20 @@ def test_a_reader_can_end_where_the_log_ended_although_the_writer_writes_on() ->
     assert next(reader.follow())[0] == end
 
 
+@pytest.mark.parametrize("at", [(32 << 20) - 4, 32 << 20, (32 << 20) - 17])
+def test_a_text_is_found_wherever_it_lies(at: int) -> None:
+    """A search looks at pieces of 32 MiB, and the text may lie across the border of two."""
+    log = opened(MemoryFiles(), 64 << 20)
+    put(log, at - 188)
+    place = log.claim(SMALLEST + 117)
+    raw = record(place, b"x" * 100 + b"needle in the log")
+    assert place + raw.find(b"needle") == at
+    log.append(raw)
+    (found,) = log.search(b"needle in the log")
+    assert found.body.endswith(b"needle in the log")
+    assert list(log.search(b"needle in a haystack")) == []
+
+
 def test_a_log_whose_last_files_are_empty(files: MemoryFiles) -> None:
     """RocketMQ 4.9 creates the next file ahead of time."""
     for n in (3, 4):
