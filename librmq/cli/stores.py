@@ -313,12 +313,12 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
     if arguments.config is None and getattr(arguments, "at", None) is None:
         with StoreView.open(arguments.store, tables=_owner_tables(arguments)) as view:
             check_opened(arguments, view.store)
-            note_unknown_progress(view)
+            note_tables(view)
             yield view
     else:
         with open_store(arguments) as store:
             view = StoreView.over(store)
-            note_unknown_progress(view)
+            note_tables(view)
             yield view
 
 
@@ -332,8 +332,16 @@ def _owner_tables(arguments: argparse.Namespace) -> BrokerTables | None:
         return None
 
 
-def note_unknown_progress(view: StoreView) -> None:
-    """Say that the progress of groups is unknown, and what to do, if that is so."""
+def note_replaced(tables: BrokerTables) -> None:
+    """Say which tables were read from their backups."""
+    for replaced in tables.replaced():
+        complain(f"note: {replaced}")
+
+
+def note_tables(view: StoreView) -> None:
+    """Say which tables were read from their backups, and that the progress of groups is unknown, if that is so."""
+    if not view.is_live:
+        note_replaced(view.tables)
     if (why := view.unknown_progress) is not None:
         complain(f"note: {why}")
 
@@ -498,6 +506,7 @@ def open_to_change(
         complain(f"note: {arguments.store} had no store: a new one is made there")
     with MessageStore.open(arguments.store, config, files=files) as store:
         tables = BrokerTables.open(os.path.join(arguments.store, CONFIG), files=files)
+        note_replaced(tables)
         yield store, tables, None
         tables.persist(SystemClock().now_ms())
 

@@ -115,3 +115,22 @@ def test_a_young_store_has_no_progress_yet(shell: Shell) -> None:
     Producer(broker, "senders").send("orders", b"x")
     broker.abandon()
     assert "progress" not in shell("groups", "young").said
+
+
+@pytest.mark.parametrize("content", ['{"offsetTable":{"orders@', "", None])
+def test_a_table_that_was_read_from_its_backup_is_said(
+    lively: Path, shell: Shell, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = lively / "config/consumerOffset.json"
+    (lively / "config/consumerOffset.json.bak").write_bytes(table.read_bytes())
+    before = {words: shell(*words.split()).rows for words in ("lag lively", "groups lively", "pending lively")}
+    table.unlink() if content is None else table.write_text(content)
+    for words, rows in before.items():
+        answer = shell(*words.split())
+        assert (answer.status, answer.rows) == (0, rows)
+        assert answer.said.count("so consumerOffset.json.bak was read, as a broker does: it can be a save older") == 1
+    checked = shell("verify", "lively")
+    assert checked.status == 0
+    assert "consumerOffset.json.bak was read" in checked.said
+    with Broker.open(lively):
+        assert "consumerOffset.json.bak was read" in caplog.text

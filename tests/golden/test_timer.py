@@ -203,7 +203,7 @@ def test_load_replays_the_puts(folder: Path, tmp_path: Path) -> None:
             {
                 str(path.relative_to(tmp_path / name)): hashlib.sha1(path.read_bytes()).digest()
                 for path in (tmp_path / name).rglob("*")
-                if path.is_file()
+                if path.is_file() and path.name != "retention.json"  # it names its folder
             }
         )
     assert found[0] == found[1]

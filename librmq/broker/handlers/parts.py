@@ -79,9 +79,12 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
+from librmq.runtime.event_log import EventLog
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import has_abort
+
+_log = EventLog("librmq.broker")
 
 A = TypeVar("A")
 Q = TypeVar("Q", bound=Request[Any])
@@ -124,6 +127,8 @@ class BrokerParts:
         self._metrics = metrics
         by_hand = not moves_by_itself(runner.clock)
         tables = BrokerTables.open(os.path.join(path, "config"), files=files)
+        for replaced in tables.replaced():
+            _log.warning("%(what)s", what=replaced)
         from librmq.filter import BloomFilter  # loads a grammar that a client does without
 
         bloom = BloomFilter(config.bloom_error, config.expected_consumers)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import named
 from librmq.cli.selection import age_clock, first_at, note_group, note_topic, note_topic_of, parse_time
-from librmq.cli.stores import open_running, open_source, open_store, open_view
+from librmq.cli.stores import note_replaced, open_running, open_source, open_store, open_view
 from librmq.clock import SystemClock
 from librmq.diagnosis import deadletters
 from librmq.diagnosis.formatting import moment
@@ -253,6 +253,7 @@ def pending(arguments: argparse.Namespace, output: Output) -> int:
 def _note_unknown_waiting(view: StoreView, kind: str | None) -> None:
     """Say what the rows of `pending` leave out or assume because a table of progress is missing."""
     tables = view.tables
+    note_replaced(tables)
     if kind in (None, "half") and HALF_TOPIC in view.topics and (why := tables.unknown_progress()) is not None:
         complain(f"note: {why}; of each half its last copy is listed, unless the log has its end")
     if kind in (None, "delay", "retry") and SCHEDULE_TOPIC in view.topics and (why := tables.unknown_delays()):

@@ -146,13 +146,13 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
 def extract(arguments: argparse.Namespace, output: Output) -> int:
     """Make a small store of the selected messages and print its row."""
     from librmq.cli.selection import select
-    from librmq.cli.stores import note_unknown_progress, open_store
+    from librmq.cli.stores import note_tables, open_store
     from librmq.diagnosis.view import StoreView
     from librmq.store.extraction import extract
 
     selection = select(arguments)
     with open_store(arguments) as store:
-        note_unknown_progress(StoreView.over(store))
+        note_tables(StoreView.over(store))
         places = {message.physical_offset for message in islice(selection.select_from(store), arguments.limit)}
     if not places:
         raise InputError("expected at least one message to extract, found none: `librmq show` selects in the same way")

@@ -117,6 +117,11 @@ class BrokerTables:
         """Whether the progress of the delay levels is in a file that can be read, or there is none yet."""
         return self.delays.is_stored or not self._was_saved(self.delays, self.offsets.is_stored)
 
+    def replaced(self) -> list[str]:
+        """Return, for each table that was read from its backup, what is wrong with its file."""
+        tables = (self.topics, self.groups, self.offsets, self.delays, self.filter_table)
+        return [table.replaced for table in tables if table.replaced is not None]
+
     def unknown_progress(self) -> str | None:
         """Return why the progress of groups is unknown, and what to do; None if it is known."""
         if self.knows_progress:
@@ -320,6 +325,8 @@ class ConfigTable:
         self._stored: bytes | None = None  # the content of the file, None if it is unreadable
         self.is_stored = False
         """Whether the file, or its backup, has content."""
+        self.replaced: str | None = None
+        """What is wrong with the file in whose place its backup was read, and what that means."""
         self._document = self._load()
         self.rows: Rows = self._document[name]
         self.is_new = not self.rows
@@ -391,17 +398,23 @@ class ConfigTable:
     def _load(self) -> dict[str, Any]:
         """Return the file's document, or its backup's, or an empty one."""
         damage: CorruptionError | None = None
+        wrong = "is missing"
         for path in (self.path, self.path + _BACKUP):
-            if not self._files.size(path):
+            if not (size := self._files.size(path)):
+                wrong = "is empty" if size == 0 else wrong
                 continue
             try:
                 data = self._files.read(path)
                 document = self._complete(java_json.loads(data))
             except MalformedError as error:
                 damage = damage or CorruptionError(path, 0, "config", str(error))
+                wrong = f"is damaged ({error})"
                 continue
             if path == self.path:
                 self._stored = data
+            else:
+                name = os.path.basename(path)
+                self.replaced = f"{self.path} {wrong}, so {name} was read, as a broker does: it can be a save older"
             self.is_stored = True
             return document
         if damage is not None:

@@ -96,6 +96,7 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         notes.append("there is an abort marker: the store was not closed")
     try:
         tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
+        notes += tables.replaced()
         notes += map(compaction_note, sorted(topic for topic, row in tables.topics.rows.items() if is_compacted(row)))
     except CorruptionError as error:
         what = f"a broker can't open the store: {error.what}: restore the file from a copy, or move it away"
