@@ -48,6 +48,7 @@ from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import critical
+from librmq.runtime.runner import kept_for_later
 
 T = TypeVar("T")
 _log = EventLog("librmq.outbox")
@@ -109,6 +110,8 @@ class Outbox:
             body=message.body,
             now_ms=(self._clock or present_clock()).now_ms(),
         )
+        if (keep := kept_for_later.get()) is not None:
+            keep(message.properties[PROPERTY_UNIQUE_KEY])
 
     async def add_async(self, connection: Any, message: Message, *, order_key: str | None = None) -> None:
         """Do as `add`, in a SQLAlchemy ``AsyncSession`` or ``AsyncConnection``."""

@@ -405,7 +405,7 @@ class KitObserver:
 
     def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
         """Record a stored message or batch; lose or delay the answer if a fault is due."""
-        if current_work() is not None:
+        if current_work() is not None or self._kit.runner.has_kept:
             for offset_id in response.offset_ids:
                 self._kit.runner.sent(broker_name, topic, int(offset_id[-16:], 16))
         self._kit.faults.after_send(process, topic, broker_name, response)
@@ -426,6 +426,12 @@ class KitObserver:
         with suppress(LookupError):
             return broker_name, self.evidence.message_at(broker_name, physical_offset).prepared_transaction_offset
         return broker_name, 0
+
+    def unique_id_of(self, broker_name: str, physical_offset: int) -> str:
+        """Return the unique id of a message; empty without one."""
+        with suppress(LookupError):
+            return self.evidence.message_at(broker_name, physical_offset).unique_key or ""
+        return ""
 
     def listener_begins(self, work: Work) -> None:
         """Note that user code begins."""

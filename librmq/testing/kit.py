@@ -25,6 +25,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import MessageQueue, StoredMessage
+from librmq.runtime.runner import kept_for_later
 from librmq.testing.evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing.faults import Faults
 from librmq.testing.from_store import DEFAULT_NOW_MS, FOLDER, GroupNames, StoreStart
@@ -101,6 +102,7 @@ class Kit:
         kit_clock.set(self.clock)
         self.runner = runner or KitRunner(self.clock)
         self.runner.kit = self
+        kept_for_later.set(self.runner.kept)
         self.start: StoreStart | None = start
         """What the kit's store began with; None for an empty one."""
         self.files: Files = DiskFiles()
@@ -658,6 +660,7 @@ class Kit:
         self.runner.shutdown()
         if kit_clock.get() is self.clock:
             kit_clock.set(self._clock_before)
+            kept_for_later.set(None)
 
     def __enter__(self) -> Self:
         return self

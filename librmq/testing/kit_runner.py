@@ -43,6 +43,8 @@ class _Observer(Protocol):
 
     def half_of(self, broker_name: str, physical_offset: int) -> tuple[str, int]: ...
 
+    def unique_id_of(self, broker_name: str, physical_offset: int) -> str: ...
+
 
 class _Kit(Protocol):
     """The parts of the kit that its runner uses."""
@@ -91,6 +93,7 @@ class KitRunner(ManualRunner):
         """Listeners that have done their work and return later."""
         self._dying: Process | None = None
         self._works: dict[asyncio.Task[Any], Work] = {}
+        self._kept: dict[str, tuple[int, str, tuple[str, int]]] = {}
         self._depths: dict[tuple[str, int], tuple[int, str, tuple[str, int] | None]] = {}
 
     @property
@@ -219,11 +222,30 @@ class KitRunner(ManualRunner):
 
     def sent(self, broker_name: str, topic: str, physical_offset: int) -> None:
         """Note a stored message, sent by the running listener or by the test."""
+        cause = self._kept.get(self.kit.observer.unique_id_of(broker_name, physical_offset)) if self._kept else None
+        cause = cause or self._cause()
+        if cause is not None:
+            depth, group, parent = cause
+            self._depths[broker_name, physical_offset] = depth, f"{group} → {topic}", parent
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether listeners have kept messages for later sends."""
+        return bool(self._kept)
+
+    def kept(self, unique_id: str) -> None:
+        """Note a message that the running listener keeps in an outbox; its cause is this listener, not the sender."""
+        cause = self._cause()
+        if cause is not None:
+            self._kept[unique_id] = cause
+
+    def _cause(self) -> tuple[int, str, tuple[str, int]] | None:
+        """Return the length of the chain, the group and the message of the running listener; None without one."""
         work = _current.get()
-        if work is not None and work.about:
-            parent = max(work.about, key=self._depth)
-            depth = self._depth(parent) + 1
-            self._depths[broker_name, physical_offset] = depth, f"{group_of(work)} → {topic}", parent
+        if work is None or not work.about:
+            return None
+        parent = max(work.about, key=self._depth)
+        return self._depth(parent) + 1, group_of(work), parent
 
     def _depth(self, address: tuple[str, int]) -> int:
         """Return the length of the chain before a message; a committed one has that of its half."""

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import json
 import selectors
+import sqlite3
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from librmq.errors import (
     SendTimeoutError,
 )
 from librmq.files.memory import MemoryFiles
-from librmq.idempotence import MemoryDedupStore
+from librmq.idempotence import MemoryDedupStore, Outbox, OutboxSender, upgrade_tables
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 from librmq.protocol import ConsumeFrom, MessageModel, Route, TransactionState
@@ -134,6 +136,39 @@ def test_an_endless_loop_is_reported_with_its_cause() -> None:
     assert "billing → payments" in text
     assert "shipping → orders" in text
     assert "more" in caught.value.__notes__[-1]  # the history is truncated
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_test", [False, True])
+def test_an_endless_loop_through_an_outbox_is_reported(by_test: bool) -> None:
+    def connect() -> sqlite3.Connection:
+        return sqlite3.connect("file:loop?mode=memory&cache=shared", uri=True)
+
+    with (  # noqa: PT012
+        closing(connect()) as database,
+        pytest.raises(EndlessLoopError, match=r"in a row.*billing → orders"),
+        Kit() as rmq,
+    ):
+        upgrade_tables(database)
+        outbox = Outbox(clock=rmq.clock)
+        sender = OutboxSender(connect, rmq.producer(), clock=rmq.clock)
+
+        def send() -> None:
+            sender.run_due(rmq.clock.now_ms())
+
+        @rmq.consumer("billing").subscribe("orders")
+        def bill(message: DeliveredMessage) -> None:
+            assert len(rmq.delivered("billing")) < 1_200, "no loop was seen"
+            outbox.add(database, Message("orders", b"x"))
+            database.commit()
+            if not by_test:
+                rmq.route.background(send)
+
+        rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+        while True:
+            send()
+            rmq.run_until_idle()
 
 
 @pytest.mark.slow
