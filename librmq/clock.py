@@ -6,7 +6,9 @@ import threading
 import time
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
+
+from librmq.errors import ConfigError
 
 if TYPE_CHECKING:
     import asyncio
@@ -88,9 +90,25 @@ kit_clock: ContextVar[ManualClock | None] = ContextVar("librmq.clock", default=N
 """The clock of the kit of the test that runs; None without one."""
 
 
-def present_clock() -> Clock:
-    """Return the clock of code that was given none: that of the kit of the test that runs, or else the machine's."""
-    return kit_clock.get() or SystemClock()
+open_kits: Final[list[ManualClock]] = []
+"""The clocks of all kits of this process that are open."""
+
+
+def present_clock(what: str) -> Clock:
+    """Return the clock of code that was given none: that of the kit of the test that runs, or else the machine's.
+
+    Raises:
+        ConfigError: Kits are open, and it is not known which of them the code belongs to.
+    """
+    clock = kit_clock.get()
+    if clock is not None:
+        return clock
+    if open_kits:
+        raise ConfigError(
+            f"{what}: a test's kit is open, but this thread or event loop began outside of it, so its clock is not "
+            "known: pass clock=rmq.clock, or the machine's clock=SystemClock()"
+        )
+    return SystemClock()
 
 
 def moves_by_itself(clock: Clock) -> bool:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, TypeVar, Unpack
 
+from librmq.client.producer import Producer
 from librmq.clock import Clock, present_clock
 from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
@@ -108,7 +109,7 @@ class Outbox:
             properties=json.dumps(message.properties | _delays(message)),
             flag=message.flag,
             body=message.body,
-            now_ms=(self._clock or present_clock()).now_ms(),
+            now_ms=(self._clock or present_clock("Outbox")).now_ms(),
         )
         if (keep := kept_for_later.get()) is not None:
             keep(message.properties[PROPERTY_UNIQUE_KEY])
@@ -208,11 +209,11 @@ class OutboxSender:
             producer: Its ``send(message)`` waits, and raises or returns a result with a status.
             table: The outbox's table.
             send_ordered: Called with message and order key for rows that have one, to choose their queue by it.
-            clock: The clock; by default that of the test's kit, or else the machine's.
+            clock: The clock; by default that of the route of a `Producer`, or of the test's kit, or else the machine's.
             **settings: The settings of `OutboxConfig`.
 
         Raises:
-            ConfigError: A setting is refused, or an argument has a wrong type.
+            ConfigError: A setting is refused, an argument has a wrong type, or there is a kit, but not its clock.
         """
         self.config = OutboxConfig().with_settings(settings)
         if not callable(getattr(producer, "send", None)):
@@ -236,7 +237,9 @@ class OutboxSender:
         self._claim_ms = round(1000 * self.config.claim_timeout)
         self._poll_ms = round(1000 * self.config.poll_interval)
         self._keep_ms = round(1000 * self.config.keep_sent)
-        self._clock = clock or present_clock()
+        if clock is None and isinstance(producer, Producer):
+            clock = producer.client.runner.clock
+        self._clock = clock or present_clock("OutboxSender")
         self._purge_at_ms = self._next_purge_ms()
         self._background: Background | None = None
         self._closing = False

@@ -68,7 +68,7 @@ def transactional(
     record = None
     if business_key:
         record = dedup_key(application, message.topic, group, message.tags, business_key)
-    expires_at_ms = (clock or present_clock()).now_ms() + to_milliseconds("keep", keep)
+    expires_at_ms = (clock or present_clock("transactional")).now_ms() + to_milliseconds("keep", keep)
     return Transactional(session, table, record, expires_at_ms)
 
 
@@ -279,7 +279,7 @@ class LocalTransactions:
         return link.insert_first(insert, id=transaction_id, state=state, expires=self._now_ms() + self._keep_ms)
 
     def _now_ms(self) -> int:
-        return (self._clock or present_clock()).now_ms()
+        return (self._clock or present_clock("LocalTransactions")).now_ms()
 
     def purge(self, connection: Any) -> int:
         """Delete the rows that are older than ``keep``, and commit; return their number.

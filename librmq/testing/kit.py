@@ -15,7 +15,7 @@ from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.recorder import Event, Recorder
-from librmq.clock import ManualClock, kit_clock
+from librmq.clock import ManualClock, kit_clock, open_kits
 from librmq.cluster import Cluster, ReplicaConfig
 from librmq.cluster.sites import site_of
 from librmq.config import StoreConfig, to_seconds, wrong_kind
@@ -100,6 +100,7 @@ class Kit:
         self.clock.move_to(max(begin_ms, self.clock.now_ms()))
         self._clock_before = kit_clock.get()
         kit_clock.set(self.clock)
+        open_kits.append(self.clock)
         self.runner = runner or KitRunner(self.clock)
         self.runner.kit = self
         kept_for_later.set(self.runner.kept)
@@ -658,6 +659,7 @@ class Kit:
             process.die()
         self._driver.end()
         self.runner.shutdown()
+        open_kits[:] = [clock for clock in open_kits if clock is not self.clock]
         if kit_clock.get() is self.clock:
             kit_clock.set(self._clock_before)
             kept_for_later.set(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from librmq.client.queue_selectors import select_by_hash
 from librmq.clock import SystemClock, present_clock
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupCounts, DedupListener
+from librmq.errors import ConfigError
 from librmq.idempotence.outbox import Outbox, OutboxSender
 from librmq.idempotence.sqltables import upgrade_tables
 from librmq.idempotence.stores import DedupStore, MemoryDedupStore, SqliteDedupStore
@@ -245,4 +247,28 @@ def test_tables_of_the_application_go_by_the_clock_of_the_kit(tmp_path: Path) ->
         assert sender.run_due(now_ms) == now_ms + 5_000
         rmq.run_until_idle()
         assert [one.body for one in rmq.delivered("mail")] == [b"o-1"]
-    assert isinstance(present_clock(), SystemClock)
+    assert isinstance(present_clock("a test"), SystemClock)
+
+
+def test_without_a_clock_that_can_be_found_the_error_says_what_to_pass() -> None:
+    with Kit() as rmq, closing(sqlite3.connect(":memory:")) as database:
+        upgrade_tables(database)
+        rmq.producer().send("orders", b"o-1")
+        message = rmq.messages("orders")[0]
+
+        class Other:
+            def send(self, message: Message) -> None: ...
+
+        calls: list[Callable[[], Any]] = [
+            lambda: Outbox().add(database, Message("orders", b"x")),
+            lambda: transactional(database, message, group="billing"),
+            lambda: OutboxSender(lambda: database, Other()),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match=r"pass clock=rmq\.clock"):
+                Context().run(call)  # like a thread that the kit has not started
+            call()
+        sender = Context().run(lambda: OutboxSender(lambda: database, rmq.producer(), poll_interval=5))
+        assert Context().run(sender.run_due, 0) == rmq.clock.now_ms() + 5_000  # the clock of its route
+    for call in calls[2:]:
+        Context().run(call)
