@@ -447,3 +447,19 @@ def test_coroutines_are_explored() -> None:
     result = search(run_of(test), 200)
     assert result.found is not None
     assert len(result.found.decisions) <= 3
+
+
+@pytest.mark.parametrize(("queue", "fails"), [(None, False), (0, True)])
+def test_a_lost_answer_fails_a_send_to_a_given_queue_and_repeats_another(queue: int | None, fails: bool) -> None:
+    errors: list[ConnectionError] = []
+
+    def scenario(rmq: Kit) -> None:
+        rmq.consumer("billing").subscribe("orders")(lambda message: None)
+        try:
+            rmq.producer().send("orders", b"o-1", queue=queue)
+        except ConnectionError as error:
+            errors.append(error)
+        rmq.advance(minutes=2)
+
+    explore(scenario, 30)
+    assert any("the answer was lost" in str(error) for error in errors) == fails
