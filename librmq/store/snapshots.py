@@ -252,7 +252,9 @@ def _log_end(path: str, config: StoreConfig, files: Files, clock: Clock) -> int:
 def _walked_end(folder: str, config: StoreConfig, files: Files) -> int:
     with CommitLog.open(folder, config.commitlog_file_size, files=files, writable=False) as log:
         end = log.found_end.physical_offset
-        following = salvage.find_record(log.sequence, end + max(log.unfinished_at(end), 1))
+        # Only up to the last data, because reading holes takes room in a file system that keeps files in memory.
+        until = end + log.data_behind(end)
+        following = salvage.find_record(log.sequence, end + max(log.unfinished_at(end), 1), until)
         if following is not None and log.walk(end).physical_offset == end:  # otherwise it was being written
             what = f"expected a record, because sound ones follow from {following} on: repair the log before a snapshot"
             raise CorruptionError(log.sequence.path_at(end), end, "record", what)
