@@ -22,6 +22,11 @@ _unpack_frame = record.header_struct(*_FRAME, unsigned=_FRAME).unpack_from  # ne
 _MAGIC: Final = record.MESSAGE_MAGIC
 _V6: Final = record.HOSTS_V6
 _BLANK_SIZE: Final = record.BLANK_SIZE
+_HALF_REPLACED: Final = frozenset(
+    int.from_bytes(magic.to_bytes(4, "big")[:count] + record.UNFINISHED_MAGIC.to_bytes(4, "big")[count:], "big")
+    for magic in MAGICS
+    for count in (1, 2, 3)
+)
 _CHUNK: Final = 1 << 18  # that fits the cache of a processor's core
 
 LogItem = tuple[int, int, bytes | None]
@@ -44,8 +49,13 @@ def write_records(buffer: mmap.mmap, at: int, data: bytes) -> None:
 
 
 def unfinished_size(head: bytes, room: int) -> int:
-    """Return the number of bytes that a mark announces, 0 if ``head`` is none; a write never crosses files."""
+    """Return the number of bytes that a mark announces, 0 if ``head`` is none; a write never crosses files.
+
+    If the record's head has replaced only a part of the mark, its number is lost: all that follows may belong to it.
+    """
     size, magic = SIZE_AND_MAGIC.unpack(head.ljust(_BLANK_SIZE, b"\0"))
+    if magic in _HALF_REPLACED:
+        return room
     return int(size) if magic == record.UNFINISHED_MAGIC and size <= room else 0
 
 

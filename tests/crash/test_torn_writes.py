@@ -103,6 +103,18 @@ def beside_a_batch(marked: int = 0) -> tuple[MessageStore, MemoryFiles, int]:
     return store, files, end
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_mark_that_the_head_has_replaced_in_part_is_cut_with_its_batch(count: int) -> None:
+    """A word of memory can end within the eight bytes, and the number that the mark had is lost."""
+    store, files, end = beside_a_batch()
+    log = files.open(store.log.sequence.path_at(end), writable=True).buffer
+    log[end + 4 : end + 8] = (b"\xda\xa3\x20" + b"\xa7")[:count] + b"undo"[count:]
+    log[end : end + 4] = (150).to_bytes(4, "big")
+    store.abandon()
+    with MessageStore.open("/s", STORE, files=files, clock=ManualClock(), background=False) as opened:
+        assert [message.body for message in opened] == [b"before"]
+
+
 def test_a_batch_being_written_is_no_damage() -> None:
     store, files, end = beside_a_batch()
     try:

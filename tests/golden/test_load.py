@@ -474,7 +474,10 @@ def test_two_runs_are_identical_in_every_file(folder: Path, tmp_path: Path) -> N
     operations = [operation for operation, _ in recorded(folder)]
     one, other = (load(tmp_path / name, config_of(folder), operations) for name in ("one", "other"))
     assert one.answers == other.answers
-    assert contents(one.path) == contents(other.path)
+    found = [contents(run.path) for run in (one, other)]
+    for files in found:
+        files.pop("librmq/retention.json", None)  # it names its folder
+    assert found[0] == found[1]
 
 
 def split(operations: Sequence[Row]) -> int:

@@ -92,7 +92,8 @@ def test_a_cluster(tmp_path: Path) -> None:
 
 def test_a_worker_whose_processes_are_busy_answers(tmp_path: Path) -> None:
     with worker(tmp_path):
-        call(tmp_path, "for _ in range(8): held.delay()" + INSPECTION)
+        ready = "assert add.delay(1, 1).get(timeout=60) == 2\n"  # a broadcast before has no queue yet
+        call(tmp_path, ready + "for _ in range(8): held.delay()\n" + INSPECTION)
         assert not notes(tmp_path)
         (tmp_path / "go").touch()
 
