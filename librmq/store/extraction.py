@@ -299,6 +299,9 @@ def _copy_tables(tables: BrokerTables, part: str, numbers: Renumbering, topics: 
         for level, offset in tables.delays.rows.items():
             kept.delays.set(level, numbers.new_offset(SCHEDULE_TOPIC, queue_id_of_level(level), offset))
     kept.persist(SystemClock().now_ms())
+    for table, is_known in ((kept.offsets, tables.knows_progress), (kept.delays, tables.knows_delays)):
+        if not is_known:  # an empty table would say that nothing was consumed
+            files.delete(table.path)
 
 
 def _records(path: str, files: Files, end_log: Callable[[], None]) -> Iterator[StoredMessage | Gap]:

@@ -134,3 +134,10 @@ def test_a_table_that_was_read_from_its_backup_is_said(
     assert "consumerOffset.json.bak was read" in checked.said
     with Broker.open(lively):
         assert "consumerOffset.json.bak was read" in caplog.text
+
+
+def test_an_extracted_store_does_not_know_what_its_source_does_not(lively: Path, shell: Shell) -> None:
+    for file in lively.glob("config/consumerOffset.json*"):
+        file.unlink()
+    assert "the progress of groups is unknown: " in shell("extract", "lively", "--topic", "orders", "-o", "small").said
+    assert BrokerTables.open(str(shell.folder / "small/config")).unknown_progress() is not None
