@@ -128,7 +128,8 @@ def test_a_killed_worker_loses_nothing(tmp_path: Path, owns: str) -> None:
     assert repeated <= 2 * 2 + 2, "at most those that two processes had, and their prefetch"
 
 
-def test_a_warm_shutdown_ends_running_tasks_and_gives_the_others_back(tmp_path: Path) -> None:
+def test_a_warm_shutdown_ends_running_tasks_and_loses_none(tmp_path: Path) -> None:
+    """On a busy machine a task that ends during the shutdown can run again: its acknowledgement came too late."""
     with worker(tmp_path) as first:
         call(tmp_path, "for number in range(8): note.delay(number, 1)")
         wait_until(lambda: sum(notes(tmp_path).values()) >= 2, "it works")
@@ -136,4 +137,4 @@ def test_a_warm_shutdown_ends_running_tasks_and_gives_the_others_back(tmp_path: 
         assert first.wait(60) == 0
     with worker(tmp_path):
         wait_until(lambda: all(notes(tmp_path)[f"ends {number}"] for number in range(8)), "the rest is done")
-    assert set(notes(tmp_path).values()) == {1}
+    assert min(notes(tmp_path).values()) >= 1
