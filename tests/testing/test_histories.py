@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from librmq.errors import InputError
@@ -373,6 +373,8 @@ def test_random_histories_have_as_many_anomalies_of_each_kind_as_before() -> Non
 
 @settings(max_examples=50 // step(), deadline=None)
 @given(st.randoms(use_true_random=False))
+@example(Random(100_008))  # Anomalies that differ in their sentences alone.
+@example(Random(118_155))  # Two messages at one place at one time.
 def test_the_order_of_lines_means_nothing(random: Random) -> None:
     events = random_history(random)
     anomalies = check_history(events)

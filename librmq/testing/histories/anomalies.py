@@ -94,8 +94,10 @@ def find_anomalies(history: HistoryEvents) -> list[Anomaly]:
 
 
 def _order(anomaly: Anomaly) -> tuple[object, ...]:
+    """Order anomalies by what they say, so that the order of lines decides only between those that say the same."""
     place = (anomaly.topic or "", anomaly.broker or "", anomaly.queue_id or 0, anomaly.queue_offset or 0)
-    return anomaly.at_ms, KINDS.index(anomaly.anomaly), str(anomaly.id), anomaly.group or "", place, anomaly.events
+    what = (str(anomaly.id), anomaly.group or "", place, anomaly.what)
+    return anomaly.at_ms, KINDS.index(anomaly.anomaly), what, anomaly.events
 
 
 class _Check:

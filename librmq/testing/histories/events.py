@@ -88,12 +88,14 @@ class Send(NamedTuple):
     queue: Queue | tuple[()]
     """Where the message is stored, if that is known."""
     queue_offset: int
+    id_text: str
+    """The message as text: this and what follows orders what is equal in all that counts, and then the line."""
+    topic: str
+    process: str
+    is_half: bool
     line: int
     id: MessageId
-    process: str
-    topic: str
     outcome: str
-    is_half: bool
     not_before_ms: int | None
 
 
@@ -109,9 +111,11 @@ class Delivery(NamedTuple):
     group: str
     process: str
     queue: Queue
+    id_text: str
+    """The message as text, as in `Send`."""
+    topic: str
     line: int
     id: MessageId
-    topic: str
     outcome: str | None
     """None while it runs."""
 
@@ -253,12 +257,13 @@ class HistoryEvents:
             event["end_ms"],
             queue,
             offset,
+            str(event["id"]),
+            topic,
+            intern(event["process"]),
+            is_half,
             line,
             event["id"],
-            intern(event["process"]),
-            topic,
             intern(event["outcome"]),
-            is_half,
             not_before_ms,
         )
 
@@ -274,9 +279,10 @@ class HistoryEvents:
             intern(event["group"]),
             intern(event["process"]),
             self._queue(event, topic if stored_in is None else stored_in),
+            str(event["id"]),
+            topic,
             line,
             event["id"],
-            topic,
             None if outcome is None else intern(outcome),
         )
 
