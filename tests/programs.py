@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import textwrap
 import traceback
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import AnyStr
@@ -16,6 +19,7 @@ from typing import AnyStr
 import pytest
 
 import librmq
+from tests.conftest import in_ci
 from tests.reference import CHECKOUT
 
 POSIX = pytest.mark.skipif("sys.platform == 'win32'", reason="needs a POSIX shell")
@@ -87,3 +91,19 @@ def example(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def unpack_suite(package: str, folder: Path, files: str = "/t/|/pyproject.toml$") -> None:
+    """Unpack the tests of a package, and its settings of them; skip the test where nothing can be downloaded."""
+    if not (in_ci() or os.environ.get("LIBRMQ_DOWNLOADS")):
+        pytest.skip(f"downloads the source archive of {package}: only in CI, or with LIBRMQ_DOWNLOADS=1")
+    words = ["download", "-q", "--no-deps", "--no-binary", package]
+    words += ["-d", str(folder), f"{package}=={version(package)}"]
+    done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"the source archive of {package} can't be had: {done.stderr[-200:]}")
+    with tarfile.open(next(folder.glob(f"{package}-*.tar.gz"))) as archive:
+        tests = [member for member in archive.getmembers() if re.search(files, member.name)]
+        for member in tests:
+            member.name = member.name.partition("/")[2]
+        archive.extractall(folder, tests, filter="data")

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.idempotence.servers import STARTERS, Absent
-from tests.integrations.test_kombu_suite import unpack_suite
-from tests.programs import environment
+from tests.programs import environment, unpack_suite
 
 pytestmark = [pytest.mark.slow, pytest.mark.platform]
 pytest.importorskip("celery")

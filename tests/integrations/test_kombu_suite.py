@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-import tarfile
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import in_ci
-from tests.programs import environment
+from tests.programs import environment, unpack_suite
 
 pytestmark = [pytest.mark.slow, pytest.mark.platform]
 pytest.importorskip("kombu")
@@ -44,22 +40,6 @@ class TestTimeToLive(BaseTimeToLive): pass
 class TestPriority(BasePriority): pass
 class TestMessage(BaseMessage): pass
 """
-
-
-def unpack_suite(package: str, folder: Path) -> None:
-    """Unpack the tests of a package, and its settings of them; skip the test where nothing can be downloaded."""
-    if not (in_ci() or os.environ.get("LIBRMQ_DOWNLOADS")):
-        pytest.skip(f"downloads the source archive of {package}: only in CI, or with LIBRMQ_DOWNLOADS=1")
-    words = ["download", "-q", "--no-deps", "--no-binary", package]
-    words += ["-d", str(folder), f"{package}=={version(package)}"]
-    done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"the source archive of {package} can't be had: {done.stderr[-200:]}")
-    with tarfile.open(next(folder.glob(f"{package}-*.tar.gz"))) as archive:
-        tests = [member for member in archive.getmembers() if re.search("/t/|/pyproject.toml$", member.name)]
-        for member in tests:
-            member.name = member.name.partition("/")[2]
-        archive.extractall(folder, tests, filter="data")
 
 
 def test_the_classes_of_kombu(tmp_path: Path) -> None:
