@@ -382,6 +382,11 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "checkpoint_logics_ts:int checkpoint_index_ts:int queues:[obj] topic_queue_table:obj cut:[obj]",
     ),
     "verify": ("type:str sound:bool damage:[obj]",),
+    "can-start": (
+        "type:str version:str broker:str librmq:str closed_cleanly:bool recovery_file:str? recovery_bytes:int? "
+        "read_bytes_per_s:int? read_s:num? log_end:int? cut_bytes:int? recover_cuts:int?",
+        "librmq.diagnosis.start_verdict.StartReason type:str",
+    ),
     "salvage": ("type:str into:str records:int gaps:int", _GAP, _STORED),
     "extract": ("type:str into:str messages:int bytes:int",),
     "snapshot": (_SNAPSHOT,),

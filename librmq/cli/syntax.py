@@ -328,6 +328,11 @@ _TARGET: Final = option("target", help="a folder that is empty or does not exist
 _FILES: Final = (
     Command("verify", "maintenance", "check the bytes of all files; changes nothing", "store", output=OUTPUT),
     Command(
+        "can-start", "maintenance", "say if a broker would start here, repair the store, or refuse, and why", "store",
+        note="By the rules of RocketMQ 4.9.4 or 5.3.3: tables and their backups, lengths of files, where a recovery "
+        "reads the log, how long this disk takes for that, and what is cut. Changes nothing.",
+    ),
+    Command(
         "salvage", "maintenance", "extract every sound record of a damaged store", "store --into saved",
         (option("--into", metavar="NEW", help="write the records to a new store instead of printing them"),),
         description="Prints every sound record of the log, whatever is damaged or missing, a row for each gap, "

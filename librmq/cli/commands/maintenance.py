@@ -57,6 +57,22 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     return 0 if verdict.sound else DAMAGED
 
 
+def can_start(arguments: argparse.Namespace, output: Output) -> int:
+    """Print whether a broker and librmq start on a store, then why; status 1 if one refuses or loses anything."""
+    from librmq.diagnosis.start_verdict import start_sentence, start_verdict
+
+    files, config = files_and_config(arguments)
+    with log_bar("can-start", arguments.store, 1):
+        verdict = start_verdict(arguments.store, config, files=files)
+    row = {name: value for name, value in verdict._asdict().items() if name != "reasons"}
+    output.row({"type": "start", **row})
+    for reason in verdict.reasons:
+        output.row({"type": "reason", **reason._asdict()})
+    output.close()
+    complain(f"note: {start_sentence(arguments.store, verdict)}")
+    return DAMAGED if {verdict.broker, verdict.librmq} & {"loses", "refuses"} else 0
+
+
 def recover(arguments: argparse.Namespace, output: Output) -> int:
     """Recover the store in place, or with ``--dry-run`` in memory, and print its new state and the cuts."""
     from librmq.cli.rows import cut_row, store_row

@@ -1,0 +1,512 @@
+"""Whether a broker, and librmq, would start on a store: at once, after a repair of their own, or not, and why.
+
+::
+
+    judged                what RocketMQ 4.9 (4.9.4) does            what 5.x (5.3.3) does differently
+    tables in config/     an unreadable or empty file is replaced   also topicQueueMapping, consumerOrderInfo and
+                          by its .bak; without a .bak it starts     timermetrics
+                          with an empty table; if both are
+                          unreadable it refuses
+    files of log, queues  every length must be that of broker.conf  a last file of length zero is deleted
+    the log's walk        from the third-last file                  from the last file that begins before the end of
+                                                                    the queues
+      after a kill        from the newest file whose first record is 3 s older than the checkpoint's times, or from the
+                          first file; up to the first unreadable record, behind which everything is cut
+    index after a kill    files that end after the checkpoint's time are deleted; keys before the walk stay lost
+    timer                 none                                      the length of the wheel must fit its precision
+
+Mirrors ``BrokerController.initialize``, ``DefaultMessageStore.load``, ``CommitLog.recoverNormally`` and
+``recoverAbnormally``, ``MappedFileQueue.load``, ``IndexService.load`` and ``ConfigManager.load``. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from librmq.clock import Clock, SystemClock
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.diagnosis.formatting import duration
+from librmq.diagnosis.formatting import size as size_text
+from librmq.errors import CorruptionError, MalformedError, RmqError, StoreIOError
+from librmq.files.disk import DiskFiles
+from librmq.files.interface import Damage, Files, FolderEntry
+from librmq.files.memory import OverlayFiles
+from librmq.java import json as java_json
+from librmq.message.delay_levels import DelayLevels
+from librmq.message.record import MESSAGE_MAGIC, MESSAGE_MAGIC_V2
+from librmq.runtime.event_log import counted
+from librmq.store import MessageStore
+from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.checkpoint import Checkpoint, has_abort
+from librmq.store.format.directory import StoreKind
+from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader
+from librmq.store.recovery.open import clear_leftovers, load
+from librmq.store.recovery.repair import RecoveryMode
+from librmq.store.recovery.salvage import find_record
+
+Start = Literal["starts", "reads", "repairs", "loses", "refuses"]
+"""What an opener does: it starts, only reads, repairs the store without a loss, loses something, or refuses."""
+
+_ORDER: Final[tuple[Start, ...]] = ("starts", "reads", "repairs", "loses", "refuses")
+_TABLES: Final = (
+    "topics.json", "consumerOffset.json", "subscriptionGroup.json", "consumerFilter.json", "delayOffset.json",
+)  # fmt: skip
+_TABLES_OF_5: Final = ("topicQueueMapping.json", "consumerOrderInfo.json", "timermetrics")
+_MOST_WALKED: Final = 4 << 30
+"""Bytes of the log up to which a verdict reads all that a broker's recovery would read."""
+_SAMPLE: Final = 64 << 20
+"""Bytes that are read to measure the disk."""
+_PIECE: Final = 1 << 20
+_COPY: Final = "copy the folder first (cp -a)"
+_NAMED: Final = 3
+
+
+class StartReason(NamedTuple):
+    """A reason why an opener does not simply start."""
+
+    opener: str
+    """``broker`` or ``librmq``."""
+    verdict: Start
+    """What it does for this reason."""
+    file: str
+    """The file that the reason is about, relative to the store's folder."""
+    what: str
+    """What is wrong, and what the opener does about it."""
+    next: str
+    """What to copy, to delete, or to run; empty if nothing is to be done."""
+
+
+class StartVerdict(NamedTuple):
+    """What a broker and librmq would do at a start on a store."""
+
+    version: str
+    """The version of RocketMQ by whose rules the store is judged: 4.9 or 5.3."""
+    broker: Start
+    """What the broker would do; that of the worst reason."""
+    librmq: Start
+    """What librmq would do."""
+    closed_cleanly: bool
+    """Whether there is no abort marker."""
+    recovery_file: str | None
+    """The file of the log from which a broker's recovery reads; None without a log, or if RocksDB decides it."""
+    recovery_bytes: int | None
+    """What it reads from there; None if that is unknown."""
+    read_bytes_per_s: int | None
+    """How fast this disk has just read a part of the log; None if nothing was read."""
+    read_s: float | None
+    """How long reading ``recovery_bytes`` takes at that rate; the broker's own work comes on top."""
+    log_end: int | None
+    """Where the log ends after the broker's start; None if it refuses, or not all of it was read."""
+    cut_bytes: int | None
+    """Bytes of the log behind that, which the broker cuts; None if they are unknown."""
+    recover_cuts: int | None
+    """How many places ``librmq recover`` would change; None if it refuses the store, or the log is too large to try."""
+    reasons: list[StartReason]
+    """Why not simply ``starts``, the worst first."""
+
+
+def start_verdict(
+    path: str, config: StoreConfig | None = None, *, files: Files | None = None, clock: Clock | None = None
+) -> StartVerdict:
+    """Judge the store in ``path`` without changing it; a large log is read up to 4 GiB.
+
+    Args:
+        path: The store's folder.
+        config: Its settings; by default those that its files show.
+        files: The file system; the disk by default.
+        clock: Measures the time of reading.
+
+    Raises:
+        NotAStoreError: There is no store.
+    """
+    files = files or DiskFiles()
+    kind = directory.check_kind(path, files)
+    config = config or directory.infer_config(path, files)
+    judge = _Judge(path, config, files, kind)
+    return judge.verdict(clock or SystemClock())
+
+
+@dataclass
+class _ReadLog:
+    """What a broker's recovery reads of the log, and what it finds; None where that is unknown."""
+
+    start: int | None = None
+    file: str | None = None
+    bytes: int | None = None
+    rate: int | None = None
+    is_whole: bool = True
+    end: int | None = None
+    cut: int | None = None
+
+
+class _Judge:
+    """One judgement of a store."""
+
+    def __init__(self, path: str, config: StoreConfig, files: Files, kind: StoreKind) -> None:
+        self._path = path
+        self._config = config
+        self._files = files
+        self._kind = kind
+        self._is_5 = kind is not StoreKind.V4 and not directory.is_4_with_timers(path, files)
+        self._was_closed = not has_abort(files, path)
+        self._reasons: list[StartReason] = []
+
+    def verdict(self, clock: Clock) -> StartVerdict:
+        self._lock()
+        self._tables()
+        self._sequence(directory.COMMITLOG, self._config.commitlog_file_size, "mappedFileSizeCommitLog")
+        if not self._kind.derives_queues:
+            self._queues()
+        self._timer()
+        read = self._log(clock)
+        self._index(read.start)
+        librmq, cuts = self._by_librmq(clock)
+        broker = _worst([reason.verdict for reason in self._reasons if reason.opener == "broker"])
+        if broker == "starts" and not self._was_closed:
+            broker = "repairs"
+        return StartVerdict(
+            version="5.3" if self._is_5 else "4.9",
+            broker=broker,
+            librmq=librmq,
+            closed_cleanly=self._was_closed,
+            recovery_file=read.file,
+            recovery_bytes=read.bytes,
+            read_bytes_per_s=read.rate,
+            read_s=read.bytes / read.rate if read.bytes is not None and read.rate else None,
+            log_end=None if broker == "refuses" or not read.is_whole else read.end,
+            cut_bytes=None if broker == "refuses" or not read.is_whole else read.cut,
+            recover_cuts=cuts,
+            reasons=sorted(self._reasons, key=lambda reason: -_ORDER.index(reason.verdict)),
+        )
+
+    def _name(self, place: str) -> str:
+        return os.path.relpath(place, self._path)
+
+    def _add(self, verdict: Start, file: str, what: str, following: str = "", *, opener: str = "broker") -> None:
+        self._reasons.append(StartReason(opener, verdict, self._name(file), what, following))
+
+    # ---- lock and tables
+
+    def _lock(self) -> None:
+        lock = directory.lock_path(self._path)
+        holder = self._files.lock_holder(lock)
+        if holder is not None:
+            self._add("refuses", lock, f"{holder} has the store open, so another start is refused", "stop it first")
+
+    def _tables(self) -> None:
+        folder = os.path.join(self._path, directory.CONFIG)
+        if directory.tables_database(folder, self._files) is not None:
+            return  # the broker reads its tables from RocksDB
+        for name in (*_TABLES, *(_TABLES_OF_5 if self._is_5 else ())):
+            place = os.path.join(folder, name)
+            state, backup = self._state(place), self._state(f"{place}.bak")
+            if state is None or (state == "is missing" and backup == "is missing"):
+                continue
+            if backup is None:
+                self._add("repairs", place, f"{state}, so {name}.bak is read in its place: it can be a save older",
+                          f"to keep it, compare both, and copy {name}.bak over {name}")  # fmt: skip
+            elif "damaged" in backup and state in ("is missing", "is empty"):
+                self._add("refuses", f"{place}.bak", f"{backup}, and {name} {state}",
+                          f"copy {name} from a backup of the store, or move {name}.bak away: then the broker starts "
+                          "with an empty table")  # fmt: skip
+            elif "damaged" in backup:
+                self._add("refuses", place, f"{state}, and {name}.bak {backup}",
+                          f"copy {name} from a backup of the store, or move both away: then the broker starts with an "
+                          "empty table")  # fmt: skip
+            else:
+                self._add("loses", place, f"{state}, and {name}.bak {backup}: the broker starts with an empty table",
+                          f"copy {name} from a backup of the store before the start")  # fmt: skip
+        with suppress(CorruptionError):
+            tables = BrokerTables.open(folder, files=self._files)
+            for unknown, table in (
+                (tables.unknown_progress(), tables.offsets), (tables.unknown_delays(), tables.delays),
+            ):  # fmt: skip
+                if unknown is not None and self._files.size(table.path) is None:
+                    self._add("loses", table.path, f"{unknown.partition(':')[0]}, and the broker starts without it",
+                              "copy the file from a backup of the store before the start")  # fmt: skip
+
+    def _state(self, place: str) -> str | None:
+        """Return what is wrong with a file of a table, as a text that follows its name; None if nothing is."""
+        length = self._files.size(place)
+        if not length:
+            return "is missing" if length is None else "is empty"
+        try:
+            document = java_json.loads(self._files.read(place))
+        except MalformedError as error:
+            return f"is damaged ({error})"
+        return None if isinstance(document, dict) else f"is damaged (expected an object, found {document!r:.40})"
+
+    # ---- lengths of files
+
+    def _sequence(self, name: str, length: int, setting: str) -> None:
+        """Judge the files of a folder whose lengths must be equal."""
+        folder = os.path.join(self._path, name)
+        entries = sorted(self._files.list(folder), key=lambda entry: entry.name)
+        for number, entry in enumerate(entries):
+            self._entry(os.path.join(folder, entry.name), entry, length, setting, is_last=number == len(entries) - 1)
+        if name != directory.COMMITLOG:
+            return
+        starts = [int(entry.name) for entry in entries if entry.name.isdigit() and entry.size == length]
+        gaps = [start for before, start in itertools.pairwise(starts) if start != before + length]
+        if gaps:
+            self._add("loses", os.path.join(folder, f"{gaps[0]:020}"),
+                      "the file before it is missing: the broker starts, and reads of its messages fail",
+                      "copy the missing file from a backup of the store")  # fmt: skip
+
+    def _entry(self, place: str, entry: FolderEntry, length: int, setting: str, *, is_last: bool) -> None:
+        is_log = os.path.basename(os.path.dirname(place)) == directory.COMMITLOG
+        if entry.is_folder:
+            if not self._is_5:
+                self._add("refuses", place, "a folder beside files, whose lengths are checked", "move it away")
+        elif not entry.size and is_last and self._is_5:
+            self._add("repairs", place, "it has length zero, as a kill leaves it, and is deleted")
+        elif entry.size != length:
+            is_empty = "delete it: it holds nothing, and `librmq recover` would too"
+            repair = f"`librmq salvage {self._path} --into NEW` saves every record that can be read" if is_log else (
+                f"{_COPY}; `librmq recover {self._path}` makes the queue again from the log, or move consumequeue/ and "
+                "index/ away: a broker makes both again"
+            )  # fmt: skip
+            self._add("refuses", place,
+                      f"expected {length} bytes ({setting} of broker.conf), found {entry.size}",
+                      is_empty if not entry.size and is_last else repair)  # fmt: skip
+        elif not entry.name.isdigit():
+            self._add("refuses", place, "its name is no number", "move it away")
+
+    def _queues(self) -> None:
+        root = os.path.join(self._path, directory.CONSUMEQUEUE)
+        for topic in self._files.list(root):
+            if not topic.is_folder:
+                continue
+            for queue in self._files.list(os.path.join(root, topic.name)):
+                name = os.path.join(directory.CONSUMEQUEUE, topic.name, queue.name)
+                if queue.is_folder and queue.name.isdigit():  # others are passed over
+                    self._sequence(name, self._config.consumequeue_file_size, "mappedFileSizeConsumeQueue")
+
+    def _timer(self) -> None:
+        if not self._is_5:
+            return
+        wheel = os.path.join(self._path, directory.TIMERWHEEL)
+        length = self._files.size(wheel) or 0
+        if length % 64:
+            self._add("refuses", wheel, f"expected a multiple of 64 bytes, two turns of slots, found {length}",
+                      f"{_COPY}, then delete timerwheel, timerlog/ and config/timercheck: the broker makes them again "
+                      "from the topic of timers")  # fmt: skip
+        entries = self._files.list(os.path.join(self._path, directory.TIMERLOG))
+        lengths = [entry.size for entry in entries if entry.size and not entry.is_folder]
+        if lengths:
+            usual = max(set(lengths), key=lambda size: (lengths.count(size), size))
+            self._sequence(directory.TIMERLOG, usual, "mappedFileSizeTimerLog")
+
+    # ---- the log
+
+    def _log(self, clock: Clock) -> _ReadLog:
+        """Read the log as a broker would, and judge what it finds."""
+        files, folder = OverlayFiles(self._files), os.path.join(self._path, directory.COMMITLOG)
+        read = _ReadLog()
+
+        def begin_of_walk(log: CommitLog) -> int:
+            read.start = start = self._start_of_walk(log)
+            if start is None:
+                return log.third_last_file()
+            read.bytes = max(0, self._last_byte(log) - start)
+            read.rate = self._rate(log, start, read.bytes, clock)
+            read.is_whole = read.bytes <= _MOST_WALKED
+            return start if read.is_whole else log.third_last_file()
+
+        try:
+            clear_leftovers(self._path, files, queues=False)
+            log = CommitLog.open(
+                folder, self._config.commitlog_file_size, files=files, writable=False, scan_from=begin_of_walk
+            )
+        except CorruptionError:
+            return read  # a broker refuses it too, for a length or a name
+        if not log.sequence.starts:
+            if any(self._files.list(os.path.join(self._path, directory.CONSUMEQUEUE))):
+                self._add("loses", folder, "the log has no file, so the broker deletes all queues",
+                          "copy the log from a backup of the store before the start")  # fmt: skip
+            return read
+        start, end = read.start, log.found_end
+        if start is None:
+            self._add("starts", folder, "the queues are in RocksDB, whose end decides where the recovery reads")
+            return read
+        read.file = self._name(log.sequence.path(start))
+        if not read.is_whole:
+            self._add("starts", log.sequence.path(start),
+                      f"more than {size_text(_MOST_WALKED)} would be read, of which only the last three files were "
+                      "checked", f"`librmq verify {self._path}` reads everything")  # fmt: skip
+        if not self._was_closed and start == log.begin and (read.bytes or 0) > 3 * log.file_size:
+            self._add("repairs", os.path.join(self._path, directory.CHECKPOINT),
+                      "its times are older than the log's second file, so the recovery reads the whole log",
+                      "wait for it, and close the broker with mqshutdown the next time; deleting abort would make the "
+                      "start quick, and hide what the kill has damaged")  # fmt: skip
+        read.end = end.physical_offset
+        read.cut = self._cut(log, end.physical_offset, end.damage)
+        return read
+
+    def _last_byte(self, log: CommitLog) -> int:
+        """Return the end of the last byte in the log that is not zero."""
+        return log.begin + log.sequence.data_behind(log.begin)
+
+    def _start_of_walk(self, log: CommitLog) -> int | None:
+        """Return the file from which a broker reads the log; None if RocksDB decides."""
+        starts = log.sequence.starts
+        if self._was_closed and not self._is_5:
+            return log.third_last_file()
+        if self._was_closed:
+            end = self._end_of_queues()
+            if end is None:
+                return None
+            return next((start for start in reversed(starts) if start <= end), starts[0])
+        if self._kind in (StoreKind.V5_ROCKSDB, StoreKind.V5_MIXED):
+            return None
+        checkpoint = None
+        with suppress(CorruptionError):
+            checkpoint = Checkpoint.open(os.path.join(self._path, directory.CHECKPOINT), files=self._files)
+        until_ms = 0 if checkpoint is None else checkpoint.min_timestamp_ms
+        magics = (MESSAGE_MAGIC, MESSAGE_MAGIC_V2) if self._is_5 else (MESSAGE_MAGIC,)
+        for start in reversed(starts):
+            magic = int.from_bytes(log.data_at(start, 8)[4:], "big")
+            stored_ms = log.first_store_timestamp_ms(start) if magic in magics else None
+            if stored_ms and stored_ms <= until_ms:
+                return start
+        return starts[0]
+
+    def _end_of_queues(self) -> int | None:
+        """Return where the queues end in the log; None if they are in no files."""
+        if self._kind.derives_queues:
+            return None
+        try:
+            with MessageStore.open(self._path, self._config, files=self._files, read_only=True) as store:
+                return max((state.max_physic_offset for state in store.queues.states().values()), default=-1)
+        except RmqError:
+            return -1
+
+    def _cut(self, log: CommitLog, end: int, damage: CorruptionError | None) -> int:
+        """Judge what a broker cuts behind the end of the log, and return its bytes."""
+        behind = end + log.blank_at(end)
+        cut = log.data_behind(behind)
+        if not cut:
+            return 0
+        place = log.sequence.path_at(end)
+        following = find_record(log.sequence, end + max(log.unfinished_at(end), 1), behind + cut)
+        why = "the log's first unreadable record" if damage is None else damage.what
+        what = f"at {end}: {why}; the broker cuts {size_text(cut)} from there on"
+        if following is None:
+            self._add("repairs", place, f"{what}, among which is no sound record")
+        else:
+            self._add("loses", place, f"{what}, with sound records from {following} on",
+                      f"{_COPY}, then `librmq salvage {self._path} --into NEW` saves them")  # fmt: skip
+        return cut
+
+    def _rate(self, log: CommitLog, start: int, amount: int, clock: Clock) -> int | None:
+        """Return how many bytes of the log the disk reads in a second."""
+        began, read = clock.monotonic(), 0
+        sequence = log.sequence
+        for file_start in (place for place in sequence.starts if place >= start):
+            place = sequence.path(file_start)
+            for at in range(0, log.file_size, _PIECE):
+                with suppress(StoreIOError):
+                    read += len(self._files.read_at(place, at, min(_PIECE, log.file_size - at)))
+                if read >= min(_SAMPLE, amount):
+                    break
+            if read >= min(_SAMPLE, amount):
+                break
+        took = clock.monotonic() - began
+        return int(read / took) if read and took > 0 else None
+
+    # ---- the index
+
+    def _index(self, start: int | None) -> None:
+        folder = os.path.join(self._path, directory.INDEX)
+        checkpoint_ms = 0
+        with suppress(CorruptionError):
+            checkpoint_ms = Checkpoint.open(
+                os.path.join(self._path, directory.CHECKPOINT), files=self._files
+            ).index_timestamp_ms
+        deleted: list[IndexHeader] = []
+        for entry in self._files.list(folder):
+            place = os.path.join(folder, entry.name)
+            if entry.is_folder:
+                if self._is_5:
+                    self._add("refuses", place, "a folder among the files of the index", "move it away")
+            elif not self._was_closed and entry.name.isdigit():
+                raw = self._files.read_at(place, 0, min(entry.size, HEADER_SIZE)).ljust(HEADER_SIZE, b"\0")
+                header = IndexHeader(*HEADER.unpack(raw))
+                if header.end_timestamp_ms > checkpoint_ms:
+                    deleted.append(header)
+        lost = [header for header in deleted if start is not None and header.begin_physical_offset < start]
+        if deleted:
+            what = f"{counted(len(deleted), 'index file')} newer than the checkpoint's time deleted at the start"
+            if lost:
+                begin = min(header.begin_physical_offset for header in lost)
+                self._add("loses", folder, f"{what}; keys of messages from {begin} to {start} are not indexed again",
+                          f"after the start and a shutdown, `librmq recover {self._path}` indexes them")  # fmt: skip
+            else:
+                self._add("repairs", folder, f"{what}, and made again")
+
+    # ---- librmq
+
+    def _by_librmq(self, clock: Clock) -> tuple[Start, int | None]:
+        """Return what librmq does at an opening for writing, tried in memory, and how much `recover` would change."""
+        database = directory.tables_database(os.path.join(self._path, directory.CONFIG), self._files)
+        if self._kind.derives_queues or database is not None:
+            return "reads", None
+        try:
+            cuts = self._tried(RecoveryMode.LAST_EXIT, clock)
+            opened: Start = "repairs" if cuts or not self._was_closed else "starts"
+        except CorruptionError as error:
+            self._add("refuses", error.file, f"at {error.offset}: {error.what}",
+                      f"{_COPY}; `librmq recover {self._path} --dry-run` shows what a recovery would cut",
+                      opener="librmq")  # fmt: skip
+            opened, cuts = "refuses", []
+        for cut in cuts[:_NAMED]:
+            self._add("repairs", cut.file, f"at {cut.offset}: {cut.what}", opener="librmq")
+        length = sum(entry.size for entry in self._files.list(os.path.join(self._path, directory.COMMITLOG)))
+        if opened == "starts":
+            return opened, 0
+        if length > _MOST_WALKED:
+            return opened, None
+        with suppress(CorruptionError):
+            return opened, len(self._tried(RecoveryMode.WHOLE_LOG, clock))
+        return opened, None
+
+    def _tried(self, mode: RecoveryMode, clock: Clock) -> list[Damage]:
+        """Return what a recovery changes, tried in memory."""
+        levels = DelayLevels.parse(self._config.message_delay_level)
+        parts = load(self._path, self._config, levels, OverlayFiles(self._files), clock, mode=mode)
+        try:
+            return list(parts.cuts)
+        finally:
+            parts.close()
+
+
+def _worst(verdicts: Sequence[Start]) -> Start:
+    return max(verdicts, key=_ORDER.index, default="starts")
+
+
+_DOES: Final[dict[Start, str]] = {
+    "starts": "starts",
+    "reads": "only reads it",
+    "repairs": "repairs it and starts",
+    "loses": "starts, and loses something",
+    "refuses": "refuses",
+}
+
+
+def start_sentence(path: str, verdict: StartVerdict) -> str:
+    """Return a verdict for people."""
+    sentence = f"{path}: RocketMQ {verdict.version} {_DOES[verdict.broker]}; librmq {_DOES[verdict.librmq]}"
+    if verdict.recovery_file is None or verdict.recovery_bytes is None or verdict.broker == "refuses":
+        return sentence
+    sentence += f"; the broker reads {size_text(verdict.recovery_bytes)} from {verdict.recovery_file} on"
+    if verdict.read_s is None:
+        return sentence
+    pace = f"the {size_text(verdict.read_bytes_per_s)} a second that were just read"
+    return f"{sentence}, at least {duration(verdict.read_s)} at {pace}"

@@ -1,0 +1,214 @@
+"""``can-start``: whether a broker starts on a store, by the rules of its version, and what recovery reads and cuts."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import Broker, ManualClock, ManualRunner, Message, MessageStore, StoreConfig
+from tests.cli.stand import Shell, errors_of, files_of
+from tests.reference import COMPACT, existing, unpack
+
+START_MS = 1_700_000_000_000
+SIZE = 4096
+
+
+def can_start(shell: Shell, path: Path, status: int | None = None) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the verdict and the broker's reasons by file, and check that no byte has changed."""
+    before = files_of(path)
+    answer = shell("can-start", path)
+    row = answer.rows[0]
+    expected = int(row["broker"] in ("loses", "refuses") or row["librmq"] == "refuses")
+    assert answer.status == (expected if status is None else status), answer
+    assert files_of(path) == before
+    assert not errors_of("can-start", *answer.rows)
+    first, *reasons = answer.rows
+    assert f"RocketMQ {first['version']}" in answer.said
+    order = ["refuses", "loses", "repairs", "reads", "starts"]
+    verdicts = [order.index(reason["verdict"]) for reason in reasons]
+    assert verdicts == sorted(verdicts)
+    return first, {reason["file"]: reason for reason in reasons if reason["opener"] == "broker"}
+
+
+@pytest.fixture
+def own(shell: Shell) -> Path:
+    """Return a closed store of six log files, and of tables."""
+    path = shell.folder / "own"
+    clock = ManualClock(START_MS)
+    config = StoreConfig.tiny(commitlog_file_size=SIZE, consumequeue_file_size=400, max_index_num=16)
+    with Broker.open(path, runner=ManualRunner(clock), store_config=config) as broker:
+        broker.create_topic("T", 1)
+        broker.set_group("G")
+        broker.reset_group("G", "T", "begin")
+        for number in range(60):
+            broker.store.append(Message("T", bytes(300), keys=f"k{number}"))
+            clock.advance(seconds=1)
+    return path
+
+
+def zero(path: Path, at: int, count: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(count))
+
+
+def test_a_closed_store_starts_after_three_files(shell: Shell, own: Path) -> None:
+    row, reasons = can_start(shell, own, 0)
+    assert (row["version"], row["broker"], row["librmq"], row["closed_cleanly"]) == ("4.9", "starts", "starts", True)
+    assert not reasons
+    logs = sorted((own / "commitlog").iterdir())
+    assert row["recovery_file"] == f"commitlog/{logs[-3].name}"
+    with MessageStore.open(own, read_only=True) as store:
+        assert row["log_end"] == store.log.end
+    assert row["recovery_bytes"] == len(b"".join(path.read_bytes() for path in logs[-3:]).rstrip(b"\0"))
+    assert row["read_s"] == pytest.approx(row["recovery_bytes"] / row["read_bytes_per_s"], rel=0.01)
+    assert (row["cut_bytes"], row["recover_cuts"]) == (0, 0)
+
+
+def test_after_a_kill_the_checkpoint_decides_where_it_reads(shell: Shell, own: Path) -> None:
+    (own / "abort").touch()
+    shutil.rmtree(own / "librmq")
+    logs = sorted((own / "commitlog").iterdir())
+    firsts = [struct.unpack_from(">q", path.read_bytes(), 56)[0] for path in logs]
+    checkpoint = own / "checkpoint"
+    rest = checkpoint.read_bytes()[16:]
+    for number in range(1, 4):
+        checkpoint.write_bytes(struct.pack(">qq", firsts[number] + 3000, firsts[number] + 3000) + rest)
+        assert can_start(shell, own)[0]["recovery_file"] == f"commitlog/{logs[number].name}"
+        checkpoint.write_bytes(struct.pack(">qq", firsts[number] + 2999, firsts[number] + 9999) + rest)
+        assert can_start(shell, own)[0]["recovery_file"] == f"commitlog/{logs[number - 1].name}"
+
+
+def test_a_checkpoint_without_times_reads_everything(shell: Shell, own: Path) -> None:
+    (own / "abort").touch()
+    zero(own / "checkpoint", 0, 24)
+    row, reasons = can_start(shell, own, 0)
+    assert (row["broker"], row["recovery_file"]) == ("repairs", f"commitlog/{0:020}")
+    assert "reads the whole log" in reasons["checkpoint"]["what"]
+
+
+def test_index_files_that_a_kill_costs(shell: Shell, own: Path) -> None:
+    (own / "abort").touch()
+    logs = sorted((own / "commitlog").iterdir())
+    first_ms = struct.unpack_from(">q", logs[-2].read_bytes(), 56)[0]
+    (own / "checkpoint").write_bytes(struct.pack(">qqq", first_ms + 3000, first_ms + 3000, 0).ljust(4096, b"\0"))
+    row, reasons = can_start(shell, own, 1)
+    assert row["broker"] == "loses"
+    assert "keys of messages from 0 to" in reasons["index"]["what"]
+    assert "recover" in reasons["index"]["next"]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_sound_records_behind_a_damaged_one_are_lost(shell: Shell, own: Path, closed: bool) -> None:
+    if not closed:
+        (own / "abort").touch()
+        zero(own / "checkpoint", 0, 24)
+    last = sorted((own / "commitlog").iterdir())[-2]
+    zero(last, 0, 40)
+    row, reasons = can_start(shell, own, 1)
+    # librmq reads only the last record of a store that it has closed itself.
+    assert (row["broker"], row["librmq"]) == ("loses", "starts" if closed else "refuses")
+    assert row["log_end"] <= int(last.name)
+    assert row["cut_bytes"] > 0
+    (reason,) = [reason for file, reason in reasons.items() if file.startswith("commitlog")]
+    assert "salvage" in reason["next"]
+
+
+def test_damage_before_the_walk_of_a_closed_store_is_not_met(shell: Shell, own: Path) -> None:
+    zero(own / "commitlog" / f"{0:020}", 0, 40)
+    assert can_start(shell, own, 0)[0]["broker"] == "starts"
+    (own / "abort").touch()
+    zero(own / "checkpoint", 0, 24)
+    row, _ = can_start(shell, own, 1)
+    assert (row["broker"], row["log_end"]) == ("loses", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "backup", "verdict"),
+    [
+        ("{", b'{"offsetTable":{}}', "repairs"),
+        ("", b'{"offsetTable":{}}', "repairs"),
+        ("{", None, "loses"),
+        ("{", b"{", "refuses"),
+        (None, b"{", "refuses"),
+        (None, None, "loses"),
+    ],
+)
+def test_tables_and_their_backups(
+    shell: Shell, own: Path, name: str | None, backup: bytes | None, verdict: str
+) -> None:
+    table = own / "config" / "consumerOffset.json"
+    table.with_name("consumerOffset.json.bak").unlink(missing_ok=True)
+    table.unlink()
+    if name is not None:
+        table.write_text(name)
+    if backup is not None:
+        table.with_name("consumerOffset.json.bak").write_bytes(backup)
+    row, reasons = can_start(shell, own, int(verdict != "repairs"))
+    assert row["broker"] == verdict
+    (reason,) = reasons.values()
+    assert reason["file"].startswith("config/consumerOffset.json")
+    assert reason["next"]
+
+
+@pytest.mark.parametrize(
+    ("place", "length", "verdict"),
+    [
+        ("commitlog/00000000000000090112", 0, "refuses"),
+        ("commitlog/00000000000000000000", 100, "refuses"),
+        ("commitlog/notes", SIZE, "refuses"),
+        ("consumequeue/T/0/00000000000000000400", 100, "refuses"),
+        ("consumequeue/T/0/00000000000000090000", 0, "refuses"),
+        ("consumequeue/T/notes", 10, "starts"),
+        ("checkpoint", 10, "starts"),
+    ],
+)
+def test_files_of_a_wrong_length(shell: Shell, own: Path, place: str, length: int, verdict: str) -> None:
+    (own / place).write_bytes(bytes(length))
+    answer = shell("can-start", own)
+    row, *reasons = answer.rows
+    assert row["broker"] == verdict
+    files = {reason["file"]: reason for reason in reasons if reason["opener"] == "broker"}
+    assert (place in files) == (verdict == "refuses")
+    if verdict == "refuses":
+        assert files[place]["next"]
+        assert answer.status == 1
+
+
+def test_a_gap_in_the_log_is_lost(shell: Shell, own: Path) -> None:
+    (own / "commitlog" / f"{SIZE:020}").unlink()
+    row, reasons = can_start(shell, own, 1)
+    assert row["broker"] == "loses"
+    assert f"commitlog/{2 * SIZE:020}" in reasons
+
+
+def test_a_store_in_use_refuses_a_second_broker(shell: Shell, own: Path) -> None:
+    with MessageStore.open(own):
+        row, *reasons = shell("can-start", own).rows
+    assert row["broker"] == "refuses"
+    assert any(reason["file"] == "lock" for reason in reasons)
+
+
+def test_5_deletes_a_last_file_of_length_zero(shell: Shell) -> None:
+    unpack(COMPACT / "stores" / "rocketmq-5.3.3.tar.xz", shell.folder / "old")
+    store = shell.folder / "old" / "store"
+    assert can_start(shell, store, 0)[0]["version"] == "5.3"
+    log = sorted((store / "commitlog").iterdir())[-1]
+    following = store / "commitlog" / f"{int(log.name) + log.stat().st_size:020}"
+    following.touch()
+    row, reasons = can_start(shell, store)
+    assert (row["broker"], row["librmq"]) == ("repairs", "refuses")  # `librmq recover` deletes the file
+    assert reasons[f"commitlog/{following.name}"]["verdict"] == "repairs"
+    (store / "timerwheel").write_bytes(bytes(100))
+    row, reasons = can_start(shell, store, 1)
+    assert (row["broker"], reasons["timerwheel"]["verdict"]) == ("refuses", "refuses")
+
+
+def test_the_store_of_a_killed_broker(shell: Shell) -> None:
+    store = shutil.copytree(existing("store-crash", "store"), shell.folder / "crashed")
+    row, _ = can_start(shell, store, 0)
+    assert (row["broker"], row["librmq"], row["log_end"], row["cut_bytes"]) == ("repairs", "repairs", 87985, 550)
