@@ -347,9 +347,12 @@ class AdministeredRoute(Route, AsyncClosing):
 
     def messages(self, topic: str) -> Iterator[StoredMessage]:
         """Yield the messages that a topic has now, in the order in which each broker stored them."""
-        queues = self.queues(topic)
-        parts = [self._messages_in(queue, bounds) for queue, bounds in queues.items()]
-        yield from heapq.merge(*parts, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
+        parts: dict[str, list[Iterator[StoredMessage]]] = {}
+        for queue, bounds in self.queues(topic).items():
+            parts.setdefault(queue.broker_name, []).append(self._messages_in(queue, bounds))
+        # By place within a broker, whose clock can have been put back; only among brokers by time.
+        logs = [heapq.merge(*queues, key=lambda message: message.physical_offset) for queues in parts.values()]
+        yield from heapq.merge(*logs, key=lambda message: message.store_timestamp_ms)
 
     def _messages_in(self, queue: MessageQueue, bounds: QueueBounds) -> Iterator[StoredMessage]:
         broker, at = self.endpoint(queue.broker_name), bounds.min_offset

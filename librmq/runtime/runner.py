@@ -198,19 +198,16 @@ class Runner:
             result = work.call()
         except Exception as raised:
             error = raised
-        except BaseException as raised:
-            self._escaped(work, raised)
-            return
+        except BaseException:  # pytest.fail, Ctrl-C, the death of its process in a test
+            # Raised again without a name: a frame that names it would keep all of the code's variables alive, such as
+            # a connection with an open transaction.
+            with self.lock:
+                self.running.discard(work)
+            raise
         if result is not None and asyncio.iscoroutine(result):
             self._launch(work, result)
         else:
             self._finish(work, result, error)
-
-    def _escaped(self, work: Work, error: BaseException) -> None:
-        """Propagate an end of user code that is no `Exception` (pytest.fail, Ctrl-C, SystemExit)."""
-        with self.lock:
-            self.running.discard(work)
-        raise error
 
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
         with self.lock:

@@ -91,6 +91,8 @@ class KitRunner(ManualRunner):
         """The error that fails the test; after it no turn runs."""
         self.late: set[Work] = set()
         """Listeners that have done their work and return later."""
+        self.left: set[Work] = set()
+        """Listeners that wait, in threads of their own, for what the test holds."""
         self._dying: Process | None = None
         self._works: dict[asyncio.Task[Any], Work] = {}
         self._kept: dict[str, tuple[int, str, tuple[str, int]]] = {}
@@ -375,7 +377,7 @@ class Driver:
             self.runner.take_turns(until_ms)
         except Exception as error:
             raise error.with_traceback(_own_traceback(error)) from error.__cause__
-        if not self.runner.has_tasks and (waiting := self.runner.running - self.runner.late):
+        if not self.runner.has_tasks and (waiting := self.runner.running - self.runner.late - self.runner.left):
             labels = sorted(work.label for work in waiting)
             raise NotIdleError(f"still running: {', '.join(labels[:5])}")
 

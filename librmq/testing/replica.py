@@ -133,7 +133,7 @@ class KitReplica:
         return self.replica.follow()
 
     def messages(self, topic: str) -> list[StoredMessage]:
-        """Return the copied messages of a topic, queue by queue."""
+        """Return the copied messages of a topic in log order."""
         self._kit.observer.evidence.note_read(topic)
         return list(self.broker.messages(topic))
 

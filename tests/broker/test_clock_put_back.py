@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from librmq import connect
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
 from librmq.clock import ManualClock, SystemClock
@@ -18,6 +19,7 @@ from librmq.listener import SuspendQueue
 from librmq.message import Message, MessageQueue
 from librmq.protocol import LockQueues
 from librmq.runtime.runner import ManualRunner
+from librmq.wire.remoting import RemotingServer
 
 WAIT_S = 30.0
 HOUR_MS = 3_600_000
@@ -112,3 +114,13 @@ def test_a_lock_does_not_outlive_its_expiry(broker: Broker, clock: Adjusted) -> 
     assert not broker.call(LockQueues("g", "c2", queues))
     clock.ahead_ms = 61_000 - HOUR_MS
     assert broker.call(LockQueues("g", "c2", queues)) == queues
+
+
+def test_messages_over_tcp_keep_the_order_of_the_log(broker: Broker, clock: Adjusted) -> None:
+    with RemotingServer(broker) as server, connect(server.address) as route, Producer(route, "shop") as producer:
+        route.create_topic("orders", 2)
+        bodies = [b"%d" % number for number in range(6)]
+        for number, body in enumerate(bodies):
+            clock.ahead_ms = -HOUR_MS if number in (2, 3) else 0
+            producer.send("orders", body, queue=number % 2)
+        assert [message.body for message in route.messages("orders")] == bodies

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
 import signal
+import sqlite3
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from librmq.consumer import DeliveredMessage
-from librmq.errors import InputError
+from librmq.errors import InputError, NotIdleError
 from librmq.files.memory import MemoryFiles
 from librmq.runtime.locks import Lock
 from librmq.testing import Kit, Process, explore
@@ -344,6 +347,103 @@ def test_a_lock_held_over_a_pause_is_noticed() -> None:
     assert result.found is None
     assert explorer[0].trace.decisions == [Decision(place, "pause")]
     assert not explorer[0].trace.replayable
+
+
+def test_a_transaction_of_the_test_makes_no_listener_fail(tmp_path: Path) -> None:
+    """All others go first between two sends of the test; its open transaction keeps the listener from its row."""
+
+    def test(rmq: Kit) -> None:
+        @rmq.consumer("billing").subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            with closing(sqlite3.connect(path, timeout=20)) as database, database:
+                database.execute("INSERT INTO paid VALUES (?)", (message.body,))
+
+        with closing(sqlite3.connect(path)) as database, database:
+            database.execute("INSERT INTO paid VALUES ('by hand')")
+            rmq.producer().send("orders", b"o-1")
+            rmq.producer().send("orders", b"o-2")
+        rmq.run_until_idle()
+        assert len(rmq.delivered("billing")) == 2
+
+    path = tmp_path / "shop.db"
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("CREATE TABLE paid (body)")
+    replay = [Decision(Place("test", "test: send orders", number), "all others first") for number in (1, 2)]
+    explorer: list[Explorer] = []
+
+    def run(one: Explorer) -> BaseException | None:
+        explorer.append(one)
+        return run_of(test)(one)
+
+    assert search(run, 1, replay=replay).found is None
+    assert not explorer[0].trace.replayable
+
+
+def test_what_waits_for_ever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("librmq.testing.exploring.explorer.STUCK_S", 0.2)
+    monkeypatch.setattr("librmq.testing.exploring.explorer.LEAVE_S", 0.1)
+
+    def test(rmq: Kit) -> None:
+        lock = Lock()
+
+        @rmq.consumer("billing").subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            with lock:
+                pass
+
+        with lock:
+            rmq.producer().send("orders", b"o-1")
+            rmq.producer().send("orders", b"o-2")
+            rmq.run_until_idle()
+
+    replay = [Decision(Place("test", "test: send orders", number), "all others first") for number in (1, 2)]
+    where = r"billing@billing orders/broker-a/0 0 at test_explore.py:\d+: .*transaction"
+    with pytest.raises(NotIdleError, match=where):
+        search(run_of(test), 1, replay=replay)
+
+
+def test_a_lock_of_asyncio_held_over_a_pause_is_released() -> None:
+    def test(rmq: Kit) -> None:
+        lock = asyncio.Lock()
+        for group in ("billing", "shipping"):
+
+            @rmq.consumer(group).subscribe("orders")
+            async def charge(message: DeliveredMessage) -> None:
+                async with lock:
+                    rmq.checkpoint("with the lock")
+
+        rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+        assert len(rmq.delivered("billing") + rmq.delivered("shipping")) == 2
+
+    place = Place("pause", "billing@billing orders/broker-a/0 0: with the lock", 1)
+    assert search(run_of(test), 1, replay=[Decision(place, "pause")]).found is None
+
+
+def test_a_dead_process_keeps_no_connection_of_its_listener() -> None:
+    class Connection:
+        pass
+
+    connections: list[weakref.ref[Connection]] = []
+    open_ones: list[int] = []
+
+    with Kit() as rmq:
+
+        @rmq.consumer("billing").subscribe("orders")
+        def charge(message: DeliveredMessage) -> None:
+            open_ones.append(sum(connection() is not None for connection in connections))
+            connection = Connection()
+            connections.append(weakref.ref(connection))
+            if len(connections) == 1:
+                rmq.crash(rmq.processes[-1])
+
+        gc.disable()
+        try:
+            rmq.producer().send("orders", b"x")
+            rmq.run_until_idle()
+        finally:
+            gc.enable()
+    assert open_ones == [0, 0]
 
 
 def test_a_base_exception_is_raised_in_the_test() -> None:

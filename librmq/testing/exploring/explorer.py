@@ -19,16 +19,19 @@ schedule stays valid after the test was edited, as far as it has the same places
 Threads pass a baton, so that user code can pause and continue later, one piece at a time: a listener runs in a pooled
 thread while the thread that takes turns waits; at a pause or its end the baton goes back. So thread-locals, locks and
 event loops in listeners work as in production, and still nothing runs in parallel. A listener that waits for a lock of
-a paused one stays waiting, and the others continue.
+a paused one stays waiting, and the others continue. One that waits for what the test holds, such as a transaction that
+is open while the test sends, is left until the test moves time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,6 +43,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from librmq.client.client import Client
 from librmq.clock import ManualClock
+from librmq.errors import NotIdleError
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step, Turn, Work
 from librmq.testing.from_store import StoreStart
@@ -50,6 +54,10 @@ from librmq.testing.process import LIBRARY, Process, ProcessDied
 
 PATIENCE_S: Final = 0.05
 """A piece of user code without progress for two such periods counts as waiting for a paused one."""
+LEAVE_S: Final = 0.5
+"""A piece without progress for so long counts as waiting for the test, if that has let it run at a send of its own."""
+STUCK_S: Final = 10.0
+"""A piece without progress for so long, while all others go on as threads, ends the run."""
 
 
 class _Thread:
@@ -93,7 +101,7 @@ class Baton:
     """Its holder runs: the thread that takes turns, or one piece of user code."""
 
     def __init__(self) -> None:
-        self._back: SimpleQueue[None] = SimpleQueue()
+        self._back: SimpleQueue[Piece] = SimpleQueue()
         self._mine = threading.local()
 
     def current(self) -> Piece | None:
@@ -106,25 +114,27 @@ class Baton:
             piece.thread = _idle.pop() if _idle else _Thread()
             piece.thread.call = lambda: self._begin(piece)
         piece.thread.turn.release()
-        before: tuple[object, int] | None = None
-        while not self._is_back(PATIENCE_S):
-            place = piece.thread.place()
-            if place == before:
-                return False
-            before = place  # it makes progress, if slowly
-        return True
+        return not self.wait({piece}, PATIENCE_S)
 
-    def wait(self) -> None:
-        """Wait for the baton without a limit."""
-        while not self._is_back(1.0):
-            pass  # Ctrl-C gets in between the waits
+    def wait(self, pieces: set[Piece], seconds: float | None) -> set[Piece]:
+        """Wait for running pieces to pause or end; return those without progress for ``seconds``.
 
-    def _is_back(self, seconds: float) -> bool:
-        try:
-            self._back.get(timeout=seconds)
-        except Empty:
-            return False
-        return True
+        Without ``seconds`` wait for all. An event loop that another piece has given work to needs a wake-up from here,
+        because asyncio's locks and events wake only the loop of their own thread.
+        """
+        waiting = set(pieces)
+        before: dict[Piece, tuple[object, int] | None] = {}
+        step_s, idle_s = min(seconds or 1.0, 1.0), 0.0  # Ctrl-C gets in between the waits
+        while waiting and (seconds is None or idle_s < seconds):
+            try:
+                waiting.discard(self._back.get(timeout=step_s))
+            except Empty:
+                places = {piece: piece.place() for piece in waiting}
+                idle_s = idle_s + step_s if places == before else 0.0
+                before = places
+                for piece in waiting:
+                    piece.wake_loop()
+        return waiting
 
     def _begin(self, piece: Piece) -> None:
         self._mine.piece = piece
@@ -138,26 +148,52 @@ class Baton:
             piece.ended = True
             if thread is not None:
                 _idle.append(thread)
-            self._back.put(None)
+            self._back.put(piece)
 
     def pause(self, piece: Piece) -> None:
         """Give the baton back from within the running piece, and wait for the next turn."""
         assert piece.thread is not None
-        self._back.put(None)
+        self._back.put(piece)
         piece.thread.turn.acquire()
 
 
 class Piece:
     """A piece of user code that runs in a pooled thread."""
 
-    __slots__ = ("call", "ended", "raised", "thread")
+    __slots__ = ("call", "ended", "loop", "raised", "thread")
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call = call
         self.thread: _Thread | None = None
         self.ended = False
         self.raised: BaseException | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop of a coroutine, which runs in the piece's thread."""
 
+    def place(self) -> tuple[object, int] | None:
+        """Return the present place of its code; two equal places mean no progress."""
+        return None if self.ended or self.thread is None else self.thread.place()
+
+    def line(self) -> str:
+        """Return file and line of the user's code in which it stands; empty if it has ended."""
+        frame = sys._current_frames().get((self.thread and self.thread.thread.ident) or 0)
+        while frame is not None and frame.f_code.co_filename.startswith((LIBRARY, *_STANDARD)):
+            frame = frame.f_back
+        return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+    def wake_loop(self) -> None:
+        """Let its event loop look for what other threads have given it to do."""
+        if self.loop is not None:
+            with suppress(RuntimeError):  # it has just been closed
+                self.loop.call_soon_threadsafe(_nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
+_STANDARD: Final = os.path.dirname(threading.__file__), "<"
+"""Where the code of the standard library is."""
 
 _T = TypeVar("_T")
 FAULT: Final = "fault: "
@@ -254,6 +290,10 @@ class Explorer(KitRunner):
         self._faults = 0
         self._taking = False
         self._until_ms = 0
+        self._test_stands_at = ""
+        """The test's own send or checkpoint at which it lets all others go first; empty elsewhere."""
+        self._left: set[Piece] = set()
+        """Pieces that wait for what the test holds."""
 
     # ---- deciding
 
@@ -287,6 +327,8 @@ class Explorer(KitRunner):
 
     def _take_turns(self, until_ms: int) -> None:
         before = self._taking
+        if not before and not self._test_stands_at:
+            self._wait(self._left)
         self._taking, self._until_ms = True, until_ms
         try:
             super()._take_turns(until_ms)
@@ -383,8 +425,8 @@ class Explorer(KitRunner):
         """Run user code until it ends or pauses; code that can pause gets its own thread."""
         if self.switches_at_lines and work.about:
             work.call = self._with_points_at_lines(work.call)
-        # Beside paused work it may have to wait for it, which only a thread can.
-        if not self._pieces and not self.strategy.pauses(work.label):
+        # Beside paused work, or the test in the middle, it may have to wait for these, which only a thread can.
+        if not self._pieces and not self._test_stands_at and not self.strategy.pauses(work.label):
             self._inline = work
             try:
                 self.run_code(work)
@@ -430,27 +472,49 @@ class Explorer(KitRunner):
 
     def _let_run(self, piece: Piece) -> None:
         if not self._baton.run(piece):
-            if self.paused:
-                self._run_as_threads()
-            else:
-                self._baton.wait()
+            self._wait({piece})
         self._after(piece)
 
-    def _run_as_threads(self) -> None:
-        """Let all paused listeners run as threads, since one waits for something that another holds."""
-        self.trace.replayable = False
-        self.kit.note("explored", "a listener waits for a paused one: from here on chance decides")
-        going = 1
+    def _wait(self, going: set[Piece]) -> None:
+        """Wait for running pieces, and let all paused ones run as threads if there are any.
+
+        While the test itself stands in the middle, pieces that wait for what it holds are left for later.
+
+        Raises:
+            NotIdleError: A piece waits for something that nothing else gives up.
+        """
+        if not going:
+            return
+        going = set(going)
+        if self.paused:
+            self._decide_no_more("a listener waits for a paused one")
+        alone = self.trace.replayable
         while self.paused:
             paused = self.paused.pop(0)
             assert isinstance(paused, _Paused)
             assert paused.piece.thread is not None
             paused.piece.thread.turn.release()
-            going += 1
-        for _ in range(going):
-            self._baton.wait()
+            going.add(paused.piece)
+        # A listener alone may be slow: it waits for another system.
+        limit = LEAVE_S if self._test_stands_at else None if alone else STUCK_S
+        waiting = self._baton.wait(going, limit)
+        if waiting and not self._test_stands_at:
+            self._left = set()  # so that the end of the test does not wait for them again
+            stuck = ", ".join(sorted(f"{self._pieces[piece].label} at {piece.line()}" for piece in waiting))
+            raise NotIdleError(
+                f"{stuck}: it waits for something that is not released while others go first, such as an open "
+                "transaction or a lock: end that before a send, rmq.checkpoint() or the end of a listener"
+            )
+        if waiting - self._left:
+            self._decide_no_more(f"a listener waits, perhaps for the test, which stands at: {self._test_stands_at}")
+        self._left = waiting
+        self.left = {self._pieces[piece] for piece in waiting}
         for piece in list(self._pieces):
             self._after(piece)
+
+    def _decide_no_more(self, why: str) -> None:
+        self.trace.replayable = False
+        self.kit.note("explored", f"{why}: from here on chance decides")
 
     def _after(self, piece: Piece) -> None:
         if piece.ended:
@@ -468,7 +532,11 @@ class Explorer(KitRunner):
             if current_work() is not None:
                 return  # a coroutine in the test's own event loop, which decides who is next
             if not self._taking and self.decide("test", [f"test: {label}", "all others first"]):
-                self.kit.let_others_run()
+                self._test_stands_at = label
+                try:
+                    self.kit.let_others_run()
+                finally:
+                    self._test_stands_at = ""
             return
         if is_dead(work):
             raise ProcessDied(work.label)
@@ -492,10 +560,13 @@ class Explorer(KitRunner):
         super()._finish(work, result, error)
 
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
-        if self._baton.current() is None:
+        piece = self._baton.current()
+        if piece is None:
             super()._launch(work, coroutine)
         else:
-            asyncio.run(self._run(work, coroutine))  # its own loop, because it can stop in the middle
+            with asyncio.Runner() as loop:  # its own loop, because it can stop in the middle
+                piece.loop = loop.get_loop()
+                loop.run(self._run(work, coroutine))
 
     def unwind(self, process: Process) -> None:
         """End the paused code of a dead process: it raises `ProcessDied` at its place."""
@@ -507,6 +578,7 @@ class Explorer(KitRunner):
 
     def shutdown(self, timeout: float | timedelta = 0) -> bool:
         """End all paused code."""
+        self._baton.wait(self._left, LEAVE_S)
         for paused in list(self.paused):
             if paused in self.paused:
                 self.paused.remove(paused)
