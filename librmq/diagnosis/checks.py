@@ -112,8 +112,9 @@ def _progress_findings(view: StoreView) -> Iterator[Finding]:
         folder = os.path.relpath(tables.database or "", view.store.path)
         yield Finding(
             "unknown-progress", "info", f"store {view.store.path}",
-            f"The broker keeps the progress of groups in RocksDB ({folder}), which librmq does not read.",
-            {"folder": folder}, f"Write an export beside it: {progress_export('STORE/config')}.",
+            f"The broker keeps the progress of groups in RocksDB ({folder}), which was not read: {tables.unread}.",
+            {"folder": folder}, "Install the extra rocksdb, or write an export beside it: "
+            f"{progress_export('STORE/config')}.",
         )  # fmt: skip
 
 

@@ -13,9 +13,11 @@
     *.json.bak               the previous content of the file
     consumerOffsets.json     an export of ``mqadmin rocksDBConfigToJson``, which a person puts there
 
-5.x can keep the first three in RocksDB, in ``consumerOffsets/`` or another folder here. Then ``consumerOffset.json``
-can be from an earlier time, so progress comes from the export, or is unknown. It is unknown too if its file is missing
-where a broker has written one. Of ``consumerOffset.json`` and ``lmqConsumerOffset.json`` the later one counts.
+5.x can keep the first three in RocksDB, in ``consumerOffsets/`` or another folder here (`librmq.store.format.rocksdb`).
+Then a file counts only if its data version has more changes, as it does for a broker that starts. Without the extra
+``rocksdb``, or if the database is damaged, ``consumerOffset.json`` can be from an earlier time, so progress comes from
+the export, or is unknown. It is unknown too if its file is missing where a broker has written one. Of
+``consumerOffset.json`` and ``lmqConsumerOffset.json`` the later one counts.
 
 Mirrors ``ConfigManager`` and its subclasses ``TopicConfigManager``, ``SubscriptionGroupManager``,
 ``ConsumerOffsetManager``, ``ScheduleMessageService`` and ``ConsumerFilterManager``. Other
@@ -32,7 +34,7 @@ from itertools import chain
 from sys import intern
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from librmq.errors import CorruptionError, MalformedError
+from librmq.errors import CorruptionError, MalformedError, MissingExtraError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.java import json as java_json
@@ -40,6 +42,7 @@ from librmq.message.topics import DEAD_LETTER_PREFIX, LIGHT_PREFIX, RETRY_PREFIX
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import tables_database
 from librmq.store.format.documents import START_FILE
+from librmq.store.format.rocksdb import StoredTable, StoredTables, is_database, read_tables
 
 if TYPE_CHECKING:
     from librmq.filter import BloomFilter, Registrations
@@ -69,17 +72,24 @@ class BrokerTables:
     def __init__(self, folder: str, files: Files) -> None:
         self._folder = folder
         self._files = files
+        self.unread: str | None = None
+        """Why RocksDB, where the broker keeps tables, can't be read, and what to do; None if it was, or has none."""
+        stored = self._stored_tables()
         self.topics = self._table(
-            "topics.json", "topicConfigTable", partial(_check_numbers, _TOPIC_NUMBERS), versioned=True
+            "topics.json", "topicConfigTable", partial(_check_numbers, _TOPIC_NUMBERS), stored.topics, versioned=True
         )
         """Rows as `topic_row` makes them, by topic."""
         self.groups = self._table(
-            "subscriptionGroup.json", "subscriptionGroupTable", partial(_check_numbers, _GROUP_NUMBERS), versioned=True
+            "subscriptionGroup.json",
+            "subscriptionGroupTable",
+            partial(_check_numbers, _GROUP_NUMBERS),
+            stored.groups,
+            versioned=True,
         )
         """Rows as `group_row` makes them, by consumer group."""
         self.database = tables_database(folder, files)
         """The folder of a RocksDB that has the progress; None if the files here have it."""
-        self.offsets = self._offsets()
+        self.offsets = self._offsets(stored.offsets)
         """Queue offsets by queue id, by ``topic@group``; empty if `knows_progress` is false."""
         self.delays = self._table("delayOffset.json", "offsetTable", _check_offsets)
         """Queue offsets by delay level; empty if `knows_delays` is false."""
@@ -95,7 +105,22 @@ class BrokerTables:
         """
         return cls(folder, files or DiskFiles())
 
-    def _offsets(self) -> ConfigTable:
+    def _stored_tables(self) -> StoredTables:
+        """Read the tables in RocksDB, if the broker keeps them there."""
+        nothing = StoredTables(None, None, None)
+        if not any(
+            is_database(os.path.join(self._folder, name), self._files) for name in self._files.names(self._folder)
+        ):
+            return nothing
+        try:
+            return read_tables(self._folder, self._files)
+        except (MissingExtraError, CorruptionError) as error:
+            self.unread = str(error)
+            return nothing
+
+    def _offsets(self, stored: StoredTable | None) -> ConfigTable:
+        if stored is not None:
+            return self._table("consumerOffset.json", "offsetTable", _check_offsets_by_text, stored)
         if self.database is not None:
             return self._table("consumerOffsets.json", "offsetTable", _check_offsets_by_text)
         plain = self._table("consumerOffset.json", "offsetTable", _check_offsets_by_text)
@@ -128,8 +153,8 @@ class BrokerTables:
             return None
         if self.database is not None:
             return (
-                "the broker keeps the progress of groups in RocksDB, which librmq does not read, so it is unknown: "
-                f"{progress_export(self._folder)} exports it"
+                f"the broker keeps the progress of groups in RocksDB, so it is unknown: {self.unread}, or export it by "
+                f"{progress_export(self._folder)}"
             )
         return f"the progress of groups is unknown: {_lacks(self.offsets)}"
 
@@ -158,8 +183,16 @@ class BrokerTables:
         }
         return {group for group in of_topics | self.groups.rows.keys() if not is_own_group(group)}
 
-    def _table(self, file: str, name: str, check: Callable[[Rows], Rows], *, versioned: bool = False) -> ConfigTable:
-        return ConfigTable(os.path.join(self._folder, file), name, check, versioned, self._files)
+    def _table(
+        self,
+        file: str,
+        name: str,
+        check: Callable[[Rows], Rows],
+        stored: StoredTable | None = None,
+        *,
+        versioned: bool = False,
+    ) -> ConfigTable:
+        return ConfigTable(os.path.join(self._folder, file), name, check, versioned, self._files, stored)
 
     @property
     def starts(self) -> ConfigTable:
@@ -314,7 +347,15 @@ def _lacks(table: ConfigTable) -> str:
 class ConfigTable:
     """One file, a JSON object with the table as one of its values. Not thread-safe."""
 
-    def __init__(self, path: str, name: str, check: Callable[[Rows], Rows], versioned: bool, files: Files) -> None:
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        check: Callable[[Rows], Rows],
+        versioned: bool,
+        files: Files,
+        stored: StoredTable | None = None,
+    ) -> None:
         self.path = path
         self._name = name
         self._check = check
@@ -327,7 +368,7 @@ class ConfigTable:
         """Whether the file, or its backup, has content."""
         self.replaced: str | None = None
         """What is wrong with the file in whose place its backup was read, and what that means."""
-        self._document = self._load()
+        self._document = self._load() if stored is None else self._load_stored(stored)
         self.rows: Rows = self._document[name]
         self.is_new = not self.rows
         """Whether nothing was stored; a broker's own topics are always stored with the first one."""
@@ -394,6 +435,20 @@ class ConfigTable:
             self._files.write(self.path + _BACKUP, self._stored)
         self._files.write(self.path, data)
         self._stored, self.is_stored = data, True
+
+    def _load_stored(self, stored: StoredTable) -> dict[str, Any]:
+        """Return the document of a table in RocksDB, or the file's if it has more changes, as a broker does."""
+        with suppress(CorruptionError):
+            document = self._load()
+            version = document.get(_DATA_VERSION)
+            changes = version.get("counter") if isinstance(version, dict) else None
+            if self.is_stored and type(changes) is int and changes > stored.counter:
+                return document
+        self._stored, self.replaced, self.is_stored = None, None, True
+        try:
+            return self._complete({self._name: stored.rows})
+        except MalformedError as error:
+            raise CorruptionError(self.path, 0, "config", f"RocksDB: {error}") from error
 
     def _load(self) -> dict[str, Any]:
         """Return the file's document, or its backup's, or an empty one."""

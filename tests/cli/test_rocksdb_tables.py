@@ -1,0 +1,139 @@
+"""Commands on a store whose broker keeps its tables in RocksDB print what they print for the same tables in files."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq.store.format.broker_tables import BrokerTables
+from tests.cli.stand import Shell
+from tests.rocksdb_stores import FORMS, write_tables
+from tests.stores_of_5 import state_of
+
+COMMANDS = (
+    "groups store --all",
+    "lag store",
+    "topics store",
+    "pending store",
+    "expiring store --reserved 1ms --within 1ms",
+    "diagnose store --no-verify",
+    "disk store",
+    "report store -o OUT.html",
+)
+
+
+def tables_of(config: Path) -> dict[str, dict[str, Any]]:
+    """Return the tables in the files of a broker."""
+
+    def table(file: str, name: str) -> dict[str, Any]:
+        rows: dict[str, Any] = json.loads(re.sub(r"(\d+):", r'"\1":', (config / file).read_text()))[name]
+        return rows
+
+    return {
+        "topics": table("topics.json", "topicConfigTable"),
+        "groups": table("subscriptionGroup.json", "subscriptionGroupTable"),
+        "offsets": table("consumerOffset.json", "offsetTable"),
+    }
+
+
+@pytest.fixture(params=FORMS)
+def moved(request: pytest.FixtureRequest, shell: Shell) -> tuple[Shell, list[object]]:
+    """Return a shell whose store has its tables in RocksDB, and what the commands print for those in files."""
+    config = shell.folder / "store" / "config"
+    printed: list[object] = [shell(*words.split())[:2] for words in COMMANDS]
+    write_tables(config, request.param, tables_of(config))
+    for name in ("topics.json", "subscriptionGroup.json", "consumerOffset.json"):
+        for path in (config / name, config / f"{name}.bak"):
+            path.unlink(missing_ok=True)
+    return shell, printed
+
+
+def test_reading_commands_print_the_same_as_for_files(moved: tuple[Shell, list[object]]) -> None:
+    shell, printed = moved
+    before = state_of(shell.folder / "store")
+    for words, expected in zip(COMMANDS, printed, strict=True):
+        if not words.startswith("disk"):  # its bytes differ
+            assert shell(*words.split())[:2] == expected, words
+        else:
+            assert shell(*words.split()).status == 0
+    assert state_of(shell.folder / "store") == before
+
+
+def test_a_copy_has_the_progress(moved: tuple[Shell, list[object]]) -> None:
+    shell, _ = moved
+    lag = [(row["group"], row["topic"], row["queue_id"], row["lag"]) for row in shell("lag", "store").rows]
+    shell("extract", "store", "-o", "small")
+    assert [(row["group"], row["topic"], row["queue_id"], row["lag"]) for row in shell("lag", "small").rows] == lag
+
+
+def test_a_running_broker_keeps_its_database(shell: Shell) -> None:
+    pytest.importorskip("rocksdict")
+    config = shell.folder / "store" / "config"
+    expected = shell("lag", "store").out
+    write_tables(config, "separate", tables_of(config))
+    (config / "consumerOffset.json").unlink()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import sys, rocksdict\n"
+         "options = rocksdict.Options(raw_mode=True)\n"
+         "names = rocksdict.Rdict.list_cf(sys.argv[1], options)\n"
+         "database = rocksdict.Rdict(sys.argv[1], options, {name: options for name in names})\n"
+         "database[b'new@group'] = b'{\"offsetTable\":{0:5}}'\n"
+         "print('open', flush=True)\nsys.stdin.read()\ndatabase.close()", str(config / "consumerOffsets")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"open\n"
+        before = state_of(config)
+        tables = BrokerTables.open(str(config))
+        assert tables.consumer_offset("new", "group", 0) == 5, "only in RocksDB's own log"
+        assert set(expected.splitlines()) <= set(shell("lag", "store").out.splitlines())
+        assert state_of(config) == before
+        holder.stdin.close()
+    assert holder.returncode == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_with_more_changes_counts(tmp_path: Path, form: str) -> None:
+    topics = {"t": {"topicName": "t", "perm": 6}}
+    write_tables(tmp_path, form, {"topics": topics, "groups": {}, "offsets": {"t@g": {"0": 3}}}, counter=7)
+    for counter, expected in ((7, 3), (8, 9)):
+        document = {"dataVersion": {"counter": counter, "timestamp": 1}, "offsetTable": {"t@g": {"0": 9}}}
+        (tmp_path / "consumerOffset.json").write_text(json.dumps(document))
+        assert BrokerTables.open(str(tmp_path)).consumer_offset("t", "g", 0) == expected
+
+
+def test_of_several_databases_the_one_that_changed_last_counts(tmp_path: Path) -> None:
+    for at, form in enumerate(FORMS):
+        tables = {"topics": {}, "groups": {}, "offsets": {"t@g": {"0": at}}}
+        write_tables(tmp_path, form, tables, timestamp_ms=1_700_000_000_000 + at)
+        assert BrokerTables.open(str(tmp_path)).consumer_offset("t", "g", 0) == at
+
+
+def test_a_damaged_database_leaves_progress_unknown(moved: tuple[Shell, list[object]]) -> None:
+    shell, _ = moved
+    config = shell.folder / "store" / "config"
+    for manifest in config.rglob("MANIFEST-*"):
+        manifest.write_bytes(b"\x01" + manifest.read_bytes()[1:])
+    status, out, said = shell("lag", "store")
+    assert (status, out) == (0, "")
+    assert "note: the broker keeps the progress of groups in RocksDB" in said
+    assert "can't be read" in said
+
+
+def test_without_the_extra_the_note_names_it(
+    moved: tuple[Shell, list[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell, _ = moved
+    monkeypatch.setitem(sys.modules, "rocksdict", None)
+    for command in ("lag store", "groups store", "diagnose store --no-verify"):
+        status, out, said = shell(*command.split())
+        assert status in (0, 1)
+        assert "pip install 'librmq[rocksdb]'" in out + said, command
