@@ -91,11 +91,17 @@ class DelayOffsets(Protocol):
         ...
 
 
-_NEEDED: Final = (PROPERTY_REAL_TOPIC, PROPERTY_REAL_QUEUE_ID, PROPERTY_UNIQUE_KEY, PROPERTY_KEYS, PROPERTY_TAGS)
+COPIED_PROPERTIES: Final = (
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_UNIQUE_KEY,
+    PROPERTY_KEYS,
+    PROPERTY_TAGS,
+)
 """The properties that a delivery reads."""
 
 
-class _Layout:
+class Layout:
     """The stored properties of messages that have the same names, as `codec.encode_properties` writes them.
 
     Consecutive waiting messages mostly have the same names. Their values are found without decoding the others, and
@@ -105,7 +111,7 @@ class _Layout:
     def __init__(self, names: tuple[str, ...]) -> None:
         text = "\2".join(f"{re.escape(name)}\1([^\1\2]+)" for name in names)
         self._match = re.compile(f"{text}((?!))?").fullmatch  # the last group, of absent properties, is None
-        self._groups = [names.index(name) + 1 if name in names else len(names) + 1 for name in _NEEDED]
+        self._groups = [names.index(name) + 1 if name in names else len(names) + 1 for name in COPIED_PROPERTIES]
 
     def values_of(self, raw: bytes) -> tuple[str | None, ...] | None:
         """Return the values of the needed properties, None if the properties have another layout."""
@@ -119,7 +125,7 @@ class _Layouts:
     __slots__ = ("_names", "_run", "current")
 
     def __init__(self) -> None:
-        self.current: _Layout | None = None
+        self.current: Layout | None = None
         self._names: tuple[str, ...] = ()
         self._run = 0
 
@@ -137,7 +143,7 @@ class _Layouts:
 
 _LAYOUT_FROM: Final = 16
 _LAYOUT_NAMES: Final = 32
-_layout_of = lru_cache(maxsize=64)(_Layout)
+_layout_of = lru_cache(maxsize=64)(Layout)
 
 
 class _Level:
@@ -442,7 +448,7 @@ class DelaySchedule:
         values = None if layout is None else layout.values_of(raw)
         if values is None:
             properties = waiting.properties
-            values = tuple(map(properties.get, _NEEDED))
+            values = tuple(map(properties.get, COPIED_PROPERTIES))
             if is_encoding_of(raw, properties):
                 self._layouts.record_names(tuple(properties))
             else:

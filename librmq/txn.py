@@ -203,7 +203,7 @@ class Transactions:
         topic = message.topic
         validate_topic(topic)
         properties = {**message.properties, PROPERTY_REAL_TOPIC: topic, PROPERTY_REAL_QUEUE_ID: str(queue_id)}
-        half = Message._from_parts(HALF_TOPIC, message.body, message.flag, properties)
+        half = Message.from_parts(HALF_TOPIC, message.body, message.flag, properties)
         if fields:
             fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
             result = self._store.append(half, QUEUE, **fields)
@@ -466,7 +466,7 @@ class Transactions:
         self._append_op(half.physical_offset, half.queue_offset, half.queue_id)
 
     def _append_op(self, physical_offset: int, queue_offset: int, queue_id: int) -> None:
-        message = Message._from_parts(OP_TOPIC, b"%d" % queue_offset, 0, _OP_PROPERTIES)
+        message = Message.from_parts(OP_TOPIC, b"%d" % queue_offset, 0, _OP_PROPERTIES)
         # With sync durability, wait for the final message too.
         result = self.last_op = self._store.append(message, queue_id, wait=self._waits)
         self._without_op.discard(physical_offset)

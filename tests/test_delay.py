@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.delay import _NEEDED, DelayConfig, DelaySchedule, _Layout
+from librmq.delay import COPIED_PROPERTIES, DelayConfig, DelaySchedule, Layout
 from librmq.errors import StoreClosedError, StoreIOError
 from librmq.files.memory import MemoryFiles
 from librmq.message.delay_levels import SCHEDULE_TOPIC
@@ -137,13 +137,13 @@ def test_values_that_fit_a_layout_are_encoded_unchanged(first: bytes, second: by
     """Properties that fit a layout decode to the same values and are stored unchanged."""
     known = decode_properties(first)
     assert is_encoding_of(first, known)
-    layout = _Layout(tuple(known))
+    layout = Layout(tuple(known))
     assert layout.values_of(first) is not None
     for raw in (first, second):
         found = layout.values_of(raw)
         if found is not None:
             properties = decode_properties(raw)
-            assert found == tuple(map(properties.get, _NEEDED))
+            assert found == tuple(map(properties.get, COPIED_PROPERTIES))
             assert encode_properties(properties) == raw
 
 

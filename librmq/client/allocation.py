@@ -167,8 +167,8 @@ def allocate_consistent_hash(
         raise AllocationError(f"virtual_nodes: expected 0 or more, found {virtual_nodes}")
     if not _is_member(client_id, queues, clients) or not virtual_nodes:
         return []
-    ring = _ring(tuple(clients), virtual_nodes)
-    hashes = np.fromiter(map(_queue_hash, queues), np.uint32, len(queues))
+    ring = hash_ring(tuple(clients), virtual_nodes)
+    hashes = np.fromiter(map(queue_hash, queues), np.uint32, len(queues))
     owners = ring.owners[np.searchsorted(ring.hashes, hashes)]
     return [queues[at] for at in np.flatnonzero(owners == ring.numbers[client_id]).tolist()]
 
@@ -182,7 +182,8 @@ class _Ring(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _ring(clients: tuple[str, ...], virtual_nodes: int) -> _Ring:
+def hash_ring(clients: tuple[str, ...], virtual_nodes: int) -> _Ring:
+    """Return the nodes of clients by their hashes. Cached, because each client of a group asks for the same."""
     if virtual_nodes * len(clients) > LARGEST_RING:
         raise ConfigError(f"a ring of {virtual_nodes} nodes for each of {len(clients)} clients is too large")
     nodes: dict[int, str] = {}
@@ -202,7 +203,8 @@ def _ring(clients: tuple[str, ...], virtual_nodes: int) -> _Ring:
 
 
 @lru_cache(maxsize=1 << 16)
-def _queue_hash(queue: MessageQueue) -> int:
+def queue_hash(queue: MessageQueue) -> int:
+    """Return the place of a queue on the ring. Cached, because it is the same at each rebalance."""
     return text_hash(str(queue))
 
 

@@ -126,7 +126,7 @@ class Producer(Startable):
         self._routes = PublishRoutes(self.client, group, config.default_topic_queues)
         self._topics = self._routes.topics  # asked by every send
         self._life = LifeCycle(f"producer of group {group!r}")
-        self._sender = Sender(self._routes, config, self._life, self._start_or_refuse, self.hooks, metrics)
+        self.sender = Sender(self._routes, config, self._life, self._start_or_refuse, self.hooks, metrics)
         self._unwatch: Callable[[], None] | None = None
         self.config = config
 
@@ -154,7 +154,7 @@ class Producer(Startable):
             )
         with self._runner.lock:
             self._config = config
-            self._sender.configure(config)
+            self.sender.configure(config)
             self._timeout_ms = 1000 * config.timeout
             self._routes.default_topic_queues = config.default_topic_queues
 
@@ -246,10 +246,10 @@ class Producer(Startable):
         if queue is not None:
             if selector is not None:
                 raise _both_queue_and_selector(prepared.topic)
-            return self._sender.send_bound(prepared, self._routes.named_queue(prepared.topic, queue), timeout_ms)
+            return self.sender.send_bound(prepared, self._routes.named_queue(prepared.topic, queue), timeout_ms)
         if selector is not None:
             return self._send_selected(prepared, selector, arg, timeout_ms)
-        return self._sender.send(prepared, timeout_ms)
+        return self.sender.send(prepared, timeout_ms)
 
     def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
         """Send messages of one topic as one batch: either all are stored, in order in one queue, or none.
@@ -263,10 +263,10 @@ class Producer(Startable):
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
         if queue is not None:
-            return self._sender.send_bound(
+            return self.sender.send_bound(
                 batch[0], self._routes.named_queue(batch[0].topic, queue), self._timeout_ms, batch
             )
-        return self._sender.send(batch[0], self._timeout_ms, batch)
+        return self.sender.send(batch[0], self._timeout_ms, batch)
 
     def send_oneway(
         self,
@@ -292,9 +292,9 @@ class Producer(Startable):
         elif queue is not None:
             target = self._routes.named_queue(prepared.topic, queue)
         else:
-            target = self._sender.queue_of_try(self._sender.queues(prepared.topic))
+            target = self.sender.queue_of_try(self.sender.queues(prepared.topic))
         try:
-            self._sender.send_to(prepared, target, self._timeout_ms, is_one_way=True)
+            self.sender.send_to(prepared, target, self._timeout_ms, is_one_way=True)
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
             _log.warning(
                 "group %(group)s: a one-way message to %(queue)s was not stored: %(error)s",
@@ -322,7 +322,7 @@ class Producer(Startable):
         if queue is None and selector is None and type(self).send is _SEND and "send" not in self.__dict__:
             prepared = self._prepare(message, body, fields)
             timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
-            return await self._sender.send_async(prepared, timeout_ms)
+            return await self.sender.send_async(prepared, timeout_ms)
         return await self._runner.offload(
             lambda: self.send(message, body, queue=queue, selector=selector, arg=arg, timeout=timeout, **fields)
         )
@@ -436,7 +436,7 @@ class Producer(Startable):
         Raises:
             NoRouteError: No broker has the topic, and none creates it.
         """
-        return self._sender.queues(topic).queues
+        return self.sender.queues(topic).queues
 
     # --------------------------------------------------------------------------------------------------------- details
 
@@ -462,7 +462,7 @@ class Producer(Startable):
         if len(message.body) > self._config.max_message_size:
             raise body_too_large(len(message.body), self._config.max_message_size)
         properties = dict(message.properties)
-        prepared = Message._from_parts(message.topic, message.body, message.flag, properties, message._delays)
+        prepared = Message.from_parts(message.topic, message.body, message.flag, properties, message._delays)
         if _UNIQUE_KEY not in properties:
             properties[_UNIQUE_KEY] = self.client.unique_ids.next()
         if _WAIT not in properties:
@@ -478,7 +478,7 @@ class Producer(Startable):
     def _send_selected(self, message: Message, selector: QueueSelector, arg: object, timeout_ms: float) -> SendResult:
         if not self._life.is_running:
             self._start_or_refuse()
-        return self._sender.selected(message, selector, arg, timeout_ms)
+        return self.sender.selected(message, selector, arg, timeout_ms)
 
     def _selected(self, message: Message, selector: QueueSelector, arg: object) -> MessageQueue:
         if not self._life.is_running:
@@ -565,7 +565,7 @@ def send_request(
         )
     sent = replies[0].send
     body = decompress_body(sent.message.body, sent.sys_flag, _MOST_BODY)
-    return Message._from_parts(sent.message.topic, body, sent.message.flag, dict(sent.message.properties))
+    return Message.from_parts(sent.message.topic, body, sent.message.flag, dict(sent.message.properties))
 
 
 def reply_properties(request: StoredMessage) -> tuple[str, dict[str, str]]:

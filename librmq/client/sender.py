@@ -421,7 +421,7 @@ class Sender:
         self._metrics = metrics
         self._runner = self._client.runner
         self._now_ms = self._runner.now_ms
-        self._latencies: BrokerLatencies | None = None
+        self.latencies: BrokerLatencies | None = None
         self._loop_sends: _LoopSends | None = None  # of the event loop that has sent last
         self.configure(config)
         self._routes = routes
@@ -431,9 +431,9 @@ class Sender:
         """Use these settings for sends that begin later."""
         self.config = config
         if not config.avoid_slow_brokers:
-            self._latencies = None
-        elif self._latencies is None:
-            self._latencies = BrokerLatencies(self._now_ms)
+            self.latencies = None
+        elif self.latencies is None:
+            self.latencies = BrokerLatencies(self._now_ms)
 
     def queues(self, topic: str) -> TopicQueues:
         """Return the queues of a topic, for which the producer has to run.
@@ -579,13 +579,13 @@ class Sender:
         """Return the queue of the next try, on another broker than the last one if there is one."""
         if self.config.nearby:
             return self._next_nearby(queues, tried)
-        if self._latencies is not None:
-            return self._latencies.next_queue(queues.queues, queues.turns)
+        if self.latencies is not None:
+            return self.latencies.next_queue(queues.queues, queues.turns)
         return queues.turns.next_queue(queues.queues, tried[-1] if tried else None)
 
     def _next_nearby(self, queues: TopicQueues, tried: Sequence[str]) -> MessageQueue:
         """Return a queue of the own site; for the last try, or if its brokers fail, one of another site."""
-        near, latencies = queues.near, self._latencies
+        near, latencies = queues.near, self.latencies
         if tried:
             is_last = len(tried) >= self.config.retries
             near = () if is_last else tuple(queue for queue in near if queue.broker_name not in tried)
@@ -650,7 +650,7 @@ class Sender:
         sent, sys_flag = message, 0
         if len(message.body) >= self.config.compress_from:
             packed, sys_flag = record.compress_body(message.body), _COMPRESSED
-            sent = Message._from_parts(message.topic, packed, message.flag, message.properties, message._delays)
+            sent = Message.from_parts(message.topic, packed, message.flag, message.properties, message._delays)
         return SendMessage(
             self._group,
             sent,
@@ -680,7 +680,7 @@ class Sender:
         batch: tuple[Message, ...] | None = None,
     ) -> SendResult:
         """Return the result of a try whose message is stored."""
-        if self._metrics is not None or self._latencies is not None:
+        if self._metrics is not None or self.latencies is not None:
             self._record_attempt(queue, request, response.status.value)
         if batch is None:
             stored_queue = queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id)
@@ -728,8 +728,8 @@ class Sender:
     def _record_attempt(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:
         """Count a try, and note its broker's latency."""
         took_ms = self._now_ms() - request.born_timestamp_ms
-        if self._latencies is not None:
-            self._latencies.report(queue.broker_name, took_ms, failed=status == "ERROR")
+        if self.latencies is not None:
+            self.latencies.report(queue.broker_name, took_ms, failed=status == "ERROR")
         if self._metrics is not None:
             messages = request.messages if isinstance(request, SendBatch) else (request.message,)
             self._metrics.count("sends", topic=queue.topic, status=status)

@@ -261,7 +261,7 @@ class TransactionProducer(Producer):
         half = self._prepare(message, None, {})
         half.properties[PROPERTY_TRANSACTION_PREPARED] = "true"
         half.properties[PROPERTY_PRODUCER_GROUP] = self.group
-        return half, self._sender.send(half, self._timeout_ms)
+        return half, self.sender.send(half, self._timeout_ms)
 
     def _end_transaction(self, sent: SendResult, state: TransactionState) -> None:
         """Send the end to the broker; if it is lost, the broker asks."""

@@ -88,7 +88,7 @@ class Consumer(Startable, Generic[C]):
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._leaving = False
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
-        self._started_ms = 0
+        self.started_ms = 0
         self._maximum_set_ms = 0
         self._maximum_of_group: int | None = None  # as a broker says; -1: the group's setting
         self._times_removed = self.client.times_removed
@@ -224,7 +224,7 @@ class Consumer(Startable, Generic[C]):
         for subscription in self.subscriptions.values():
             check_at_brokers(self.client, self.group, subscription)
         self._warn_of_same_id()
-        self._started_ms = self._maximum_set_ms = self.runner.now_ms()
+        self.started_ms = self._maximum_set_ms = self.runner.now_ms()
         self.client.join(self)
         self.rebalancing.start()
 
@@ -367,7 +367,7 @@ class Consumer(Startable, Generic[C]):
         self.runner.wake(self._saving, self._next_save_ms(self.runner.now_ms()))
 
     def _next_save_ms(self, now_ms: int) -> int:
-        due_ms = next_from_first(now_ms, self._started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
+        due_ms = next_from_first(now_ms, self.started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
         moved = any(assigned.may_be_passed for assigned in self.assigned.values())
         return min(due_ms, now_ms + SETTLED_MS) if moved else due_ms
 
@@ -449,7 +449,7 @@ class Consumer(Startable, Generic[C]):
 
     def _state(self) -> InstanceState:
         """Return the state of this instance for diagnosis."""
-        return instance_state(self, self.kind, started_ms=self._started_ms)
+        return instance_state(self, self.kind, started_ms=self.started_ms)
 
     def _routes_changed(self) -> None:
         """Pull again from a broker that was reopened or has removed this client, and send it the progress."""

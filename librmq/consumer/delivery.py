@@ -331,7 +331,7 @@ EXPIRED_LEVEL: Final = 3
 MAX_EXPIRED: Final = 16
 
 
-class _Pulled:
+class Pulled:
     """Messages of one pull that wait for a listener; a batch never mixes pulls."""
 
     __slots__ = ("assigned", "count", "messages", "weight")
@@ -362,12 +362,12 @@ class Backlog:
     __slots__ = ("_now", "_starts", "lanes")
 
     def __init__(self) -> None:
-        self.lanes: dict[int, deque[_Pulled]] = {}
+        self.lanes: dict[int, deque[Pulled]] = {}
         """By weight; without empty ones."""
         self._starts: dict[int, int] = {}
         self._now = 0
 
-    def append(self, pulled: _Pulled, weight: int, *, is_first: bool = False) -> None:
+    def append(self, pulled: Pulled, weight: int, *, is_first: bool = False) -> None:
         """Add messages to the end of their lane, or to its beginning."""
         pulled.weight = weight
         lane = self.lanes.get(weight)
@@ -379,14 +379,14 @@ class Backlog:
         else:
             lane.append(pulled)
 
-    def first(self) -> _Pulled:
+    def first(self) -> Pulled:
         """Return what begins next; of equal starts the larger weight's."""
         lanes = self.lanes
         if len(lanes) == 1:
             return next(iter(lanes.values()))[0]
         return lanes[min(lanes, key=lambda weight: (self._starts[weight], -weight))][0]
 
-    def remove(self, pulled: _Pulled) -> None:
+    def remove(self, pulled: Pulled) -> None:
         """Remove what begins next."""
         lane = self.lanes[pulled.weight]
         lane.popleft()
@@ -398,7 +398,7 @@ class Backlog:
         self._now = self._starts[weight]
         self._starts[weight] += count * _COST // weight
 
-    def take_all(self) -> list[_Pulled]:
+    def take_all(self) -> list[Pulled]:
         """Remove and return everything."""
         contents = [pulled for weight in sorted(self.lanes, reverse=True) for pulled in self.lanes[weight]]
         self.lanes.clear()
@@ -411,8 +411,8 @@ class ConcurrentDelivery(Delivery):
     def __init__(self, consumer: PushInstance) -> None:
         super().__init__(consumer)
         self._backlog = Backlog()
-        self._postponed: deque[tuple[int, _Pulled]] = deque()
-        self._resting: list[_Pulled] = []
+        self._postponed: deque[tuple[int, Pulled]] = deque()
+        self._resting: list[Pulled] = []
         self._expiring = Step(f"{consumer.label} consume timeout", self._expire, consumer.client)
         self._redelivery = Step(f"{consumer.label} deliver again", self._deliver_postponed, consumer.client)
 
@@ -432,10 +432,10 @@ class ConcurrentDelivery(Delivery):
 
     def pulled(self, assigned: AssignedQueue, count: int, now_ms: int) -> None:
         """Begin messages that were added to a queue, as far as threads are free."""
-        self._enqueue(_Pulled(assigned, count))
+        self._enqueue(Pulled(assigned, count))
         self._begin_waiting(now_ms)
 
-    def _enqueue(self, pulled: _Pulled, *, is_first: bool = False) -> None:
+    def _enqueue(self, pulled: Pulled, *, is_first: bool = False) -> None:
         """Add messages to the backlog: by listener if these have weights."""
         is_weighted = self.consumer.listeners.are_weighted
         if pulled.messages is None and not is_weighted:
@@ -454,7 +454,7 @@ class ConcurrentDelivery(Delivery):
         for batch, weight in reversed(batches) if is_first else batches:
             self._backlog.append(batch, weight, is_first=is_first)
 
-    def _take(self, pulled: _Pulled) -> None:
+    def _take(self, pulled: Pulled) -> None:
         """Take the messages from their queue, so that they can overtake others."""
         if pulled.messages is None:
             pulled.messages = pulled.assigned.messages.take(pulled.count)
@@ -466,7 +466,7 @@ class ConcurrentDelivery(Delivery):
         if self.consumer.listeners.are_weighted:
             for pulled in self._resting:
                 self._take(pulled)
-        former: _Pulled | None = None
+        former: Pulled | None = None
         for pulled in backlog:
             if former is not None and former.assigned is pulled.assigned and former.messages and pulled.messages:
                 former.messages += pulled.messages  # batches of another size
@@ -552,7 +552,7 @@ class ConcurrentDelivery(Delivery):
         for message in messages:
             message.consume_start_timestamp_ms = None  # a rest is not time in a listener
         assigned.messages.lined_up += len(messages)
-        self._enqueue(_Pulled(assigned, len(messages), messages), is_first=True)
+        self._enqueue(Pulled(assigned, len(messages), messages), is_first=True)
         self.rests.begin_rest(error, assigned.queue)
 
     def _resumed(self, now_ms: int) -> None:
@@ -638,6 +638,6 @@ class ConcurrentDelivery(Delivery):
         return None
 
 
-def _batches(assigned: AssignedQueue, messages: list[DeliveredMessage], size: int) -> list[_Pulled]:
+def _batches(assigned: AssignedQueue, messages: list[DeliveredMessage], size: int) -> list[Pulled]:
     parts = (messages[start : start + size] for start in range(0, len(messages), size))
-    return [_Pulled(assigned, len(part), part) for part in parts]
+    return [Pulled(assigned, len(part), part) for part in parts]

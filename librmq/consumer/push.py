@@ -608,7 +608,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             listeners=delivery.listener_calls(),
             running=delivery.running,
             is_paused=self.is_paused,
-            started_ms=self._started_ms,
+            started_ms=self.started_ms,
         )
 
     def answer(self, request: Request[R], /) -> R:

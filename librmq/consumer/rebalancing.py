@@ -88,7 +88,7 @@ class Rebalancing:
         self._take = take
         self._release = release
         self._lock = lock
-        self._started_ms = 0
+        self.started_ms = 0
         self._created_ms = member.runner.now_ms()
         route = member.route
         self._route_of = route.known_route  # a remote route must not wait here
@@ -103,7 +103,7 @@ class Rebalancing:
     def start(self) -> None:
         """Note the existing queues, and rebalance immediately."""
         member = self._member
-        self._started_ms = member.runner.now_ms()
+        self.started_ms = member.runner.now_ms()
         self._brokers = frozenset(member.route.broker_names())
         for topic in member.subscriptions:
             self.note_queues(topic)
@@ -132,7 +132,7 @@ class Rebalancing:
         """Rebalance at the next multiple of 20 s, because something is open."""
         if not self._member.stopping:
             now_ms = self._member.runner.now_ms()
-            self._member.runner.wake(self.step, next_from_first(now_ms, self._started_ms, INTERVAL_MS))
+            self._member.runner.wake(self.step, next_from_first(now_ms, self.started_ms, INTERVAL_MS))
 
     def run_due(self, now_ms: int) -> int | None:
         """Compute the share of each topic, and take and release queues accordingly."""
@@ -164,7 +164,7 @@ class Rebalancing:
             for topic in changed:  # so that the broker keeps this instance's subscription if instances differ
                 member.subscriptions[topic] = replace(member.subscriptions[topic], version=now_ms)
             member.client.beat()
-        return next_from_first(now_ms, self._started_ms, INTERVAL_MS) if self._is_incomplete else None
+        return next_from_first(now_ms, self.started_ms, INTERVAL_MS) if self._is_incomplete else None
 
     def report_start(self) -> None:
         """Log once, for the first queues that are taken, what `consume_from` means for the group."""

@@ -396,7 +396,7 @@ class _Arrow(ColumnBackend[Any]):
         """Return a property as numbers, null where missing or invalid, and a mask of the invalid rows (False: none)."""
         if (name, kind) not in self._numbers:
             self._numbers[name, kind] = (
-                _doubles(self.property_text(name)) if kind is float else _integers(self.property_text(name), kind)
+                doubles_of(self.property_text(name)) if kind is float else integers_of(self.property_text(name), kind)
             )
         return self._numbers[name, kind]
 
@@ -475,7 +475,8 @@ def _all_between(text: Any, first: str, last: str) -> bool:
     return not len(bytes_of_all) or int((bytes_of_all - np.uint8(ord(first))).max()) <= ord(last) - ord(first)
 
 
-def _integers(text: Any, kind: type) -> tuple[Any, Any]:
+def integers_of(text: Any, kind: type) -> tuple[Any, Any]:
+    """Return the numbers that Java parses from texts as int or long, and which texts are none (or False: all are)."""
     digits = 18 if kind is JavaLong else 9
     target = pa.int64() if kind is JavaLong else pa.int32()
     numbers = _plain_numbers(text, target)
@@ -508,7 +509,8 @@ def _other_integers(text: Any, kind: type) -> Any:
     return _where(in_range, numbers).cast(pa.int32())
 
 
-def _doubles(text: Any) -> tuple[Any, Any]:
+def doubles_of(text: Any) -> tuple[Any, Any]:
+    """Return the numbers that Java parses from texts as double, and which texts are none (or False: all are)."""
     numbers = _plain_numbers(text, pa.float64())
     if numbers is not None:
         return numbers, False

@@ -82,11 +82,12 @@ def compiled(expression: str, dialect: Dialect = "4.9") -> Compiled:
         raise TypeError(f"a filter expression is a str, not {type(expression).__name__}")
     if len(expression) > CACHED_LENGTH:
         return Compiled(expression, dialect)
-    return _cached(expression, dialect)
+    return compiled_once(expression, dialect)
 
 
 @lru_cache(maxsize=CACHED_FILTERS)
-def _cached(expression: str, dialect: Dialect) -> Compiled:
+def compiled_once(expression: str, dialect: Dialect) -> Compiled:
+    """Return the compiled expression, the same for every caller while it is cached."""
     return Compiled(expression, dialect)
 
 

@@ -205,7 +205,7 @@ class Message:
             )
 
     @staticmethod
-    def _from_parts(
+    def from_parts(
         topic: str,
         body: bytes,
         flag: int,

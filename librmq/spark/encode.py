@@ -130,7 +130,7 @@ class Encoder:
             parts = [_fixed(np.ascontiguousarray(wide).view(f"V{wide.shape[1]}").reshape(rows))]
         parts += [bodies, topic_fields, _fixed(lengths), stored]
         joined = pc.binary_join_element_wise(*parts, b"")
-        record_of_key, hashes = _key_hashes(lanes, lane, reserved)
+        record_of_key, hashes = hash_keys(lanes, lane, reserved)
         codes = tags_codes(reserved[PROPERTY_TAGS]).to_numpy(zero_copy_only=False)
         buffer = joined.buffers()[2] if rows else pa.py_buffer(b"")
         return Encoded(buffer.slice(0, int(sizes.sum())), sizes, lanes, lane, codes, record_of_key, hashes)
@@ -351,7 +351,7 @@ def tags_codes(tags: pa.Array) -> pa.Int64Array:
     return codes.take(encoded.indices).fill_null(0)
 
 
-def _key_hashes(
+def hash_keys(
     lanes: Sequence[QueueName], lane: npt.NDArray[np.int32], reserved: dict[str, pa.Array]
 ) -> tuple[Ints, Ints]:
     """Return the row of each key, ascending, and its hash in the index; the unique id first."""

@@ -291,7 +291,7 @@ class Retention:
         self.is_held = False
         if oversized := self._oversized():
             self.deleted += self._delete(self._ends()[: min(oversized, _FILES_A_ROUND)], "beyond max_total_size")
-        if self._forced or self._ignores_hours or self._next_hour(now_ms) == now_ms:
+        if self._forced or self._ignores_hours or self.next_cleaning_ms(now_ms) == now_ms:
             if not self._round_end - _ROUND_MS <= now_ms < self._round_end:
                 self._round_end, self._round_files = now_ms + _ROUND_MS, 0
             if self._round_files < _FILES_A_ROUND:
@@ -511,7 +511,8 @@ class Retention:
 
     # ------------------------------------------------------------------------------------------------- scheduling
 
-    def _next_hour(self, at_ms: int) -> int | None:
+    def next_cleaning_ms(self, at_ms: int) -> int | None:
+        """Return the begin of the first hour of `delete_when` after ``at_ms``."""
         return next_hour(self._hours, at_ms, self._timezone)
 
     def _next_due(self, now_ms: int) -> int | None:
@@ -529,7 +530,7 @@ class Retention:
             return None
         if not (self._oversized() or self._forced):
             at = max(now_ms, self._known_timestamp(ends[0] - self._log.file_size) + self._reserved_ms)
-            allowed = at if self._ignores_hours else self._next_hour(at)
+            allowed = at if self._ignores_hours else self.next_cleaning_ms(at)
             if allowed is None or allowed >= _LAST_MOMENT:
                 return None
             if allowed > now_ms:

@@ -100,7 +100,8 @@ class MessageStore(Closing):
     """The writer itself, for copies of records that the store has and for parts of a broker."""
     copies: CopyWriter
     """The writer of several records under one lock, for parts of a broker."""
-    _handle: StoreHandle
+    handle: StoreHandle
+    """The open store behind the calls: its retention, durability and thread, for parts of the library."""
     _append: Callable[..., AppendResult]
     _append_batch: Callable[..., list[AppendResult]]
 
@@ -178,7 +179,7 @@ class MessageStore(Closing):
         store.files = files or DiskFiles()
         store.clock = clock or SystemClock()
         store.filters = filters
-        store._handle = handle = StoreHandle(
+        store.handle = handle = StoreHandle(
             store.path,
             store.files,
             store.clock,
@@ -201,35 +202,35 @@ class MessageStore(Closing):
         """
         folder = TemporaryFolder()
         store = cls.open(folder.name, config or StoreConfig.tiny(), clock=clock)
-        store._handle.temporary = folder
+        store.handle.temporary = folder
         return store
 
     @property
     def config(self) -> StoreConfig:
         """The settings; a `refresh` can find that they have changed."""
-        return self._handle.config
+        return self.handle.config
 
     @property
     def levels(self) -> DelayLevels:
         """The delay levels of the settings."""
-        return self._handle.levels
+        return self.handle.levels
 
     @property
     def log(self) -> CommitLog:
         """The log; `recover` and `refresh` can replace the object."""
-        return self._handle.log
+        return self.handle.log
 
     @property
     def index(self) -> KeyIndex:
         """The key index; `recover` and `refresh` can replace the object."""
-        if self._handle.view is not None:
-            self._handle.view.complete()
-        return self._handle.index
+        if self.handle.view is not None:
+            self.handle.view.complete()
+        return self.handle.index
 
     @property
     def checkpoint(self) -> Checkpoint:
         """The checkpoint; `recover` and `refresh` can replace the object."""
-        return self._handle.checkpoint
+        return self.handle.checkpoint
 
     @property
     def past_ms(self) -> int | None:
@@ -237,7 +238,7 @@ class MessageStore(Closing):
 
         It is 0 before the first message.
         """
-        moment = self._handle.moment
+        moment = self.handle.moment
         if isinstance(moment, datetime):
             return to_timestamp_ms("at", moment)
         last = self.log.last_write
@@ -248,7 +249,7 @@ class MessageStore(Closing):
     @property
     def recovered(self) -> list[Damage]:
         """What opening and `recover` found and cut."""
-        return self._handle.recovered
+        return self.handle.recovered
 
     @property
     def condition(self) -> Condition:
@@ -256,7 +257,7 @@ class MessageStore(Closing):
 
         A writable one is sound, because opening has recovered it.
         """
-        view = self._handle.view
+        view = self.handle.view
         return Condition(Wholeness.SOUND) if view is None else view.condition()
 
     @property
@@ -276,7 +277,7 @@ class MessageStore(Closing):
         those that a clean shutdown left. This reads them all, with the checksums of their bodies. ``bytes`` counts
         those from the damage to the log's end.
         """
-        view = self._handle.view
+        view = self.handle.view
         return None if view is None else view.check_covered()
 
     @property
@@ -287,11 +288,11 @@ class MessageStore(Closing):
     @property
     def readers(self) -> Readers | None:
         """Source of the unconsumed messages for retention; set by the broker that opens the store."""
-        return self._handle.readers
+        return self.handle.readers
 
     @readers.setter
     def readers(self, readers: Readers | None) -> None:
-        self._handle.readers = readers
+        self.handle.readers = readers
 
     # -------------------------------------------------------------------------------------------------------- append
 
@@ -340,7 +341,7 @@ class MessageStore(Closing):
         the next flush. Its ``wait`` flushes.
         """
         result = self.append(message, queue_id, wait=False, **fields)
-        return Acknowledgement(result, self._handle.durability.commit, result.physical_offset + result.size)
+        return Acknowledgement(result, self.handle.durability.commit, result.physical_offset + result.size)
 
     def wait_for(self, result: AppendResult) -> None:
         """Wait until a message that `submit` appended is on the device.
@@ -352,7 +353,7 @@ class MessageStore(Closing):
             end = result.physical_offset + result.size
         except AttributeError:
             raise wrong_kind("result", result, "the result of an Acknowledgement") from None
-        self._handle.durability.commit.reach(end)
+        self.handle.durability.commit.reach(end)
 
     # --------------------------------------------------------------------------------------------------- replication
 
@@ -361,7 +362,7 @@ class MessageStore(Closing):
 
         An append calls it in its thread, so it must be short.
         """
-        self._handle.check_open()
+        self.handle.check_open()
         self.appender.watch_log(physical_offset, appended)
 
     def copy_log(self, physical_offset: int, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
@@ -375,15 +376,15 @@ class MessageStore(Closing):
             ReplicaError: The store is no replica.
             StoreIOError: There is no space.
         """
-        return self._handle.copy_log(physical_offset, data, is_checked=is_checked)
+        return self.handle.copy_log(physical_offset, data, is_checked=is_checked)
 
     def cut_copy(self, physical_offset: int) -> None:
         """Cut this replica's log at the start of a record, where the next `copy_log` continues."""
-        self._handle.cut_copy(physical_offset)
+        self.handle.cut_copy(physical_offset)
 
     def clear_copy(self) -> None:
         """Delete all messages of this replica, which then begins where the next `copy_log` says."""
-        self._handle.clear_copy()
+        self.handle.clear_copy()
 
     # ---------------------------------------------------------------------------------------------------------- read
 
@@ -407,7 +408,7 @@ class MessageStore(Closing):
         Raises:
             CorruptionError: An entry leads to no record of its size.
         """
-        handle = self._handle
+        handle = self.handle
         if handle.closed is not None:
             handle.check_open()
         try:
@@ -459,21 +460,21 @@ class MessageStore(Closing):
 
         They include those of all messages that were acknowledged before the call.
         """
-        self._handle.check_open()
+        self.handle.check_open()
         self.appender.write_entries()
-        return self._handle.queues.find((topic, queue_id))
+        return self.handle.queues.find((topic, queue_id))
 
     @property
     def queues(self) -> QueueTable:
         """Return the queues by topic and queue id, with the entries of all messages appended before."""
-        return self._handle.written_queues()
+        return self.handle.written_queues()
 
     def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
         """Return the queue offsets of a queue's oldest and next message; (0, 0) if there is no such queue.
 
         An append counts immediately, even if its entry is not written yet.
         """
-        handle, name = self._handle, (topic, queue_id)
+        handle, name = self.handle, (topic, queue_id)
         if handle.closed is not None:
             handle.check_open()
         queue = handle.queues.find(name)
@@ -484,7 +485,7 @@ class MessageStore(Closing):
 
     def counts_as_on_disk(self, physical_offset: int) -> bool:
         """Return whether a message is so far from the log's end that a read counts it as on disk only."""
-        return self._handle.transfer.is_on_disk(self.log.end, physical_offset)
+        return self.handle.transfer.is_on_disk(self.log.end, physical_offset)
 
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """Return the message whose record begins at ``physical_offset``, None if the log has nothing there.
@@ -494,7 +495,7 @@ class MessageStore(Closing):
         Raises:
             CorruptionError: No sound record begins there.
         """
-        self._handle.check_open()
+        self.handle.check_open()
         if not isinstance(physical_offset, int):
             raise wrong_kind("physical_offset", physical_offset, "a whole number")
         message = self.log.message(physical_offset)
@@ -516,7 +517,7 @@ class MessageStore(Closing):
         used. If ``exact`` is false, the messages of all of them are returned, including collisions and repetitions, as
         by a broker.
         """
-        return find_by_key(self._handle.with_index(), topic, key, begin_ms, end_ms, max_messages, exact)
+        return find_by_key(self.handle.with_index(), topic, key, begin_ms, end_ms, max_messages, exact)
 
     def find_by_id(self, message_id: str) -> list[StoredMessage]:
         """Return the messages with an id, in log order.
@@ -533,7 +534,7 @@ class MessageStore(Closing):
                 f"use message_at for a physical offset, messages for a queue offset"
             )
         topics = directory.known_topics(self.path, self.files)
-        return find_by_id(self._handle.with_index(), message_id, topics)
+        return find_by_id(self.handle.with_index(), message_id, topics)
 
     def topic_messages(self, topic: str) -> Iterator[StoredMessage]:
         """Yield the messages of all queues of a topic in the order of the log, up to their ends now.
@@ -578,7 +579,7 @@ class MessageStore(Closing):
             ConfigError: ``time`` is neither a `datetime` with a time zone nor milliseconds since 1970.
         """
         timestamp_ms = to_timestamp_ms("time", time)
-        parts = self._handle.up_to_date()
+        parts = self.handle.up_to_date()
         queue = parts.queues.find((topic, queue_id))
         return 0 if queue is None else queue.queue_offset_at(timestamp_ms, parts.log.store_timestamp_ms)
 
@@ -588,7 +589,7 @@ class MessageStore(Closing):
         Raises:
             CorruptionError: A record can't be read.
         """
-        log, view = self._handle.up_to_date().log, self._handle.view
+        log, view = self.handle.up_to_date().log, self.handle.view
         if view is None or not view.derives_queues:
             return iter(log)
         return itertools.chain.from_iterable(unwrapped(log, message) for message in log)
@@ -599,7 +600,7 @@ class MessageStore(Closing):
         For read-only handles. A read at a queue's end, a search and an iteration refresh automatically. `log`, `queues`
         and `index` show the state of the last refresh, which can replace these objects; the old objects do not change.
         """
-        return self._handle.refresh()
+        return self.handle.refresh()
 
     # ----------------------------------------------------------------------------------------------- flush and close
 
@@ -613,7 +614,7 @@ class MessageStore(Closing):
             FlushFailedError: A flush of the log has failed.
             StoreIOError: A flush of queues or index has failed; opening rebuilds them from the log.
         """
-        return self._handle.flush()
+        return self.handle.flush()
 
     def run_due(self, now_ms: int) -> int | None:
         """Do the periodic work that is due (flush, checkpoint, retention); return the next due time (ms).
@@ -621,7 +622,7 @@ class MessageStore(Closing):
         A thread of the store does this, unless the store was opened with ``background=False`` or with a clock.
         """
         check_now(now_ms)
-        return self._handle.run_due(now_ms)
+        return self.handle.run_due(now_ms)
 
     def check_room(self) -> None:
         """Refuse a send while unread messages take all the space, if ``keep_unconsumed`` is on and `readers` is set.
@@ -632,14 +633,14 @@ class MessageStore(Closing):
         Raises:
             StoreFullError: The error says which group holds back which messages, and what to do.
         """
-        self._handle.check_room()
+        self.handle.check_room()
 
     def delete_expired(self) -> None:
         """Let the next `run_due` delete expired log files, whatever the hours of ``delete_when``.
 
         A file that has not expired stays, as does the file of the last message.
         """
-        self._handle.delete_expired()
+        self.handle.delete_expired()
 
     def clean_unused_topics(self, topics: Container[str]) -> list[tuple[str, int]]:
         """Delete queues whose topics are not in ``topics`` and whose messages retention has deleted.
@@ -647,7 +648,7 @@ class MessageStore(Closing):
         Returns them as (topic, queue id). The broker's own topics stay. A queue that is written again starts at queue
         offset 0. RocketMQ 4.9 also deletes queues whose messages are still in the log; the next recovery rebuilds them.
         """
-        self._handle.check_writable()
+        self.handle.check_writable()
         if isinstance(topics, str | bytes) or not isinstance(topics, Container):
             raise wrong_kind("topics", topics, "a set of names")
         return clean_unused_topics(self.path, self.files, self.appender, topics)
@@ -658,7 +659,7 @@ class MessageStore(Closing):
         The log is cut at the first record that can't be read. Opening checks only what the last exit requires; call
         this if you suspect more damage. Calls from other threads wait.
         """
-        return self._handle.recover()
+        return self.handle.recover()
 
     def snapshot(self, target: str | os.PathLike[str], *, copy: bool = False) -> Snapshot:
         """Copy everything appended before the call to a new store in ``target``, a new or empty folder.
@@ -668,8 +669,8 @@ class MessageStore(Closing):
         """
         from librmq.store.snapshots import snapshot
 
-        self._handle.check_open()
-        if self._handle.moment is not None:
+        self.handle.check_open()
+        if self.handle.moment is not None:
             raise ConfigError("at: expected a store of the present to copy, because old progress of groups is not kept")
         return snapshot(
             self.path,
@@ -683,7 +684,7 @@ class MessageStore(Closing):
 
     def verify(self) -> Verdict:
         """Check the whole store and change nothing; appends wait."""
-        return self._handle.verify()
+        return self.handle.verify()
 
     def close(self) -> None:
         """Flush, mark the store as cleanly closed and release it. A second call does nothing.
@@ -694,7 +695,7 @@ class MessageStore(Closing):
             FlushFailedError: A flush of the log has failed.
             StoreIOError: A flush of queues or index has failed.
         """
-        self._handle.close()
+        self.handle.close()
 
     def abandon(self, *, why: str = "was abandoned") -> None:
         """Release the store as a dying process does: keep the abort marker, and write no checkpoint.
@@ -702,17 +703,17 @@ class MessageStore(Closing):
         Appended messages are in the log, and in queues and index as far as the disk has room. The next `open` recovers.
         A second call, or one after `close`, does nothing. Later calls raise an error that says ``why``.
         """
-        self._handle.abandon(why)
+        self.handle.abandon(why)
 
     @property
     def is_own(self) -> bool:
         """Return whether librmq made the store; False in a broker's directory, and in a store open for reading."""
-        return self._handle.is_own
+        return self.handle.is_own
 
     @property
     def is_closed(self) -> bool:
         """Return whether the store accepts no calls: it was closed or abandoned, or a recovery has failed."""
-        return self._handle.closed is not None
+        return self.handle.closed is not None
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -721,5 +722,5 @@ class MessageStore(Closing):
         )
 
     def __repr__(self) -> str:
-        state = self._handle.closed or ("is open for reading" if self.read_only else "is open for writing")
+        state = self.handle.closed or ("is open for reading" if self.read_only else "is open for writing")
         return f"<MessageStore {self.path!r}: {state}>"

@@ -161,7 +161,7 @@ class SharedBroker(AdministeredRoute):
         self._settings = settings
         self._name = settings.name
         self._lock = Lock()
-        self._link: StoreOwner | StorePeer | None = None
+        self.link: StoreOwner | StorePeer | None = None
         self._settled = threading.Event()
         self._closing = threading.Event()
         self._watchers = Watchers()
@@ -182,13 +182,13 @@ class SharedBroker(AdministeredRoute):
     @property
     def owner(self) -> int | None:
         """The process that owns the store; None while the next one takes over."""
-        link = self._link
+        link = self.link
         return None if link is None else os.getpid() if isinstance(link, StoreOwner) else link.process
 
     @property
     def is_owner(self) -> bool:
         """Whether this process owns the store."""
-        return isinstance(self._link, StoreOwner)
+        return isinstance(self.link, StoreOwner)
 
     def __repr__(self) -> str:
         state = "closed" if self._closing.is_set() else f"owner: {self.owner}"
@@ -237,8 +237,8 @@ class SharedBroker(AdministeredRoute):
             self._settle(link)
         except BaseException:
             with self._lock:
-                if self._link is link:
-                    self._link = None
+                if self.link is link:
+                    self.link = None
                     self._settled.clear()
             link.close()
             raise
@@ -320,7 +320,7 @@ class SharedBroker(AdministeredRoute):
                 is_closing = self._closing.is_set()
                 if not is_closing:
                     late = {key: beat for key, beat in self._beats.items() if beats.get(key) is not beat}
-                    self._beats, self._name, self._link = {}, link.name, link
+                    self._beats, self._name, self.link = {}, link.name, link
             if not is_closing:
                 link.register(late, self._closing.is_set)
                 link.route.watch(self._watchers.notify)
@@ -340,7 +340,7 @@ class SharedBroker(AdministeredRoute):
         """Wait for the owner's end, and look for the next one, until this process is it."""
         with ExitStack() as former:  # closed late, because an owner that hands over answers before it ends
             while not self._closing.is_set():
-                link = self._link
+                link = self.link
                 if isinstance(link, StoreOwner):
                     return
                 error: Exception | None
@@ -363,16 +363,16 @@ class SharedBroker(AdministeredRoute):
     def _lose(self, link: StorePeer) -> None:
         """Let calls wait for the next owner."""
         with self._lock:
-            if self._link is link and not self._closing.is_set():
+            if self.link is link and not self._closing.is_set():
                 self._beats, self._topics = link.heartbeats(), link.known_topics()
                 self._was_peer = True
                 self._error = BrokerUnreachableError(f"its owner, process {link.process}, has ended")
                 self._settled.clear()
-                self._link = None
+                self.link = None
 
     def _is_lost(self, link: StorePeer, left_s: float) -> bool:
         """Return whether an owner that could not be reached has ended; look for that within the caller's time."""
-        if self._link is not link:
+        if self.link is not link:
             return True
         if is_held_here(self.runner.lock) or is_stopped(link.process):
             left_s = 0.0
@@ -398,10 +398,10 @@ class SharedBroker(AdministeredRoute):
         """Pass a request to the owner, and to the next ones as long as it has time, until ``until_s``."""
         if isinstance(request, SendLater):
             request.explain = link.explained
-            return self._link is link and endpoint.call(request)
+            return self.link is link and endpoint.call(request)
         if until_s is None:
             until_s = SystemClock().monotonic() + self._timeout_of(request)
-        if self._link is not link:
+        if self.link is not link:
             return self._call_next(request, until_s)
         if link.is_silent and is_held_here(self.runner.lock) and (stopped := link.stopped_error()) is not None:
             raise stopped  # at once, so that no one waits for the lock again and again
@@ -420,7 +420,7 @@ class SharedBroker(AdministeredRoute):
         self._watch_in_child()
         if is_held_here(self.runner.lock):  # others wait for the lock, so this call must not
             with self._lock:
-                now = self._link
+                now = self.link
                 if now is None and self._note_client(request):
                     return None
             if now is None:
@@ -460,9 +460,9 @@ class SharedBroker(AdministeredRoute):
     def _wait_for_owner(self, timeout_s: float) -> StoreOwner | StorePeer:
         self._check_open()
         self._watch_in_child()
-        if self._link is None:
+        if self.link is None:
             SystemClock().wait(self._settled, timeout_s)
-        link = self._link
+        link = self.link
         if link is None:
             raise self._absence()
         return link
@@ -498,13 +498,13 @@ class SharedBroker(AdministeredRoute):
         Raises:
             BrokerUnreachableError: The owner does not answer, or there is none.
         """
-        if self._link is None and is_held_here(self.runner.lock):
+        if self.link is None and is_held_here(self.runner.lock):
             return self._topics.get(topic, ())
         return self._ask(lambda route: route.topic_route(topic))
 
     def known_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return what is known of a topic's queues, without waiting, so also under the runner's lock."""
-        link = self._link
+        link = self.link
         if link is None:
             return self._topics.get(topic, ())
         return link.route.known_route(topic) if isinstance(link, StorePeer) else link.route.topic_route(topic)
@@ -524,7 +524,7 @@ class SharedBroker(AdministeredRoute):
         Raises:
             NoRouteError: The broker has another name.
         """
-        link = self._link
+        link = self.link
         if link is None:
             if broker_name != self._name:
                 raise NoRouteError(f"unknown broker {broker_name!r}; expected {self._name!r}")
@@ -552,7 +552,7 @@ class SharedBroker(AdministeredRoute):
 
     def messages(self, topic: str) -> Iterator[StoredMessage]:
         """Yield all messages of a topic in the order of the log."""
-        link = self._link
+        link = self.link
         if isinstance(link, StoreOwner):
             yield from link.route.messages(topic)
             return
@@ -560,7 +560,7 @@ class SharedBroker(AdministeredRoute):
             yield from store.topic_messages(topic)
 
     def _complete(self, broker_name: str, request: SetGroup) -> SetGroup:
-        link = self._link
+        link = self.link
         if not isinstance(link, StorePeer):
             return request
         row = group_rows(link.route.broker(broker_name)).get(request.group, {})
@@ -568,7 +568,7 @@ class SharedBroker(AdministeredRoute):
 
     def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
         """Send dead letters to their group again, as `Broker.resend_dead_letters`."""
-        link = self._link
+        link = self.link
         if isinstance(link, StoreOwner):
             return link.route.resend_dead_letters(group, letters)
         with MessageStore.open(self.path, read_only=True) as store:
@@ -587,9 +587,9 @@ class SharedBroker(AdministeredRoute):
 
     def inherited(self) -> None:
         """Begin as a new process in a forked child, whose copies of the parent's connections are closed."""
-        link = self._link
+        link = self.link
         self._lock = Lock()  # a thread of the parent may hold it
-        self._settled, self._thread, self._link = threading.Event(), None, None
+        self._settled, self._thread, self.link = threading.Event(), None, None
         self._watchers, self._beats = Watchers(), {}
         self._absent = SharedEndpoint(self._call_next)
         if isinstance(link, StoreOwner):
@@ -605,7 +605,7 @@ class SharedBroker(AdministeredRoute):
             if self._closing.is_set():
                 return
             self._closing.set()
-            link, self._link = self._link, None
+            link, self.link = self.link, None
             self._settled.set()
         if isinstance(link, StorePeer):
             link.wake()

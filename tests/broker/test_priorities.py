@@ -257,12 +257,12 @@ def test_no_schedule_breaks_the_order_of_priorities() -> None:
 
 @pytest.mark.slow
 def test_queues_in_turn_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_turn = ReceiveHandler._queues_in_turn
+    in_turn = ReceiveHandler.queues_in_turn
 
     def rotated(handler: ReceiveHandler, group: Any, topic: Any) -> list[tuple[str, int]]:
         queues = in_turn(handler, group, topic)
         return queues[1:] + queues[:1]
 
-    monkeypatch.setattr(ReceiveHandler, "_queues_in_turn", rotated)
+    monkeypatch.setattr(ReceiveHandler, "queues_in_turn", rotated)
     with pytest.raises(AssertionError):
         explore(highest_first, runs=5)

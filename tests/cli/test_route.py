@@ -36,7 +36,7 @@ def served(shell: Shell) -> Iterator[RemotingServer]:
                 broker.call(UpdateOffset("billing", "orders", queue_id, offset))
             broker.create_topic("%DLQ%billing", 1)
             properties = {"RETRY_TOPIC": "orders", "DEAD_LETTER_CAUSE": "bad", "UNIQ_KEY": "u"}
-            broker.store.append(Message._from_parts("%DLQ%billing", b"x", 0, properties), reconsume_times=16)
+            broker.store.append(Message.from_parts("%DLQ%billing", b"x", 0, properties), reconsume_times=16)
         with Broker.open("served") as broker, RemotingServer(broker, listening=listening) as server:
             yield server
 
@@ -137,7 +137,7 @@ def test_rows_of_several_brokers_name_theirs(shell: Shell) -> None:
             broker.set_group("billing")
             broker.call(UpdateOffset("billing", "orders", 0, 0))
             broker.create_topic("%DLQ%billing", 1)
-            broker.store.append(Message._from_parts("%DLQ%billing", b"x", 0, {"RETRY_TOPIC": "orders"}))
+            broker.store.append(Message.from_parts("%DLQ%billing", b"x", 0, {"RETRY_TOPIC": "orders"}))
             with Producer(broker, "shop") as producer:
                 producer.send("orders", b"x")
             names.others[name] = stack.enter_context(RemotingServer(broker)).address

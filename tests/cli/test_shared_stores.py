@@ -27,7 +27,7 @@ PROGRAM = """
     from librmq.protocol import SendBack
     shared = librmq.share(sys.argv[1])
     shared.create_topic("orders", 2)
-    broker = shared._link.route if shared.is_owner else None
+    broker = shared.link.route if shared.is_owner else None
     heard, fails = [], [True]
     consumer = librmq.PushConsumer(shared, "billing", consume_from=librmq.ConsumeFrom.FIRST, max_reconsume_times=0)
 

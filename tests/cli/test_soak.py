@@ -240,7 +240,7 @@ def test_a_restart_that_fails_names_its_reason_and_ends_all(
     monkeypatch.chdir(tmp_path)
     processes: list[Any] = []
 
-    class Unready(soaks._Process):
+    class Unready(soaks.Process):
         """A process that is not ready if it is the second one of the role."""
 
         def __init__(self, name: str, settings: Mapping[str, object], folder: str) -> None:
@@ -253,7 +253,7 @@ def test_a_restart_that_fails_names_its_reason_and_ends_all(
             if [process.role for process in processes].count(role) == 2:
                 raise InputError(f"the {role} is not ready")
 
-    monkeypatch.setattr(soaks, "_Process", Unready)
+    monkeypatch.setattr(soaks, "Process", Unready)
     plan = SoakPlan(
         store="store", is_served=is_served, seconds=60, rate=10, workers=1, fault_every_s=0.1,
         faults=["kill" if role == "client" else "crash"], loads=["plain"],
@@ -261,7 +261,7 @@ def test_a_restart_that_fails_names_its_reason_and_ends_all(
     with pytest.raises(InputError, match=f"the {role} is not ready"):
         soak(plan)
     assert len(processes) == 2 + is_served
-    assert all(process._process.poll() is not None for process in processes)
+    assert all(process.process.poll() is not None for process in processes)
 
 
 @contextmanager

@@ -106,13 +106,13 @@ def test_arguments_that_no_strategy_accepts(strategy: AllocationStrategy) -> Non
 
 
 def test_a_ring_is_kept_and_so_are_hashes_of_queues() -> None:
-    allocation._ring.cache_clear()
-    allocation._queue_hash.cache_clear()
+    allocation.hash_ring.cache_clear()
+    allocation.queue_hash.cache_clear()
     clients = [f"c{number}" for number in range(7)]
     for client in clients:
         allocate_consistent_hash(client, queues(100), clients)
-    assert allocation._ring.cache_info().misses == 1
-    assert allocation._queue_hash.cache_info().misses == 100
+    assert allocation.hash_ring.cache_info().misses == 1
+    assert allocation.queue_hash.cache_info().misses == 100
 
 
 def test_a_ring_too_large_is_refused_before_it_is_made() -> None:
@@ -124,8 +124,8 @@ def test_a_ring_too_large_is_refused_before_it_is_made() -> None:
 
 
 def test_a_client_listed_twice_has_twice_the_nodes() -> None:
-    allocation._ring.cache_clear()
-    once, twice = allocation._ring(("a", "b"), 20), allocation._ring(("a", "b", "a"), 10)
+    allocation.hash_ring.cache_clear()
+    once, twice = allocation.hash_ring(("a", "b"), 20), allocation.hash_ring(("a", "b", "a"), 10)
     assert len(twice.hashes) == 30
     of_a = [node for node, owner in zip(once.hashes, once.owners, strict=False) if owner == once.numbers["a"]]
     of_a_twice = [node for node, owner in zip(twice.hashes, twice.owners, strict=False) if owner == twice.numbers["a"]]
@@ -134,10 +134,10 @@ def test_a_client_listed_twice_has_twice_the_nodes() -> None:
 
 def test_a_later_equal_hash_replaces_the_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation, "text_hash", lambda text: {"a-0": 5, "b-0": 5, "a-1": 6}[text])
-    ring = allocation._ring.__wrapped__(("a", "b"), 1)
+    ring = allocation.hash_ring.__wrapped__(("a", "b"), 1)
     assert (ring.hashes.tolist(), ring.owners.tolist()) == ([5], [ring.numbers["b"]] * 2)
     # a has no node left, so its second occurrence starts at 0 again and takes the place back
-    ring = allocation._ring.__wrapped__(("a", "b", "a"), 1)
+    ring = allocation.hash_ring.__wrapped__(("a", "b", "a"), 1)
     assert (ring.hashes.tolist(), ring.owners.tolist()) == ([5], [ring.numbers["a"]] * 2)
 
 

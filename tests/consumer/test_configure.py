@@ -197,9 +197,9 @@ def test_a_producer_changes_with_the_next_send(rmq: Kit) -> None:
     with pytest.raises(Exception, match="60"):
         producer.send("t", b"x" * 61)
     producer.configure(avoid_slow_brokers=True)
-    assert producer._sender._latencies is not None
+    assert producer.sender.latencies is not None
     producer.config = replace(producer.config, avoid_slow_brokers=False)
-    assert producer._sender._latencies is None
+    assert producer.sender.latencies is None
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_refused_setting_of_a_producer_changes_nothing(rmq: Kit, settings: dic
         producer.configure(**settings)
     with pytest.raises(ConfigError, match="expected a ProducerConfig, found dict"):
         producer.config = {}  # type: ignore[assignment]
-    assert producer.config is before is producer._sender.config
+    assert producer.config is before is producer.sender.config
 
 
 def test_changes_at_the_same_time_are_all_made() -> None:

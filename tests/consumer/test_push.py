@@ -1168,8 +1168,8 @@ def instances_that_differ(rmq: Kit) -> None:
     rmq.advance(minutes=3)
     living = [process.state for process in rmq.processes if not process.dead and process.state is not None]
     (maximum,) = {consumer.max_reconsume_times for consumer in living}
-    latest_ms = max(consumer._started_ms for consumer in living)
-    assert maximum in [one.config.max_reconsume_times for one in living if one._started_ms == latest_ms]
+    latest_ms = max(consumer.started_ms for consumer in living)
+    assert maximum in [one.config.max_reconsume_times for one in living if one.started_ms == latest_ms]
 
 
 @pytest.mark.slow

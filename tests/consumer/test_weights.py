@@ -15,7 +15,7 @@ from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.delivery import Backlog, _Pulled
+from librmq.consumer.delivery import Backlog, Pulled
 from librmq.errors import ConfigError
 from librmq.listener import DownstreamDown, ReconsumeLater
 from librmq.message.message import Message, MessageQueue
@@ -38,12 +38,12 @@ QUEUE = AssignedQueue(MessageQueue("t", "broker-a", 0), 0, None, Step("pull", la
 )
 def test_shares_follow_the_weights(events: list[tuple[int, int] | None]) -> None:
     """An event adds a batch to a weight, or begins the next one."""
-    backlog, waiting = Backlog(), defaultdict[int, list[_Pulled]](list)
+    backlog, waiting = Backlog(), defaultdict[int, list[Pulled]](list)
     since: dict[frozenset[int], dict[int, Fraction]] = {}  # service of two weights since both wait
     for event in [*events, *[None] * len(events)]:
         if event is not None:
             weight, count = event
-            waiting[weight].append(_Pulled(QUEUE, count))
+            waiting[weight].append(Pulled(QUEUE, count))
             backlog.append(waiting[weight][-1], weight)
         elif backlog.lanes:
             first = backlog.first()
@@ -65,9 +65,9 @@ def test_shares_follow_the_weights(events: list[tuple[int, int] | None]) -> None
 def test_a_weight_that_was_idle_begins_next() -> None:
     backlog = Backlog()
     for number in range(50):
-        backlog.append(_Pulled(QUEUE, 1), 1)
+        backlog.append(Pulled(QUEUE, 1), 1)
         if number >= 30:
-            backlog.append(_Pulled(QUEUE, 1), 8)
+            backlog.append(Pulled(QUEUE, 1), 8)
             assert backlog.first().weight == 8
             backlog.remove(backlog.first())
             backlog.charge(8, 1)

@@ -203,17 +203,17 @@ def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
         reader = threading.Thread(target=follow)
         reader.start()
         append_until_full(store, results)
-        thread = store._handle.thread._background
+        thread = store.handle.thread._background
         ballast.unlink()
         append_until_full_or(store, results, 400)
         acknowledgement = store.submit(Message("last", b""))
         while not acknowledgement.done:  # the store's thread does it
-            assert store._handle.thread._background is thread
+            assert store.handle.thread._background is thread
         stop.set()
         reader.join()
         assert errors == []
         assert read > 0
-        assert store._handle.thread._background is thread
+        assert store.handle.thread._background is thread
         assert thread is not None
         assert thread._thread.is_alive()
 

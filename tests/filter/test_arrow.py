@@ -73,9 +73,9 @@ def test_every_short_text_is_read_as_a_number_of_java() -> None:
             text = "".join(letters)
             column = pa.array(["", text, text]).slice(1, 1)
             for kind, parse in readings:
-                numbers, _ = arrow_backend._integers(column, kind)
+                numbers, _ = arrow_backend.integers_of(column, kind)
                 assert numbers.to_pylist() == [parse(text)], text
-            numbers, _ = arrow_backend._doubles(column)
+            numbers, _ = arrow_backend.doubles_of(column)
             assert repr(numbers.to_pylist()) == repr([parse_double(text)]), text
 
 
@@ -115,7 +115,7 @@ def test_large_maps_and_dictionaries_in_maps() -> None:
 
 
 def test_hexadecimal_doubles_are_rounded_once() -> None:
-    from librmq.filter.arrow_backend import _doubles
+    from librmq.filter.arrow_backend import doubles_of
 
     texts = [
         *("0x1.00000000000008p0", "0x1.000000000000080000001p0", "0x1.00000000000018p0", "0x1.00000000000017fffffp0"),
@@ -145,7 +145,7 @@ def test_hexadecimal_doubles_are_rounded_once() -> None:
             "0x1p",
         ),
     ]
-    numbers, _ = _doubles(pa.array(texts))
+    numbers, _ = doubles_of(pa.array(texts))
     assert list(map(repr, numbers.to_pylist())) == [repr(parse_double(text)) for text in texts]
 
 

@@ -211,9 +211,9 @@ def test_arrow_reads_numbers_as_java(texts: list[str]) -> None:
 
     column = pa.array(texts, pa.string())
     readings: tuple[tuple[Callable[[str], float | None], Any], ...] = (
-        (java_int, arrow_backend._integers(column, int)),
-        (java_long, arrow_backend._integers(column, JavaLong)),
-        (parse_double, arrow_backend._doubles(column)),
+        (java_int, arrow_backend.integers_of(column, int)),
+        (java_long, arrow_backend.integers_of(column, JavaLong)),
+        (parse_double, arrow_backend.doubles_of(column)),
     )
     for parse_text, (numbers, failed) in readings:
         expected = [parse_text(text) for text in texts]

@@ -325,11 +325,11 @@ def test_many_values_of_a_number_are_not_kept() -> None:
 
 
 def test_filters_are_shared_and_bounded() -> None:
-    from librmq.filter.filters import CACHED_FILTERS, _cached, compiled
+    from librmq.filter.filters import CACHED_FILTERS, compiled, compiled_once
 
     assert compiled("a = 'shared'") is compiled("a = 'shared'")
     assert compiled("a = 'shared'", "5.3") is not compiled("a = 'shared'")
-    assert _cached.cache_info().maxsize == CACHED_FILTERS
+    assert compiled_once.cache_info().maxsize == CACHED_FILTERS
     long = "a = 'x' OR " * 1_000 + "a = 'y'"
     assert compiled(long) is not compiled(long)
 

@@ -99,7 +99,7 @@ class Carried:
         while True:
             self.proxy.run_due(self.clock.now_ms())
             due = self.schedule.run_due(self.clock.now_ms())
-            if self.store.read(HOP_TOPIC, 0, self.proxy._next_offset).messages:
+            if self.store.read(HOP_TOPIC, 0, self.proxy.next_offset).messages:
                 continue
             if due is None or due > until:
                 break

@@ -191,7 +191,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 # ---- the soak
 
 
-class _Process:
+class Process:
     """A process that runs `main`."""
 
     def __init__(self, name: str, settings: Mapping[str, object], folder: str) -> None:
@@ -201,7 +201,7 @@ class _Process:
         self.address: str | None = None
         self._log = os.path.join(folder, f"{name}.log")
         with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", _WORKER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -214,7 +214,7 @@ class _Process:
         self.ask(json.dumps(settings))
 
     def _read(self) -> None:
-        for line in cast(IO[bytes], self._process.stdout):
+        for line in cast(IO[bytes], self.process.stdout):
             row = json.loads(line)
             if "ready" in row:
                 self.address = row["ready"]
@@ -226,7 +226,7 @@ class _Process:
     def ask(self, order: str) -> None:
         """Send a line."""
         with suppress(BrokenPipeError, ValueError):  # it has ended, or was killed
-            file = cast(IO[bytes], self._process.stdin)
+            file = cast(IO[bytes], self.process.stdin)
             file.write(f"{order}\n".encode())
             file.flush()
 
@@ -246,7 +246,7 @@ class _Process:
         Raises:
             InputError: It has ended.
         """
-        if (status := self._process.poll()) is not None:
+        if (status := self.process.poll()) is not None:
             with open(self._log, encoding="utf-8", errors="replace") as log:
                 last = next((line.strip() for line in reversed(log.readlines()) if line.strip()), "no message")
             raise InputError(f"the process {self.name} ended by itself with status {status}: {last:.500}")
@@ -254,10 +254,10 @@ class _Process:
     def kill(self) -> int:
         """Kill it, and return the time of its last step: it is stopped first."""
         self.check_running()
-        os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitpid(self._process.pid, os.WUNTRACED)
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
         killed_ms = SystemClock().now_ms()
-        self._process.kill()
+        self.process.kill()
         self._close()
         return killed_ms
 
@@ -265,18 +265,18 @@ class _Process:
         """Wait for the end that was asked for, and kill the process if that takes too long; return what failed."""
         problem = ""
         try:
-            if status := self._process.wait(_END_S):
+            if status := self.process.wait(_END_S):
                 problem = f"it ended with status {status}"
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.process.kill()
             problem = f"it was killed, because it did not end within {_END_S:g} s"
         self._close()
         return problem
 
     def _close(self) -> None:
-        self._process.wait()
+        self.process.wait()
         self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self.process.stdin, self.process.stdout):
             with suppress(BrokenPipeError):
                 cast(IO[bytes], pipe).close()
 
@@ -310,8 +310,8 @@ class Soak:
         self._port = 0
         self._clock = SystemClock()
         self._random = random.Random(plan.name)
-        self._server: _Process | None = None
-        self._workers: list[_Process] = []
+        self._server: Process | None = None
+        self._workers: list[Process] = []
         self._lives = 0
         self._ended: Counter[str] = Counter()
         self._events: list[Event] = []
@@ -434,18 +434,18 @@ class Soak:
             worker.ask("stop")
         return self._settle(wait, lambda: show(self._progress(self._clock.monotonic() - begin)))
 
-    def _processes(self) -> list[_Process]:
+    def _processes(self) -> list[Process]:
         return [*self._workers, *([self._server] if self._server is not None else [])]
 
     def _start_server(self) -> None:
         settings = {"role": "server", "store": self._plan.store, "port": self._port}
-        self._server = _Process(f"server-{self._faults['crash']}", settings, self._parts)
+        self._server = Process(f"server-{self._faults['crash']}", settings, self._parts)
         self._server.wait_until_ready()
         address = cast(str, self._server.address)
         self._port = int(address.rpartition(":")[2])
         self._cluster = ClusterAccess(address)
 
-    def _start_worker(self) -> _Process:
+    def _start_worker(self) -> Process:
         self._lives += 1
         name = f"worker-{self._lives}"
         workers = 1 if self._cluster is None else self._plan.workers
@@ -461,7 +461,7 @@ class Soak:
             "rate": self._plan.rate / workers,
             "seed": self._random.randrange(1_000_000),
         }
-        return _Process(name, settings, self._parts)
+        return Process(name, settings, self._parts)
 
     def _make_fault(self, fault: str) -> None:
         if fault == "cut":

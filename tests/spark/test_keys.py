@@ -29,7 +29,7 @@ def test_keys_are_hashed_as_a_store_does(rows: list[tuple[int, str | None, str |
         "KEYS": pa.array([None, *(keys for _, _, keys in rows)], pa.string())[1:],
     }
     lanes = [(topic, 0) for topic in topics]
-    owners, hashes = encode._key_hashes(lanes, np.array([lane for lane, _, _ in rows], np.int32), own)
+    owners, hashes = encode.hash_keys(lanes, np.array([lane for lane, _, _ in rows], np.int32), own)
     assert list(zip(owners.tolist(), hashes.tolist(), strict=True)) == [
         (row, index_key_hash(topics[lane], key))
         for row, (lane, unique, keys) in enumerate(rows)

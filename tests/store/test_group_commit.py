@@ -129,7 +129,7 @@ def device() -> Device:
 @contextmanager
 def held(device: Device) -> Iterator[tuple[Waiters, CountedRow]]:
     """Start the first flush, for 100 bytes, and hold it up."""
-    row = device.commit._waiters = CountedRow()
+    row = device.commit.waiters = CountedRow()
     device.held = True
     waiters = Waiters(device.commit)
     waiters.start(device.append())
@@ -201,7 +201,7 @@ def test_an_exception_thrown_into_a_waiter_stops_no_other(device: Device, number
 
 
 def test_an_exception_at_the_end_of_a_turn_stops_no_other(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = device.commit._pass_turn
+    leave = device.commit.pass_turn
     thrown: list[Exception] = []
 
     def throw_first(turn: Any) -> None:
@@ -210,7 +210,7 @@ def test_an_exception_at_the_end_of_a_turn_stops_no_other(device: Device, monkey
             raise thrown[0]
         leave(turn)
 
-    monkeypatch.setattr(device.commit, "_pass_turn", throw_first)
+    monkeypatch.setattr(device.commit, "pass_turn", throw_first)
     with pytest.raises(TooLateError):
         device.commit.reach(device.append())
     waiters = Waiters(device.commit)
@@ -276,13 +276,13 @@ def test_no_waiter_is_woken_before_its_turn(device: Device) -> None:
     """A waiter whose data is flushed continues and wakes the next; later callers queue behind them."""
     turns: list[int] = []
     commit = device.commit
-    leave = commit._pass_turn
+    leave = commit.pass_turn
 
     def note(turn: Any) -> None:
         turns.append(int(threading.current_thread().name))
         leave(turn)
 
-    commit._pass_turn = note  # type: ignore[method-assign]
+    commit.pass_turn = note  # type: ignore[method-assign]
     with held(device) as (waiters, row):
         for _ in range(20):
             waiters.start(device.append())

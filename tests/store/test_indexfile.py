@@ -537,7 +537,7 @@ BATCHES = batches([1, 1, 3, 9, 1, 12, 2])
 
 @pytest.fixture(params=[2, 1000], ids=["arrays", "loop"])
 def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyindex, "_BLOCK", request.param)
+    monkeypatch.setattr(keyindex, "BLOCK", request.param)
 
 
 @many

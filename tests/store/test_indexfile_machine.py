@@ -139,8 +139,8 @@ class IndexMachine(RuleBasedStateMachine):
         block=st.sampled_from([1, 4, 240]),
     )
     def begin(self, geometry: tuple[int, int], block: int) -> None:
-        self.usual_block = keyindex._BLOCK
-        keyindex._BLOCK = block
+        self.usual_block = keyindex.BLOCK
+        keyindex.BLOCK = block
         self.files, self.folder = self.make_files()
         self.model = Model(*geometry)
         self.physical, self.timestamp = 0, START
@@ -219,7 +219,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "index"):
-            keyindex._BLOCK = self.usual_block
+            keyindex.BLOCK = self.usual_block
             self.index.close()
 
 

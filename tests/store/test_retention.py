@@ -232,7 +232,7 @@ def test_the_hour_lasts_an_hour(minutes: int, goes: bool) -> None:
 def test_several_hours() -> None:
     kept = Kept(by_files(MIDNIGHT, MIDNIGHT), replace(SMALL, delete_when="23;4;16"))
     begin = MIDNIGHT + 5 * DAY
-    assert [kept.retention._next_hour(begin + hour * HOUR) for hour in (0, 5, 16, 17)] == [
+    assert [kept.retention.next_cleaning_ms(begin + hour * HOUR) for hour in (0, 5, 16, 17)] == [
         begin + hour * HOUR for hour in (4, 16, 16, 23)
     ]
 
@@ -261,7 +261,7 @@ def utc(day: int, hour: int, minute: int = 0, *, month: int) -> int:
 
 
 def hours_of(delete_when: str, zone: tzinfo) -> Callable[[int], int | None]:
-    return Kept(by_files(MIDNIGHT), replace(SMALL, delete_when=delete_when), zone=zone).retention._next_hour
+    return Kept(by_files(MIDNIGHT), replace(SMALL, delete_when=delete_when), zone=zone).retention.next_cleaning_ms
 
 
 def test_the_hour_is_local() -> None:
@@ -290,7 +290,7 @@ def test_the_hour_of_a_clock_change() -> None:
 def test_without_a_timezone_the_hour_is_the_machine_s() -> None:
     kept = Kept(by_files(MIDNIGHT))
     retention = Retention(RetainedStore(kept.store, SMALL))
-    due = retention._next_hour(MIDNIGHT)
+    due = retention.next_cleaning_ms(MIDNIGHT)
     assert due is not None
     assert datetime.fromtimestamp(due // 1000).hour == 4
 

@@ -53,7 +53,7 @@ def send_of(fields: Mapping[str, str], body: bytes) -> Request[Any]:
     born_ms, queue_id = int(named["bornTimestamp"]), int(named["queueId"])
     if of_type(bool, named.get("batch")):
         messages = tuple(
-            Message._from_parts(named["topic"], one.body, one.flag, decode_properties(one.properties_raw))
+            Message.from_parts(named["topic"], one.body, one.flag, decode_properties(one.properties_raw))
             for one in decode_batch(body)
         )
         if not messages:
@@ -62,7 +62,7 @@ def send_of(fields: Mapping[str, str], body: bytes) -> Request[Any]:
         return SendBatch(named["producerGroup"], messages, queue_id, born_ms, HOST, queues)
     return SendMessage(
         named["producerGroup"],
-        Message._from_parts(named["topic"], body, int(named["flag"]), properties),
+        Message.from_parts(named["topic"], body, int(named["flag"]), properties),
         queue_id,
         born_ms,
         HOST,

@@ -40,7 +40,7 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.testing import Anomaly, check_history
 from librmq.wire.certificates import self_signed
 from librmq.wire.remote import RemoteRoute
-from librmq.wire.remote.connection import Connections, _Connection
+from librmq.wire.remote.connection import Connection, Connections
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to, encode
@@ -513,7 +513,7 @@ _STORED = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOf
 
 
 @contextmanager
-def held_sends() -> Iterator[tuple[FakeServer, librmq.Producer, Callable[[], _Connection], threading.Event]]:
+def held_sends() -> Iterator[tuple[FakeServer, librmq.Producer, Callable[[], Connection], threading.Event]]:
     """Yield a server that answers sends, except the first, after an event; its producer and the connection of these."""
     answers = threading.Event()
 
@@ -525,9 +525,9 @@ def held_sends() -> Iterator[tuple[FakeServer, librmq.Producer, Callable[[], _Co
         producer = librmq.Producer(route, "shop", timeout=600, compress_from=8 << 20)
         producer.send("orders", b"first")
 
-        def opened() -> _Connection:
+        def opened() -> Connection:
             transport = route._connections.get_open(server.address)
-            assert isinstance(transport, _Connection)
+            assert isinstance(transport, Connection)
             return transport
 
         yield server, producer, opened, answers
@@ -560,7 +560,7 @@ def test_async_sends_that_an_error_stops_go_out_in_threads(monkeypatch: pytest.M
         def fail(*_: object) -> None:
             raise ZeroDivisionError
 
-        monkeypatch.setattr(_Connection, "send_later", fail)
+        monkeypatch.setattr(Connection, "send_later", fail)
 
         async def run() -> list[librmq.SendResult]:
             asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
@@ -586,7 +586,7 @@ def test_async_sends_do_not_wait_for_a_slow_server() -> None:
             return [*await sends, *await sends_later]
 
         assert [result.queue_offset for result in asyncio.run(run())] == [7] * 49
-        assert not opened()._outstanding
+        assert not opened().outstanding
 
 
 def test_a_cancelled_async_send_leaves_nothing_behind() -> None:
@@ -596,7 +596,7 @@ def test_a_cancelled_async_send_leaves_nothing_behind() -> None:
             unsent = asyncio.ensure_future(producer.send_async("orders", b"unsent"))
             asyncio.get_running_loop().call_soon(unsent.cancel)  # in the turn in which it begins
             sent, kept = (asyncio.ensure_future(producer.send_async("orders", body)) for body in (b"sent", b"kept"))
-            while len(opened()._outstanding) < 2:
+            while len(opened().outstanding) < 2:
                 await asyncio.sleep(0)
             sent.cancel()
             answers.set()
@@ -611,9 +611,9 @@ def test_a_cancelled_async_send_leaves_nothing_behind() -> None:
             b"sent",
             b"kept",
         ]
-        assert not opened()._outstanding
-        assert producer._sender._loop_sends is not None
-        assert not producer._sender._loop_sends._under_way
+        assert not opened().outstanding
+        assert producer.sender._loop_sends is not None
+        assert not producer.sender._loop_sends._under_way
 
 
 def test_a_closed_loop_leaves_its_connection_to_others() -> None:
@@ -622,7 +622,7 @@ def test_a_closed_loop_leaves_its_connection_to_others() -> None:
 
         async def leave() -> None:
             left = asyncio.ensure_future(producer.send_async("orders", b"left"))
-            while not opened()._outstanding:
+            while not opened().outstanding:
                 await asyncio.sleep(0)
             assert not left.done()
 
@@ -632,7 +632,7 @@ def test_a_closed_loop_leaves_its_connection_to_others() -> None:
         assert producer.send("orders", b"other").queue_offset == 7
         assert asyncio.run(producer.send_async("orders", b"of another loop")).queue_offset == 7
         assert opened() is before
-        assert not opened()._outstanding
+        assert not opened().outstanding
 
 
 def test_async_sends_pass_what_replaces_or_watches_sends(monkeypatch: pytest.MonkeyPatch) -> None:

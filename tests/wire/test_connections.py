@@ -22,12 +22,12 @@ from librmq.runtime.locks import RLock
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote import connection
 from librmq.wire.remote.connection import (
+    Connection,
     Connections,
     Ended,
     EndedTogether,
     Requested,
     Transport,
-    _Connection,
     dial_by_tcp,
     is_held_here,
 )
@@ -173,10 +173,10 @@ def _leaves_reading_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_LEFT_S", 600)
 
 
-def _left_to_callers(server: FakeServer) -> _Connection:
+def _left_to_callers(server: FakeServer) -> Connection:
     """Return a connection whose callers read their answers themselves, as after a request without others."""
     opened = dial_by_tcp(None, None, 30, lambda host: (host,))(server.address, lambda *_: None, lambda _: None)
-    assert isinstance(opened, _Connection)
+    assert isinstance(opened, Connection)
     opened.request(Frame(999), 30)
     while not opened._is_left or opened._reading.locked():
         threading.Event().wait(0.0001)
@@ -218,7 +218,7 @@ def test_a_caller_reads_its_own_answer_until_others_wait_too() -> None:
         reading.join(30)
         assert not reading.is_alive()
         until(lambda: len(by) == 1)
-        assert not opened._outstanding
+        assert not opened.outstanding
         opened.close()
 
 
@@ -226,7 +226,7 @@ def test_a_caller_reads_its_own_answer_until_others_wait_too() -> None:
 def test_many_callers_get_their_own_answers() -> None:
     wrong: list[bytes] = []
 
-    def ask(opened: _Connection, caller: int) -> None:
+    def ask(opened: Connection, caller: int) -> None:
         for number in range(200):
             body = b"%d %d" % (caller, number)
             if opened.request(Frame(999, body=body), 30).body != body:
@@ -241,7 +241,7 @@ def test_many_callers_get_their_own_answers() -> None:
             caller.join(60)
         assert not any(caller.is_alive() for caller in callers)
         assert not wrong
-        assert not opened._outstanding
+        assert not opened.outstanding
         opened.close()
 
 
@@ -252,7 +252,7 @@ def test_a_caller_that_reads_obeys_its_time() -> None:
         opened = _left_to_callers(server)
         with pytest.raises(BrokerUnreachableError, match=r"has not answered within 0\.01 s"):
             opened.request(Frame(999, body=b"keep"), 0.01)
-        assert not opened._outstanding
+        assert not opened.outstanding
         assert opened.request(Frame(999, body=b"answer"), 30).code == 0
         opened.close()
 
@@ -272,7 +272,7 @@ def test_the_end_of_a_connection_reaches_all_callers() -> None:
         callers = [threading.Thread(target=ask) for _ in range(3)]
         for caller in callers:
             caller.start()
-        until(lambda: len(opened._outstanding) == 3)
+        until(lambda: len(opened.outstanding) == 3)
         server.cut()
         for caller in callers:
             caller.join(30)

@@ -142,7 +142,7 @@ def test_the_template_of_a_send_gives_the_bytes_of_its_fields(
     """A frame whose fields were asked for, as by a signature, is encoded by them, with what was added."""
     queue_id, born_ms, sys_flag, default_queues, times, flag = numbers
     properties = {name: value for name, value in properties.items() if "\1" not in name and "\2" not in name}
-    message = Message._from_parts(names[1], b"body", flag, properties)
+    message = Message.from_parts(names[1], b"body", flag, properties)
     send = SendMessage(
         names[0], message, queue_id, born_ms, LOCAL_HOST, sys_flag, default_queues, times, default_topic=names[2]
     )

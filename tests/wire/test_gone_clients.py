@@ -128,11 +128,11 @@ def test_groups_that_would_share_retries_are_refused(stub: Stub, broker: Broker)
 
 @pytest.mark.slow
 def test_silent_connection_is_ended(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = dict(server_module._OPTIONS)
+    options = dict(server_module.OPTIONS)
     assert options["grpc.keepalive_time_ms"] <= 60_000
     options |= {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 500}
     options |= {"grpc.http2.ping_timeout_ms": 500, "grpc.http2.min_ping_interval_without_data_ms": 500}
-    monkeypatch.setattr(server_module, "_OPTIONS", tuple(options.items()))
+    monkeypatch.setattr(server_module, "OPTIONS", tuple(options.items()))
     with GrpcServer(broker) as server, socket.create_connection((server.host, server.port), timeout=60) as silent:
         silent.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
         while silent.recv(4096):
@@ -269,7 +269,7 @@ def test_places_of_unknown_clients_are_not_kept(service: Service) -> None:
 def test_receive_waits_20_seconds_at_most(service: Service) -> None:
     request = receive_request()
     request.long_polling_timeout.FromSeconds(1 << 30)
-    assert service.receives._poll_time(request, Call()) == 20
+    assert service.receives.poll_time(request, Call()) == 20
 
 
 def test_message_that_cannot_be_sent_hides_no_other(

@@ -59,7 +59,7 @@ from librmq.protocol import (
     SetGroup,
 )
 from librmq.testing import check_history
-from librmq.wire.remote.connection import EndedTogether, GiveUp, _Connection
+from librmq.wire.remote.connection import Connection, EndedTogether, GiveUp
 from librmq.wire.remoting.codec import frame_of
 from librmq.wire.remoting.frames import Frame, FrameSocket, encode
 from librmq.wire.remoting.headers import RequestCode
@@ -432,7 +432,7 @@ def test_receives_at_a_peer(tmp_path: Path) -> None:
 
 
 def owner_clients(shared: SharedBroker) -> list[Any]:
-    broker = cast("StoreOwner", shared._link).route
+    broker = cast("StoreOwner", shared.link).route
     return [client for client in broker.clients() if client.consumer_groups]
 
 
@@ -645,7 +645,7 @@ def test_errors_are_those_of_the_owner(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_hostile_peer_stops_no_other(tmp_path: Path) -> None:
     with pair(tmp_path) as (owner, peer), Producer(peer, "shop") as producer, ExitStack() as hostile:
-        server = cast("StoreOwner", owner._link).server
+        server = cast("StoreOwner", owner.link).server
         for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00", b"\x7f\xff\xff\xff" + bytes(1000), b""):
             connected = hostile.enter_context(connect_to(owner_socket(peer.path), 5))
             connected.sendall(junk)
@@ -691,10 +691,10 @@ def test_a_failed_async_send_notes_a_stopped_owner(tmp_path: Path, monkeypatch: 
         peer.create_topic("orders", 1)
         producer.send("orders", b"first")
         monkeypatch.setattr("librmq.wire.share_links.is_stopped", lambda process: True)
-        monkeypatch.setattr(_Connection, "send_later", time_out)
-        assert not cast("StorePeer", peer._link).is_silent
+        monkeypatch.setattr(Connection, "send_later", time_out)
+        assert not cast("StorePeer", peer.link).is_silent
         asyncio.run(producer.send_async("orders", b"x"))
-        assert cast("StorePeer", peer._link).is_silent
+        assert cast("StorePeer", peer.link).is_silent
 
 
 def test_a_send_that_the_end_of_the_owner_overtakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -703,7 +703,7 @@ def test_a_send_that_the_end_of_the_owner_overtakes(tmp_path: Path, monkeypatch:
     with pair(tmp_path) as (owner, peer), Producer(peer, "shop") as producer:
         peer.create_topic("orders", 1)
         (queue,) = producer.queues("orders")
-        link = cast("StorePeer", peer._link)
+        link = cast("StorePeer", peer.link)
 
         def write_late(stream: FrameSocket, data: bytes | bytearray) -> None:
             if b"overtaken" in data:
@@ -724,9 +724,9 @@ def test_a_send_to_one_queue_whose_answer_is_lost(tmp_path: Path, monkeypatch: p
     with pair(tmp_path) as (owner, peer), Producer(peer, "shop") as producer:
         peer.create_topic("orders", 4)
         queue = producer.queues("orders")[2]
-        link, read = cast("StorePeer", peer._link), _Connection.request
+        link, read = cast("StorePeer", peer.link), Connection.request
 
-        def lose(connection: _Connection, frame: Frame, timeout_s: float) -> Frame:
+        def lose(connection: Connection, frame: Frame, timeout_s: float) -> Frame:
             answer = read(connection, frame, timeout_s)
             if b"lost" in bytes(frame.body):
                 monkeypatch.undo()
@@ -735,7 +735,7 @@ def test_a_send_to_one_queue_whose_answer_is_lost(tmp_path: Path, monkeypatch: p
                 raise BrokerUnreachableError("the connection has ended")
             return answer
 
-        monkeypatch.setattr(_Connection, "request", lose)
+        monkeypatch.setattr(Connection, "request", lose)
         if way == "queue":
             result = producer.send("orders", b"lost", queue=queue, timeout=30)
         elif way == "selector":

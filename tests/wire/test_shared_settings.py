@@ -46,7 +46,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 def owned(path: Path, *args: Any, **settings: Any) -> tuple[StoreConfig, BrokerConfig]:
     """Share a store that no process shares, and return the settings that its owner has."""
     with librmq.share(path, *args, **settings) as shared:
-        broker = cast("Any", shared._link).route
+        broker = cast("Any", shared.link).route
         assert isinstance(broker, librmq.Broker)
         return broker.store.config, broker.config
 
@@ -178,7 +178,7 @@ def test_owners_killed_again_and_again_break_no_promise(tmp_path: Path, slow_bud
                 accepted.update(line.strip() for line in web.stdout if line.endswith("\n"))
                 sent = librmq.Producer(script, "script").send("orders", b"x")
                 assert script.is_owner
-                broker = cast("Any", script._link).route
+                broker = cast("Any", script.link).route
                 assert broker.store.config.durability == "sync"
                 unflushed, order = broker.store.log.unflushed, broker.find_by_id(sent.message_id)
                 assert order.physical_offset + order.size <= broker.store.log.end - unflushed

@@ -194,7 +194,7 @@ class ReceiveHandler:
             check_receive_retry_topic(group.name, name)
             self._retry_owners.check_owner(group.name, name)
         self._warn_of_pulls(group.name, name)
-        return group, self._queues_in_turn(group, topic), selection
+        return group, self.queues_in_turn(group, topic), selection
 
     def _warn_of_pulls(self, group: str, topic: str) -> None:
         """Log once that a group both pulls and receives: each way moves progress past the other's messages."""
@@ -212,7 +212,7 @@ class ReceiveHandler:
             kind=members.kind,
         )
 
-    def _queues_in_turn(self, group: GroupSettings, topic: Topic) -> list[tuple[str, int]]:
+    def queues_in_turn(self, group: GroupSettings, topic: Topic) -> list[tuple[str, int]]:
         """Return a receive's queues, from the next one in turn; retries come last, and first in every fifth receive.
 
         In a topic of priorities the last queue comes first, and retries always last, in the percentage of receives that

@@ -187,7 +187,7 @@ class SendHandler:
         properties[_CLUSTER] = self._cluster
         wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
         if topic.is_plain and message._delays is None and _SPECIAL.isdisjoint(properties):
-            stored_message = Message._from_parts(name, message.body, message.flag, properties)
+            stored_message = Message.from_parts(name, message.body, message.flag, properties)
             born_ms, times = request.born_timestamp_ms, request.reconsume_times
             return queue_id, self.store_message(stored_message, queue_id, born_ms, request.born_host, sys_flag, times)
         return self._store_special(request, topic, queue_id, sys_flag, properties, wait)
@@ -207,7 +207,7 @@ class SendHandler:
             properties.update(time_properties(message))
         if PROPERTY_PRIORITY in properties and not topic.is_retry:
             queue_id = _priority_queue(topic, properties, queue_id)
-        stored_message = Message._from_parts(name, message.body, message.flag, properties)
+        stored_message = Message.from_parts(name, message.body, message.flag, properties)
         stored_queue_id = queue_id
         is_half = _is_half(properties)
         if is_half:
@@ -324,7 +324,7 @@ class SendHandler:
         if client is None:
             return f"{self._name}: the client {client_id} of the request is not connected here"
         properties = message.properties | {PROPERTY_PUSH_REPLY_TIME: str(self._runner.now_ms())}
-        pushed = Message._from_parts(message.topic, message.body, message.flag, properties)
+        pushed = Message.from_parts(message.topic, message.body, message.flag, properties)
         try:
             client.call(ReplyArrived(replace(send, message=pushed)))
         except RmqError as error:

@@ -333,7 +333,7 @@ class Appender(AppendState):
         begin, end, _, _, _, _ = record.frame
         header = record_format.HEADERS[data[record_format.SYS_FLAG_AT + 3] & record_format.HOSTS_V6].unpack_from(data)
         _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
-        message = Message._from_parts(topic, data[begin:end], own_flag if flag is None else flag, dict(properties))
+        message = Message.from_parts(topic, data[begin:end], own_flag if flag is None else flag, dict(properties))
         append, _ = self.append_methods()
         return append(
             message,

@@ -96,7 +96,7 @@ class GroupCommit:
         self._flush = flush
         self._on_failure = on_failure
         self._guard = Lock()  # protects the following fields
-        self._waiters: deque[Lock] = deque()  # the first has its turn, the others are held
+        self.waiters: deque[Lock] = deque()  # the first has its turn, the others are held
         self._stopped: str | None = None
 
     def reach(self, physical_offset: int) -> None:
@@ -127,15 +127,15 @@ class GroupCommit:
         """Call ``act`` at this caller's turn, in the order of the calls. Ctrl-C waits that long.
 
         Another thread can throw an exception into this one at any moment, as libraries for time limits do. One that
-        comes at the begin of `_pass_turn` would keep the place, so the call is repeated from here, where none can come.
+        comes at the begin of `pass_turn` would keep the place, so the call is repeated from here, where none can come.
         """
         turn = Lock()
         turn.acquire()
         with critical:
             try:
                 with self._guard:
-                    self._waiters.append(turn)
-                    is_first = self._waiters[0] is turn
+                    self.waiters.append(turn)
+                    is_first = self.waiters[0] is turn
                 if not is_first:
                     turn.acquire()  # until it is the first
                 act()
@@ -143,20 +143,20 @@ class GroupCommit:
                 thrown: BaseException | None = None
                 while True:
                     try:
-                        self._pass_turn(turn)
+                        self.pass_turn(turn)
                         break
                     except BaseException as error:
                         thrown = error
                 if thrown is not None:
                     raise thrown
 
-    def _pass_turn(self, turn: Lock) -> None:
+    def pass_turn(self, turn: Lock) -> None:
         """Give up a place and wake the first caller; a second call does nothing more."""
         with self._guard:
-            if turn in self._waiters:
-                self._waiters.remove(turn)
-            if self._waiters and self._waiters[0].locked():  # it waits, or has its turn and waits no more
-                self._waiters[0].release()
+            if turn in self.waiters:
+                self.waiters.remove(turn)
+            if self.waiters and self.waiters[0].locked():  # it waits, or has its turn and waits no more
+                self.waiters[0].release()
 
     def check_flushes(self) -> None:
         """Raise `FlushFailedError` if a flush has failed, `StoreClosedError` after `stop_flushes`."""

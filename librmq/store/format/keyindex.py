@@ -23,7 +23,7 @@ from librmq.store.format.indexfile import FRESH, IndexFile, check_geometry, file
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_BLOCK = 80
+BLOCK = 80
 """Number of keys from which arrays are faster than a loop."""
 _MAPPED: Final = 32
 """Number of files of a folder that stay mapped."""
@@ -251,7 +251,7 @@ class KeyIndex(Closing):
         if not records:
             return
         tail, keys = self._tail or self._room(), sum([len(record[2]) for record in records])
-        if tail.count + keys < tail.max_entries and keys < _BLOCK:
+        if tail.count + keys < tail.max_entries and keys < BLOCK:
             if keys:
                 tail.put_many(records, keys)
         else:

@@ -327,7 +327,7 @@ class Receives:
             notify=notify,
         )
         clock = self._waiting_clock
-        deadline = clock.monotonic() + self._poll_time(request, context)
+        deadline = clock.monotonic() + self.poll_time(request, context)
         try:
             while True:
                 arrived.clear()
@@ -380,7 +380,7 @@ class Receives:
         return pairs
 
     @staticmethod
-    def _poll_time(request: Any, context: Context) -> float:  # noqa: ANN401
+    def poll_time(request: Any, context: Context) -> float:  # noqa: ANN401
         """Return how many seconds a receive waits; the client's deadline includes time for the answer."""
         polling_s = milliseconds(request.long_polling_timeout, "long_polling_timeout", Code.ILLEGAL_POLLING_TIME) / 1000
         remaining = context.time_remaining()

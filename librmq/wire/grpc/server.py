@@ -371,7 +371,7 @@ _OF_ADDRESS: Final = 320
 _FOR_OTHERS: Final = 64
 """Further calls, for other addresses, and so many less for one connection."""
 _MAX_BYTES: Final = 8 << 20
-_OPTIONS: Final = (
+OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", _MAX_BYTES),
     ("grpc.max_send_message_length", 64 << 20),
@@ -460,7 +460,7 @@ class GrpcServer(Closing):
         in_all = calls_of_address + _FOR_OTHERS
         self._pool = ThreadPoolExecutor(in_all, "librmq grpc")
         handlers = [_Handlers(self._service, calls_of_address)]
-        self._server = grpc.server(self._pool, options=_OPTIONS, maximum_concurrent_rpcs=in_all, handlers=handlers)
+        self._server = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=in_all, handlers=handlers)
         self.host = host
         place = format_host((host, port))
         try:

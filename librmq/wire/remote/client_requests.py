@@ -212,7 +212,7 @@ class ClientRequests:
         self._notify_receive(header.hold)
 
     def _reply(self, beat: Heartbeat, header: PushedReplyHeader, frame: Frame, send: _Send) -> None:
-        reply = Message._from_parts(header.topic, frame.body, header.flag, decode_properties(header.properties))
+        reply = Message.from_parts(header.topic, frame.body, header.flag, decode_properties(header.properties))
         sent = SendMessage(
             header.producer_group,
             reply,

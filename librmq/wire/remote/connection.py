@@ -307,7 +307,7 @@ class _Later:
         self.keys = keys
 
 
-class _Connection:
+class Connection:
     """A `Transport` over a socket.
 
     Waking a thread takes longer than a small request. So after an answer, when nothing else is waited for, the reader's
@@ -334,7 +334,7 @@ class _Connection:
         self._lost = lost
         self._lock = Lock()
         self._numbers = itertools.count(1)
-        self._outstanding: dict[int, Ended | _Later] = {}
+        self.outstanding: dict[int, Ended | _Later] = {}
         self._received = 0
         self._latest = 0
         self._silence = 0, 0, 0.0
@@ -361,15 +361,18 @@ class _Connection:
 
     @property
     def is_open(self) -> bool:
+        """Whether requests can be written."""
         return self._is_open
 
     @property
     def is_interrupted(self) -> bool:
+        """Whether this thread is within a call already, as in the handler of a signal."""
         return threading.get_ident() in self._callers
 
     # ---- requests
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
+        """Return the answer to a request. A timeout or a lost connection raises `BrokerUnreachableError`."""
         return self._as_caller(self._request, frame, timeout_s)
 
     def _as_caller(self, call: Callable[..., T], *given: object) -> T:
@@ -400,7 +403,7 @@ class _Connection:
     def _give_up(self, number: int, received: int, timeout_s: float) -> BrokerUnreachableError | None:
         """Wait no longer for an answer; return None if it, or an error, has come."""
         with self._lock:
-            if self._outstanding.pop(number, None) is None:
+            if self.outstanding.pop(number, None) is None:
                 return None
         if self._is_silent(number, received, timeout_s):  # it may be half open
             self._end_connection("the server is silent")
@@ -419,9 +422,11 @@ class _Connection:
             return self._silence[2] >= self._silent_s
 
     def send(self, frame: Frame, ended: Ended) -> None:
+        """Send a request whose answer goes to ``ended``, in the thread that reads the connection."""
         self._as_caller(self._send_request, frame, ended)
 
     def send_later(self, requests: Sequence[tuple[Frame, T]], ended: EndedTogether[T]) -> GiveUp | None:
+        """Send requests of an event loop together; return None where the stream could block the loop."""
         return self._as_caller(self._send_later, requests, ended) if self._stream.can_poll else None
 
     def _send_later(self, requests: Sequence[tuple[Frame, T]], ended: EndedTogether[T]) -> GiveUp | None:
@@ -432,12 +437,12 @@ class _Connection:
         raw = b"".join([self._encode(frame) for frame, _ in requests])
         try:
             with self._lock:  # so that no answer comes before its request is registered
-                if not self._is_open or len(self._outstanding) + len(requests) > _MOST_LATER:
+                if not self._is_open or len(self.outstanding) + len(requests) > _MOST_LATER:
                     return None
                 is_sent = self._stream.write_now(raw)
                 if is_sent is None:
                     return None
-                self._outstanding.update(dict.fromkeys(later.keys, later))
+                self.outstanding.update(dict.fromkeys(later.keys, later))
         except OSError as error:
             self._end_writing(error)
             return None
@@ -462,10 +467,12 @@ class _Connection:
             self._write_bytes(b"")
 
     def send_one_way(self, frame: Frame) -> None:
+        """Send a request that has no answer."""
         frame.one_way().opaque = self._next_number()
         self._as_caller(self._write_bytes, self._encode(frame))
 
     def send_answer(self, frame: Frame) -> None:
+        """Answer a request of the broker."""
         try:
             self._as_caller(self._write_bytes, encode(frame))
         except RmqError as error:
@@ -477,18 +484,18 @@ class _Connection:
         with self._lock:
             if not self._is_open:
                 raise self._has_ended(RequestNotSentError)
-            if len(self._outstanding) >= _MOST_OUTSTANDING:
+            if len(self.outstanding) >= _MOST_OUTSTANDING:
                 raise BrokerUnreachableError(
                     f"{self.address} has not answered {_MOST_OUTSTANDING:,} requests: no more are sent until it answers"
                 )
-            self._outstanding[number] = ended
+            self.outstanding[number] = ended
         if not is_waited_for:
             self._call_reader()
         try:
             self._write_bytes(raw)
         except BrokerUnreachableError:
             with self._lock:
-                is_told = self._outstanding.pop(number, None) is None  # the end of the connection has called `ended`
+                is_told = self.outstanding.pop(number, None) is None  # the end of the connection has called `ended`
             if is_waited_for or not is_told:
                 raise
         return number
@@ -531,8 +538,8 @@ class _Connection:
                 with self._reading:
                     while is_open and not self._is_left:
                         is_open = self._read_some()
-                        self._is_left = is_open and self._stream.can_poll and not self._outstanding
-                        if self._outstanding:  # of a request that came just before the line above
+                        self._is_left = is_open and self._stream.can_poll and not self.outstanding
+                        if self.outstanding:  # of a request that came just before the line above
                             self._is_left = False
                 self._await_need()
         finally:
@@ -567,7 +574,7 @@ class _Connection:
                 self._own_reads += 1
             finally:
                 self._waiting.release()
-                if self._outstanding or self._is_within_read:  # others wait, or this read was interrupted
+                if self.outstanding or self._is_within_read:  # others wait, or this read was interrupted
                     self._call_reader()
             break
         return timeout_s - (now - begin)
@@ -614,7 +621,7 @@ class _Connection:
                     self._requested(self, frame)
                     continue
                 with self._lock:
-                    ended = self._outstanding.pop(frame.opaque, None)
+                    ended = self.outstanding.pop(frame.opaque, None)
                 if type(ended) is _Later:
                     together.setdefault(ended, []).append((ended.keys[frame.opaque], frame))
                 elif ended is not None:  # otherwise its caller waits no longer
@@ -624,6 +631,7 @@ class _Connection:
                 later.ended(answers)
 
     def close(self) -> None:
+        """End the connection, and every call that waits for an answer."""
         self._as_caller(self._end_connection, "it was closed")
 
     def close_unread(self) -> None:
@@ -643,7 +651,7 @@ class _Connection:
             self._has_finished = True
             if self._is_open:
                 self._is_open, self._why = False, why
-            outstanding, self._outstanding = list(self._outstanding.items()), {}
+            outstanding, self.outstanding = list(self.outstanding.items()), {}
         self._stream.shut()
         self._is_needed.set()
         for number, ended in outstanding:
@@ -689,7 +697,7 @@ def dial_by_tcp(
         except OSError as error:
             stream.close()
             raise BrokerUnreachableError(f"{address}: TLS has failed: {error}") from error
-        return _begin_reading(_Connection(stream, address, keys, requested, lost, timeout_s))
+        return _begin_reading(Connection(stream, address, keys, requested, lost, timeout_s))
 
     return dial
 
@@ -704,12 +712,12 @@ def dial_locally(connect: Callable[[], socket.socket], label: str, timeout_s: fl
         connected = connect()
         limit_time(connected, socket.SO_SNDTIMEO, timeout_s)
         stream = FrameSocket(connected, send_s=timeout_s)
-        return _begin_reading(_Connection(stream, label, None, requested, lost, timeout_s))
+        return _begin_reading(Connection(stream, label, None, requested, lost, timeout_s))
 
     return dial
 
 
-def _begin_reading(connection: _Connection) -> _Connection:
+def _begin_reading(connection: Connection) -> Connection:
     """Let a thread read a connection."""
     reader = threading.Thread(target=connection.read, name=f"librmq {connection.address}", daemon=True)
     try:

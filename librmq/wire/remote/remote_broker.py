@@ -124,7 +124,7 @@ class BrokerDelays(NamedTuple):
         delay_ms = round(1000 * (delay_s or 0)) if at_ms is None else at_ms - now_ms
         level = levels.level_for(message.topic, delay_ms, None if self.has_timer else refusal)
         added = {PROPERTY_DELAY: str(level)} if level else time_properties(message)
-        return Message._from_parts(message.topic, message.body, message.flag, message.properties | added)
+        return Message.from_parts(message.topic, message.body, message.flag, message.properties | added)
 
 
 R = TypeVar("R")

@@ -73,7 +73,7 @@ def plain_request(frame: Frame, born_host: Host, now_ms: int | None) -> SendMess
             return None
         return SendMessage(
             fields["a"],
-            Message._from_parts(fields["b"], frame.body, small[fields["h"]], decode_properties(get("i", ""))),
+            Message.from_parts(fields["b"], frame.body, small[fields["h"]], decode_properties(get("i", ""))),
             small[fields["e"]],
             int(born) if now_ms is None else now_ms,
             born_host,
@@ -130,7 +130,7 @@ class Sends:
         def fill(like: SendMessage, body: bytes, topic: str, queue_id: str, born: str, properties: str) -> SendMessage:
             return SendMessage(
                 like.group,
-                Message._from_parts(topic, body, like.message.flag, decode_properties(properties)),
+                Message.from_parts(topic, body, like.message.flag, decode_properties(properties)),
                 int(queue_id),
                 int(born) if self._is_real_time else self._now_ms(),
                 born_host,
@@ -227,7 +227,7 @@ class Sends:
         if not header.batch and frame.code != _SEND_BATCH:
             return SendMessage(
                 header.producer_group,
-                Message._from_parts(header.topic, frame.body, header.flag, properties),
+                Message.from_parts(header.topic, frame.body, header.flag, properties),
                 header.queue_id,
                 born_ms,
                 peer,
@@ -245,7 +245,7 @@ class Sends:
         if not items:
             raise MalformedError(f"topic {header.topic!r}: expected at least one message in a batch")
         messages = tuple(
-            Message._from_parts(header.topic, item.body, item.flag, properties | decode_properties(item.properties_raw))
+            Message.from_parts(header.topic, item.body, item.flag, properties | decode_properties(item.properties_raw))
             for item in items
         )
         return SendBatch(
