@@ -337,6 +337,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "librmq.diagnosis.deadletters.DeadLetterCause",
     ),
     "story": ("librmq.diagnosis.message_story.StoryEvent",),
+    "traces": ("librmq.message.traces.Trace",),
     "diagnose": (
         "finding:str severity:str subject:str what:str evidence:obj next:str",
         "librmq.diagnosis.checks.TopicVolume",

@@ -132,6 +132,16 @@ _LOOK: Final = (
         ),
     ),
     Command(
+        "traces", "diagnosis", "print what clients recorded: which instance consumed what, when, with what result",
+        "store --group CG_order",
+        (
+            option("--id", help="only traces of this message"),
+            option("--group", help="only traces of this producer or consumer group"),
+            option("--trace-topic", metavar="TOPIC", action="append",
+                   help="a topic of traces; repeatable (those whose name or newest message says so)"),
+        ),
+    ),
+    Command(
         "diagnose", "diagnosis", "list problems of topics and groups, worst first", "store",
         (
             _IMPORTANT,

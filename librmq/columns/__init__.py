@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from librmq.columns.record_batches import reader as reader
     from librmq.columns.record_batches import scan as scan
     from librmq.columns.remote import RemoteStore as RemoteStore
+    from librmq.columns.traces import traces as traces
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -37,6 +38,7 @@ else:
             "librmq.columns.read": ("Reading",),
             "librmq.columns.record_batches": ("ReaderKeywords", "reader", "scan"),
             "librmq.columns.remote": ("RemoteStore",),
+            "librmq.columns.traces": ("traces",),
         },
     )
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name

@@ -11,6 +11,8 @@
     %RETRY%group                     retried
     %DLQ%group                       dead
     rmq_sys_REVIVE_LOG_cluster       delivered, if a group of 5.x received it by POP or changed its invisible time
+    a topic of traces                sent, received, consumed, failed, ended, recalled: as the client recorded it, with
+                                     the client's time and its instance
 
     end in a group    known by
     dead              a later record in the group's topic of dead letters
@@ -27,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from librmq.diagnosis.deadletters import given_up
-from librmq.diagnosis.formatting import moment
+from librmq.diagnosis.formatting import duration, moment
 from librmq.diagnosis.pending import check_times
 from librmq.diagnosis.pop import PopAcknowledgement, PopCheckPoint, PopEvent, ReceiveName, pop_events, pop_holds
 from librmq.diagnosis.view import Source, StoreView, viewed
@@ -54,6 +56,7 @@ from librmq.message.topics import (
     receive_retry_topic,
     retry_topic,
 )
+from librmq.message.traces import TraceReader, is_trace_body, is_trace_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, halves_of
 from librmq.scheduling.relay import HOP_TOPIC
@@ -63,7 +66,8 @@ from librmq.store import MessageStore
 
 EventKind = Literal[
     "stored", "half", "committed", "rolled_back", "checked", "given_up", "delayed", "delivered", "retried", "dead",
-    "cancelled", "filtered", "skipped", "passed", "not_passed",
+    "cancelled", "filtered", "skipped", "passed", "not_passed", "sent", "received", "consumed", "failed", "ended",
+    "recalled",
 ]  # fmt: skip
 
 _MOST: Final = 1 << 20
@@ -73,7 +77,8 @@ class StoryEvent(NamedTuple):
     """An event in the life of a message."""
 
     at_ms: int | None
-    """Store time of the record, or of an acknowledgement; None for a group's progress, whose time is unknown."""
+    """Store time of the record, or of an acknowledgement; a client's time of what it has recorded; None for a group's
+    progress, whose time is unknown."""
     event: EventKind
     """What happened."""
     topic: str
@@ -110,9 +115,9 @@ def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryE
     """
     with viewed(source) as view:
         view.store.refresh()
-        records = _records(view, name, topic)
+        records = [message for message in _records(view, name, topic) if not is_trace_body(message.body or b"")]
         received = pop_events(view, [message for message in records if _is_consumed(message)])
-        events = [*_log_events(view, records), *_receives(received)]
+        events = [*_log_events(view, records), *_receives(received), *_traced(view, records)]
         events.sort(key=lambda event: event.physical_offset)
         return events + list(_group_events(view, records, received))
 
@@ -256,6 +261,50 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
                 note = f"the half at queue offset {half.queue_offset}"
                 events[half.unique_key] = _event(op, "rolled_back", group, note)._replace(unique_key=half.unique_key)
     return list(events.values())
+
+
+def trace_topics(view: StoreView) -> list[str]:
+    """Return the topics of traces: by their names, and of other topics those whose newest message is one."""
+    topics = []
+    for topic, queues in view.topics.items():
+        if is_trace_topic(topic):
+            topics.append(topic)
+        elif is_user_topic(topic):
+            queue_id = max(queues, key=lambda queue_id: view.ranges[topic, queue_id].max_offset)
+            last = view.ranges[topic, queue_id].max_offset - 1
+            newest = next(iter(view.store.messages(topic, queue_id, last)), None) if last >= 0 else None
+            if newest is not None and is_trace_body(newest.body or b""):
+                topics.append(topic)
+    return topics
+
+
+def _traced(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
+    """Yield what clients have recorded about the messages of these records."""
+    names = {name for message in records for name in (message.unique_key, message.offset_id) if name is not None}
+    if not records or not (topics := trace_topics(view)):
+        return
+    stored = {
+        message.physical_offset: message
+        for name in names
+        for topic in topics
+        for message in view.store.find_by_key(topic, name, max_messages=_MOST)
+    }
+    for trace in TraceReader().traces(stored[place] for place in sorted(stored)):
+        if trace.id not in names:
+            continue
+        event: EventKind = "failed" if trace.succeeded is False else trace.trace
+        parts = [f"by {trace.instance}"]
+        if event == "failed":
+            parts.append(
+                {"sent": "the send failed", "recalled": "the recall failed"}.get(trace.trace, "in the listener")
+            )
+        parts += [part for part in (trace.result,) if part is not None]
+        if trace.took_ms is not None:
+            parts.append(f"after {duration(trace.took_ms / 1000)}")
+        if trace.retries:
+            parts.append(f"attempt {trace.retries + 1}")
+        message = stored[trace.physical_offset]
+        yield _event(message, event, trace.group, ", ".join(parts))._replace(at_ms=trace.at_ms, unique_key=trace.id)
 
 
 def _receives(received: Sequence[PopEvent]) -> Iterator[StoryEvent]:

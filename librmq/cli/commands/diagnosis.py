@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import heapq
 import os
 import sys
 from collections import Counter
@@ -73,6 +74,32 @@ def story(arguments: argparse.Namespace, output: Output) -> int:
             output.row(event._asdict())
         note_topic(arguments.topic, view.topics, output)
         note_message(output, name=arguments.id, kind="id or key", is_limited=arguments.topic is not None)
+    return 0
+
+
+def traces(arguments: argparse.Namespace, output: Output) -> int:
+    """Print what clients have recorded in topics of traces, in log order."""
+    from librmq.diagnosis.message_story import trace_topics
+    from librmq.message.traces import TraceReader
+
+    reader, is_found = TraceReader(), False
+    with open_view(arguments) as view:
+        topics = arguments.trace_topic or trace_topics(view)
+        for topic in topics:
+            note_topic(topic, view.topics, output)
+        queues = [
+            view.store.messages(topic, queue_id, 0) for topic in topics for queue_id in view.topics.get(topic, ())
+        ]
+        for trace in reader.traces(heapq.merge(*queues, key=lambda message: message.physical_offset)):
+            if arguments.id in (None, trace.id) and arguments.group in (None, trace.group):
+                output.row(trace._asdict())
+                is_found = True
+    if reader.unreadable:
+        complain(f"note: {counted(reader.unreadable, 'record')} could not be read, and left out")
+    if not topics:
+        output.explain_nothing("no topic has traces: clients record them with enableMsgTrace, or name a --trace-topic")
+    elif not is_found:
+        output.explain_nothing(f"no trace in {', '.join(topics)} is of this message or group")
     return 0
 
 

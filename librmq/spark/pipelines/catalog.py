@@ -10,6 +10,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.decode import CORRUPT
 from librmq.columns.options import Mode
+from librmq.columns.traces import TRACE_TOPICS, decoded
 from librmq.config import suggest
 from librmq.errors import ConfigError
 from librmq.message.delay_levels import SCHEDULE_TOPIC
@@ -293,6 +294,20 @@ def _dead_letters(messages: DataFrame, inputs: Inputs) -> DataFrame:
     return named_rows(dead_letters(messages), inputs.settings)
 
 
+def _reads_traces(settings: Settings) -> MessageRead:
+    columns = (
+        "store string, topic string, storeTimestamp timestamp, bornHost string, uniqueKey string, "
+        "physicalOffset bigint, body binary"
+    )
+    where = {} if "topic" in settings else {"topicPattern": TRACE_TOPICS}
+    return MessageRead(columns, _options({name: settings[name] for name in settings if name != "group"}, **where))
+
+
+def _traces(messages: DataFrame, inputs: Inputs) -> DataFrame:
+    frame = messages.drop("topic").mapInArrow(decoded, PIPELINES["traces"].columns)
+    return named_rows(frame, {name: value for name, value in inputs.settings.items() if name == "group"})
+
+
 def _reads_filters(settings: Settings) -> MessageRead:
     return MessageRead("store string, topic string, properties map<string,string>, size int", _options(settings))
 
@@ -459,6 +474,15 @@ PIPELINES: Final[dict[str, Pipeline]] = {
         "mostTimes int",
         ("-messages", "store", "group", "topic", "cause"),
         TOPIC | GROUP | TIMES,
+    ),
+    "traces": Pipeline(
+        "what clients recorded: which instance consumed a message, when, with what result",
+        OfMessages(_reads_traces, _traces),
+        "store string, trace string, at timestamp, id string, topic string, group string, instance string, "
+        "succeeded boolean, result string, tookMs bigint, retries int, keys string, request string, "
+        "physicalOffset bigint",
+        ("at", "store", "physicalOffset", "id"),
+        {"topic": "topics of traces, separated by commas (RocketMQ's own)"} | GROUP | TIMES,
     ),
     "filters": Pipeline(
         "what registered filters match, and what they would save if pushed down",

@@ -1,0 +1,198 @@
+r"""Messages by which clients record sends and consumption: their topics, and the records in their bodies.
+
+::
+
+    body     records, each ended by \x02; their fields are separated by \x01; null is the text ``null``
+
+    Pub             time region group topic id tags keys broker body-length took type offset-id success
+    SubBefore       time region group request id retries keys
+    SubAfter        request id took success keys result time group       clients of a cloud leave out the last two
+    EndTransaction  time region group topic id tags keys broker type transaction state from-a-check
+    Recall          time region group topic id success                   5.3
+
+Older clients leave out fields at the end: a Pub without the offset id ends after ``type`` with ``success``. The topic
+is ``RMQ_SYS_TRACE_TOPIC``, ``rmq_sys_TRACE_DATA_<region>`` or any that the client's user names. The message's keys are
+the ids and keys of the messages that it is about. Mirrors ``TraceDataEncoder`` of 4.9.4 and 5.3.3.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Literal, NamedTuple
+
+from librmq.errors import MalformedError
+from librmq.message.ids import decode_unique_id
+from librmq.message.message import StoredMessage
+from librmq.message.topics import TRACE_TOPIC
+
+TraceKind = Literal["sent", "received", "consumed", "ended", "recalled"]
+
+TRACE_PREFIX: Final = "rmq_sys_TRACE_DATA_"
+_FIELD: Final = "\x01"
+_RECORD: Final = "\x02"
+_RESULTS: Final = ("SUCCESS", "TIME_OUT", "EXCEPTION", "RETURNNULL", "FAILED")
+_MARKS: Final = tuple(
+    f"{name}{_FIELD}".encode() for name in ("Pub", "SubBefore", "SubAfter", "EndTransaction", "Recall")
+)
+_REQUESTS: Final = 65_536
+"""Most receives that wait for their end."""
+
+
+class Trace(NamedTuple):
+    """What a client has recorded about a message."""
+
+    trace: TraceKind
+    """``sent``, ``received`` before the listener, ``consumed`` after it, ``ended`` for a transaction, ``recalled``."""
+    at_ms: int
+    """The client's time: of the begin of a send or a listener's call, or of the end of the latter."""
+    id: str
+    """The message's id: the unique one, or that of its place in the log if it has none."""
+    topic: str | None
+    """Topic of the message; consumers do not record it."""
+    group: str | None
+    """The producer or consumer group; None if the client left it out."""
+    instance: str
+    """The client that recorded it: ``address@process``, the process modulo 65,536; only the address if unknown."""
+    succeeded: bool | None
+    """Whether it succeeded; None where nothing has ended."""
+    result: str | None
+    """``SUCCESS``, ``TIME_OUT``, ``EXCEPTION``, ``RETURNNULL`` or ``FAILED``; of a transaction its state."""
+    took_ms: int | None
+    """Duration of a send, or of the listener's call divided by its messages."""
+    retries: int | None
+    """How often the message had come again, of one that was received."""
+    keys: str | None
+    """The message's keys."""
+    request: str | None
+    """Joins ``received`` and ``consumed`` of one call."""
+    physical_offset: int
+    """Place of the recording message in the log."""
+
+
+def is_trace_topic(topic: str) -> bool:
+    """Return whether a topic is for traces by its name; users can name others."""
+    return topic == TRACE_TOPIC or topic.startswith(TRACE_PREFIX)
+
+
+def is_trace_body(body: bytes) -> bool:
+    """Return whether a message's body is one of traces."""
+    return body.startswith(_MARKS)
+
+
+class TraceReader:
+    """Decodes traces in the order of the log, and joins ends of consumption with their begins. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.unreadable = 0
+        """Number of records that were left out."""
+        self._groups: OrderedDict[str, str | None] = OrderedDict()
+
+    def traces(self, messages: Iterable[StoredMessage]) -> Iterator[Trace]:
+        """Yield the traces in messages of trace topics."""
+        for message in messages:
+            yield from self.decode(
+                message.body or b"", message.born_host[0], message.unique_key, message.store_timestamp_ms,
+                message.physical_offset,
+            )  # fmt: skip
+
+    def decode(
+        self, body: bytes, address: str, unique_key: str | None, stored_ms: int, physical_offset: int
+    ) -> Iterator[Trace]:
+        """Yield the traces of a body; the other values are those of its message, ``address`` that of its sender."""
+        instance = _instance(address, unique_key, stored_ms)
+        for text in body.decode("utf-8", "replace").split(_RECORD):
+            if not text:
+                continue
+            kind, *fields = text.split(_FIELD)
+            make = _KINDS.get(kind)
+            try:
+                if make is None:
+                    raise ValueError
+                trace = make(fields)._replace(instance=instance, physical_offset=physical_offset)
+            except (ValueError, IndexError):
+                self.unreadable += 1
+                continue
+            yield self._joined(trace, stored_ms)
+
+    def _joined(self, trace: Trace, stored_ms: int) -> Trace:
+        request = trace.request
+        if trace.trace == "received" and request is not None:
+            self._groups[request] = trace.group
+            if len(self._groups) > _REQUESTS:
+                self._groups.popitem(last=False)
+        elif trace.trace == "consumed" and trace.at_ms < 0:
+            group = None if request is None else self._groups.get(request)
+            return trace._replace(at_ms=stored_ms, group=group)
+        return trace
+
+
+def _instance(address: str, unique_key: str | None, stored_ms: int) -> str:
+    try:
+        return address if unique_key is None else f"{address}@{decode_unique_id(unique_key, stored_ms).pid}"
+    except MalformedError:
+        return address
+
+
+def _text(value: str) -> str | None:
+    return None if value in ("", "null") else value
+
+
+_NOTHING: Final = Trace("sent", -1, "", None, None, "", None, None, None, None, None, None, -1)
+
+
+def _pub(fields: list[str]) -> Trace:
+    last = fields[12] if len(fields) > 12 else fields[11]
+    return _NOTHING._replace(
+        trace="sent", at_ms=int(fields[0]), id=fields[4], topic=_text(fields[3]), group=_text(fields[2]),
+        succeeded=_flag(last), keys=_text(fields[6]), took_ms=int(fields[9]),
+    )  # fmt: skip
+
+
+def _before(fields: list[str]) -> Trace:
+    return _NOTHING._replace(
+        trace="received", at_ms=int(fields[0]), id=fields[4], group=_text(fields[2]), request=_text(fields[3]),
+        retries=int(fields[5]), keys=_text(fields[6] if len(fields) > 6 else ""),
+    )  # fmt: skip
+
+
+def _after(fields: list[str]) -> Trace:
+    succeeded = _flag(fields[3])
+    code = int(fields[5]) if len(fields) > 5 and fields[5] else 0
+    result = _RESULTS[code] if 0 <= code < len(_RESULTS) else None
+    if result == "SUCCESS" and not succeeded:
+        result = "FAILED"  # the client gave no reason
+    at_ms, group = (int(fields[6]), fields[7]) if len(fields) > 7 else (-1, "")
+    return _NOTHING._replace(
+        trace="consumed", at_ms=at_ms, id=fields[1], group=_text(group), request=_text(fields[0]),
+        took_ms=int(fields[2]), succeeded=succeeded, keys=_text(fields[4]), result=result,
+    )  # fmt: skip
+
+
+def _ended(fields: list[str]) -> Trace:
+    return _NOTHING._replace(
+        trace="ended", at_ms=int(fields[0]), id=fields[4], topic=_text(fields[3]), group=_text(fields[2]),
+        keys=_text(fields[6]), result=_text(fields[10]),
+    )  # fmt: skip
+
+
+def _recall(fields: list[str]) -> Trace:
+    return _NOTHING._replace(
+        trace="recalled", at_ms=int(fields[0]), id=fields[4], topic=_text(fields[3]), group=_text(fields[2]),
+        succeeded=_flag(fields[5]),
+    )  # fmt: skip
+
+
+def _flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
+
+
+_KINDS: Final[dict[str, Callable[[list[str]], Trace]]] = {
+    "Pub": _pub,
+    "SubBefore": _before,
+    "SubAfter": _after,
+    "EndTransaction": _ended,
+    "Recall": _recall,
+}
