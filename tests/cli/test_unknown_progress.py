@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from librmq import Broker, Producer, PushConsumer, TransactionProducer, TransactionState
+from librmq import Broker, MessageStore, Producer, PushConsumer, TransactionProducer, TransactionState
 from librmq.clock import ManualClock
 from librmq.java import json as java_json
 from librmq.message import Message
@@ -70,6 +71,31 @@ def test_missing_progress_of_groups_is_said_by_every_command(lively: Path, shell
     assert shell("report", "lively", "-o", "page.html").status == 0
     report = json.loads((shell.folder / "page.json").read_text())
     assert "unknown-progress" in json.dumps(report["findings"])
+
+
+def test_a_copy_without_its_tables_does_not_know_the_progress_of_its_groups(lively: Path, shell: Shell) -> None:
+    with Broker.open(lively) as broker:
+        broker.store.append(Message("%RETRY%readers", b"x"))
+    before = outputs(shell)["pending lively"]
+    shutil.rmtree(lively / "config")
+    for words in ("lag", "groups", "pending", "expiring", "disk"):
+        answer = shell(words, "lively")
+        assert answer.said.count("the progress of groups is unknown: ") == 1, words
+        if words == "pending":
+            halves = [row for row in before if row["kind"] == "half"]
+            assert halves == [row for row in answer.rows if row["kind"] == "half"]
+    found = {row["finding"] for row in shell("diagnose", "lively").rows}
+    assert "unknown-progress" in found
+    assert not {"backlog", "retries-without-progress", "expired-unread"} & found
+
+
+def test_a_store_without_a_broker_has_no_groups(shell: Shell) -> None:
+    with MessageStore.open(shell.folder / "plain") as store:
+        store.append(Message("orders", b"x"))
+    for words in ("lag", "groups"):
+        answer = shell(words, "plain")
+        assert (answer.status, answer.said.count("plain/config/consumerOffset.json, so the progress of no")) == (0, 1)
+    assert {row["finding"] for row in shell("diagnose", "plain").rows} & {"unknown-progress"} == set()
 
 
 def test_missing_progress_of_delays_lists_what_surely_waits(lively: Path, shell: Shell) -> None:

@@ -39,6 +39,8 @@ def groups(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each consumer group."""
     with open_source(arguments) as view:
         output.rows_of(_with_in_flight(view, group_summaries(view, includes_own=arguments.all)))
+        if not output.rows and isinstance(view, StoreView) and (why := _lacks_tables(view)) is not None:
+            output.explain_nothing(why)
     return 0
 
 
@@ -51,7 +53,10 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
         output.rows_of(_lag_rows(view, arguments.by, arguments.group, arguments.topic))
         _note_unknown(view, arguments, output)
         if not output.rows and output.says_nothing_found and isinstance(view, StoreView):
-            output.explain_nothing(_no_lag_reason(view))
+            if view.unknown_progress is None:
+                output.explain_nothing(_lacks_tables(view) or "no group has progress in these topics")
+            else:  # which is said already
+                output.says_nothing_found = False
     return 0
 
 
@@ -99,14 +104,20 @@ def _queue_rows(columns: TopicProgress) -> Iterable[Any]:
     return (named(broker_name, row._asdict()) for broker_name, row in zip(columns.broker_names, rows, strict=True))
 
 
-def _no_lag_reason(view: StoreView) -> str:
-    """Return why a store has the lag of no group in some topics."""
-    if view.unknown_progress is not None:
-        return "the progress of groups is unknown"
+def _lacks_tables(view: StoreView) -> str | None:
+    """Return why a store without tables of a broker has no groups; None if it has tables, or says itself what it lacks.
+
+    A `MessageStore` alone has none, and neither has a copy without its folder config.
+    """
+    if (
+        view.is_live
+        or view.unknown_progress is not None
+        or view.tables.topics.is_stored
+        or view.tables.offsets.is_stored
+    ):
+        return None
     path = os.path.join(view.store.path, directory.CONFIG, "consumerOffset.json")
-    if view.store.files.size(path) is None:
-        return f"there is no {path}, so the progress of no group is known: copy the folder config too"
-    return "no group has progress in these topics"
+    return f"there is no {path}, so the progress of no group is known: copy the folder config too"
 
 
 def expiring(arguments: argparse.Namespace, output: Output) -> int:

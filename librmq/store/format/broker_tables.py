@@ -40,7 +40,7 @@ from librmq.files.interface import Files
 from librmq.java import json as java_json
 from librmq.message.topics import DEAD_LETTER_PREFIX, LIGHT_PREFIX, RETRY_PREFIX, TOPIC_TYPES, TopicType, is_own_group
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.directory import tables_database
+from librmq.store.format.directory import CONSUMEQUEUE, tables_database
 from librmq.store.format.documents import START_FILE
 from librmq.store.format.rocksdb import StoredTable, StoredTables, is_database, read_tables
 
@@ -165,12 +165,17 @@ class BrokerTables:
     def _was_saved(self, table: ConfigTable, is_likely: bool) -> bool:
         """Return whether a broker has saved a table that is not there now.
 
-        Each broker saves all tables at its close. After a kill the first save may not have come yet, so another table
-        must say that ``is_likely``.
+        Each broker saves all tables at its close, and a topic as it makes it. After a kill the first save of another
+        table may not have come yet, so other tables or queues must say that it ``is_likely``.
         """
         if self._files.size(table.path) is not None or self._files.size(table.path + _BACKUP) is not None:
             return True
-        return self.topics.is_stored and (is_likely or not has_abort(self._files, os.path.dirname(self._folder)))
+        if not self.topics.is_stored:  # a store without a broker has no tables, and no retries either
+            return any(map(_is_of_group, self._topics_with_queues()))
+        return is_likely or not has_abort(self._files, os.path.dirname(self._folder))
+
+    def _topics_with_queues(self) -> list[str]:
+        return list(self._files.names(os.path.join(os.path.dirname(self._folder), CONSUMEQUEUE)))
 
     def _user_groups(self) -> set[str]:
         """Return the groups of users in the other tables."""
@@ -338,6 +343,11 @@ def group_row(group: str, retry_max_times: int = 16) -> dict[str, object]:
         "retryQueueNums": 1,
         "whichBrokerWhenConsumeSlowly": 1,
     }
+
+
+def _is_of_group(topic: str) -> bool:
+    """Return whether a topic has the retries or dead letters of a group, which only a broker stores."""
+    return topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
 
 
 def _lacks(table: ConfigTable) -> str:
