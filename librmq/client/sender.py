@@ -330,7 +330,9 @@ class _LoopSends:
         if not self._unsent:
             loop.call_soon(self._send)
         self._unsent.setdefault(endpoint, []).append(pending)
-        if deadline < self._next_look or self._next_look < now:  # a signal can have ended the last look at its begin
+        # Plan the look again also if its time is past: the exception of a signal's handler can have ended it at its
+        # begin.
+        if deadline < self._next_look or self._next_look < now:
             former, self._look = self._look, loop.call_at(deadline, self._end_late)
             self._next_look = deadline
             if former is not None:
@@ -341,14 +343,17 @@ class _LoopSends:
         unsent, self._unsent = self._unsent, {}
         try:
             for endpoint, sends in unsent.items():
-                wanted = [pending for pending in sends if not pending.answer.done()]
-                if len(wanted) < len(sends):  # some were cancelled
-                    self._under_way.difference_update(set(sends).difference(wanted))
-                together = SendLater(wanted, self._note_ends)
-                for pending in wanted:
+                open_sends = [pending for pending in sends if not pending.answer.done()]
+                # Cancelled sends are not sent, and no outcome will remove them.
+                if len(open_sends) < len(sends):
+                    self._under_way.difference_update(set(sends).difference(open_sends))
+                together = SendLater(open_sends, self._note_ends)
+                for pending in open_sends:
                     pending.together = together
-                with suppress(RmqError):  # which comes again for the message that causes it
-                    if not wanted or endpoint.call(together):
+                # An error here belongs to one message of many. The caller sends each again by itself, and gets the
+                # error of its own.
+                with suppress(RmqError):
+                    if not open_sends or endpoint.call(together):
                         unsent[endpoint] = []
         finally:
             for sends in unsent.values():
@@ -358,9 +363,12 @@ class _LoopSends:
     def _note_ends(self, sends: Sequence[PendingSend]) -> None:
         """Note the ends of sends, in any thread."""
         self._ended.append(sends)
-        if not self._is_woken:  # which is cleared before they are taken
+        # One wake-up serves all ends until the loop takes them. The flag is cleared before they are taken, so an end
+        # that is noted meanwhile wakes the loop again.
+        if not self._is_woken:
             self._is_woken = True
-            with suppress(RuntimeError):  # the loop is closed
+            # A closed loop has no coroutine that could wait for the outcome.
+            with suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(self._take_ended)
 
     def _take_ended(self) -> None:
@@ -368,11 +376,14 @@ class _LoopSends:
         while self._ended:
             for pending in self._ended[0]:
                 self._end(cast("_Pending", pending), pending.outcome)
-            self._ended.popleft()  # after their ends, because the exception of a signal's handler can come between
+            # Remove the entry after its sends have ended. The exception of a signal's handler can come in between, and
+            # a removed entry would leave coroutines waiting for good.
+            self._ended.popleft()
 
     def _end(self, pending: _Pending, outcome: SendResponse | RmqError | None) -> None:
         answer = pending.answer
-        if not answer.done():  # not ended by an error before, nor cancelled
+        # An answer that is done was cancelled, or has its error.
+        if not answer.done():
             self._set_outcome(pending, outcome)
         self._under_way.discard(pending)
 
@@ -387,7 +398,9 @@ class _LoopSends:
 
     def _end_late(self) -> None:
         now = self.loop.time()
-        if self._ended or self._unsent:  # their turns come, unless the exception of a signal's handler has ended them
+        # Take what is left over here: usually its own turn comes, but the exception of a signal's handler can have
+        # ended that.
+        if self._ended or self._unsent:
             self._take_ended()
             self._send()
         for pending in [pending for pending in self._under_way if pending.deadline <= now]:
@@ -534,7 +547,8 @@ class Sender:
         ):
             return await self._runner.offload(partial(self.send, message, timeout_ms))
         queue = self.queue_of_try(queues)
-        endpoint = self._endpoints.get(queue.broker_name)  # only once, because a change of the route clears them
+        # Look the endpoint up only once, because a change of the route can clear the cache in between.
+        endpoint = self._endpoints.get(queue.broker_name)
         sends_later = getattr(endpoint, "sends_later", None) is endpoint
         if endpoint is None or not sends_later:
             return await self._send_in_thread(message, timeout_ms, queues, queue)
@@ -722,7 +736,8 @@ class Sender:
         for then in after:
             try:
                 then(result, error)
-            except Exception:  # a stored message stays stored
+            except Exception:
+                # The message is stored, so an error while its result is made must not look like a failed send.
                 _log.exception("group %(group)s: a hook has failed after a send", group=self._group)
 
     def _record_attempt(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:

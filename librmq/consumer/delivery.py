@@ -176,9 +176,12 @@ class Delivery:
     def _call(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
         """Call the listener, without the lock."""
         if assigned.released:
-            return None  # the result would be ignored
+            # The queue went to another reader while this call waited for a thread. Its result would be ignored, and the
+            # other reader delivers the message, so the listener is not called.
+            return None
         calls, thread = self.calls, get_ident()
-        outer = calls.get(thread)  # of a listener that moves time in a test, for example
+        # A listener that moves time in a test runs other listeners in its own thread, so calls of one thread can nest.
+        outer = calls.get(thread)
         calls[thread] = assigned, messages
         try:
             return self._call_with_hooks(listener, assigned, messages)
@@ -423,7 +426,8 @@ class ConcurrentDelivery(Delivery):
     def apply_settings(self, now_ms: int) -> None:
         """Continue with the consumer's new settings."""
         super().apply_settings(now_ms)
-        if self._expiring.at is not None:  # the timeout can be shorter now
+        # The timeout can be shorter now than when the step was planned, so plan it again from the new one.
+        if self._expiring.at is not None:
             self.runner.wake(self._expiring, next_from_first(now_ms, self.started_ms, self._timeout_ms))
 
     def max_times(self) -> int | None:
@@ -498,7 +502,8 @@ class ConcurrentDelivery(Delivery):
             return
         lanes = backlog.lanes
         while lanes and self.running < limit and not self.rests.is_whole:
-            first = lanes[1][0] if len(lanes) == 1 and 1 in lanes else backlog.first()  # without weights, at once
+            # Without weights the first message in order is next, and asking the lanes for their turns is left out.
+            first = lanes[1][0] if len(lanes) == 1 and 1 in lanes else backlog.first()
             assigned = first.assigned
             if assigned.released:
                 backlog.remove(first)
@@ -628,7 +633,8 @@ class ConcurrentDelivery(Delivery):
                     self.consumer.recorder.ends((first,), 0)
                 if sent is not None and sent.is_dead:
                     self.retries.log_dead_letter(assigned, first, TimeoutError(cause))
-                assigned.messages.remove((first,))  # the next message that ends, or an empty queue, moves the progress
+                # Progress moves with the next message that ends, or here if the queue is empty now.
+                assigned.messages.remove((first,))
                 if assigned.throttled:
                     self.consumer.fetcher.resume_throttled(assigned)
                 elif not len(assigned.messages):

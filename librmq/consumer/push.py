@@ -157,7 +157,9 @@ class Fetcher:
                 return self._handle_failure(assigned, error, now_ms)
             if consumer.states.causes:
                 consumer.states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
-            if progress is not None and not self._is_remote:  # whose answer is still to come
+            # A remote broker has not taken this pull's progress yet, as its answer may be still to come. Only a local
+            # call has stored it by now.
+            if progress is not None and not self._is_remote:
                 assigned.stored_progress = progress
             return self._handle_response(assigned, response, now_ms)
         except BaseException:
@@ -167,7 +169,9 @@ class Fetcher:
 
     def _handle_failure(self, assigned: AssignedQueue, error: RmqError, now_ms: int) -> int:
         consumer, queue = self._consumer, assigned.queue
-        if self._is_clustering:  # the broker can have been reopened, and the queue can have another reader
+        # The broker can have been reopened from older progress, and another reader can have stored its own. Until that
+        # is known, nothing of this instance may overwrite it.
+        if self._is_clustering:
             if isinstance(error, (BrokerUnreachableError, StoreClosedError)):
                 assigned.doubt_progress(now_ms + AWAY_MS)
             elif assigned.progress is None or assigned.stored_progress is not None or not assigned.may_be_passed:
@@ -219,7 +223,8 @@ class Fetcher:
         """Handle an empty pull. Messages skipped since the last one count as consumed when the hold ends."""
         assigned.next_offset = response.next_offset
         will_reach = assigned.messages.end if len(assigned.messages) else assigned.progress
-        if will_reach is not None and will_reach >= assigned.next_offset:  # nothing was skipped
+        # No filtered messages lie between the progress and the pull, so there is nothing to count as consumed.
+        if will_reach is not None and will_reach >= assigned.next_offset:
             assigned.idle_since_ms = None
             return None
         if assigned.idle_since_ms is None:
@@ -526,7 +531,9 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def _release_locks(self) -> None:
         resets, self._resets = self._resets, []
-        for assigned, queue_offset in (entry for reset in resets for entry in reset):  # a reset is still running
+        # A reset still waits for running listeners. Apply its offsets now, because progress that is saved at shutdown
+        # must be the chosen one.
+        for assigned, queue_offset in (entry for reset in resets for entry in reset):
             if self.assigned.get(assigned.queue) is assigned:
                 assigned.progress = assigned.next_offset = queue_offset
                 assigned.stored_progress, assigned.is_chosen = None, True
@@ -558,7 +565,9 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self.fetcher.start(assigned)
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
-        is_reset = any(queue is assigned for reset in self._resets for queue, _ in reset)  # its earlier work has ended
+        # While a reset waits, listeners of the queue's earlier messages end. Their progress must not be stored over the
+        # chosen one.
+        is_reset = any(queue is assigned for reset in self._resets for queue, _ in reset)
         return not is_reset and self.delivery.may_store(assigned, self.runner.now_ms())
 
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
@@ -567,7 +576,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def reassign(self, assigned: AssignedQueue) -> None:
         """Release a queue after its progress was set from outside; the next rebalance resumes at the new progress."""
-        assigned.stored_progress, assigned.is_chosen = None, True  # it counts even if the broker's is later
+        # Chosen progress is stored even if the broker's is later; otherwise a pull or a save never sets it back.
+        assigned.stored_progress, assigned.is_chosen = None, True
         assigned.next_offset = assigned.progress or 0
         if self._release_queue(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
@@ -580,7 +590,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
         reset = [
             (assigned, offsets[assigned.queue]) for assigned in self.assigned.values() if assigned.queue in offsets
         ]
-        for earlier in self._resets:  # the latest reset counts
+        # The latest reset decides: an earlier one that still waits must not set its offsets after it.
+        for earlier in self._resets:
             earlier[:] = [entry for entry in earlier if entry[0].queue not in offsets]
         self._resets.append(reset)
         for assigned, _ in reset:

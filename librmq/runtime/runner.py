@@ -76,7 +76,9 @@ class Step:
 
     def run(self, runner: Runner, now_ms: int) -> None:
         """Take the turn at a time, under the runner's lock."""
-        self.at = None  # before the turn, so that a wake-up meanwhile counts
+        # Clear the due time before the turn: a wake-up during the turn must make the step due again, although the turn
+        # may have read the state before it.
+        self.at = None
         if self.owner is None or not self.owner.dead:
             due = self.run_due(now_ms)
             if due is not None:
@@ -156,9 +158,12 @@ class Runner:
         if step.at is None or at < step.at:
             try:
                 heapq.heappush(self._heap, (at, next(self._count), step))
-                step.at = at  # after the push, so that `step.at` never names an entry that is not in the heap
+                # Note the time after the push. If Ctrl-C comes in between, the heap has an entry too many, which is
+                # passed over; the other way round, the step would count as due and never run.
+                step.at = at
                 self._signal(at)
-            except BaseException:  # Ctrl-C: the step may be due already, and no thread was signalled
+            except BaseException:
+                # After Ctrl-C the step may be in the heap without a signal, so threads that wait would sleep past it.
                 self._signal(at)
                 raise
 
@@ -430,7 +435,8 @@ class ManualRunner(Runner):
         heap, ready, clock = self._heap, self.ready, self.manual_clock
         steps, now = 0, clock.now_ms()
         while not self.is_over():
-            with self.lock:  # other threads may wake steps, for example a server's threads
+            # Also by hand the lock is needed: other threads, such as a server's, may wake steps meanwhile.
+            with self.lock:
                 top = self._top() if heap else None
                 at = NEVER if top is None else top.at or 0
                 is_due = top is not None and at <= now

@@ -266,7 +266,9 @@ class SharedBroker(AdministeredRoute):
             ConfigError: This process names other settings, and does not say that it changes them.
         """
         recorded, mine = Promises.read(self.path, self._settings.files), self._settings.promises
-        if self._was_peer or self._thread is not None:  # a later owner takes what is recorded
+        # A process that has joined once has agreed to what is recorded, so as a later owner it takes that over its own
+        # settings: promises to senders outlive the process that made them.
+        if self._was_peer or self._thread is not None:
             return recorded.over(mine)
         if not self._settings.changes:
             recorded.check_shared(self.path, mine)
@@ -282,7 +284,8 @@ class SharedBroker(AdministeredRoute):
         settings = self._settings
         try:
             lock = settings.files.lock(os.path.join(share_folder(self.path), "lock"))
-        except StoreLockedError as error:  # it opens the store, or has just ended
+        except StoreLockedError as error:
+            # Another process is opening the store, or has ended and its lock is about to go. The caller tries again.
             raise BrokerUnreachableError(f"{error}, which does not answer yet: {unreachable}") from error
         with ExitStack() as undo, named("share", self.path):
             undo.callback(lock.release)
@@ -301,7 +304,9 @@ class SharedBroker(AdministeredRoute):
             )
             undo.callback(broker.close)
             Promises.read(self.path, settings.files).record(self.path, settings.files, promises)
-            if self._was_peer or os.path.exists(owner_socket(self.path)):  # there are peers of a former owner
+            # Peers of a former owner join again in a moment. Wait for them before queues are shared out, so that their
+            # consumers keep their queues.
+            if self._was_peer or os.path.exists(owner_socket(self.path)):
                 broker.await_members(_MEMBERS_S)
             owner = StoreOwner(lock, broker)
             undo.pop_all()
@@ -338,7 +343,9 @@ class SharedBroker(AdministeredRoute):
 
     def _watch_owner(self) -> None:
         """Wait for the owner's end, and look for the next one, until this process is it."""
-        with ExitStack() as former:  # closed late, because an owner that hands over answers before it ends
+        # Close the link to a former owner only when the next one is known: an owner that hands over still answers calls
+        # that it has received.
+        with ExitStack() as former:
             while not self._closing.is_set():
                 link = self.link
                 if isinstance(link, StoreOwner):
@@ -352,7 +359,8 @@ class SharedBroker(AdministeredRoute):
                         former.callback(link.close)
                         continue
                     error = self._try_to_join(self._closing.is_set)
-                except Exception as unexpected:  # without this thread the process would find no owner any more
+                except Exception as unexpected:
+                    # Go on after any error. Without this thread the process would not find the next owner.
                     error = unexpected
                 if isinstance(error, BrokerUnreachableError | StoreLockedError):
                     SystemClock().wait(self._closing, _AGAIN_S)
@@ -404,7 +412,9 @@ class SharedBroker(AdministeredRoute):
         if self.link is not link:
             return self._call_next(request, until_s)
         if link.is_silent and is_held_here(self.runner.lock) and (stopped := link.stopped_error()) is not None:
-            raise stopped  # at once, so that no one waits for the lock again and again
+            # The owner's process is stopped and this thread has the runner's lock. Fail at once: each call that waited
+            # its timeout would keep all other threads of the runner from their work.
+            raise stopped
         try:
             return endpoint.call(request)
         except BrokerUnreachableError as error:
@@ -418,7 +428,9 @@ class SharedBroker(AdministeredRoute):
     def _call_next(self, request: Request[Any], until_s: float | None = None) -> object:
         """Wait for the next owner within the time of a request, and pass the request to it."""
         self._watch_in_child()
-        if is_held_here(self.runner.lock):  # others wait for the lock, so this call must not
+        # A thread that has the runner's lock must not wait here for the next owner, because the threads that could find
+        # it may need the lock.
+        if is_held_here(self.runner.lock):
             with self._lock:
                 now = self.link
                 if now is None and self._note_client(request):
@@ -588,12 +600,15 @@ class SharedBroker(AdministeredRoute):
     def inherited(self) -> None:
         """Begin as a new process in a forked child, whose copies of the parent's connections are closed."""
         link = self.link
-        self._lock = Lock()  # a thread of the parent may hold it
+        # The copied lock may be held by a thread of the parent, which does not exist in the child.
+        self._lock = Lock()
         self._settled, self._thread, self.link = threading.Event(), None, None
         self._watchers, self._beats = Watchers(), {}
         self._absent = SharedEndpoint(self._call_next)
         if isinstance(link, StoreOwner):
-            link.endpoint.call = self._call_next  # of producers that the parent has made
+            # Producers that the parent made keep its endpoint, whose broker the child must not use: the parent owns the
+            # store.
+            link.endpoint.call = self._call_next
         self.runner.restart_after_fork()
 
     def close(self) -> None:

@@ -150,7 +150,8 @@ class Appender(AppendState):
 
     def use_parts(self, parts: Parts, commit: GroupCommit, housekeeping: Housekeeping) -> None:
         """Write to these parts from now on."""
-        for name, lane in self.lanes.items():  # callers keep lanes
+        # Callers keep lanes between appends, so the lanes stay and get the queues of the new parts.
+        for name, lane in self.lanes.items():
             lane.queue = parts.queue(*name)
             lane.next_queue_offset, lane.pending = lane.queue.max_offset, []
             parts.lanes[name] = lane
@@ -254,11 +255,15 @@ class Appender(AppendState):
                     lock.owner = thread
                     if not self.accepts:
                         raise self.refusal()
-                    log, dispatcher = self.log, self.dispatcher  # under the lock, because a recovery replaces them
+                    # Read log and dispatcher only under the lock, because the repair of an interrupted append replaces
+                    # both.
+                    log, dispatcher = self.log, self.dispatcher
                     records = dispatcher.records
                     if len(records) >= _BATCH or dispatcher.writing_at >= 0:
                         lock.count_turn()
-                        self._advance()  # first, because a full disk can refuse it
+                        # Make room among the collected entries before a place is claimed: a full disk can refuse it,
+                        # and then nothing of this message may have been written.
+                        self._advance()
                         records = dispatcher.records
                     now = self.now_ms()
                     physical_offset = log.end
@@ -273,8 +278,11 @@ class Appender(AppendState):
                     )  # fmt: skip
                     if counted:
                         if waits_ms is not None:
-                            entry_code = now + waits_ms  # when it is to be delivered
-                        if lane.queue.ext is not None:  # first, so that no record lacks its entry if this fails
+                            # The entry of a delayed message holds its delivery time in the place of the tag's hash.
+                            entry_code = now + waits_ms
+                        # Write the unit of the extension file before the record. If it fails there is no record yet;
+                        # the other way round a record without its entry would stay.
+                        if lane.queue.ext is not None:
                             with critical:
                                 entry_code = dispatcher.add_unit(lane, entry_code, now, raw)
                     if not has_room:
@@ -447,7 +455,9 @@ class Appender(AppendState):
         dispatcher.records += records
         dispatcher.writing_at = -1
         if len(dispatcher.records) >= _BATCH:
-            with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
+            # The messages are in the log, so the batch is stored, and raising would make the caller send it again. The
+            # entries stay collected, and the next append raises the error.
+            with suppress(StoreIOError):
                 dispatcher.drain()
 
     def admit(self) -> int:

@@ -150,9 +150,11 @@ class Dispatcher(DispatchState):
         """Lanes with pending entries."""
         self.records: list[Pending] = []
         """The `Pending` keys of each record that is not in the index yet, in log order, with or without keys."""
-        self._entered = 0  # the number of them whose entries `advance` has written
-        self._block: KeyBlock | None = None  # of these
-        self._indexing = False  # true outside of a call if the last one failed
+        # `advance` spreads a drain over three calls: entries of the first `_entered` records, then the block of their
+        # keys, then the index. `_indexing` stays true after a failed call, so that the next one begins with a drain.
+        self._entered = 0
+        self._block: KeyBlock | None = None
+        self._indexing = False
         self.unflushed: set[ConsumeQueue] = set()
         """Queues written since a flush last took this set."""
         self.entries = 0
@@ -218,7 +220,9 @@ class Dispatcher(DispatchState):
 
     def advance(self) -> None:
         """Do one of the three parts of `drain`, so that no append waits for all of it. Raises the same errors."""
-        if self._indexing:  # the last call failed; this one raises if that is still so
+        # The last call failed within the index. Drain everything at once, which raises again if the cause is still
+        # there.
+        if self._indexing:
             self.drain()
         elif not self._entered:
             self.write_entries()
@@ -258,7 +262,9 @@ class Dispatcher(DispatchState):
         if not records:
             return
         remaining = records
-        if records[0][0] == last and count:  # it stays complete in `records`, in case this call fails too
+        # The index ends within this record's keys. Leave those out that it has, but keep the record whole in `records`,
+        # so that a failure of this call loses none of them.
+        if records[0][0] == last and count:
             _, stored, prefix, unique, keys = records[0]
             texts = [*([unique] if unique else []), *split_keys(keys)]
             remaining = [(last, stored, prefix, None, " ".join(texts[count:])), *records[1:]]
@@ -368,12 +374,14 @@ def light_queues(topic: bytes, queue_id: int, properties: bytes) -> Iterator[tup
     if not names or not offsets:
         return
     queue_names, queue_offsets = java_decode(names).split(","), java_decode(offsets).split(",")
-    if len(queue_names) != len(queue_offsets):  # RocketMQ logs that, and dispatches to none
+    # RocketMQ logs such a record and dispatches it to no queue, so a store that it wrote has no entry either.
+    if len(queue_names) != len(queue_offsets):
         return
     for name, text in zip(queue_names, queue_offsets, strict=True):
         queue_offset = java_long(text)
         light_id = 0 if name.startswith(LIGHT_PREFIX) else queue_id
-        with suppress(MessageIllegalError):  # a broker dispatches to no such queue either
+        # A broker dispatches to no queue of an illegal name either, so an entry here would be one that it lacks.
+        with suppress(MessageIllegalError):
             validate_queue(name, light_id)
             if queue_offset is not None:
                 yield name, light_id, queue_offset

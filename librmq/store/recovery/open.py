@@ -96,7 +96,8 @@ def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
     """
     sequence = _numbered(folder, files)
     if len({size for _, size in sequence if size}) > 1:
-        return []  # no crash does that
+        # A crash leaves files of one length or of none. Other lengths are damage, which is refused and not removed.
+        return []
     leftovers: list[str] = []
     for number, (path, size) in enumerate(sequence):
         before, length = sequence[number - 1] if number else (path, 0)
@@ -139,7 +140,9 @@ def load(
                 opening = _Opening(path, config, files, clock, mode, is_brief, mark)
                 cuts = opening.cuts
                 return opening.parts(levels, bitmap_of)
-        except (MarkError, CorruptionError) as error:  # whatever it is, a recovery without the mark copes with it
+        except (MarkError, CorruptionError) as error:
+            # Recovery without the mark reads more of the log and comes to the same end, so a damaged mark is no reason
+            # to refuse.
             why_whole = str(error) if is_wanted else ""
     parts = _Opening(path, config, files, clock, mode, is_brief, None).parts(levels, bitmap_of)
     parts.cuts[:0] = cuts
@@ -280,10 +283,12 @@ class _Opening:
         if trusted.queues.keys() == set(names) and trusted.has_index(index):
             log.last_write = trusted.last_record
             return
-        self._changed_queues = frozenset(trusted.queues.keys() ^ set(names))  # a file was deleted since then
+        # Queues whose files changed since the state was written are compared with the log one by one.
+        self._changed_queues = frozenset(trusted.queues.keys() ^ set(names))
         if not self._writable:
             log.found_end = log.walk(log.third_last_file())
-        else:  # the comparison with all queues reads the log too
+        else:
+            # The comparison with the queues reads these records anyway, so the walk over the end is left to it.
             log.found_end = LogEnd(trusted.log_end, None, trusted.last_record)
             self._bodies_from = log.third_last_file()
         self._trusted = None
@@ -353,12 +358,15 @@ class _Opening:
         recovery = Recovery(path, files, self._clock, parts, self._unclean, mode, is_clean=self._clean, has_ext=has_ext)
         self._recovery = recovery
         recovery.plan(self._findings, begin, self._changed_queues, self._bodies_from, self._mark)
-        set_abort(files, path)  # only now, because a refused store must not change
+        # Set the abort marker only after the plan, because a refused store must stay as it was found.
+        set_abort(files, path)
         make_folders(files, log.sequence.folder)  # a store is recognised by it
         try:
             recovery.carry_out()
         except (CorruptionError, NotAStoreError):
-            if self._clean:  # refused after all: nothing was cut, and repaired parts are right
+            # The store was refused after a clean exit. Nothing was cut and what was repaired is right, so it stays
+            # clean; with the marker, the next opening would take it for crashed and cut.
+            if self._clean:
                 clear_abort(files, path)
             raise
         for name, state in self._unclean.states.items():
@@ -469,7 +477,8 @@ def _covered_record(path: str, config: StoreConfig, files: Files, log: CommitLog
     for topic, queue_id in names[:: -(-len(names) // _QUEUES_ASKED) or 1]:
         folder = directory.queue_folder(path, topic, queue_id)
         with (
-            suppress(CorruptionError),  # the view opens it again, and says more
+            # The reader's view opens the queue again, and its error says more than this look-up could.
+            suppress(CorruptionError),
             ConsumeQueue.open(folder, config.consumequeue_file_size, files=files, pool=pool, writable=False) as queue,
         ):
             queue.advance(log.begin)

@@ -160,7 +160,8 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
     """
     start = begin - begin % log.file_size
     buffer = log.sequence.file(start).buffer
-    at, until = begin - start, min(end - start + 3, log.file_size)  # a record can begin with three zeros, in its size
+    # Look from three bytes before the last record's end on: a record can begin with three zeros, in its size.
+    at, until = begin - start, min(end - start + 3, log.file_size)
     edges = itertools.chain(range(at - at % _SECTOR + _SECTOR, until + 1, _SECTOR), [until] * (until == log.file_size))
     if any(not any(buffer[max(at, edge - _UNWRITTEN) : edge]) for edge in edges):
         return True
@@ -253,7 +254,8 @@ class Recovery:
             if is_nameless:
                 if not self._mode.is_thorough:
                     self._check_cut(torn, log.data_behind(at))
-                return None, min(uncovered, at)  # nothing after it stays
+                # The record belongs to no queue that may exist, so the log ends before it, and nothing after it stays.
+                return None, min(uncovered, at)
         return None, uncovered
 
     def _check_walk(self, log_end: int) -> None:
@@ -351,7 +353,8 @@ class Recovery:
         """Return the store time of the last record, 0 if none is near."""
         log = self._parts.log
         end = log.found_end
-        if end.physical_offset != log.end:  # cut once more
+        # The log was cut again after the walk, so the walk's last record may be gone.
+        if end.physical_offset != log.end:
             end = log.walk(log.third_last_file())
         stored = None if end.last_record is None else log.store_timestamp_ms(end.last_record)
         return max(stored or 0, 0)
@@ -392,7 +395,9 @@ class Recovery:
             for file in uncovered_index_files(self._parts):
                 file.note_unflushed()
                 folders.add(self._parts.index.folder)
-        elif self._mode.is_thorough:  # otherwise those that the checkpoint does not cover are rebuilt
+        elif self._mode.is_thorough:
+            # Write index files again that no checkpoint covers, because nothing says that they reached the disk.
+            # Without a complete check these files are rebuilt instead.
             for file in uncovered_index_files(self._parts):
                 file.write_again()
                 folders.add(self._parts.index.folder)
@@ -407,7 +412,8 @@ class Recovery:
             path = log.sequence.path_at(end.physical_offset)
             self._parts.cuts.append(Damage(path, end.physical_offset, "record", why, cut))
         if self._is_preview:
-            log.end = end.physical_offset  # gigabytes can follow it, which would all change in memory
+            # A preview only moves the end. Truncating would copy all that follows, possibly gigabytes, into memory.
+            log.end = end.physical_offset
         elif cut or log.sequence.end > end.physical_offset + log.file_size:
             log.truncate(end.physical_offset)
             log.last_write = end.last_record
@@ -503,10 +509,13 @@ class Recovery:
                 if not self._mode.is_thorough:
                     self._check_cut(end, cut)
                     if error.offset < self._begin and not self._is_preview:
-                        raise  # covered bytes are cut only on demand
+                        # What the checkpoint covers was durable, so only `recover`, which a person asks for, may cut
+                        # it.
+                        raise
                 parts.cuts += damages
                 self._cut_log(end, cut)
-                for queue in parts.queues.values():  # unopened ones can have been compared too
+                # Cut all queues and not only the opened ones, because the comparison reads the others by their files.
+                for queue in parts.queues.values():
                     self.cut_queue(queue)
                 continue
             parts.cuts += damages

@@ -391,10 +391,12 @@ class Connection:
         number = self._send_request(frame, waiter.ended, is_waited_for=True)
         rest_s = self._read_own(waiter, timeout_s) if self._is_left else timeout_s
         if not waiter.wait(rest_s):
-            late = self._give_up(number, received, timeout_s)
-            if late is not None:
-                raise late
-            waiter.wait()  # another thread is about to set the outcome
+            timeout = self._give_up(number, received, timeout_s)
+            if timeout is not None:
+                raise timeout
+            # The answer or the end of the connection was taken from `outstanding` by another thread, which sets the
+            # outcome now.
+            waiter.wait()
         if isinstance(waiter.outcome, Frame):
             return waiter.outcome
         assert waiter.outcome is not None
@@ -405,7 +407,8 @@ class Connection:
         with self._lock:
             if self.outstanding.pop(number, None) is None:
                 return None
-        if self._is_silent(number, received, timeout_s):  # it may be half open
+        # End a connection on which nothing has come for long: a peer that lost its power never closes it.
+        if self._is_silent(number, received, timeout_s):
             self._end_connection("the server is silent")
         return BrokerUnreachableError(f"{self.address} has not answered within {timeout_s:.3g} s")
 
@@ -417,7 +420,9 @@ class Connection:
             before, latest, waited_s = self._silence
             if before != received:
                 latest, waited_s = 0, 0.0
-            if number > latest:  # otherwise the time belongs to another one
+            # Requests that wait side by side wait in the same time, so only those sent after the last one counted add
+            # theirs.
+            if number > latest:
                 self._silence = received, self._latest, waited_s + timeout_s
             return self._silence[2] >= self._silent_s
 
@@ -436,7 +441,9 @@ class Connection:
         later = _Later(ended, {frame.opaque: key for frame, key in requests})
         raw = b"".join([self._encode(frame) for frame, _ in requests])
         try:
-            with self._lock:  # so that no answer comes before its request is registered
+            # Write under the lock, because an answer that another thread reads before the requests are registered would
+            # be dropped as unknown.
+            with self._lock:
                 if not self._is_open or len(self.outstanding) + len(requests) > _MOST_LATER:
                     return None
                 is_sent = self._stream.write_now(raw)
@@ -446,7 +453,8 @@ class Connection:
         except OSError as error:
             self._end_writing(error)
             return None
-        except BaseException:  # Ctrl-C: part of a frame may be sent
+        except BaseException:
+            # After Ctrl-C part of a frame may be sent, and what followed it would be read as its rest.
             self._end_connection("a write was interrupted")
             raise
         self._call_reader()
@@ -463,7 +471,8 @@ class Connection:
         return give_up
 
     def _write_rest(self) -> None:
-        with suppress(BrokerUnreachableError):  # its requests end with the connection
+        # The requests of this connection end with it, so the failed write needs no error of its own.
+        with suppress(BrokerUnreachableError):
             self._write_bytes(b"")
 
     def send_one_way(self, frame: Frame) -> None:
@@ -495,7 +504,9 @@ class Connection:
             self._write_bytes(raw)
         except BrokerUnreachableError:
             with self._lock:
-                is_told = self.outstanding.pop(number, None) is None  # the end of the connection has called `ended`
+                # Who removes the request from `outstanding` reports its end. If it is gone, the end of the connection
+                # has called `ended` already, and raising as well would end it twice.
+                is_told = self.outstanding.pop(number, None) is None
             if is_waited_for or not is_told:
                 raise
         return number
@@ -515,7 +526,8 @@ class Connection:
         except OSError as error:
             self._end_writing(error)
             raise self._has_ended(RequestNotSentError) from error
-        except BaseException:  # Ctrl-C: part of the frame may be sent
+        except BaseException:
+            # After Ctrl-C part of the frame may be sent, and what followed it would be read as its rest.
             self._end_connection("a write was interrupted")
             raise
 
@@ -539,7 +551,9 @@ class Connection:
                     while is_open and not self._is_left:
                         is_open = self._read_some()
                         self._is_left = is_open and self._stream.can_poll and not self.outstanding
-                        if self.outstanding:  # of a request that came just before the line above
+                        # A request was registered between the read and the line above, and its caller relies on this
+                        # thread.
+                        if self.outstanding:
                             self._is_left = False
                 self._await_need()
         finally:
@@ -574,7 +588,9 @@ class Connection:
                 self._own_reads += 1
             finally:
                 self._waiting.release()
-                if self.outstanding or self._is_within_read:  # others wait, or this read was interrupted
+                # Hand reading back to the connection's thread where others wait for answers, or where this read was
+                # interrupted.
+                if self.outstanding or self._is_within_read:
                     self._call_reader()
             break
         return timeout_s - (now - begin)
@@ -590,12 +606,15 @@ class Connection:
 
     def _read_some(self, flags: int = 0) -> bool:
         """Read, and pass the frames on that are complete; return False if the connection has ended."""
-        received, why = b"", "a read was interrupted"  # by Ctrl-C, so that bytes are lost
+        # A read that finds another one unfinished in the same connection follows Ctrl-C. Bytes may be lost between the
+        # two, so the connection ends.
+        received, why = b"", "a read was interrupted"
         if not self._is_within_read:
             self._is_within_read, why = True, "the server has closed it"
             try:
                 received = self._stream.receive(_RECEIVED, flags)
-            except BlockingIOError:  # another thread has read it
+            except BlockingIOError:
+                # Another thread has read the bytes that were announced.
                 self._is_within_read = False
                 return True
             except OSError as error:
@@ -624,7 +643,8 @@ class Connection:
                     ended = self.outstanding.pop(frame.opaque, None)
                 if type(ended) is _Later:
                     together.setdefault(ended, []).append((ended.keys[frame.opaque], frame))
-                elif ended is not None:  # otherwise its caller waits no longer
+                elif ended is not None:
+                    # Without an entry the caller has given up, and the answer is dropped.
                     cast("Ended", ended)(frame)
         finally:
             for later, answers in together.items():
@@ -745,7 +765,8 @@ class _Line:
     __slots__ = ("is_dropped", "lock", "opened_at", "opening", "rest", "transport")
 
     def __init__(self) -> None:
-        self.lock = Lock()  # held while the connection is opened
+        # Held while the connection is opened, so that the callers of one address open one connection and not many.
+        self.lock = Lock()
         self.opening: Future[Transport] | None = None  # the last one in a thread of its own
         self.transport: Transport | None = None
         self.opened_at = 0.0
@@ -875,7 +896,8 @@ class Connections:
     def _run_opening(self, opening: Future[Transport], key: _Key, line: _Line) -> None:
         try:
             opening.set_result(self._opened(key, line))
-        except BaseException as error:  # its caller raises it
+        except BaseException as error:
+            # Pass every error on, Ctrl-C included: the callers wait for this result and raise it.
             opening.set_exception(error)
 
     def _check_rested(self, line: _Line, address: str) -> None:
@@ -891,7 +913,9 @@ class Connections:
             self._requested(address, client_id, transport, frame)
 
         def lost(transport: Transport) -> None:
-            if self._monotonic() - line.opened_at < _SHORT_S:  # a server that hangs up must not be called in a loop
+            # A server that accepts and hangs up must not be called in a loop, so an early end rests like a failed
+            # opening.
+            if self._monotonic() - line.opened_at < _SHORT_S:
                 why = BrokerUnreachableError(f"the connection to {transport.address} ended soon after it was opened")
                 line.rest = _Rest(self._monotonic() + first_s, first_s, why)
             self._lost(address, client_id, transport)
@@ -901,7 +925,9 @@ class Connections:
             opened = self._dial(address, requested, lost)
         except BrokerUnreachableError as error:
             before, now = self._rests.get(address), self._monotonic()
-            if before is None or now >= before.until:  # otherwise another client's try has failed meanwhile
+            # If another client's try has failed meanwhile, its pause stands: doubling it for each client would grow
+            # with their number.
+            if before is None or now >= before.until:
                 back_off_s = first_s if before is None else min(most_s, 2 * before.back_off_s)
                 self._rests[address] = _Rest(now + back_off_s, back_off_s, error)
             raise
@@ -913,7 +939,8 @@ class Connections:
         with self._lock:
             line = self._lines.pop((address, client_id), None)
         if line is not None:
-            line.is_dropped = True  # it can be opened at this moment
+            # The connection can be being opened at this moment; the mark lets that thread close it.
+            line.is_dropped = True
             if line.transport is not None:
                 line.transport.close()
 

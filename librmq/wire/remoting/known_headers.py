@@ -1,7 +1,8 @@
-"""A fast reader of headers that equal an earlier one but for a few values, in half the time of `read_json`.
+"""A reader of headers that differ from an earlier one in a few values only, in half the time of `read_json`.
 
 The sends of one client differ in topic, queue, born time, properties and the number of the request, its pulls in topic,
-queue, offsets, version and number. `KnownHeaders` reads the rest once.
+queue, offsets, version and number. `KnownHeaders` parses such a header once, keeps a regular expression of it, and
+takes only the differing values from the headers that follow.
 """
 
 from __future__ import annotations
@@ -21,41 +22,41 @@ TEXT: Final = r'[^"]*'
 
 _string: Final[Callable[[str, int], tuple[str, int]]] = json.decoder.scanstring  # type: ignore[attr-defined]
 _OPAQUE: Final = r"[1-9]\d{0,8}"
-_MOST_KNOWN: Final = 16
-_LONGEST_REST: Final = 1024
+_MAX_SHAPES: Final = 16
+_MAX_CONSTANT_LENGTH: Final = 1024
 
 
 class HeaderPattern(NamedTuple):
-    """What differs in the headers of one kind of request, and what becomes of the values."""
+    """One kind of request: which fields differ between its headers, and how a request is made from their values."""
 
     code: int
     values: Mapping[str, str]
-    """The fields that differ: `NUMBER`, `PLAIN_TEXT`, which has no escapes, or for the last one `TEXT`."""
+    """The differing fields, each as `NUMBER` or `PLAIN_TEXT` (no escapes); the last field can be a `TEXT`."""
     parse: Callable[[Frame], Any]
-    """Returns what a usual frame asks for, None for any other frame."""
+    """``parse(frame)`` returns the request of a frame, None for a frame that needs the complete reader."""
     fill: Callable[..., Any]
-    """``fill(like, body, *values)`` returns what a frame asks for; ``like`` is what one with other values asks for."""
+    """``fill(like, body, *values)`` returns the request of a frame; ``like`` is a request with other values."""
 
 
 @dataclass(slots=True)
 class KnownFrame(Frame):
-    """A frame that came with what it asks for; it has no fields."""
+    """A frame whose request is parsed already, so it has no fields."""
 
     parsed: Any = None
     """What `HeaderPattern.fill` returned."""
 
 
-class _Known(NamedTuple):
-    """What some headers have in common."""
+class _Shape(NamedTuple):
+    """The constant part of some headers, and the places of the values that differ."""
 
     match: Callable[[str], re.Match[str] | None]
     pattern: HeaderPattern
     names: tuple[str, ...]
-    """Of the values, with that of the number of the request as the last one."""
+    """The names of the groups that ``match`` has: the differing fields, then ``opaque``, the request's number."""
     text: str | None
-    """Which of them is a `TEXT`."""
+    """The name of the group that is a `TEXT`, None without one."""
     parsed: Any
-    """What one of them asks for."""
+    """A request of this shape, from which `HeaderPattern.fill` makes the others."""
     flag: int
     remark: str | None
     language: str
@@ -67,7 +68,7 @@ class KnownHeaders:
 
     def __init__(self, patterns: Iterable[HeaderPattern]) -> None:
         self._patterns = {f'"code":{pattern.code},': pattern for pattern in patterns}
-        self._known: list[_Known] = []  # the last one used is the first
+        self._shapes: list[_Shape] = []  # the last used shape is tried first
         self._misses = 0
 
     def read(self, header: bytes, body: bytes) -> KnownFrame | None:
@@ -76,74 +77,79 @@ class KnownHeaders:
             text = header.decode()
         except ValueError:
             return None
-        for known in self._known:
-            match = known.match(text)
+        for shape in self._shapes:
+            match = shape.match(text)
             if match is not None:
                 break
         else:
             self._learn(text)
             return None
-        if known is not self._known[0]:
-            self._known.remove(known)
-            self._known.insert(0, known)
-        _, pattern, names, text_name, like, flag, remark, language, version = known
+        if shape is not self._shapes[0]:
+            self._shapes.remove(shape)
+            self._shapes.insert(0, shape)
+        _, pattern, names, text_name, like, flag, remark, language, version = shape
         *values, opaque = match.group(*names)
         if text_name is not None:
             try:
                 values[-1], end = _string(text, match.start(text_name))
             except ValueError:
                 return None
-            if end != match.end(text_name) + 1:  # its first quote is escaped
+            if end != match.end(text_name) + 1:  # the pattern stopped at an escaped quote, within the value
                 return None
         parsed = pattern.fill(like, body, *values)
         return KnownFrame(pattern.code, {}, body, int(opaque), remark, flag, language, version, False, parsed)
 
     def _learn(self, text: str) -> None:
-        """Learn what the headers like this one have in common, if it has one of the patterns."""
+        """Keep the shape of a header that has one of the patterns."""
         pattern = next((pattern for mark, pattern in self._patterns.items() if mark in text), None)
-        if pattern is None or len(self._known) >= _MOST_KNOWN:
+        if pattern is None or len(self._shapes) >= _MAX_SHAPES:
             return
         self._misses += 1
-        if self._misses & (self._misses - 1):  # less and less often: it takes as long as reading a hundred headers
+        # Try again only after 1, 2, 4, 8 … misses: an attempt takes as long as reading a hundred headers, so a client
+        # whose headers have no constant part must not pay for one each time.
+        if self._misses & (self._misses - 1):
             return
-        known = _known_of(text, pattern)
-        if known is not None:
-            self._known.insert(0, known)
+        shape = _shape_of(text, pattern)
+        if shape is not None:
+            self._shapes.insert(0, shape)
             self._misses = 0
 
 
-def _known_of(text: str, pattern: HeaderPattern) -> _Known | None:
-    """Return what the headers like this one have in common, None if the values are not found in it.
+def _shape_of(text: str, pattern: HeaderPattern) -> _Shape | None:
+    """Return the shape of a header, None if the differing values have no certain places in it.
 
-    Two headers are read that have other values in the same places. The values of the fields must change with them.
+    The complete reader decides: it reads two headers with other values in these places. Unless exactly the named fields
+    change with them, a text within another value could be taken for a field.
     """
     marks = {**{name: f'"{name}":"' for name in pattern.values}, "opaque": '"opaque":'}
     order = sorted(marks, key=lambda name: text.find(marks[name]))
-    rest, at = [], 0
+    constants, at = [], 0
     for name in order:
         begin = text.find(marks[name], at) + len(marks[name])
-        rest.append(text[at:begin])
+        constants.append(text[at:begin])
         value = re.compile(pattern.values.get(name, _OPAQUE)).match(text, begin)
         if begin < at + len(marks[name]) or value is None:
             return None
         at = value.end()
-    rest.append(text[at:])
-    if sum(map(len, rest)) > _LONGEST_REST:
+    constants.append(text[at:])
+    if sum(map(len, constants)) > _MAX_CONSTANT_LENGTH:
         return None
     for first in (13, 23):
         values = {name: str(first + number) for number, name in enumerate(order)}
-        like = "".join(map("".join, zip(rest, [*values.values(), ""], strict=True)))
+        like = "".join(map("".join, zip(constants, [*values.values(), ""], strict=True)))
         try:
             frame = read_json(like.encode(), b"")
             parsed = pattern.parse(frame)
         except MalformedError:
             return None
-        found = {**frame.fields, "opaque": str(frame.opaque)}
-        if parsed is None or frame.code != pattern.code or frame.is_answer or found != {**found, **values}:
+        fields = {**frame.fields, "opaque": str(frame.opaque)}
+        if parsed is None or frame.code != pattern.code or frame.is_answer or fields != {**fields, **values}:
             return None
     groups = [f"(?P<{name}>{pattern.values.get(name, _OPAQUE)})" for name in order]
-    match = re.compile("".join(map("".join, zip(map(re.escape, rest), [*groups, ""], strict=True))), re.ASCII).fullmatch
-    return _Known(
+    match = re.compile(
+        "".join(map("".join, zip(map(re.escape, constants), [*groups, ""], strict=True))), re.ASCII
+    ).fullmatch
+    return _Shape(
         match,
         pattern,
         tuple(marks),
