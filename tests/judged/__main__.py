@@ -1,0 +1,364 @@
+"""The same scenarios at a broker that you run and at ``librmq serve``: ``python -m tests.judged --namesrv HOST:9876``.
+
+Clients are librmq's own and the official ones for Python, Node and C++, which are fetched from their registries once.
+Those of RocketMQ 5 need the address of the broker's proxy too: ``--proxy HOST:8081``. The scenarios make topics and
+groups whose names begin with ``judged-``, and delete the topics again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pytest
+
+import librmq
+from librmq import ConsumeFrom, Message, Producer, PullConsumer, PushConsumer, TransactionProducer, TransactionState
+from librmq.clock import SystemClock
+from tests.wire.clients import (
+    HERE,
+    NODE_VERSION,
+    PYTHON_VERSIONS,
+    OfficialClient,
+    classic_client,
+    node_client,
+    python_client,
+)
+
+FOLDER: Final = Path(__file__).parent
+WAIT_S: Final = 90
+"""A broker with its own settings repeats a message after ten seconds, and moves delayed ones each second."""
+
+
+class Place(NamedTuple):
+    """Where scenarios run."""
+
+    namesrv: str
+    proxy: str | None
+
+
+class Row(NamedTuple):
+    """A scenario of a client, and what became of it at each place."""
+
+    client: str
+    scenario: str
+    broker: str
+    serve: str
+
+
+class LeftOut(Exception):
+    """The scenario can't run; the message says why."""
+
+
+# ---- librmq's own clients
+
+_clock: Final = SystemClock()
+
+
+class Stand:
+    """A route to a place, with a topic and a group of the scenario's own."""
+
+    def __init__(self, route: Any, topic: str) -> None:
+        self.route = route
+        self.topic = topic
+        self.group = f"{topic}-g"
+        self.arrived: list[Any] = []
+        self._changed = threading.Condition()
+
+    def send(self, *bodies: str, **fields: Any) -> None:
+        with Producer(self.route, f"{self.topic}-p") as producer:
+            for body in bodies:
+                producer.send(self.topic, body.encode(), **fields)
+
+    def poll(self, count: int, group: str | None = None) -> list[str]:
+        """Return the bodies of the next messages of a group."""
+        bodies: list[str] = []
+        deadline = _clock.monotonic() + WAIT_S
+        with PullConsumer(self.route, group or self.group, consume_from=ConsumeFrom.FIRST) as consumer:
+            consumer.subscribe(self.topic)
+            while len(bodies) < count and _clock.monotonic() < deadline:
+                bodies += [message.body.decode() for message in consumer.poll(1)]
+        return bodies
+
+    @contextmanager
+    def listening(self, fails_first: str | None = None, **fields: Any) -> Iterator[None]:
+        """Consume; the listener fails at the first delivery of one body."""
+        orderly = fields.pop("orderly", False)
+
+        def listen(message: Any) -> None:
+            body = message.body.decode()
+            with self._changed:
+                is_first = all(other.body != message.body for other in self.arrived)
+                self.arrived.append(message)
+                self._changed.notify_all()
+            if body == fails_first and is_first:
+                raise RuntimeError("not yet")
+
+        consumer = PushConsumer(self.route, self.group, orderly=orderly, consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe(self.topic, listen, **fields)
+        with consumer:
+            yield
+
+    def wait(self, count: int) -> list[str]:
+        """Return the bodies that arrived when there are so many."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.arrived) >= count, WAIT_S), self.arrived
+            return [message.body.decode() for message in self.arrived]
+
+
+def pull(stand: Stand) -> None:
+    stand.send(*map(str, range(20)))
+    assert sorted(map(int, stand.poll(20))) == list(range(20))
+
+
+def progress(stand: Stand) -> None:
+    stand.send("1", "2")
+    assert sorted(stand.poll(2)) == ["1", "2"]
+    stand.send("3")
+    assert stand.poll(1) == ["3"]
+
+
+def batch(stand: Stand) -> None:
+    with Producer(stand.route, f"{stand.topic}-p") as producer:
+        producer.send_batch([Message(stand.topic, str(number).encode()) for number in range(5)])
+    assert stand.poll(5) == list("01234")
+
+
+def tags(stand: Stand) -> None:
+    for tag in "ab":
+        stand.send(tag, tags=tag)
+    with stand.listening(tags="b"):
+        assert stand.wait(1) == ["b"]
+
+
+def sql(stand: Stand) -> None:
+    for number in range(4):
+        stand.send(str(number), properties={"n": str(number)})
+    with stand.listening(sql="n > 2"):
+        assert stand.wait(1) == ["3"]
+
+
+def retry(stand: Stand) -> None:
+    with stand.listening(fails_first="bad"):
+        stand.send("bad", "good")
+        assert sorted(stand.wait(3)) == ["bad", "bad", "good"]
+    assert stand.arrived[-1].reconsume_times == 1
+
+
+def orderly(stand: Stand) -> None:
+    stand.send(*"123", queue=0)
+    with stand.listening(fails_first="2", orderly=True):
+        assert stand.wait(4) == ["1", "2", "2", "3"]
+
+
+def delay(stand: Stand) -> None:
+    with stand.listening():
+        stand.send("later", delay_level=2)
+        stand.send("now")
+        assert stand.wait(2) == ["now", "later"]
+
+
+def transactions(stand: Stand) -> None:
+    with TransactionProducer(stand.route, f"{stand.topic}-t", lambda message: TransactionState.COMMIT) as producer:
+        for state in (TransactionState.ROLLBACK, TransactionState.COMMIT):
+            message = Message(stand.topic, state.name.encode())
+            producer.send_in_transaction(message, execute=lambda message, arg, state=state: state)
+    assert stand.poll(1) == ["COMMIT"]
+
+
+def keys(stand: Stand) -> None:
+    stand.send("1", keys="k-1")
+    deadline = _clock.monotonic() + WAIT_S
+    while not (found := stand.route.find_by_key(stand.topic, "k-1")) and _clock.monotonic() < deadline:
+        _clock.wait(threading.Event(), 0.1)  # a broker indexes a moment later
+    assert [message.body for message in found] == [b"1"]
+
+
+def dead_letters(stand: Stand) -> None:
+    stand.route.set_group(stand.group, retry_max_times=0)
+    with stand.listening(fails_first="bad"):
+        stand.send("bad")
+        stand.wait(1)
+        deadline = _clock.monotonic() + WAIT_S
+        while not (letters := list(stand.route.dead_letters(stand.group))) and _clock.monotonic() < deadline:
+            _clock.wait(threading.Event(), 0.1)
+    assert [letter.body for letter in letters] == [b"bad"]
+
+
+def reset(stand: Stand) -> None:
+    stand.send("1", "2")
+    assert sorted(stand.poll(2)) == ["1", "2"]
+    stand.route.reset_group(stand.group, stand.topic, to="begin")
+    assert sorted(stand.poll(2)) == ["1", "2"]
+
+
+OWN: Final[dict[str, Callable[[Stand], None]]] = {
+    "send and pull": pull,
+    "progress of a group": progress,
+    "batch": batch,
+    "tags": tags,
+    "SQL (a broker of 4.9 needs enablePropertyFilter)": sql,
+    "retry": retry,
+    "orderly, with a retry": orderly,
+    "delay level": delay,
+    "transactions": transactions,
+    "messages by key": keys,
+    "dead letter": dead_letters,
+    "reset of a group": reset,
+}
+
+
+def run_own(scenario: str, place: Place) -> None:
+    topic = f"judged-{uuid.uuid4().hex[:12]}"
+    with librmq.connect(place.namesrv) as route:
+        route.create_topic(topic, 4)
+        try:
+            OWN[scenario](Stand(route, topic))
+        finally:
+            with suppress(librmq.RmqError):
+                route.delete_topic(topic)
+
+
+# ---- official clients
+
+TYPES: Final = {"order of a message group": "FIFO", "delay": "DELAY", "transactions": "TRANSACTION"}
+
+
+def run_of_5(client: OfficialClient, script: str, scenario: str, place: Place) -> None:
+    if place.proxy is None:
+        raise LeftOut("no --proxy")
+    topic = f"judged-{uuid.uuid4().hex[:12]}"
+    with librmq.connect(place.namesrv) as route:
+        route.create_topic(topic, 4, message_type=TYPES.get(scenario, "NORMAL"))
+        route.set_group(f"{topic}-readers", is_ordered=TYPES.get(scenario) == "FIFO")
+        try:
+            run_script(client, FOLDER / script, place.proxy, topic, scenario)
+        finally:
+            with suppress(librmq.RmqError):
+                route.delete_topic(topic)
+
+
+def run_classic(client: OfficialClient, place: Place) -> None:
+    with librmq.connect(place.namesrv) as route:
+        route.create_topic("classic", 4)
+        route.set_group("CID-classic")
+    run_script(client, HERE / "classic_client.py", place.namesrv)
+
+
+def run_script(client: OfficialClient, *words: object) -> None:
+    with tempfile.TemporaryDirectory() as home:
+        assert client.run(*words, home=Path(home)).endswith("done\n")
+
+
+class Judge(NamedTuple):
+    """A client and its scenarios."""
+
+    name: str
+    scenarios: tuple[str, ...]
+    prepare: Callable[[Path], Any]
+    run: Callable[[Any, str, Place], None]
+
+
+JUDGES: Final = (
+    Judge("librmq", tuple(OWN), lambda _: None, lambda _, scenario, place: run_own(scenario, place)),
+    Judge(
+        f"official, Python {PYTHON_VERSIONS[0]}",
+        ("send and receive", "tags", "order of a message group", "delay", "transactions"),
+        lambda cache: python_client(PYTHON_VERSIONS[0], cache),
+        lambda client, scenario, place: run_of_5(client, "client_of_5.py", scenario, place),
+    ),
+    Judge(
+        f"official, Node {NODE_VERSION}",
+        ("send and receive", "tags", "order of a message group"),
+        node_client,
+        lambda client, scenario, place: run_of_5(client, "client_of_5.cjs", scenario, place),
+    ),
+    Judge(
+        "official, C++ (by its Python package)",
+        ("send, receive, retry",),
+        classic_client,
+        lambda client, _, place: run_classic(client, place),
+    ),
+)
+
+
+# ---- the table
+
+
+def outcome(run: Callable[[], None]) -> str:
+    """Return "passed", or why not."""
+    try:
+        run()
+    except LeftOut as reason:
+        return f"left out: {reason}"
+    except Exception as error:
+        traceback.print_exc()
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"not passed: {words:.120}"
+    return "passed"
+
+
+@contextmanager
+def serving(needs_proxy: bool) -> Iterator[Place]:
+    """Run ``librmq serve`` on a store of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "librmq", "serve", f"{folder}/store", "--remoting", "0", "--format", "jsonl"]
+        if needs_proxy:
+            words += ["--grpc", "0"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                ready = json.loads(process.stdout.readline())
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                yield Place(ready["remoting"], ready.get("grpc"))
+            finally:
+                process.terminate()
+
+
+def rows(broker: Place, serve: Place, cache: Path, only: str = "") -> Iterator[Row]:
+    """Run all scenarios, or those whose client or name contains ``only``, at both places."""
+    for judge in JUDGES:
+        wanted = [name for name in judge.scenarios if only in f"{judge.name}: {name}"]
+        if not wanted:
+            continue
+        try:
+            client = judge.prepare(cache)
+        except pytest.skip.Exception as reason:
+            yield from (Row(judge.name, name, *[f"left out: {reason.msg}"] * 2) for name in wanted)
+            continue
+        for name in wanted:
+            both = [outcome(partial(judge.run, client, name, place)) for place in (broker, serve)]
+            yield Row(judge.name, name, *both)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Print the table; return 0 if both places agree in each row."""
+    parser = argparse.ArgumentParser("python -m tests.judged", description=__doc__)
+    parser.add_argument("--namesrv", required=True, metavar="HOST:PORT", help="the broker's name server")
+    parser.add_argument("--proxy", metavar="HOST:PORT", help="its gRPC proxy, for official clients of RocketMQ 5")
+    parser.add_argument("--only", default="", metavar="WORDS", help="rows whose client or scenario has these words")
+    options = parser.parse_args(words)
+    cache = Path(tempfile.gettempdir()) / "librmq-judged-clients"
+    cache.mkdir(exist_ok=True)
+    print(f"| client | scenario | {options.namesrv} | `librmq serve` {librmq.__version__} |\n|---|---|---|---|")
+    agree = True
+    with serving(options.proxy is not None) as serve:
+        for row in rows(Place(options.namesrv, options.proxy), serve, cache, options.only):
+            agree &= row.broker.partition(":")[0] == row.serve.partition(":")[0]
+            print("| " + " | ".join(word.replace("|", "\\|") for word in row) + " |", flush=True)
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The table that compares a broker with ``librmq serve``; the broker here is librmq's too."""
+
+from __future__ import annotations
+
+import pytest
+
+from librmq import Broker, StoreConfig
+from librmq.wire.grpc import GrpcServer
+from librmq.wire.remoting import RemotingServer
+from tests.judged.__main__ import OWN, main
+
+pytestmark = [pytest.mark.slow, pytest.mark.platform]
+
+
+def table(broker: Broker, capsys: pytest.CaptureFixture[str], only: str, *, proxy: bool) -> tuple[int, list[list[str]]]:
+    with RemotingServer(broker) as server, GrpcServer(broker) as grpc:
+        words = ["--namesrv", server.address, "--only", only, *(("--proxy", grpc.address) if proxy else ())]
+        status = main(words)
+    lines = capsys.readouterr().out.splitlines()[2:]
+    return status, [line.strip("| ").split(" | ") for line in lines]
+
+
+def test_own_clients_pass_at_both(capsys: pytest.CaptureFixture[str]) -> None:
+    with Broker.temporary() as broker:
+        status, rows = table(broker, capsys, "librmq: ", proxy=False)
+    assert status == 0
+    assert rows == [["librmq", name, "passed", "passed"] for name in OWN]
+
+
+def test_official_clients_pass_at_both(capsys: pytest.CaptureFixture[str]) -> None:
+    with Broker.temporary() as broker:
+        status, rows = table(broker, capsys, "order of a message group", proxy=True)
+    assert status == 0
+    assert len(rows) == 2  # Python, Node
+    assert all(row[2:] == ["passed"] * 2 or "could not be" in row[2] or "needs Node" in row[2] for row in rows), rows
+
+
+def test_a_difference_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with Broker.temporary(store_config=StoreConfig(enable_property_filter=False)) as broker:
+        status, rows = table(broker, capsys, "SQL", proxy=False)
+    assert status == 1
+    ((_, _, there, here),) = rows
+    assert here == "passed"
+    assert there.startswith("not passed: ")
+
+
+def test_clients_of_5_are_left_out_without_a_proxy(capsys: pytest.CaptureFixture[str]) -> None:
+    with Broker.temporary() as broker:
+        status, rows = table(broker, capsys, "Python 5.1.2: tags", proxy=False)
+    assert status == 0
+    assert rows[0][2:] == ["left out: no --proxy"] * 2
