@@ -252,26 +252,36 @@ def note_resent_in_log(store: MessageStore, group: str, now_ms: int) -> int:
     """
     times = resent_times(store.path, store.files)
     letters = list(store.messages(dead_letter_topic(group)))
-    waiting: dict[tuple[str | None, str | None], list[StoredMessage]] = {}
-    for letter in letters:
-        waiting.setdefault(_ids(letter), []).append(letter)
-    unnoted = [letter.store_timestamp_ms for letter in letters if letter_identity(letter) not in times]
+    unnoted = {_ids(letter) for letter in letters if letter_identity(letter) not in times}
     if not unnoted:
         return 0
+    waiting: dict[tuple[str | None, str | None], list[StoredMessage]] = {}
+    for letter in letters:
+        if _ids(letter) in unnoted:  # a message that died twice has several letters
+            waiting.setdefault(_ids(letter), []).append(letter)
+    since_ms = max(
+        min(named[0].store_timestamp_ms for named in waiting.values()) - 1, 0
+    )  # of equal times, any is found
+    topic = retry_topic(group)
+    copies = [
+        copy
+        for queue_id in sorted(queue_id for name, queue_id in store.queues if name == topic)
+        for copy in store.messages(topic, queue_id, store.queue_offset_at(topic, queue_id, since_ms))
+        if not copy.reconsume_times and _ids(copy) in waiting
+    ]
+    copies.sort(key=lambda copy: copy.physical_offset)  # of several letters, the first was sent first
     sent: list[StoredMessage] = []
-    nameless, topic = 0, retry_topic(group)
-    for queue_id in sorted(queue_id for name, queue_id in store.queues if name == topic):
-        begin = store.queue_offset_at(topic, queue_id, min(unnoted))
-        for copy in store.messages(topic, queue_id, begin):
-            named = waiting.get(_ids(copy), [])
-            if copy.reconsume_times or not named or named[0].physical_offset > copy.physical_offset:
-                continue
-            if _ids(copy) == (None, None):
-                nameless += 1
-                continue
-            letter = named.pop(0)
-            if letter_identity(letter) not in times:
-                sent.append(letter)
+    nameless = 0
+    for copy in copies:
+        named = waiting[_ids(copy)]
+        if not named or named[0].physical_offset > copy.physical_offset:
+            continue
+        if _ids(copy) == (None, None):
+            nameless += 1
+            continue
+        letter = named.pop(0)
+        if letter_identity(letter) not in times:
+            sent.append(letter)
     if nameless:
         _log.warning(
             "group %(group)s: %(letters)d dead letters have no id, and %(copies)d copies without one are in its retry "

@@ -35,7 +35,7 @@ from librmq.broker import Broker, BrokerConfig
 from librmq.broker.administered_route import AdministeredRoute
 from librmq.broker.broker import check_settings
 from librmq.broker.config import Promises
-from librmq.broker.retries import resend_letters
+from librmq.broker.retries import note_resent_in_log, resend_letters
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.errors import (
@@ -585,6 +585,7 @@ class SharedBroker(AdministeredRoute):
             return link.route.resend_dead_letters(group, letters)
         with MessageStore.open(self.path, read_only=True) as store:
             if letters is None:
+                note_resent_in_log(store, group, self.runner.now_ms())
                 times = resent_times(store.path, store.files)
                 letters = [letter for letter in self.dead_letters(group) if letter_identity(letter) not in times]
             return resend_letters(self, store, letters, group, self.runner.now_ms)

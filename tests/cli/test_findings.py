@@ -333,6 +333,32 @@ def test_unnoted_letters_of_a_killed_resend_go_once(broken: Shell, by_library: b
         assert len(copies) == len(set(copies)) == 3
 
 
+@pytest.mark.parametrize("queues", [1, 3])
+def test_letters_of_a_message_that_died_again_go_once_more_each(broken: Shell, queues: int) -> None:
+    """Both letters and their copies have the same ids; only the first resend is noted."""
+    path, runner = broken.folder / "kit", ManualRunner()
+
+    def fail(message: object) -> None:
+        raise DeadLetter("still no stock")
+
+    with Broker.open(path, runner=runner) as broker:
+        broker.create_topic("%RETRY%g", queues)
+        assert broker.resend_dead_letters("g") == 3
+        consumer = PushConsumer(broker, "g")
+        consumer.subscribe("orders", fail)
+        consumer.start()
+        runner.advance(60_000)
+        consumer.shutdown()
+        notes = (path / "librmq/resent.json").read_bytes()
+        runner.advance(60_000)
+        assert broker.resend_dead_letters("g") == 3
+    (path / "librmq/resent.json").write_bytes(notes)  # as if SIGKILL had come before the second note
+    with Broker.open(path, runner=runner) as broker:
+        assert broker.resend_dead_letters("g") == 0
+        copies = [message.body for message in broker.messages("%RETRY%g") if not message.reconsume_times]
+        assert len(copies) == 2 * len(set(copies)) == 6
+
+
 def test_a_half_that_is_still_checked_is_decided_by_force_alone(shell: Shell) -> None:
     runner = ManualRunner()
     with Broker.open("tx", runner=runner) as broker:

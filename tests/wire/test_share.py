@@ -28,6 +28,7 @@ from librmq import (
     BrokerUnreachableError,
     ConfigError,
     ConsumeFrom,
+    DeadLetter,
     DeliveredMessage,
     DiskFullError,
     DownstreamDown,
@@ -394,6 +395,22 @@ def test_clients_of_all_kinds_at_a_peer(tmp_path: Path) -> None:
                 Message("orders", b"committed"), execute=lambda message, arg: TransactionState.COMMIT
             )
         assert b"committed" in [message.body for message in peer.messages("orders")]
+
+
+def test_a_peer_sends_no_letter_again_that_a_killed_process_has_not_noted(tmp_path: Path) -> None:
+    def refuse(message: DeliveredMessage) -> None:
+        raise DeadLetter
+
+    with pair(tmp_path) as (owner, peer):
+        owner.create_topic("orders", 1)
+        consumer = PushConsumer(owner, "billing", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders", refuse)
+        with consumer, Producer(owner, "shop") as producer:
+            producer.send("orders", b"x")
+            wait_until(lambda: len(peer.dead_letters("billing")) == 1, "the message is a dead letter", 30)
+        assert peer.resend_dead_letters("billing") == 1
+        (tmp_path / "store/librmq/resent.json").unlink()  # as if SIGKILL had come before the note
+        assert peer.resend_dead_letters("billing") == 0
 
 
 def test_waits_are_cancelled_at_owner_and_peer(tmp_path: Path) -> None:
