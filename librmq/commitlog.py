@@ -577,10 +577,10 @@ class CommitLog(Closing, LogState):
             try:
                 while True:
                     if skip is not None:
-                        found, end = skip()
-                        if found >= 0:
+                        record_at, end = skip()
+                        if record_at >= 0:
                             self.release_read_pages(at, start + end)
-                            last, at = start + found, start + end
+                            last, at = start + record_at, start + end
                             continue
                     item = next(items, None)
                     if item is None or (raw := item[2]) is None:

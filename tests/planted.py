@@ -24,7 +24,7 @@ def send(producer: Producer, message: Message, queue: int | None = None) -> None
         return
 
 
-def check_then_act(rmq: Kit, mended: bool) -> None:
+def check_then_act(rmq: Kit, repaired: bool) -> None:
     """Check whether an order is booked, then book it: two deliveries can both check before either books."""
     booked: list[bytes] = []  # stands for a database table
 
@@ -35,7 +35,7 @@ def check_then_act(rmq: Kit, mended: bool) -> None:
     def shop(process: Process) -> None:
         @process.consumer("billing").subscribe("orders")
         def charge(message: DeliveredMessage) -> None:
-            if mended:
+            if repaired:
                 insert_unless_there(message.body)
             elif message.body not in booked:
                 rmq.checkpoint("between look and insert")
@@ -48,14 +48,14 @@ def check_then_act(rmq: Kit, mended: bool) -> None:
     assert sorted(booked) == [b"o-1", b"o-2"]
 
 
-def acknowledged_before_done(rmq: Kit, mended: bool) -> None:
+def acknowledged_before_done(rmq: Kit, repaired: bool) -> None:
     """Hand the message to a thread and return: if the process then dies, the message still counts as consumed."""
     done: set[bytes] = set()
 
     def shop(process: Process) -> None:
         @process.consumer("billing").subscribe("orders")
         def charge(message: DeliveredMessage) -> None:
-            if mended:
+            if repaired:
                 done.add(message.body)
             else:
                 process.background(lambda: done.add(message.body))
@@ -67,29 +67,29 @@ def acknowledged_before_done(rmq: Kit, mended: bool) -> None:
     assert done == {b"o-1", b"o-2", b"o-3"}
 
 
-def order_across_queues(rmq: Kit, mended: bool) -> None:
+def order_across_queues(rmq: Kit, repaired: bool) -> None:
     """Expect messages in the order in which they were sent, although they are in several queues."""
     seen: list[bytes] = []
 
     def shop(process: Process) -> None:
-        @process.consumer("billing", orderly=mended).subscribe("orders")
+        @process.consumer("billing", orderly=repaired).subscribe("orders")
         def note(message: DeliveredMessage) -> None:
             if message.body not in seen:
                 seen.append(message.body)
 
     rmq.app("shop", shop)
     for state in (b"created", b"paid", b"shipped"):
-        send(rmq.producer(), Message("orders", state), 0 if mended else None)
+        send(rmq.producer(), Message("orders", state), 0 if repaired else None)
     rmq.advance(minutes=5)
     assert seen == [b"created", b"paid", b"shipped"]
 
 
-def state_in_a_consumer(rmq: Kit, mended: bool) -> None:
+def state_in_a_consumer(rmq: Kit, repaired: bool) -> None:
     """Keep a count in the consumer's memory, which is lost when its process dies."""
     table: set[bytes] = set()
 
     def shop(process: Process) -> set[bytes]:
-        paid = table if mended else set()
+        paid = table if repaired else set()
 
         @process.consumer("billing").subscribe("orders")
         def count(message: DeliveredMessage) -> None:
@@ -105,7 +105,7 @@ def state_in_a_consumer(rmq: Kit, mended: bool) -> None:
     assert max(map(len, living)) == 3
 
 
-def subscriptions_that_differ(rmq: Kit, mended: bool) -> None:
+def subscriptions_that_differ(rmq: Kit, repaired: bool) -> None:
     """Let the instances of a group select different tags: an instance skips the messages that it does not select."""
     seen: set[bytes] = set()
 
@@ -118,7 +118,7 @@ def subscriptions_that_differ(rmq: Kit, mended: bool) -> None:
         return shop
 
     rmq.app("new", instance("created || paid"))
-    rmq.app("old", instance("created || paid" if mended else "created"))
+    rmq.app("old", instance("created || paid" if repaired else "created"))
     send(rmq.producer(), Message("orders", b"o-1", tags="paid"))
     rmq.advance(minutes=2)
     assert seen == {b"o-1"}

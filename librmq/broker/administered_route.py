@@ -377,13 +377,13 @@ class AdministeredRoute(Route, AsyncClosing):
                 message = broker.call(ViewMessage(physical_offset))
                 if message is not None and message.offset_id == message_id.upper():
                     return message
-        found = [
+        messages = [
             message
             for topic in self.topics()
             if not is_system_topic(topic)
             for message in self.find_by_key(topic, message_id, max_messages=1)
         ]
-        return min(found, key=lambda message: message.store_timestamp_ms, default=None)
+        return min(messages, key=lambda message: message.store_timestamp_ms, default=None)
 
     def find_by_key(self, topic: str, key: str, *, max_messages: int = 64) -> list[StoredMessage]:
         """Return the messages of a topic with ``key`` as unique id or among their keys, oldest first, at most 64."""

@@ -106,10 +106,10 @@ class Administration:
         ranges = (self._store.queue_range(topic, queue_id) for queue_id in range(before))
         if not any(begin < end for begin, end in ranges):
             return
-        known = self._known_queues.setdefault(topic, {})
+        queues_before = self._known_queues.setdefault(topic, {})
         for group in self._offsets.groups(topic):
             if group not in groups:
-                known.setdefault(group, before)
+                queues_before.setdefault(group, before)
         self._warn_of_moved_keys(topic, before, after, groups)
 
     def _report_to_late_group(self, topic: str, group: str) -> None:

@@ -96,8 +96,8 @@ _OF_BROKER: Final = ("timers", "hops", "transactions", "drop_resends_within")
 _FREE_ALONE: Final = ("durability", "flush_interval_s", "flush_least_bytes", "flush_thorough_interval_s")
 """Settings that concern only the sends of the process that has the store open, so that it may choose."""
 _KEPT_ELSEWHERE: Final = ("message_delay_level", *RETENTION)
-"""Settings that a store keeps by itself, whoever names them, so that an owner that names none does not have the
-default. Of retention, the latest named value counts."""
+"""Settings that a store keeps by itself, in whichever process they are named, so that an owner that names none does
+not have the default. Of retention, the latest named value counts."""
 _SMALLEST_LOG_FILE: Final = 256  # below any total size: such a size is valid beside a shorter log file than the default
 _log = EventLog("librmq.store")
 
@@ -143,10 +143,10 @@ class Promises:
         Raises:
             ConfigError: A name is unknown, or a value is refused.
         """
-        known = (*_OF_STORE, *_OF_BROKER)
+        names = (*_OF_STORE, *_OF_BROKER)
         for name in values:
-            if name not in known:
-                raise ConfigError(f"{name:.80}: no setting that a store records; {suggest(name, known)}")
+            if name not in names:
+                raise ConfigError(f"{name:.80}: no setting that a store records; {suggest(name, names)}")
         store = {name: value for name, value in values.items() if name in _OF_STORE}
         broker = {name: value for name, value in values.items() if name in _OF_BROKER}
         for name, kind in (("timers", TimerConfig), ("transactions", TransactionConfig)):
@@ -192,11 +192,11 @@ class Promises:
 
     def is_replaced_by(self, recorded: Promises) -> bool:
         """Return whether a store has recorded other settings since; retention it records by itself."""
-        kept, now = (
+        before, now = (
             {name: value for name, value in promises.values().items() if name not in RETENTION}
             for promises in (self, recorded)
         )
-        return kept != now
+        return before != now
 
     def check_shared(self, path: str, other: Promises) -> None:
         """Refuse what a process that becomes the owner of a shared store names otherwise.
@@ -244,13 +244,13 @@ class Promises:
         So does retention that is ``recorded`` already, of which the latest counts.
         """
         store, broker = self.named()
-        known = () if recorded is None else recorded.store.named
-        kept = {
+        recorded_names = () if recorded is None else recorded.store.named
+        binding = {
             name: value
             for name, value in store.items()
-            if name not in _FREE_ALONE and (name not in RETENTION or name in known)
+            if name not in _FREE_ALONE and (name not in RETENTION or name in recorded_names)
         }
-        return Promises(StoreConfig(**_shaped(kept)), BrokerConfig(**broker))
+        return Promises(StoreConfig(**_shaped(binding)), BrokerConfig(**broker))
 
     def record(self, path: str, files: Files, other: Promises) -> None:
         """Record what ``other`` names beside these recorded settings, or instead of them.

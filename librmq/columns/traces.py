@@ -39,11 +39,11 @@ def traces(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchR
         CorruptionError: The store is damaged; also raised while batches are read.
     """
     several = not isinstance(store, str) and isinstance(store, Iterable)
-    chosen: ReaderKeywords = {**settings, "columns": SOURCE if several else SOURCE[1:]}
-    if chosen.get("topic") is None:
-        chosen["topic"] = re.compile(TRACE_TOPICS)
+    selection: ReaderKeywords = {**settings, "columns": SOURCE if several else SOURCE[1:]}
+    if selection.get("topic") is None:
+        selection["topic"] = re.compile(TRACE_TOPICS)
     schema = SCHEMA.insert(0, pa.field("store", pa.string())) if several else SCHEMA
-    return pa.RecordBatchReader.from_batches(schema, decoded(reader(store, **chosen)))
+    return pa.RecordBatchReader.from_batches(schema, decoded(reader(store, **selection)))
 
 
 def decoded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -223,8 +223,8 @@ class Listeners:
         by_tag = self._by_topic.get(topic)
         if by_tag is None:
             return None
-        rest = by_tag.get(None)
-        return rest if rest is not None and len(by_tag) == 1 else by_tag.get(message.tags, rest)
+        others = by_tag.get(None)
+        return others if others is not None and len(by_tag) == 1 else by_tag.get(message.tags, others)
 
     def dead_letter_listener(self, message: DeliveredMessage) -> Listener | None:
         """Return the listener of dead letters for a redelivery; None without one, or with several.
@@ -232,7 +232,9 @@ class Listeners:
         A dead letter that is given back comes again as a message of its first topic, to which no one here subscribes.
         """
         topics = [topic for topic in self._by_topic if topic.startswith(DEAD_LETTER_PREFIX)]
-        listeners = {id(found): found for topic in topics if (found := self.listener_for(topic, message)) is not None}
+        listeners = {
+            id(listener): listener for topic in topics if (listener := self.listener_for(topic, message)) is not None
+        }
         return next(iter(listeners.values())) if len(listeners) == 1 else None
 
     def without_batches(self) -> str | None:

@@ -149,9 +149,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 f"topic {topic!r} is subscribed already, with {before.expression!r}: give all its tags at once, "
                 "as tags='a || b'"
             )
-        own = self._own_predicate(topic, predicate)
+        judges = self._own_predicate(topic, predicate)
         self._set_subscription(subscription, tag_filter)
-        self._predicates = {name: judge for name, judge in self._predicates.items() if name != topic} | own
+        self._predicates = {name: judge for name, judge in self._predicates.items() if name != topic} | judges
         with self.runner.lock:
             if self.is_running:
                 self.rebalancing.run_due(self.runner.now_ms())
@@ -181,11 +181,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             )
         unique_queues = tuple(dict.fromkeys(_check_queues(queues)))
         topics = list(dict.fromkeys(queue.topic for queue in unique_queues))
-        own = [self._own_predicate(topic, predicate) for topic in topics]
+        judges = [self._own_predicate(topic, predicate) for topic in topics]
         self._assigned = unique_queues
         for topic in topics:
             self._set_subscription(*self._subscription(topic, tags, sql))
-        self._predicates = {topic: judge for entry in own for topic, judge in entry.items()}
+        self._predicates = {topic: judge for entry in judges for topic, judge in entry.items()}
         with self.runner.lock:
             if self.is_running:
                 self._take_assigned()
@@ -378,24 +378,24 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     def _wanted(self, messages: list[DeliveredMessage]) -> list[DeliveredMessage]:
         """Return the pulled messages for which the topic's predicate is true, up to one on which it stops."""
-        wanted: list[DeliveredMessage] = []
+        matching: list[DeliveredMessage] = []
         if messages[0].queue.topic not in self._predicates:
-            wanted = messages
+            matching = messages
         else:
             for message in messages:
                 try:
                     is_wanted = self._is_wanted(message)
                 except Exception:  # its policy is to stop
                     self._stop_before(message)
-                    if wanted:
+                    if matching:
                         break
                     self._last = None  # what precedes it has been passed over
                     raise
                 if is_wanted:
-                    wanted.append(message)
-        if wanted and self.recorder is not None:
-            self.recorder.hands_out(messages[0].queue, wanted)
-        return wanted
+                    matching.append(message)
+        if matching and self.recorder is not None:
+            self.recorder.hands_out(messages[0].queue, matching)
+        return matching
 
     def _stop_before(self, message: DeliveredMessage) -> None:
         """Pull from this message on again, unless the position has changed since its pull."""

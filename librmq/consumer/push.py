@@ -444,18 +444,18 @@ class PushConsumer(Consumer[ConsumerConfig]):
             if not callable(function):
                 raise ConfigError(f"topic {topic!r}: expected a function as listener, found {function!r:.80}")
             refuse_generator(function, f"topic {topic!r}: ")
-            given = "a list of messages" if as_list else "one message"
-            check_arguments(f"topic {topic!r}: the listener", function, given)
+            argument = "a list of messages" if as_list else "one message"
+            check_arguments(f"topic {topic!r}: the listener", function, argument)
             called: Callable[..., Any] = function
             if predicate is not None:
-                own = TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)
-                if as_list and own.watched.on_error is Policy.STOP:
+                judge = TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)
+                if as_list and judge.watched.on_error is Policy.STOP:
                     raise ConfigError(
                         f"topic {topic!r}: predicate: on_error=STOP lets one message fail, so its listener takes "
                         "single messages: subscribe it with batch=False, or choose another policy"
                     )
-                called = with_predicate(function, own, as_list)
-                self.predicates.append((topic, own.watched))
+                called = with_predicate(function, judge, as_list)
+                self.predicates.append((topic, judge.watched))
             listener_tags = tag_filter.tags if tag_filter is not None else frozenset[str]()
             with self.runner.lock:
                 is_async = is_coroutine_function(function)

@@ -196,16 +196,16 @@ class SimpleConsumer(Startable):
             MessageIllegalError: The name of the topic is invalid, or too long for a retry topic of this group.
         """
         subscription, _ = make_subscription(topic, tags, sql, self.runner.now_ms())
-        own: TopicPredicate[ReceivedMessage] | None = None
+        judge: TopicPredicate[ReceivedMessage] | None = None
         if predicate is not None:
-            own = TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)
+            judge = TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)
         self._check_retry_topic(topic)
         check_at_brokers(self.client, self.group, subscription)
         with self.runner.lock:
             self.subscriptions[topic] = subscription
             self._predicates.pop(topic, None)
-            if own is not None:
-                self._predicates[topic] = own
+            if judge is not None:
+                self._predicates[topic] = judge
             if self._life.is_running:
                 self.client.beat()
                 self._wake_all()
@@ -379,7 +379,7 @@ class SimpleConsumer(Startable):
 
     def _wanted(self, received: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Return the messages for which their topic's predicate is true, and acknowledge those for which it is not."""
-        wanted: list[ReceivedMessage] = []
+        matching: list[ReceivedMessage] = []
         unwanted: list[ReceivedMessage] = []
         for message in received:
             predicate = self._predicates.get(message.topic)
@@ -387,11 +387,11 @@ class SimpleConsumer(Startable):
                 is_wanted = predicate is None or predicate.matches(message)
             except Exception:  # its policy is to stop: the message comes again after its invisible time
                 continue
-            (wanted if is_wanted else unwanted).append(message)
+            (matching if is_wanted else unwanted).append(message)
         if unwanted:
             with suppress(RmqError):  # they come again, and are judged again
                 self.ack(*unwanted)
-        return wanted
+        return matching
 
     # ---- outcomes of a message
 

@@ -312,5 +312,5 @@ def _holders(unread: list[UnreadInFile], config: StoreConfig) -> Iterator[str]:
         for (group, topic), messages in sorted(by_reader.items(), key=lambda item: -item[1])
     ]
     more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    kept = "keep_unconsumed keeps it for them" if config.keep_unconsumed else "they are deleted with it"
-    yield f"unread there: {', '.join(named[:_NAMED])}{more}; {kept}"
+    consequence = "keep_unconsumed keeps it for them" if config.keep_unconsumed else "they are deleted with it"
+    yield f"unread there: {', '.join(named[:_NAMED])}{more}; {consequence}"

@@ -212,7 +212,7 @@ def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int
         has_ended = half.queue_offset in ended
         if places.pop(name, None) is None and not has_ended and is_copy(half):
             family = family_of_half(store, half)  # an end of any of them can come before a copy
-            has_ended = any(one.queue_offset in ended and transaction_of(one) == name for one in family)
+            has_ended = any(member.queue_offset in ended and transaction_of(member) == name for member in family)
         if not has_ended:
             places[name] = half.physical_offset
     for discarded in store.messages(CHECK_MAX_TIME_TOPIC) if places else ():

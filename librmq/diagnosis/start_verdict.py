@@ -301,8 +301,8 @@ class _Judge:
         entries = self._files.list(os.path.join(self._path, directory.TIMERLOG))
         lengths = [entry.size for entry in entries if entry.size and not entry.is_folder]
         if lengths:
-            usual = max(set(lengths), key=lambda size: (lengths.count(size), size))
-            self._sequence(directory.TIMERLOG, usual, "mappedFileSizeTimerLog")
+            common_length = max(set(lengths), key=lambda size: (lengths.count(size), size))
+            self._sequence(directory.TIMERLOG, common_length, "mappedFileSizeTimerLog")
 
     # ---- the log
 

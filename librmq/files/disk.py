@@ -28,7 +28,7 @@ _BINARY: Final = getattr(os, "O_BINARY", 0)
 _TO_WRITE: Final = os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0)
 _FOLDER: Final = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 _HAS_PLACES: Final = os.open in os.supports_dir_fd and hasattr(os, "O_NOFOLLOW")
-"""Whether files can be named within an open folder, whose path nobody can replace by a link meanwhile."""
+"""Whether files can be named within an open folder, whose path no other process can replace by a link."""
 _SEEK_DATA: Final[int | None] = getattr(os, "SEEK_DATA", None)
 _SEEK_HOLE: Final[int | None] = getattr(os, "SEEK_HOLE", None)
 _NOT_RENAMED: Final = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)

@@ -132,7 +132,7 @@ class Channel(virtual.Channel):
         self.state.queue_bindings_delete(queue)
 
     def _delete_expired(self, queues: list[str]) -> None:
-        """Delete those queues that nobody has used for their ``x-expires``."""
+        """Delete those queues that no client has used for their ``x-expires``."""
         if isinstance(self.broker.bindings, FolderBindings):
             for queue in queues:
                 if self.broker.bindings.is_expired(queue):
@@ -387,10 +387,10 @@ class Transport(virtual.Transport):
             self._receiver = self.broker.receiver(self.client.transport_options.get("visibility_timeout"))
         return self._receiver
 
-    def receive(self, queues: list[str], most: int, wait: float) -> list[tuple[str, Delivery]]:
+    def receive(self, queues: list[str], max_messages: int, wait: float) -> list[tuple[str, Delivery]]:
         """Return messages with their queues, without those that have expired."""
         by_topic = {topic_of(queue): queue for queue in queues}
-        deliveries = self.receiver.receive(frozenset(by_topic), most, wait)
+        deliveries = self.receiver.receive(frozenset(by_topic), max_messages, wait)
         expired = [delivery for delivery in deliveries if delivery.is_expired]
         if expired:
             self.receiver.acknowledge(*expired)
@@ -440,8 +440,8 @@ class Transport(virtual.Transport):
         consuming = [channel for channel in self.channels if channel.queues]
         ready = [(channel, room) for channel in consuming if (room := channel.room())]
         queues = [queue for channel, _ in ready for queue in channel.queues]
-        most = min((room for _, room in ready), default=0)
-        return _Wanted(queues, most, len(ready) < len(consuming) or not consuming)
+        max_messages = min((room for _, room in ready), default=0)
+        return _Wanted(queues, max_messages, len(ready) < len(consuming) or not consuming)
 
     def _deliver_arrived(self) -> None:
         while self._arrived:
@@ -473,7 +473,7 @@ class Transport(virtual.Transport):
         loop.on_tick.add(look)
 
     def signal_room(self) -> None:
-        """Let whoever waits for room look again. Thread-safe."""
+        """Let callers that wait for room look again. Thread-safe."""
         self.room.set()
         if self._pump is not None:
             self._pump.write_signal()

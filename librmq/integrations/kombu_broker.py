@@ -149,7 +149,7 @@ class FolderBindings:
             os.utime(file.fileno())
 
     def is_expired(self, queue: str) -> bool:
-        """Return whether nobody has used a queue for its ``x-expires``."""
+        """Return whether no client has used a queue for its ``x-expires``."""
         expires_ms = self.read()["queues"].get(queue, {}).get("x-expires")
         if expires_ms is None:
             return False

@@ -249,8 +249,8 @@ def small_config(config: StoreConfig, messages: Iterable[StoredMessage]) -> Stor
     )
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+def _power_of_two(minimum: int) -> int:
+    return 1 << (minimum - 1).bit_length()
 
 
 def _redacted(raw: bytes, topic: str, redact: Collection[Redaction]) -> bytes:

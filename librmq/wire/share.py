@@ -324,10 +324,10 @@ class SharedBroker(AdministeredRoute):
             with self._lock:
                 is_closing = self._closing.is_set()
                 if not is_closing:
-                    late = {key: beat for key, beat in self._beats.items() if beats.get(key) is not beat}
+                    unregistered = {key: beat for key, beat in self._beats.items() if beats.get(key) is not beat}
                     self._beats, self._name, self.link = {}, link.name, link
             if not is_closing:
-                link.register(late, self._closing.is_set)
+                link.register(unregistered, self._closing.is_set)
                 link.route.watch(self._watchers.notify)
                 self._settled.set()
                 self._watchers.notify()

@@ -220,10 +220,10 @@ class StorePeer:
     def endpoint_of(self, name: str, call: Callable[[Endpoint, Request[Any]], Any]) -> SharedEndpoint:
         """Return the owner, asked through ``call``."""
         link = self.route.endpoint(name)
-        known = self._link
-        if known is None or known[0] is not link:
-            known = self._link = link, SharedEndpoint(partial(call, link), sends_later=True)
-        return known[1]
+        known_link = self._link
+        if known_link is None or known_link[0] is not link:
+            known_link = self._link = link, SharedEndpoint(partial(call, link), sends_later=True)
+        return known_link[1]
 
     def register(self, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
         """Register the clients of this process, which the former owner knew."""

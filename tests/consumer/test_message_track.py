@@ -51,17 +51,17 @@ def test_tracks(one_queue: Kit) -> None:
 
 
 def test_dead_letters_sent_again(one_queue: Kit) -> None:
-    mended = False
+    repaired = False
 
     def listener(message: Any) -> None:
-        if not mended:
+        if not repaired:
             raise DeadLetter
 
     subscribed(one_queue, listener)
     subscribed(one_queue, group="other")
     send(one_queue, "a", keys="k", tags="x", properties={"color": "red"})
     one_queue.advance(seconds=10)
-    mended = True
+    repaired = True
     assert [one_queue.broker.resend_dead_letters("g") for _ in range(2)] == [1, 0]
     assert all(letter.resent_at_ms is not None for letter in dead_letters(one_queue.broker, group="g"))
     assert resend_dead_letters(one_queue.broker, one_queue.dead_letters("g")) == 1

@@ -223,7 +223,7 @@ def test_sql_that_a_broker_does_not_serve_is_refused(one_queue: Kit, kind: Any) 
     running.shutdown()
 
 
-def test_a_start_without_listener_can_be_mended(one_queue: Kit) -> None:
+def test_a_start_without_listener_can_be_repaired(one_queue: Kit) -> None:
     """A failed start made the consumer unusable."""
     consumer = one_queue.consumer("g")
     got: list[DeliveredMessage] = []

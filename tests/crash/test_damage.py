@@ -328,7 +328,7 @@ def check_recovered(files: MemoryFiles, subject: Subject, spoilt: Spoilt) -> Non
         store = opened(files, config, thorough=True)
     except CorruptionError as error:
         has_address(error)
-        # Recovery mends everything except lengths and gaps of the log itself.
+        # Recovery repairs everything except lengths and gaps of the log itself.
         check_refusal(spoilt, error.kind)
         return
     except ConfigError:

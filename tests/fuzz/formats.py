@@ -251,9 +251,9 @@ def store(data: bytes) -> None:
         _append(writer)
     files = in_memory(spoilt)
     try:
-        with opened(files, config, thorough=True) as mended:
-            _read_everything(mended)
-            _append(mended)
+        with opened(files, config, thorough=True) as repaired:
+            _read_everything(repaired)
+            _append(repaired)
     except (StoreError, ConfigError):
         return
     verdict = verify(ROOT, config, files)

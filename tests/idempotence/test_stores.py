@@ -104,7 +104,7 @@ def test_an_expired_claim_is_neither_finished_nor_released(store: DedupStore, ke
     assert store.read(key, UNTIL + 3) == DedupRecord(True, "b1", KEPT)
 
 
-@pytest.mark.parametrize("meanwhile", ["nobody", "a successor"])
+@pytest.mark.parametrize("meanwhile", ["no other", "a successor"])
 def test_a_listener_paused_beyond_its_claim_fails_its_mark(
     store: DedupStore, name: str, meanwhile: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -293,13 +293,13 @@ def test_a_long_key_is_hashed_below_the_limit() -> None:
 
 
 def test_a_server_that_is_not_there_is_reported(key: str) -> None:
-    nobody: list[DedupStore] = [
+    unreachable: list[DedupStore] = [
         RedisDedupStore(redis.Redis(port=1, retry=Retry(NoBackoff(), 0))),
         SqlDedupStore("postgresql+psycopg://127.0.0.1:1/x"),
         SqlDedupStore("mysql+pymysql://127.0.0.1:1/x"),
     ]
     holder: tuple[Any, ...] = ("a1", NOW, UNTIL)
-    for store in nobody:
+    for store in unreachable:
         for call, given in (("claim", holder), ("finish", holder), ("release", holder[:2]), ("read", holder[1:2])):
             with pytest.raises(DedupStoreError):
                 getattr(store, call)(key, *given)
@@ -496,9 +496,9 @@ def test_calls_to_redis_together_are_answered_each_by_itself(place: Callable[[st
         assert [type(answer) for answer in answers[2:4]] == [DedupStoreError, DedupStoreError]
         assert isinstance(answers[4], DedupRecord)
         assert answers[5:] == [True, True]
-    nobody = RedisDedupStore(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)))
+    unreachable = RedisDedupStore(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)))
     with pytest.raises(DedupStoreError):
-        nobody.many([("claim", (key, "a1", NOW, UNTIL))])
+        unreachable.many([("claim", (key, "a1", NOW, UNTIL))])
 
 
 def test_names_of_tables_and_redis_keys_can_be_chosen(place: Callable[[str], Place], tmp_path: Path, key: str) -> None:

@@ -323,7 +323,7 @@ def test_recovery_takes_no_record_for_one_of_a_light_queue(tmp_path: Path) -> No
 
 
 def test_batches_beside_files_of_queues(tmp_path: Path) -> None:
-    """A log with batches and nothing that tells of them is read right, refused for writing, and not called sound."""
+    """A log with batches and no sign of them is read right, refused for writing, and not called sound."""
     model = model_of([("T", 0, [b"a", b"bb"], [], True), ("T", 0, [b"c"], [], False)])
     write_log(tmp_path / "alone", model.records)
     with MessageStore.open(tmp_path / "alone", read_only=True) as store:

@@ -190,7 +190,7 @@ def test_a_damaged_store_time_leads_to_no_impossible_checkpoint(thorough: bool) 
 
 
 @pytest.mark.parametrize("clean", [False, True])
-def test_a_checkpoint_ahead_of_the_log_is_mended_on_demand(clean: bool) -> None:
+def test_a_checkpoint_ahead_of_the_log_is_repaired_on_demand(clean: bool) -> None:
     """A checkpoint later than the last record is corrected on demand."""
     found = filled(SMALL, 80, clean=clean)
     found["checkpoint"] = struct.pack(">qqq", *3 * (START_MS * 2,)) + bytes(4072)
@@ -679,7 +679,7 @@ def test_thorough_recovery_rebuilds_unreadable_files(part: str, spoil: Callable[
     assert verify(ROOT, SMALL_EXT, files).sound
 
 
-def test_a_gap_between_queue_files_is_mended_by_recovering() -> None:
+def test_a_gap_between_queue_files_is_repaired_by_recovering() -> None:
     found = filled(SMALL, 120, seed=6)
     wanted = records_of(found)
     folder = next(os.path.dirname(path) for path in found if path.endswith(f"/{320:020d}"))

@@ -152,10 +152,10 @@ def test_deleted_topics_are_forgotten_on_a_failing_disk() -> None:
         assert broker.store.queue_range("Old", 0) == (0, 0)
         assert broker.consumer_offset("g", "Old", 0) is None
         assert broker.consumer_offset("g", "Old", 1) is None
-        assert broker.store.append(Message("Old", b"anew"), 1).queue_offset == 0
+        assert broker.store.append(Message("Old", b"again"), 1).queue_offset == 0
         files.refused = ""
         assert broker.clean_unused_topics() == []  # the log has a message of queue 1, and nothing is left of queue 0
-        assert [message.body for message in broker.messages("Old")] == [b"anew"]
+        assert [message.body for message in broker.messages("Old")] == [b"again"]
     assert verify("/b", config, files).sound
     assert b"Old@g" not in files.read("/b/config/consumerOffset.json")
 

@@ -35,15 +35,15 @@ def once():
     numbers.append("torn down")
 
 @pytest.mark.rmq_explore(runs=40)
-@pytest.mark.parametrize("mended", [False, True])
-def test_orders(rmq, booked, once, mended):
+@pytest.mark.parametrize("repaired", [False, True])
+def test_orders(rmq, booked, once, repaired):
     once.append("run")
     print("one", "run")
 
     @rmq.consumer("billing").subscribe("orders")
     def charge(message):
         if message.body not in booked:
-            if not mended:
+            if not repaired:
                 rmq.checkpoint("between look and insert")
             booked.append(message.body)
 
@@ -95,7 +95,9 @@ def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytes
         result.assert_outcomes(failed=1, deselected=2)
         result.stdout.fnmatch_lines(["*failed in run 1 of 1*"])
     pytester.makepyfile(
-        TESTS.replace('@pytest.mark.parametrize("mended", [False, True])', "").replace("mended):", "mended=True):")
+        TESTS.replace('@pytest.mark.parametrize("repaired", [False, True])', "").replace(
+            "repaired):", "repaired=True):"
+        )
     )
     run(pytester, "-k", "orders", f"--rmq-seed={seed[0]}").assert_outcomes(passed=1, deselected=1)
 

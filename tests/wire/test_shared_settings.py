@@ -359,4 +359,4 @@ def test_a_hostile_file_is_refused(tmp_path: Path, text: str, error: type[Except
     with pytest.raises(error, match=match):
         librmq.share(tmp_path)
     file.unlink()
-    assert owned(tmp_path)[0].durability == "async", "without the file settings are named anew"
+    assert owned(tmp_path)[0].durability == "async", "without the file settings are named again"

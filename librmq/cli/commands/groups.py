@@ -403,9 +403,9 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
 
     is_selected = _selection(arguments)
     with open_running(arguments) as broker:
-        found = note_resent_in_log(broker.store, arguments.group, broker.runner.now_ms())
-        if found:
-            complain(f"note: an ended process had sent {found:,} dead letters without a note; they count as sent now")
+        count = note_resent_in_log(broker.store, arguments.group, broker.runner.now_ms())
+        if count:
+            complain(f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now")
         selected = {
             message.physical_offset: message
             for message in deadletters.dead_letters(StoreView.over(broker.store, broker.tables), group=arguments.group)

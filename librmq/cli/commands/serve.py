@@ -230,8 +230,8 @@ def _grpc(
 ) -> GrpcServer:
     from librmq.wire.grpc import GrpcServer
 
-    given = {"calls_of_address": arguments.grpc_calls, "min_invisible": arguments.min_invisible}
-    limits: dict[str, Any] = {name: limit for name, limit in given.items() if limit is not None}
+    options = {"calls_of_address": arguments.grpc_calls, "min_invisible": arguments.min_invisible}
+    limits: dict[str, Any] = {name: limit for name, limit in options.items() if limit is not None}
     return GrpcServer(
         broker,
         host=arguments.host,

@@ -397,8 +397,10 @@ class DerivedBlock(NamedTuple):
     keys: KeyBlock
 
 
-def derived_block(log: CommitLog, begin: int, end: int, most: int, *, check_body: bool = False) -> DerivedBlock | None:
-    """Return what usual records define, at most ``most``, from ``begin`` on; None if the first ones are unusual.
+def derived_block(
+    log: CommitLog, begin: int, end: int, max_records: int, *, check_body: bool = False
+) -> DerivedBlock | None:
+    """Return what usual records define, at most ``max_records``, from ``begin`` on; None if the first ones are unusual.
 
     With ``check_body`` they are compared with the checksums of their bodies. A record is unusual if its keys or tags
     are not ASCII, if it does not name its own place, or if it does not continue the count of its queue.
@@ -409,31 +411,31 @@ def derived_block(log: CommitLog, begin: int, end: int, most: int, *, check_body
     start = begin - begin % log.file_size
     place, limit = begin - start, min(end - start, log.file_size)
     if CORE.derive is None:
-        return _derive_in_arrays(file.buffer[place : min(place + _MOST_BYTES, limit)], begin, most, check_body)
+        return _derive_in_arrays(file.buffer[place : min(place + _MOST_BYTES, limit)], begin, max_records, check_body)
     place, queues, *columns = CORE.derive(
-        file.buffer, start, place, limit, most, _UNUSUAL | _IN_TRANSACTION, check_body
+        file.buffer, start, place, limit, max_records, _UNUSUAL | _IN_TRANSACTION, check_body
     )
     if not queues:
         return None
     return DerivedBlock(start + place, queues, KeyBlock(*(np.frombuffer(column, np.int64) for column in columns)))
 
 
-def _derive_in_arrays(data: bytes, begin: int, most: int, check_body: bool) -> DerivedBlock | None:
+def _derive_in_arrays(data: bytes, begin: int, max_records: int, check_body: bool) -> DerivedBlock | None:
     """Do what the compiled core does with the bytes of a log file from physical offset ``begin`` on.
 
-    None also if an unusual record is among the first quarter of ``most``, because then a loop takes less time.
+    None also if an unusual record is among the first quarter of ``max_records``, because then a loop takes less time.
     """
-    least, fixed = -(-most // 4), record_format.FIXED_SIZE
+    min_records, fixed = -(-max_records // 4), record_format.FIXED_SIZE
     at, size, last = 0, fixed, len(data) - fixed
     places: list[int] = []
-    while at <= last and size >= fixed and len(places) < most:
+    while at <= last and size >= fixed and len(places) < max_records:
         places.append(at)
         size = _unpack_size(data, at)[0]
         at += size
-    if len(places) < least:
+    if len(places) < min_records:
         return None
     head, ends, tails = _usual_frames(data, begin, np.array(places), check_body)
-    if len(tails) < least:
+    if len(tails) < min_records:
         return None
     raw = np.frombuffer(b"".join((*tails, bytes(_PADDING))), np.uint8)
     sizes = np.fromiter(map(len, tails), np.int64, len(tails))
@@ -448,7 +450,7 @@ def _derive_in_arrays(data: bytes, begin: int, most: int, check_body: bool) -> D
         & (properties_at <= tails_end)
     )
     count = _count_first(is_usual)
-    if count < least:
+    if count < min_records:
         return None
     head, properties_at, tails_end = head[:count], properties_at[:count], tails_end[:count]
 
@@ -484,7 +486,7 @@ def _derive_in_arrays(data: bytes, begin: int, most: int, check_body: bool) -> D
     is_usual &= codes >= 0
 
     count = _count_first(is_usual)
-    if count < least:
+    if count < min_records:
         return None
     head, entries = head[:count], np.empty(count, entry_dtype())
     entries["physical_offset"], entries["size"] = head["physical_offset"], head["size"]
@@ -496,9 +498,9 @@ def _derive_in_arrays(data: bytes, begin: int, most: int, check_body: bool) -> D
         (*name, int(queue_offsets[by_queue[at]]), packed[at * ENTRY_SIZE : end * ENTRY_SIZE])
         for name, at, end in zip(numbers, [0, *queue_ends], queue_ends, strict=False)
     ]
-    kept = int(np.searchsorted(owners, count))
+    key_count = int(np.searchsorted(owners, count))
     physical_offsets, stored = head["physical_offset"].astype(np.int64), head["store_timestamp"].astype(np.int64)
-    block = KeyBlock(physical_offsets, stored, owners[:kept], absolute_hashes(hashes[:kept]))
+    block = KeyBlock(physical_offsets, stored, owners[:key_count], absolute_hashes(hashes[:key_count]))
     return DerivedBlock(begin + int(ends[count - 1]), queues, block)
 
 

@@ -606,9 +606,9 @@ def find_flaw(file: IndexFile) -> tuple[int, str] | None:
         newest[slots[order]] = numbers[order]  # of equal slots the last one counts
         file.release_pages(begin, begin + _BLOCK)
     table = file.slots()
-    found = np.zeros_like(newest)
-    found[table["slot"]] = table["number"]
-    wrong = np.flatnonzero(found != newest)
+    in_table = np.zeros_like(newest)
+    in_table[table["slot"]] = table["number"]
+    wrong = np.flatnonzero(in_table != newest)
     if len(wrong):
         slot = int(wrong[0])
         return HEADER_SIZE + SLOT_SIZE * slot, f"slot {slot} does not lead to the newest entry of its hash"
@@ -805,15 +805,15 @@ class Reconciliation:
 
 def _pass_block(checks: QueueChecks, keys: IndexCheck | None, block: DerivedBlock) -> bool:
     """Take all records of a block together, if they continue their queues and the index."""
-    taken = []
+    continued = []
     for topic, queue_id, queue_offset, entries in block.queues:
         first = ENTRY.unpack_from(entries)[0]
         check = checks.get((topic, queue_id)) or checks.make(topic, queue_id, first)
         if check.expected != queue_offset and not check.claim(queue_offset, first):
             return False
-        taken.append((check, entries))
+        continued.append((check, entries))
     if keys is not None and not keys.pass_keys(block.keys):
         return False
-    for check, entries in taken:
+    for check, entries in continued:
         check.take_entries(entries)
     return True

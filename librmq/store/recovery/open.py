@@ -386,10 +386,10 @@ def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_m
     others = len(damages) - len(cuts)
     again = f", {others} parts of queues and index were rebuilt" if others else ""
     seconds = took_ms / 1000
-    whole = f"; the mark of the last flush did not count, because {why_whole}" if why_whole else ""
+    no_mark = f"; the mark of the last flush did not count, because {why_whole}" if why_whole else ""
     return (
         f"{path}: recovered in {seconds:.1f} s, because it was not closed: the log ends at {log_end}, {what}{again}"
-        f"{whole}"
+        f"{no_mark}"
     )
 
 

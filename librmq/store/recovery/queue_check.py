@@ -242,9 +242,9 @@ class QueueCheck:
         queue_offset, end = self.expected, self.expected + len(packed)
         while queue_offset == self.expected and queue_offset < end:
             collected = self.entries
-            taken = min(end - queue_offset, COMPARED - len(collected))
-            collected += packed[len(packed) - (end - queue_offset) :][:taken]
-            self.expected = queue_offset = queue_offset + taken
+            number = min(end - queue_offset, COMPARED - len(collected))
+            collected += packed[len(packed) - (end - queue_offset) :][:number]
+            self.expected = queue_offset = queue_offset + number
             if len(collected) >= COMPARED:
                 self.take_over()
         for number in range(queue_offset, end):  # the queue was opened just now, and does not hold the first ones

@@ -304,7 +304,7 @@ class _Check:
                         "the same queue."
                     )
                     yield self._of_delivery("overlap", row, self._ordered_pair(longest, row), what)
-                longest = max(row, longest, key=lambda one: one.end_ms)
+                longest = max(row, longest, key=lambda entry: entry.end_ms)
             marks = (
                 *self._history.crashes_ms,
                 *self._history.assigns_ms.get((group, queue), ()),

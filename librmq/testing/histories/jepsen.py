@@ -26,7 +26,7 @@ class JepsenHistory(NamedTuple):
     """One line of EDN for each, in the order of time."""
     redeliveries: int
     placeless_sends: int
-    """Sends whose queue nothing tells: they failed, or nobody saw their message."""
+    """Sends whose queue is unknown: they failed, or no consumer got their message."""
 
 
 class _Step(NamedTuple):

@@ -279,11 +279,11 @@ def sentence(event: Event, begin_ms: int) -> str:
     """Return one event as a line with its time since ``begin_ms``."""
     kind: str = event["event"]
     at_ms, end_ms = (begin_ms, None) if kind == "group" else span_of(event)
-    who: str = event["process"] if "process" in event else event.get("broker", "")
+    actor: str = event["process"] if "process" in event else event.get("broker", "")
     if "group" in event and "process" in event:
-        who = f"{event['group']}@{who}"
+        actor = f"{event['group']}@{actor}"
     elif kind in ("commit", "dead_letter", "reset", "group", "drained"):
-        who = event["group"]
+        actor = event["group"]
     texts: dict[str, Callable[[], str]] = {
         "send": lambda: f"sends {event['id']} to {_where(event)}: {event['outcome']}",
         "end_transaction": lambda: f"ends the transaction of {event['id']}: {event['decision']}, {event['outcome']}",
@@ -302,7 +302,7 @@ def sentence(event: Event, begin_ms: int) -> str:
         "drained": lambda: "nothing waits for it any more",
     }
     until = "" if end_ms in (None, at_ms) else f", until {(end_ms - begin_ms) / 1000:,.3f} s"
-    return str(HistoryLine(at_ms - begin_ms, who, texts[kind]() + until))
+    return str(HistoryLine(at_ms - begin_ms, actor, texts[kind]() + until))
 
 
 def _where(event: Event) -> str:

@@ -459,9 +459,9 @@ class Connection:
             raise
         self._call_reader()
         if not is_sent:
-            rest = threading.Thread(target=self._write_rest, name=f"librmq {self.address}", daemon=True)
+            writer = threading.Thread(target=self._write_rest, name=f"librmq {self.address}", daemon=True)
             try:
-                rest.start()
+                writer.start()
             except RuntimeError as error:
                 self._end_connection(f"it can't be written: no thread can start: {error}")
 

@@ -355,7 +355,7 @@ def _read_started(request: StartGroup, answer: Frame) -> StartOutcome:
     try:
         return StartOutcome(outcome)
     except ValueError:
-        expected = ", ".join(known.value for known in StartOutcome)
+        expected = ", ".join(outcome.value for outcome in StartOutcome)
         raise MalformedError(f"outcome: expected one of {expected}, found {outcome!r:.80}") from None
 
 

@@ -461,9 +461,9 @@ class RemotingServer(Closing):
         self._listening = listen(port=listening) if isinstance(listening, int) else listening
         close_in_child(self._listening)
         self._is_local = self._listening.family not in (socket.AF_INET, socket.AF_INET6)
-        own = self._listening.getsockname()
-        self.host: str = str(own) if self._is_local else own[0]
-        self.port: int = 0 if self._is_local else own[1]
+        address = self._listening.getsockname()
+        self.host: str = str(address) if self._is_local else address[0]
+        self.port: int = 0 if self._is_local else address[1]
         self._sessions = ClientChannels(broker, changed or (lambda *_: None))
         rates = Rates()
         self._pulls = Pulls(broker, rates, ends_holds=endpoints is None)
