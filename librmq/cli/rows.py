@@ -331,6 +331,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "librmq.diagnosis.group_lag.GroupRate",
         "librmq.diagnosis.pending.WaitingOrigins",
     ),
+    "progress": ("librmq.diagnosis.kept_progress.KeptProgress",),
     "expiring": ("librmq.diagnosis.pending.ExpiringMessages",),
     "dead-letters": (
         "librmq.diagnosis.deadletters.GivenUpMessage broker?:str resent?:bool",

@@ -189,6 +189,16 @@ _LOOK: Final = (
         ),
     ),
     Command(
+        "progress", "groups", "print where the progress of groups was: in the file, its backup, moves and snapshots",
+        "store --group CG_order",
+        (
+            GROUP,
+            TOPIC,
+            option("--beside", metavar="FOLDER", action="append",
+                   help="a snapshot or an earlier copy of the store, to compare with; repeatable"),
+        ),
+    ),
+    Command(
         "pending", "groups", "list messages that wait for a time, a transaction or an acknowledgement",
         "store --kind delay",
         (

@@ -28,6 +28,7 @@ from librmq.diagnosis.findings import (
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.group_lag import lag, lag_findings
 from librmq.diagnosis.instances import consistency_findings, stuck_findings
+from librmq.diagnosis.kept_progress import kept_progress_findings
 from librmq.diagnosis.pending import half_findings, kind_of, never_read_topics
 from librmq.diagnosis.pop import pop_findings
 from librmq.diagnosis.view import Source, StoreView, viewed
@@ -417,6 +418,7 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
                 *dead_letter_findings(view, limits),
                 *half_findings(view, limits),
                 *pop_findings(view, limits),
+                *kept_progress_findings(view, limits),
                 *_filter_findings(view, limits),
                 *_clock_findings(view, limits),
                 *_retry_findings(view, limits),

@@ -297,7 +297,7 @@ class _Judge:
         if length % 64:
             self._add("refuses", wheel, f"expected a multiple of 64 bytes, two turns of slots, found {length}",
                       f"{_COPY}, then delete timerwheel, timerlog/ and config/timercheck: the broker makes them again "
-                      "from the topic of timers")  # fmt: skip
+                      "from the topic of timers, and delivers those again")  # fmt: skip
         entries = self._files.list(os.path.join(self._path, directory.TIMERLOG))
         lengths = [entry.size for entry in entries if entry.size and not entry.is_folder]
         if lengths:

@@ -246,6 +246,17 @@ def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
 # ---- messages that wait
 
 
+def progress(arguments: argparse.Namespace, output: Output) -> int:
+    """Print the progress of groups as the file, its backup, and records of moves have it."""
+    from librmq.diagnosis.kept_progress import progress_history
+
+    with open_view(arguments) as view:
+        for row in progress_history(view, beside=tuple(arguments.beside or ())):
+            if arguments.group in (None, row.group) and arguments.topic in (None, row.topic):
+                output.row(row._asdict())
+    return 0
+
+
 def pending(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each message that waits."""
     from librmq.diagnosis.pending import pending_messages

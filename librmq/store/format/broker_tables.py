@@ -209,11 +209,7 @@ class BrokerTables:
 
     def progress(self) -> dict[tuple[str, str], dict[int, int]]:
         """Return all groups' queue offsets by queue id, by group and topic; the caller does not change them."""
-        progress = {}
-        for name, offsets in self.offsets.rows.items():
-            topic, _, group = name.rpartition("@")
-            progress[intern(group), intern(topic)] = offsets
-        return progress
+        return progress_of(self.offsets.rows)
 
     def drop_progress(self) -> None:
         """Drop the progress of groups and delays in memory, for a view of a time whose progress is unknown."""
@@ -286,6 +282,15 @@ class BrokerTables:
         """Replace all filters."""
         self.filter_table.rows.clear()
         self.filter_table.rows.update(filters)
+
+
+def progress_of(rows: Mapping[str, dict[int, int]]) -> dict[tuple[str, str], dict[int, int]]:
+    """Return queue offsets by queue id, by group and topic, of rows by ``topic@group``."""
+    progress = {}
+    for name, offsets in rows.items():
+        topic, _, group = name.rpartition("@")
+        progress[intern(group), intern(topic)] = offsets
+    return progress
 
 
 def topic_row(topic: str, read_queues: int, write_queues: int, permission: int) -> dict[str, object]:
@@ -410,6 +415,17 @@ class ConfigTable:
         version = self._document.get(_DATA_VERSION)
         time_ms = version.get("timestamp") if isinstance(version, dict) else None
         return time_ms if type(time_ms) is int else 0
+
+    def backup_rows(self) -> Rows:
+        """Return the rows of the file's backup, which is a save older; none if it is missing or unreadable."""
+        path = self.path + _BACKUP
+        if not self._files.size(path):
+            return {}
+        try:
+            rows: Rows = self._complete(java_json.loads(self._files.read(path)))[self._name]
+        except MalformedError:
+            return {}
+        return rows
 
     def persist(self, now_ms: int) -> None:
         """Write the file if its content changes; durable when it returns. ``now_ms`` goes into a new data version."""

@@ -182,7 +182,9 @@ class TimerWheel:
 
 
 def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:
-    """Yield the used slots of a store's wheel with their numbers, from ``timerwheel.gz`` if that exists.
+    """Yield the used slots of a store's wheel with their numbers.
+
+    Without the wheel they are those of ``timerwheel.gz``, or else of its newest snapshot.
 
     Raises:
         CorruptionError: The file is no wheel.
@@ -193,6 +195,9 @@ def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:
         data: bytes | memoryview = files.read(path, _MAX_WHEEL_SIZE)
     elif files.size(packed):
         data = _unpacked(packed, files)
+    elif snapshots := wheel_snapshots(store, files):
+        path = f"{path}.{snapshots[-1]}"
+        data = files.read(path, _MAX_WHEEL_SIZE)
     else:
         return
     if len(data) % SLOT_SIZE:
@@ -200,6 +205,16 @@ def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:
     rows = np.frombuffer(data, np.dtype(f"V{SLOT_SIZE}"))
     for number in np.flatnonzero(rows != rows.dtype.type(bytes(SLOT_SIZE))).tolist():
         yield number, Slot._make(_SLOT.unpack_from(data, number * SLOT_SIZE))
+
+
+def wheel_snapshots(store: str, files: Files) -> list[int]:
+    """Return the positions in the timer log up to which snapshots of the wheel go, ascending.
+
+    Versions after 5.3.3 can write the wheel as ``timerwheel.<position>``.
+    """
+    prefix = f"{TIMERWHEEL}."
+    names = (entry.name for entry in files.list(store) if entry.name.startswith(prefix) and entry.size)
+    return sorted(int(name[len(prefix) :]) for name in names if name[len(prefix) :].isdigit())
 
 
 def _unpacked(path: str, files: Files) -> bytes:

@@ -1,0 +1,295 @@
+"""Where the progress of groups went: its history, steps back, deleted groups, and delays that are overdue.
+
+::
+
+    source of progress        what it is
+    file                      consumerOffset.json now; for a running broker its table
+    backup                    consumerOffset.json.bak: the save before the last
+    moved                     a broker's record in OFFSET_MOVED_EVENT: a pull asked for a place that does not exist, and
+                              the group went on elsewhere
+    skipped                   a note of `librmq.diagnosis.skip`
+    beside                    the file of another folder: a snapshot, an earlier copy
+
+A broker saves progress every 5 seconds, and keeps the save before it as backup. So a value in the file that is below
+the backup's was set by hand, by a client that started without its progress, or by a start with an empty table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from librmq.consumequeue import HOLE_SIZE
+from librmq.diagnosis.findings import NAMED, Finding, Thresholds, cut_evidence, id_ranges
+from librmq.diagnosis.formatting import duration, moment
+from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.errors import CorruptionError, MalformedError
+from librmq.java import json as java_json
+from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.topics import OFFSET_MOVED_TOPIC, RETRY_PREFIX, TIMER_TOPIC, is_own_group
+from librmq.runtime.event_log import counted
+from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerTables, progress_of
+from librmq.store.format.timerfiles import (
+    UNIT_SIZE,
+    TimerCheckpoint,
+    TimerLog,
+    read_slots,
+    timer_log_size,
+    wheel_snapshots,
+)
+
+ProgressSource = Literal["file", "backup", "moved", "skipped", "beside"]
+_OVERDUE_S: Final = 60.0
+_POSITION: Final = 1 << 62
+
+
+class KeptProgress(NamedTuple):
+    """The progress of a group in a queue, as one source has it."""
+
+    source: ProgressSource
+    """Where it comes from, as the module says."""
+    at_ms: int | None
+    """When it was so; None if the source does not say."""
+    group: str
+    """The consumer group."""
+    topic: str
+    """The topic."""
+    queue_id: int
+    """Number of the queue."""
+    queue_offset: int
+    """The queue offset of the next message."""
+    before: int | None
+    """The offset before it, of a move or a skip; None for other sources."""
+    note: str
+    """The file, or the policy of a skip."""
+
+
+def progress_history(source: Source, *, beside: tuple[str, ...] = ()) -> list[KeptProgress]:
+    """Return what is known about the progress of groups over time, by group, topic and queue.
+
+    Args:
+        source: A running broker, the folder of a store, or a view of either.
+        beside: Folders of other stores, such as snapshots, whose progress is to be compared.
+
+    Raises:
+        NotAStoreError: A folder holds no store.
+        CorruptionError: A file is damaged.
+    """
+    from librmq.diagnosis.skips import skipped  # loads asyncio
+
+    order = {name: place for place, name in enumerate(("beside", "skipped", "moved", "backup", "file"))}
+    with viewed(source) as view:
+        rows = [*_moves(view)]
+        tables = view.tables
+        for skip in skipped(view):
+            rows += [
+                KeptProgress("skipped", skip.at_ms, skip.group, skip.topic, queue.queue_id, queue.end, queue.begin,
+                             skip.policy)
+                for queue in skip.queues
+            ]  # fmt: skip
+        rows += _rows("backup", tables.offsets.backup_rows(), None, f"{os.path.basename(tables.offsets.path)}.bak")
+        current = {f"{topic}@{group}": offsets for (group, topic), offsets in view.progress.items()}
+        rows += _rows("file", current, tables.offsets.saved_ms or None, os.path.basename(tables.offsets.path))
+        for folder in beside:
+            other = BrokerTables.open(os.path.join(folder, directory.CONFIG), files=view.store.files)
+            rows += _rows("beside", other.offsets.rows, other.offsets.saved_ms or None, folder)
+    return sorted(rows, key=lambda row: (row.group, row.topic, row.queue_id, row.at_ms or 0, order[row.source]))
+
+
+def _rows(
+    source: ProgressSource, table: dict[str, dict[int, int]], at_ms: int | None, note: str
+) -> Iterator[KeptProgress]:
+    for (group, topic), offsets in progress_of(table).items():
+        for queue_id, queue_offset in offsets.items():
+            yield KeptProgress(source, at_ms, group, topic, queue_id, queue_offset, None, note)
+
+
+def _moves(view: StoreView) -> Iterator[KeptProgress]:
+    """Yield the records of brokers about places that did not exist."""
+    for queue_id in view.topics.get(OFFSET_MOVED_TOPIC, ()):
+        for message in view.store.messages(OFFSET_MOVED_TOPIC, queue_id):
+            try:
+                event = java_json.loads(message.body or b"")
+                queue = event["messageQueue"]
+                row = KeptProgress(
+                    "moved", message.store_timestamp_ms, str(event["consumerGroup"]), str(queue["topic"]),
+                    int(queue["queueId"]), int(event["offsetNew"]), int(event["offsetRequest"]), OFFSET_MOVED_TOPIC,
+                )  # fmt: skip
+            except (MalformedError, KeyError, TypeError, ValueError):
+                continue  # no record of a broker
+            yield row
+
+
+# ---- findings
+
+
+def kept_progress_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+    """Yield the findings about steps back, groups that were deleted, and what is overdue."""
+    if not view.is_live:
+        yield from _step_findings(view, limits)
+        yield from _unlisted_group_findings(view, limits)
+    yield from _overdue_levels(view)
+    yield from _timer_findings(view)
+
+
+def _step_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+    """Yield the topics in which the stored progress of a group is behind its backup."""
+    offsets = view.tables.offsets
+    if offsets.replaced is not None or view.store.past_ms is not None:
+        return
+    backup = progress_of(offsets.backup_rows())
+    for (group, topic), before in sorted(backup.items()):
+        if is_own_group(group) and not limits.own:
+            continue
+        now = view.progress.get((group, topic), {})
+        steps = {
+            queue_id: (queue_offset, now.get(queue_id))
+            for queue_id, queue_offset in before.items()
+            if (now.get(queue_id) is None and (topic, queue_id) in view.ranges)
+            or queue_offset > now.get(queue_id, _POSITION)
+        }
+        if not steps:
+            continue
+        again = sum(
+            max(0, old - max(new or 0, view.ranges[topic, queue_id].min_offset))
+            for queue_id, (old, new) in steps.items()
+        )
+        lost = [queue_id for queue_id, (_, new) in steps.items() if new is None]
+        how = "lacks it" if len(lost) == len(steps) else "is behind it"
+        yield Finding(
+            "progress-stepped-back", limits.severity_of(topic), f"group {group}, topic {topic}",
+            f"The backup of the progress has {counted(len(steps), 'queue')} further on, and the file {how}: "
+            f"{counted(again, 'message')} would come again.",
+            {"messages": again, "queues": len(steps), "queue_ids": id_ranges(steps), "lost": len(lost)},
+            f"If nobody has reset the group on purpose, set it to the offsets of {os.path.basename(offsets.path)}.bak, "
+            "which librmq progress STORE prints: librmq reset STORE --to OFFSET --queue ID.",
+        )  # fmt: skip
+
+
+def _unlisted_group_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
+    """Yield the groups that have progress or retries, and are missing in the broker's table of groups."""
+    table = view.tables.groups
+    if not table.is_stored or view.store.past_ms is not None:
+        return
+    topics: defaultdict[str, list[str]] = defaultdict(list)
+    for group, topic in view.progress:
+        topics[group].append(topic)
+    for group in view.groups:
+        if group in table.rows or (is_own_group(group) and not limits.own):
+            continue
+        retries = view.message_count(RETRY_PREFIX + group) if RETRY_PREFIX + group in view.topics else 0
+        missing = sorted(topic for topic in topics[group] if topic not in view.topics
+                         and topic not in view.tables.topics.rows)  # fmt: skip
+        yield Finding(
+            "unlisted-group", "info", f"group {group}",
+            "subscriptionGroup.json does not have the group, which was deleted or never made there: left are progress "
+            f"in {counted(len(topics[group]), 'topic')} and {counted(retries, 'message')} of retries.",
+            {"topics": sorted(topics[group])[:NAMED], "retries": retries, "deleted_topics": missing[:NAMED],
+             **cut_evidence(max(len(topics[group]), len(missing)) > NAMED)},
+            f"To remove what is left: librmq group delete STORE {group}; to keep it: librmq group set STORE {group}.",
+        )  # fmt: skip
+
+
+def _overdue_levels(view: StoreView) -> Iterator[Finding]:
+    """Yield the delay levels whose messages were due long before the store's last message."""
+    if view.unknown_delays is not None or view.store.past_ms is not None or (now_ms := view.now_ms) is None:
+        return
+    for queue_id in view.topics.get(SCHEDULE_TOPIC, ()):
+        level = level_of_queue_id(queue_id)
+        begin, overdue, first_ms = view.tables.delay_offset(level), 0, None
+        for first, block in view.store.queues[SCHEDULE_TOPIC, queue_id].blocks():
+            if first + len(block) <= begin:
+                continue
+            block = block[max(0, begin - first) :]
+            due = block["tags_code"][(block["size"] != HOLE_SIZE) & (block["tags_code"] > 1 << 31)]
+            late = due[due < now_ms - _OVERDUE_S * 1000]
+            overdue += len(late)
+            if len(late):
+                first_ms = int(late.min()) if first_ms is None else min(first_ms, int(late.min()))
+        if first_ms is not None:
+            yield Finding(
+                "overdue", "warning", f"delay level {level}",
+                f"{counted(overdue, 'message')} not delivered, the first {duration((now_ms - first_ms) / 1000)} "
+                f"after its time, {moment(first_ms)} UTC.",
+                {"level": level, "messages": overdue, "due_timestamp_ms": first_ms, "late_ms": now_ms - first_ms},
+                "See whether the broker runs as a master, since slaves deliver nothing, and whether delayOffset.json "
+                "names an offset of this store.",
+            )  # fmt: skip
+
+
+def _timer_findings(view: StoreView) -> Iterator[Finding]:
+    """Yield what is wrong with the timer: late messages, entries past the log's end, a wheel that does not fit."""
+    store = view.store
+    size = timer_log_size(store.path, store.files)
+    if store.past_ms is not None or TIMER_TOPIC not in view.topics or not size:
+        return
+    log = TimerLog(store.path, size, files=store.files, writable=False)
+    checkpoint = TimerCheckpoint.read(store.path, store.files) or TimerCheckpoint()
+    read_ms, now_ms = checkpoint.read_time_ms, view.now_ms
+    late = beyond = 0
+    first_ms = first_beyond = None
+    end = 0
+    for position, block in log.blocks(_POSITION):
+        times = block["write_time_ms"].astype(np.int64) + block["delay_ms"]
+        waits = times >= read_ms
+        places = block["physical_offset"].astype(np.int64) + block["message_size"]
+        out = np.flatnonzero(places > store.log.end)
+        beyond += len(out)
+        if len(out) and first_beyond is None:
+            first_beyond = position + int(out[0]) * UNIT_SIZE
+        if now_ms is not None:
+            overdue = times[waits & (times < now_ms - _OVERDUE_S * 1000) & (block["magic"] == 1)]
+            late += len(overdue)
+            if len(overdue):
+                first_ms = int(overdue.min()) if first_ms is None else min(first_ms, int(overdue.min()))
+        end = position + len(block) * UNIT_SIZE
+    if late and first_ms is not None and now_ms is not None:
+        yield Finding(
+            "overdue", "warning", "timer",
+            f"{counted(late, 'timer')} not delivered, the first {duration((now_ms - first_ms) / 1000)} after its time, "
+            f"{moment(first_ms)} UTC.",
+            {"level": None, "messages": late, "due_timestamp_ms": first_ms, "late_ms": now_ms - first_ms},
+            "See whether the broker runs with timerWheelEnable=true, and as a master: slaves deliver nothing.",
+        )  # fmt: skip
+    if beyond:
+        yield Finding(
+            "timers-beyond-log", "error", "timer",
+            f"{counted(beyond, 'unit')} of the timer log, the first at {first_beyond}, name messages beyond the log's "
+            f"end at {store.log.end}: a broker of 5.x reads them again and again, and delivers no later timer.",
+            {"units": beyond, "position": first_beyond, "log_end": store.log.end},
+            "Copy the folder; then, with the broker stopped, delete timerwheel, timerlog/ and config/timercheck: the "
+            "broker fills them again from the topic of timers, and delivers again what it had delivered of that.",
+        )  # fmt: skip
+    yield from _wheel_findings(view, log, end, read_ms)
+
+
+def _wheel_findings(view: StoreView, log: TimerLog, end: int, read_ms: int) -> Iterator[Finding]:
+    """Yield a finding if slots of the wheel lead nowhere, or if only an older snapshot of the wheel is left."""
+    store = view.store
+    snapshots = wheel_snapshots(store.path, store.files)
+    try:
+        slots = [slot for _, slot in read_slots(store.path, store.files) if slot.messages > 0]
+    except CorruptionError:
+        return  # reported as damage
+    wrong = [slot for slot in slots if slot.last >= end or (slot.last >= log.begin and log.unit(slot.last) is None)]
+    has_wheel = bool(store.files.size(os.path.join(store.path, directory.TIMERWHEEL)))
+    behind = end - snapshots[-1] if snapshots and not has_wheel else 0
+    if wrong or behind > 0:
+        what = (
+            f"{counted(len(wrong), 'slot')} of the wheel lead to places that the timer log does not have, up to "
+            f"{max(slot.last for slot in wrong)} of {end}"
+            if wrong
+            else f"the newest snapshot of the wheel is of {snapshots[-1]}, and the timer log goes on for {behind} bytes"
+        )
+        yield Finding(
+            "stale-wheel", "warning", "timer",
+            f"{what[0].upper()}{what[1:]}: a broker revises the wheel from the timer log at its start.",
+            {"slots": len(wrong), "timer_log_end": end, "snapshots": snapshots[-NAMED:],
+             "bytes_behind": max(behind, 0)},
+            "Nothing, if the broker starts; librmq pending STORE --kind timer lists what waits, by the timer log.",
+        )  # fmt: skip

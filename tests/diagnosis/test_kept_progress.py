@@ -1,0 +1,195 @@
+"""Where progress went: its history, steps back, deleted groups, overdue delays, timers that lead nowhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import Broker, ManualClock, ManualRunner, Message, Producer, StoreConfig
+from librmq.diagnosis import diagnose
+from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE
+from tests.cli.stand import Shell, errors_of
+from tests.reference import COMPACT, unpack
+
+START_MS = 1_700_000_000_000
+NEW = {"progress-stepped-back", "unlisted-group", "overdue", "timers-beyond-log", "stale-wheel"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Make a closed store of a topic with two queues, read by ``G``."""
+    runner = ManualRunner(ManualClock(START_MS))
+    with Broker.open(tmp_path / "own", runner=runner, store_config=StoreConfig.tiny()) as broker:
+        broker.create_topic("orders", 2)
+        broker.set_group("G")
+        producer = Producer(broker, "P")
+        for number in range(20):
+            producer.send("orders", b"x", queue=number % 2)
+        broker.reset_group("G", "orders", "end")
+    return tmp_path / "own"
+
+
+def found(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the evidence of the findings of this module, by kind and subject."""
+    return {
+        f"{finding.kind} {finding.subject}": dict(finding.evidence) for finding in diagnose(path) if finding.kind in NEW
+    }
+
+
+def table(path: Path, name: str = "consumerOffset.json") -> Path:
+    return path / "config" / name
+
+
+def set_progress(path: Path, rows: dict[str, str], *, backup: bool = False) -> None:
+    place = table(path)
+    place = place.with_name(f"{place.name}.bak") if backup else place
+    queues = {
+        name: "{" + ",".join(f"{number}:{offset}" for number, offset in enumerate(text.split())) + "}"
+        for name, text in rows.items()
+    }
+    place.write_text('{"offsetTable":{' + ",".join(f'"{name}":{text}' for name, text in queues.items()) + "}}")
+
+
+def test_a_healthy_store_has_none_of_them(path: Path) -> None:
+    assert found(path) == {}
+
+
+@pytest.mark.parametrize(
+    ("now", "backup", "messages", "queues"),
+    [("10 3", "10 10", 7, [1]), ("0 0", "4 5", 9, [0, 1]), ("10", "10 10", 10, [1]), ("10 10", "9 10", None, [])],
+)
+def test_a_step_back_behind_the_backup(
+    path: Path, now: str, backup: str, messages: int | None, queues: list[int]
+) -> None:
+    set_progress(path, {"orders@G": now})
+    set_progress(path, {"orders@G": backup}, backup=True)
+    evidence = found(path).get("progress-stepped-back group G, topic orders")
+    if messages is None:
+        assert evidence is None
+    else:
+        assert evidence is not None
+        assert (evidence["messages"], evidence["queues"]) == (messages, len(queues))
+
+
+def test_groups_that_the_table_lacks(path: Path) -> None:
+    groups = table(path, "subscriptionGroup.json")
+    rows = json.loads(groups.read_text())
+    del rows["subscriptionGroupTable"]["G"]
+    groups.write_text(json.dumps(rows))
+    set_progress(path, {"orders@G": "10 10", "gone@G": "3"})
+    assert found(path)["unlisted-group group G"] == {
+        "topics": ["gone", "orders"], "retries": 0, "deleted_topics": ["gone"],
+    }  # fmt: skip
+
+
+def test_levels_that_are_overdue(tmp_path: Path) -> None:
+    clock = ManualClock(START_MS)
+    with Broker.open(tmp_path / "own", runner=ManualRunner(clock), store_config=StoreConfig.tiny()) as broker:
+        broker.create_topic("orders", 1)
+        producer = Producer(broker, "P")
+        for _ in range(3):
+            producer.send("orders", b"x", delay=10)
+        broker.runner.advance(600_000)  # type: ignore[attr-defined]
+        producer.send("orders", b"last")
+    assert found(tmp_path / "own") == {}
+    level = 3  # 10 s
+    delays = table(tmp_path / "own", "delayOffset.json")
+    delays.write_text(f'{{"offsetTable":{{{level}:1}}}}')
+    assert found(tmp_path / "own")["overdue delay level 3"] == {
+        "level": level, "messages": 2, "due_timestamp_ms": START_MS + 10_000, "late_ms": 590_000,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def timers(tmp_path: Path) -> Path:
+    """Make a closed store with four timers that wait, and a last message much later than the first."""
+    clock = ManualClock(START_MS)
+    with Broker.open(tmp_path / "timers", runner=ManualRunner(clock), store_config=StoreConfig.tiny()) as broker:
+        broker.create_topic("orders", 1)
+        producer = Producer(broker, "P")
+        for number in range(4):
+            producer.send("orders", b"x", delay=7301 + number)
+        broker.runner.advance(3_600_000)  # type: ignore[attr-defined]
+        producer.send("orders", b"last")
+    return tmp_path / "timers"
+
+
+def patch(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def test_timers_that_are_overdue(timers: Path) -> None:
+    assert found(timers) == {}
+    log = next((timers / "timerlog").iterdir())
+    write_ms, delay_ms = struct.unpack_from(">qi", log.read_bytes(), 16)
+    patch(log, 28 - 4, struct.pack(">i", delay_ms - 5_400_000))
+    patch(table(timers, "timercheck"), 0, struct.pack(">q", START_MS))
+    evidence = found(timers)["overdue timer"]
+    due_ms = write_ms + delay_ms - 5_400_000
+    assert (evidence["messages"], evidence["due_timestamp_ms"]) == (1, due_ms)
+
+
+def test_units_that_name_messages_beyond_the_log(timers: Path) -> None:
+    log = next((timers / "timerlog").iterdir())
+    patch(log, 2 * UNIT_SIZE + 28, struct.pack(">q", 1 << 40))
+    evidence = found(timers)["timers-beyond-log timer"]
+    assert (evidence["units"], evidence["position"]) == (1, 2 * UNIT_SIZE)
+
+
+def test_a_wheel_that_leads_nowhere(timers: Path) -> None:
+    wheel = timers / "timerwheel"
+    data = wheel.read_bytes()
+    slot = next(at for at in range(0, len(data), SLOT_SIZE) if any(data[at : at + SLOT_SIZE]))
+    patch(wheel, slot + 16, struct.pack(">q", 1 << 30))
+    evidence = found(timers)["stale-wheel timer"]
+    assert evidence["slots"] == 1
+
+
+def test_snapshots_of_the_wheel(timers: Path, shell: Shell) -> None:
+    slots = [row for row in shell("timers", timers).rows if row["type"] == "wheel_slot"]
+    assert slots
+    (timers / "timerwheel").rename(timers / f"timerwheel.{4 * UNIT_SIZE}")
+    shutil.copyfile(timers / f"timerwheel.{4 * UNIT_SIZE}", timers / f"timerwheel.{UNIT_SIZE}")
+    assert [row for row in shell("timers", timers).rows if row["type"] == "wheel_slot"] == slots
+    assert found(timers) == {}
+    (timers / f"timerwheel.{4 * UNIT_SIZE}").unlink()
+    assert found(timers)["stale-wheel timer"]["bytes_behind"] == 3 * UNIT_SIZE
+
+
+def test_history(path: Path, shell: Shell) -> None:
+    set_progress(path, {"orders@G": "10 3"})
+    set_progress(path, {"orders@G": "10 9"}, backup=True)
+    before = shutil.copytree(path, path.parent / "before")
+    set_progress(before, {"orders@G": "2 2"})
+    answer = shell("progress", path, "--group", "G", "--beside", before)
+    assert answer.status == 0
+    assert not errors_of("progress", *answer.rows)
+    assert [(row["source"], row["queue_id"], row["queue_offset"]) for row in answer.rows] == [
+        ("beside", 0, 2), ("backup", 0, 10), ("file", 0, 10), ("beside", 1, 2), ("backup", 1, 9), ("file", 1, 3),
+    ]  # fmt: skip
+    assert shell("progress", path, "--group", "nobody").rows == []
+
+
+def test_moves_that_a_broker_recorded(path: Path, shell: Shell) -> None:
+    event = {
+        "consumerGroup": "G", "messageQueue": {"brokerName": "b", "queueId": 1, "topic": "orders"},
+        "offsetNew": 0, "offsetRequest": 12,
+    }  # fmt: skip
+    with Broker.open(path, runner=ManualRunner(ManualClock(START_MS + 5000))) as broker:
+        broker.store.append(Message("OFFSET_MOVED_EVENT", json.dumps(event).encode(), tags="G", keys="G"))
+        broker.store.append(Message("OFFSET_MOVED_EVENT", b"no event"))
+    (row,) = [row for row in shell("progress", path).rows if row["source"] == "moved"]
+    assert (row["group"], row["topic"], row["queue_id"]) == ("G", "orders", 1)
+    assert (row["queue_offset"], row["before"], row["at_ms"]) == (0, 12, START_MS + 5000)
+
+
+def test_a_brokers_store_has_no_such_findings(tmp_path: Path) -> None:
+    unpack(COMPACT / "stores" / "rocketmq-5.3.3.tar.xz", tmp_path)
+    assert not any(kind.startswith(("stale", "timers-beyond", "progress")) for kind in found(tmp_path / "store"))
