@@ -1,13 +1,14 @@
 """An order service: FastAPI, a database with an outbox, payments that count once, a timeout, a page of dead letters.
 
-    uvicorn --factory examples.order_service:make_app              serves it (one worker: one process owns a store)
+    uvicorn --factory examples.order_service:make_app --workers 4  serves it; the workers share the broker's folder
     pytest examples/test_order_service.py                          tests it, half hours of waiting included
 
 A placed order is written together with two messages about it: one for other services, and one that comes back after
 half an hour and cancels the order if it is unpaid. Payments are messages of the topic ``payments``. The tests send them
 with this library and with an official client. The application opens no port for them: add a `GrpcServer` or a
 `RemotingServer` if other programs are to send payments. Each payment counts once, however often it is delivered. A
-payment that can't be right is a dead letter, which a person sees at ``/dead-letters`` and can send again.
+payment that can't be right is a dead letter, which a person sees at ``/dead-letters`` and can send again. ``/metrics``
+shows what the worker that answers has counted; docs/howto/prometheus.md shows what all of them have.
 
 Needs ``pip install 'librmq[sql,metrics]' fastapi uvicorn``.
 """
@@ -25,6 +26,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry, generate_latest
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
+import librmq
 from librmq import Broker, DeadLetter, DeliveredMessage, Message, Metrics, Outbox, OutboxSender, Producer, PushConsumer
 from librmq.idempotence import transactional, upgrade_tables
 from librmq.metrics import export_to_prometheus
@@ -108,14 +110,14 @@ class OrderService:
 
 
 def make_app(database: str = "sqlite:///orders.db", path: str = "order-data", broker: Broker | None = None) -> FastAPI:
-    """Make the application with a broker in ``path``; a test passes its own broker, and sends the outbox itself."""
+    """Make the application with a share of ``path``; a test passes its own broker, and sends the outbox itself."""
     metrics = Metrics()
     registry = CollectorRegistry()
     export_to_prometheus(metrics, registry)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        own = Broker.open(path, metrics=metrics) if broker is None else broker
+        own = librmq.share(path, metrics=metrics) if broker is None else broker
         service = OrderService(sqlalchemy.create_engine(database), own, metrics)
         service.start()
         if broker is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import librmq.testing.plugin  # keeps it loaded when the inner run of pytest restores the modules
+from librmq import MessageStore
 from librmq.testing import Kit
 from tests.programs import example
 from tests.reference import CHECKOUT
@@ -96,19 +97,27 @@ def test_a_fastapi_application_charges_with_a_coroutine(capsys: pytest.CaptureFi
     assert "GET /orders/2?wait=true: {'number': 2, 'product': 'hat', 'state': 'charged'}" in shown
 
 
-def test_a_fastapi_application_has_a_broker_of_its_own(tmp_path: Path) -> None:
-    """The application's lifespan opens and closes the broker, and the next lifespan finds the stored messages."""
+def test_workers_of_a_fastapi_application_share_a_broker(tmp_path: Path) -> None:
+    """Each lifespan opens and closes its share, and the next ones find the stored messages and orders."""
     module = example("fastapi_app")
 
-    async def life() -> None:
-        app = module.make_app(path=str(tmp_path))
-        async with app.router.lifespan_context(app), module.client_of(app) as shop:
-            assert (await shop.get("/orders/1")).status_code == 404
-            assert (await shop.post("/orders", params={"product": "coat"})).json() == {"number": 1}
-            assert (await shop.get("/orders/1", params={"wait": True})).json()["state"] == "charged"
+    async def life(first: int) -> None:
+        one, other = (module.make_app(path=str(tmp_path / "data")) for _ in range(2))
+        async with (
+            one.router.lifespan_context(one),
+            other.router.lifespan_context(other),
+            module.client_of(one) as shop,
+            module.client_of(other) as page,
+        ):
+            assert (await page.get(f"/orders/{first}")).status_code == 404
+            for number in range(first, first + 4):
+                assert (await shop.post("/orders", params={"product": "coat"})).json() == {"number": number}
+                assert (await page.get(f"/orders/{number}", params={"wait": True})).json()["state"] == "charged"
 
-    for _ in range(2):
-        asyncio.run(life())
+    asyncio.run(life(1))
+    asyncio.run(life(5))
+    with MessageStore.open(tmp_path / "data", read_only=True) as store:
+        assert len(list(store.topic_messages("orders"))) == 8
 
 
 def test_a_fastapi_application_is_tested_by_the_kit() -> None:

@@ -135,6 +135,34 @@ def test_two_workers_of_a_web_server(recipes: Path, module: str) -> None:
         assert len([message for message in store if message.topic == "orders"]) == 40
 
 
+def test_prometheus_reads_the_owner_under_gunicorn(tmp_path: Path) -> None:
+    """Also the next owner, after the first was killed."""
+    port, scraped = free_port(), free_port()
+    for block in blocks(DOCS / "howto" / "prometheus.md"):
+        if block.file is not None and block.file.endswith(".py"):
+            (tmp_path / block.file).write_text(block.text.replace("9464", scraped), "utf-8")
+
+    def metrics() -> str:
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{scraped}/metrics", timeout=60) as response:
+            return str(response.read().decode())
+        return ""
+
+    def count_of(name: str) -> float:
+        return sum(float(number) for number in re.findall(rf'^{name}{{.*topic="orders".*}} (\S+)$', metrics(), re.M))
+
+    with serving(tmp_path, "gunicorn", *WEB["gunicorn"], f"127.0.0.1:{port}") as server:
+        wait_until(lambda: 'librmq_group_lag{group="billing"' in metrics(), "the lag of the group", 60)
+        owner, served = owner_of(tmp_path / "shop"), set()
+        for _ in range(20):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/orders/o", timeout=60) as response:
+                served.add(response.read().decode())
+        assert count_of("librmq_messages_in_total") == 20, f"of all workers that served: {served}"
+        os.kill(owner, signal.SIGKILL)
+        wait_until(lambda: 'librmq_group_lag{group="billing"' in metrics(), "the metrics of the next owner", 60)
+        assert owner_of(tmp_path / "shop") != owner
+    assert "Traceback" not in server.text
+
+
 CHARGE = """\
 def charge(message):
     import sqlite3
