@@ -34,7 +34,7 @@ def make_app(route: Route | None = None, path: str = "fastapi-data") -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            where = route or await stack.enter_async_context(await librmq.share_async(path))
+            where: Route = await stack.enter_async_context(await librmq.share_async(path)) if route is None else route
             database = sqlite3.connect(":memory:" if route else f"{path}.db", timeout=30)
             app.state.database = stack.enter_context(closing(database))
             with database:

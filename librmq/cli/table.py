@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from itertools import chain
@@ -98,7 +99,12 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
     ],
     "shown, narrow": [
         ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}"), ("offset", "queue_offset"),
-        ("stored", lambda row: str(_time("store_timestamp")(row))[:19]), ("tags", _property("TAGS")), "body",
+        ("stored", lambda row: str(_time("store_timestamp")(row))[:19]), ("tags", _property("TAGS")),
+        ("keys", _property("KEYS")), "body",
+    ],
+    "lag, narrow": [
+        "group", ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}"), "lag",
+        ("oldest", lambda row: str(_time("oldest_timestamp_ms")(row) or "")[:19]),
     ],
     "blank": [("physical offset", "phys"), "size", ("", lambda row: "end of file")],
     "cq": [
@@ -130,11 +136,14 @@ _BY_FIELD: Final = {
     "body": "shown",
     "max_physic_offset": "queue",
     "finding": "finding",
+    "consumer_offset": "lag",
     "event": "event",
     "scenario": "scenario",
     "consumed_per_s": "rate",
 }
 """What rows with a field are."""
+_COMMAND: Final = re.compile(r"(?=\blibrmq [a-z-]+ )")
+"""Before a command in the text of a next step."""
 _STYLES: Final = {
     "error": "bold red", "WRONG": "bold red", "dead": "red",
     "warning": "yellow", "not_passed": "yellow", "info": "cyan",
@@ -218,6 +227,10 @@ class Table:
         if widths is None:
             self._draw_lists(titles, cells)
             return
+        if kind == "finding" and any(line[-1].cell_len > widths[-1] for line in cells):
+            for line in cells:
+                self._draw_finding(line)
+            return
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD if header else None, pad_edge=False, show_header=header)
         for title, is_number, width in zip(titles, numbers, widths, strict=True):
             overflow: Literal["ellipsis", "fold"] = "ellipsis" if title in _ON_ONE_LINE else "fold"
@@ -247,6 +260,15 @@ class Table:
             widths[at] += more
             left -= more
         return widths
+
+    def _draw_finding(self, cells: list[rich.text.Text]) -> None:
+        """Draw a finding as paragraphs, with each command in a line of its own, to be copied as it is."""
+        *heading, what, step = cells
+        self._console.print(rich.text.Text("  ").join(heading))
+        self._console.print(what)
+        for part in _COMMAND.split(step.plain):
+            self._console.print(part.strip(), soft_wrap=part.startswith("librmq "))
+        self._console.print()
 
     def _draw_lists(self, titles: list[str], cells: list[list[rich.text.Text]]) -> None:
         """Draw each row as a list, a line for each column."""

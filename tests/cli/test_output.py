@@ -252,6 +252,57 @@ def test_no_column_is_lost_on_a_narrow_terminal(columns: int, monkeypatch: pytes
     assert ("\n\n" in text.strip()) == (columns < 90)
 
 
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, object]) -> str:
+    """Return what a terminal of 80 columns shows of the rows."""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    output = open_output("table", stream)
+    for row in rows:
+        output.row(row)
+    output.close()
+    return stream.getvalue()
+
+
+def test_a_terminal_of_80_columns_breaks_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "librmq dead-letters STORE --resend --group billing-of-orders-of-european-customers-by-card"
+    finding = {
+        "severity": "warning",
+        "finding": "dead-letters",
+        "subject": "group billing-of-orders-of-european-customers-by-card, topic OrderTopicEurope",
+        "what": "10 dead letters: DeadLetter: no money.",
+        "next": f"Fix the cause, then send them again: {command}",
+    }
+    text = on_a_terminal(monkeypatch, finding, finding)
+    assert [line for line in text.splitlines() if "librmq" in line] == [command, command]
+    assert "10 dead letters: DeadLetter: no money." in text
+
+
+def test_lag_is_a_table_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {
+        "group": "billing-of-orders",
+        "topic": "OrderTopicEurope",
+        "queue_id": 0,
+        "min_offset": 0,
+        "max_offset": 1_234_567,
+        "consumer_offset": 10,
+        "lag": 1_234_557,
+        "oldest_timestamp_ms": 1_795_150_492_064,
+    }
+    text = on_a_terminal(monkeypatch, row, row | {"queue_id": 1})
+    assert [line.split() for line in text.splitlines() if "billing" in line] == [
+        ["billing-of-orders", f"OrderTopicEurope:{queue}", "1234557", "2026-11-20", "04:54:52"] for queue in (0, 1)
+    ]
+
+
+def test_shown_messages_have_their_key_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = on_a_terminal(monkeypatch, MESSAGE | {"body": '{"order": 1, "product": "a coat of wool"}'})
+    assert "k1 k2" in text
+    assert "TagA" in text
+    assert '{"order' in text
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_signal_that_another_thread_gets_ends_the_wait() -> None:
     """The main thread runs no handler while it waits, so only the descriptor can tell it."""
