@@ -514,7 +514,6 @@ class CommitLog(Closing, LogState):
         return chain.from_iterable(self._files(begin, end, check_body))  # quicker than a generator over both
 
     def _files(self, begin: int | None, end: int | None, check_body: bool) -> Iterator[Iterator[LogItem]]:
-        """Yield the items of each file."""
         limit = self.end if end is None else min(end, self.end)
         at = self.begin if begin is None else begin
         file_size = self.file_size

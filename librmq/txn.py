@@ -83,7 +83,6 @@ class FinalMessage(NamedTuple):
     queue_id: int
     """Number of the queue of its destination."""
     properties: Mapping[str, str]
-    """Its properties."""
     result: AppendResult
     """Where it was appended."""
 

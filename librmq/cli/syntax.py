@@ -555,7 +555,6 @@ _TOOLS: Final = (
 SECTIONS: Final[dict[str, tuple[Command, ...]]] = {"Look": _LOOK, "Change": _CHANGE, "Files": _FILES, "Tools": _TOOLS}
 """The commands by the headings of the help."""
 COMMANDS: Final[dict[str, Command]] = {command.name: command for section in SECTIONS.values() for command in section}
-"""The commands by name."""
 READING: Final = frozenset((*(command.name for command in _LOOK), "dump", "export", "queue", "timers")) - {"disk"}
 """Commands that read the messages of a store, or what is known about them."""
 _NO_PROGRESS: Final = "the progress that groups had then is not kept"

@@ -104,7 +104,6 @@ class SendResult(NamedTuple):
     offset_id: str
     """The broker's id; for a batch the ids, joined by commas."""
     queue: MessageQueue
-    """The queue that has it."""
     queue_offset: int
     """The queue offset of the first message."""
     transaction_id: str | None = None

@@ -53,7 +53,6 @@ class CheckedMessage:
     topic: str
     """The topic of the send."""
     half: StoredMessage
-    """The half message as stored."""
     properties: Mapping[str, str]
     """The properties as sent."""
 

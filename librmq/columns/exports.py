@@ -306,7 +306,6 @@ class _Steps:
             self._read += unit.read
 
     def _next_unit(self) -> _Unit | None:
-        """Return the next unit."""
         batches: list[pa.RecordBatch] = []
         read = read_rows = size = damaged = 0
         while read < min(_UNIT_BYTES, _STEP_BYTES) and (batch := next(self._batches, None)) is not None:

@@ -30,9 +30,7 @@ class ConsumeContext(NamedTuple):
     """A delivery, as passed to a hook."""
 
     group: str
-    """The consumer group."""
     queue: MessageQueue
-    """The queue of the messages."""
     messages: Sequence[DeliveredMessage]
     """What the listener is called with."""
 
@@ -116,11 +114,9 @@ class BlockedQueue(NamedTuple):
     """An orderly queue whose first message keeps failing."""
 
     queue: MessageQueue
-    """The queue."""
     queue_offset: int
     """The offset of the message."""
     message_id: str
-    """Id of the message."""
     reconsume_times: int
     """Failed attempts at the message."""
 

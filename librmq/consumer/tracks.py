@@ -38,7 +38,6 @@ class MessageTrack(NamedTuple):
     """A group, and whether it has consumed a message."""
 
     group: str
-    """The consumer group."""
     type: TrackType
     """Whether the group has consumed the message."""
 

@@ -37,7 +37,6 @@ class Alarm(NamedTuple):
     state: Literal["raised", "cleared"]
     """Whether the finding is new or gone."""
     finding: Finding
-    """The finding."""
 
 
 class Watch:

@@ -437,7 +437,6 @@ class TopicVolume(NamedTuple):
     """The content of a topic."""
 
     topic: str
-    """Name of the topic."""
     queues: int
     """Number of its queues."""
     messages: int

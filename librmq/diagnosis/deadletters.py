@@ -29,7 +29,6 @@ class GivenUpMessage(NamedTuple):
     """A dead letter."""
 
     group: str
-    """The consumer group."""
     original_topic: str
     """The topic of the send."""
     unique_key: str | None
@@ -50,7 +49,6 @@ class DeadLetterCause(NamedTuple):
     """Dead letters of one cause; numbers in the text of an exception are ignored."""
 
     group: str
-    """The consumer group."""
     original_topic: str
     """The topic of the sends."""
     cause: str

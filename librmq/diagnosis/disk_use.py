@@ -84,7 +84,6 @@ class TopicUse(NamedTuple):
     """The bytes of a topic in the log."""
 
     topic: str
-    """Name of the topic."""
     kind: str
     """Its kind: user, retry, dead, delay, half, op or system."""
     messages: int

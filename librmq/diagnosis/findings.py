@@ -27,7 +27,6 @@ class Finding(NamedTuple):
     evidence: Mapping[str, Any]
     """The values behind it, by name; None for unknown ones."""
     next_step: str
-    """The next step."""
 
 
 @dataclass(frozen=True, slots=True)

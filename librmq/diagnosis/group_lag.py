@@ -125,9 +125,7 @@ class QueueLag(NamedTuple):
     """The unconsumed messages of a group in one queue."""
 
     group: str
-    """The consumer group."""
     topic: str
-    """The topic of the queue."""
     queue_id: int
     """Number of the queue."""
     min_offset: int
@@ -151,9 +149,7 @@ class TopicLag(NamedTuple):
     """The unconsumed messages of a group in one topic."""
 
     group: str
-    """The consumer group."""
     topic: str
-    """The topic."""
     queues: int
     """Number of queues."""
     lag: int
@@ -179,7 +175,6 @@ class GroupLag(NamedTuple):
     """All unconsumed messages of a group."""
 
     group: str
-    """The consumer group."""
     topics: int
     """Number of topics."""
     queues: int
@@ -198,9 +193,7 @@ class GroupRate(NamedTuple):
     """How fast a topic grows and a group consumes it, between two measurements."""
 
     group: str
-    """The consumer group."""
     topic: str
-    """The topic."""
     seconds: float
     """Time between the measurements."""
     stored_per_s: float
@@ -217,9 +210,7 @@ class TopicProgress(NamedTuple):
     """The queues of a topic as a group sees them, sorted by queue id, as columns."""
 
     group: str
-    """The consumer group."""
     topic: str
-    """The topic."""
     queue_ids: Sequence[int]
     """Numbers of the queues."""
     min_offsets: Sequence[int]

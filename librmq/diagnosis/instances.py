@@ -41,7 +41,6 @@ class HeldProgress(NamedTuple):
     """A queue of a group with messages to consume, and what holds back its progress."""
 
     group: str
-    """The consumer group."""
     topic: str
     """The topic of the queue."""
     queue_id: int

@@ -417,7 +417,6 @@ class ExpiringMessages(NamedTuple):
     group: str | None
     """The consumer group; None stands for all messages of a topic that no group has ever read."""
     topic: str
-    """The topic."""
     messages: int
     """Number of unconsumed messages in the log files that expire."""
     bytes: int
@@ -513,9 +512,7 @@ class WaitingOrigins(NamedTuple):
     """The origins of the messages of a topic that a group has left to consume."""
 
     group: str
-    """The consumer group."""
     topic: str
-    """The topic."""
     lag: int
     """All of them."""
     looked_at: int

@@ -184,7 +184,6 @@ class HeldMessage(NamedTuple):
     """A message that a group has received and not acknowledged."""
 
     group: str
-    """The consumer group."""
     topic: str
     """The topic of the receive: one of producers, or the group's retry topic."""
     queue_id: int
@@ -409,7 +408,6 @@ class PopEvent(NamedTuple):
     """A receive or an acknowledgement of a message."""
 
     message: StoredMessage
-    """The message."""
     record: StoredMessage
     """The first record of it in the log."""
     content: PopCheckPoint | PopAcknowledgement

@@ -103,9 +103,7 @@ class Skip(NamedTuple):
     """A plan of a policy, or the record of a skip."""
 
     group: str
-    """The consumer group."""
     topic: str
-    """The topic."""
     policy: str
     """The text of the policy."""
     at_ms: int | None
@@ -125,9 +123,7 @@ class Replay(NamedTuple):
     """A plan of `replay`."""
 
     group: str
-    """The consumer group."""
     topic: str
-    """The topic."""
     starts: dict[int, int]
     """The queue offset of the group's first message, by queue id."""
     messages: int

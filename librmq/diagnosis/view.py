@@ -131,7 +131,6 @@ class TopicSummary(NamedTuple):
     """The messages of a topic."""
 
     topic: str
-    """Name of the topic."""
     kind: str
     """Its kind, as in `kind_of_topic`."""
     queues: int
@@ -169,7 +168,6 @@ class GroupSummary(NamedTuple):
     """The consumption of a group."""
 
     group: str
-    """The consumer group."""
     topics: list[str]
     """The topics in which it has progress."""
     lag: int | None

@@ -80,7 +80,6 @@ class FolderEntry(NamedTuple):
     size: int
     """Size in bytes, 0 for a folder."""
     is_folder: bool
-    """Whether it is a folder."""
     is_file: bool = True
     """Whether it is a regular file, or a link to one, and no pipe, socket or device."""
 

@@ -248,7 +248,6 @@ class PredicateCounts:
     """Counts of a predicate's calls; ``seconds`` is their total time, ``slowest`` the longest of them."""
 
     calls: int = 0
-    """Calls."""
     matched: int = 0
     """Calls with a true answer."""
     failed: int = 0

@@ -48,9 +48,7 @@ class Registration:
     """A group's filter on a topic."""
 
     topic: str
-    """The topic."""
     group: str
-    """The consumer group."""
     expression: str
     """The expression as the client sent it."""
     expression_type: str

@@ -33,9 +33,7 @@ class MessageQueue(NamedTuple):
     """One queue of a topic on one broker. Sorts as RocketMQ's ``MessageQueue``: strings by UTF-16 units."""
 
     topic: str
-    """The topic."""
     broker_name: str
-    """Name of the broker."""
     queue_id: int
     """Number of the queue at its broker, from 0."""
 
@@ -115,13 +113,11 @@ class Message:
     _delays: tuple[float | None, int | None] | None
     """`delay_s` and `deliver_at_ms`; None for the usual message, which has neither."""
     body: bytes
-    """Its body."""
     flag: int
     """32 bits for the application."""
     properties: dict[str, str]
     """Its properties as they are stored; tags and keys are among them."""
     topic: str
-    """Its topic."""
 
     def __init__(
         self,

@@ -77,7 +77,6 @@ class TopicDescription:
 
     name: str
     brokers: tuple[QueueData, ...]
-    """By name of the broker."""
 
     @property
     def kind(self) -> str:
@@ -134,7 +133,6 @@ class GroupSettings:
     """The settings of a consumer group at a broker."""
 
     name: str
-    """Name of the group."""
     retry_max_times: int
     """Redeliveries before a message becomes a dead letter."""
     retry_queues: int
@@ -213,7 +211,6 @@ class ConnectedClient:
     """A client that a broker knows from its heartbeats."""
 
     client_id: str
-    """Id of the client."""
     producer_groups: tuple[str, ...]
     """Sorted."""
     consumer_groups: tuple[str, ...]
@@ -230,7 +227,6 @@ class GroupConnections:
     """The running instances of a consumer group."""
 
     group: str
-    """Name of the group."""
     kind: str
     """``push`` or ``pull``."""
     model: MessageModel

@@ -227,7 +227,6 @@ def _list(counts: dict[int, int], length: int, first: int = 0) -> tuple[int, ...
 
 
 def _messages_of_producers(messages: DataFrame) -> DataFrame:
-    """Return the messages of producers."""
     topic = F.col("topic")
     return first_sends(messages).where(~topic.isin(*sorted(SYSTEM_TOPICS)) & ~topic.startswith(SYSTEM_PREFIX))
 

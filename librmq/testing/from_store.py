@@ -218,7 +218,6 @@ def _messages(view: StoreView, topic: str) -> list[StoredMessage]:
 
 
 def _progress(view: StoreView, topics: Collection[str], groups: GroupNames | None) -> dict[str, Progress]:
-    """Return the progress of each group by name."""
     if groups is None:
         _check_known(view, "all groups")
         return {group: None for group in view.groups if not is_own_group(group)}

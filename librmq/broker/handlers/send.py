@@ -490,7 +490,6 @@ class FirstSend(NamedTuple):
     """The place of a message that is sent again."""
 
     queue_id: int
-    """The queue that it is for."""
     result: AppendResult
 
 

@@ -262,7 +262,6 @@ class ReplicaMark(NamedTuple):
     """The master of a copy."""
 
     master: str
-    """Its name."""
     folder: str | None
     """The folder of its store; None if unknown."""
 

@@ -55,7 +55,6 @@ class Anomaly(NamedTuple):
     id: str | int | None
     """The message."""
     group: str | None
-    """The consumer group."""
     topic: str | None
     """The topic of the place; for a retry, the retry topic."""
     broker: str | None
@@ -160,7 +159,6 @@ class _Check:
         return Anomaly(kind, at_ms, message, group, topic, broker, queue_id, queue_offset, lines, what)
 
     def _of_delivery(self, kind: str, row: Delivery, events: Iterable[int], what: str) -> Anomaly:
-        """Return an anomaly of a delivery."""
         lines = [*events, row.line]
         return self._anomaly(kind, row.begin_ms, lines, what, message=row.id, group=row.group, place=row)
 

@@ -77,7 +77,6 @@ class DeliveryAttempt:
     message: StoredMessage
     """The delivered record; for a redelivery, the one in the group's retry topic."""
     group: str
-    """The consumer group."""
     process: str
     """The process of the listener."""
     began_ms: int
