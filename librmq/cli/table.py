@@ -28,6 +28,7 @@ _LONGEST_CELL: Final = 200
 _GAP: Final = 3
 """Cells between two columns."""
 _LEAST_TEXT: Final = 8
+_LEAST_BODY: Final = 18
 _NARROW: Final = 135
 _ON_ONE_LINE: Final = frozenset(("body", "stored", "when", "min", "max", "oldest", "due"))
 
@@ -98,8 +99,8 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("id", lambda row: row.get("dispatch_uniq_key") or row.get("msg_id")), "body",
     ],
     "shown, narrow": [
-        ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}"), ("offset", "queue_offset"),
-        ("stored", lambda row: str(_time("store_timestamp")(row))[:19]), ("tags", _property("TAGS")),
+        ("place", lambda row: f"{row.get('topic')}:{row.get('queue_id')}:{row.get('queue_offset')}"),
+        ("stored", lambda row: str(_time("store_timestamp")(row))[5:19]), ("tags", _property("TAGS")),
         ("keys", _property("KEYS")), "body",
     ],
     "lag, narrow": [
@@ -249,7 +250,8 @@ class Table:
             longest = max(line[at].cell_len for line in cells)
             word = max(rich.text.Text(word).cell_len for word in (title or " ").split(" "))
             is_whole = numbers[at] or (title in _ON_ONE_LINE and title != "body")
-            widths.append(max(word, longest if is_whole else min(longest, _LEAST_TEXT)))
+            least = _LEAST_BODY if title == "body" else _LEAST_TEXT
+            widths.append(max(word, longest if is_whole else min(longest, least)))
             ideal.append(max(longest, len(title)))
         left = self._console.width - sum(widths) - _GAP * len(titles)
         if left < 0:
