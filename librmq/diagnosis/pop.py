@@ -18,7 +18,11 @@
 A change of the invisible time is a new check point for one message, and an acknowledgement of the old one. An
 acknowledgement without a check point in front of it has no effect: the check point is done, or the broker had it only
 in memory (``enablePopBufferMerge``). Topics are those of the receive, so those of messages that came again are retry
-topics. The records of a broker with ``popConsumerKVServiceEnable`` are in RocksDB.
+topics. A broker with ``popConsumerKVServiceEnable`` has one record for each message in flight in RocksDB, in
+``kvStore/`` (`librmq.store.format.rocksdb`), and deletes it at the acknowledgement, or when it has stored the message
+again::
+
+    popTime, invisibleTime (ms), groupId, topicId, queueId, offset    topicId is the topic of the receive, as above
 
 Messages that are received in order have no records. The last receive from each queue is in a file::
 
@@ -43,7 +47,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from librmq.diagnosis.findings import Finding, Thresholds, grouped
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.errors import BodyCompressionError, CorruptionError, MalformedError, MessageIllegalError
+from librmq.errors import (
+    BodyCompressionError,
+    CorruptionError,
+    MalformedError,
+    MessageIllegalError,
+    MissingExtraError,
+)
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import RETRY_PREFIX, TIMER_TOPIC, receive_retry_topic, validate_topic
@@ -51,6 +61,7 @@ from librmq.runtime.event_log import counted
 from librmq.scheduling.timer_wheel import waiting_timers
 from librmq.store.format.broker_tables import ConfigTable
 from librmq.store.format.directory import CONFIG
+from librmq.store.format.rocksdb import is_database, opened_database, pop_records
 
 REVIVE_GROUP: Final = "CID_RMQ_SYS_REVIVE_GROUP"
 _CHECK_POINT: Final = "ck"
@@ -60,6 +71,8 @@ _MOST: Final = 32  # messages of a check point: the broker's bits have no more
 _LONGEST: Final = 255
 _INT32: Final = 1 << 31
 _INT64: Final = 1 << 63
+_CROWD: Final = 10_000
+"""This many messages that become visible in one millisecond are worth a finding."""
 _ROCKSDB: Final = "kvStore"
 _IN_ORDER: Final = os.path.join(CONFIG, "consumerOrderInfo.json")
 
@@ -195,9 +208,10 @@ class HeldMessage(NamedTuple):
     visible_ms: int
     """Time from which it is visible again: it is overdue from then on until the broker stores it in a retry topic."""
     physical_offset: int | None
-    """The place of the check point in the log; None for a message that was received in order.
+    """The place of the check point in the log; None for a message received in order, or with its record in RocksDB.
 
-    Lag counts such a message too, and it stays in its queue. It is in flight as long as it is invisible."""
+    Lag counts one that was received in order too, and it stays in its queue: in flight as long as it is invisible.
+    """
 
     @property
     def revived_topic(self) -> str:
@@ -281,6 +295,8 @@ def pop_holds(source: Source) -> PopHolds:
                     holds.unusable.append(row)
                 elif row.visible_ms > (view.now_ms or 0):
                     holds.held.append(row)
+            for row in _records_of_database(view):
+                (holds.unusable if isinstance(row, UnusableRecord) else holds.held).append(row)  # type: ignore[arg-type]
         holds.held.sort(key=lambda message: (message.visible_ms, message[:4]))
         return holds
 
@@ -349,6 +365,31 @@ def _receives_in_order(view: StoreView) -> Iterator[HeldMessage | UnusableRecord
                         yield message
             except MalformedError as error:
                 yield UnusableRecord(None, f"{_IN_ORDER}: {name!s:.80}: {error}")
+
+
+def _records_of_database(view: StoreView) -> Iterator[HeldMessage | UnusableRecord]:
+    """Yield the messages in flight that the broker keeps in RocksDB; nothing without the extra ``rocksdb``."""
+    folder = os.path.join(view.store.path, _ROCKSDB)
+    if not is_database(folder, view.store.files):
+        return
+    try:
+        for visible_ms, row in pop_records(folder, view.store.files):
+            try:
+                yield HeldMessage(
+                    _text("groupId", row.get("groupId")),
+                    _text("topicId", row.get("topicId")),
+                    _number("queueId", row.get("queueId"), _INT32),
+                    _number("offset", row.get("offset")),
+                    _number("popTime", row.get("popTime")),
+                    visible_ms,
+                    None,
+                )
+            except MalformedError as error:
+                yield UnusableRecord(None, f"{_ROCKSDB}: {error}")
+    except MissingExtraError:
+        return  # `pop_findings` reports it
+    except CorruptionError as error:
+        yield UnusableRecord(None, str(error))
 
 
 def _in_order(group: str, topic: str, queue_id: object, row: object) -> list[HeldMessage]:
@@ -467,10 +508,30 @@ def pop_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
              "lone_acknowledgements": holds.lone_acknowledgements},
             "librmq show STORE --topic rmq_sys_REVIVE_LOG_… shows them. What they are about is not in pending or lag.",
         )  # fmt: skip
-    if view.store.files.size(os.path.join(view.store.path, _ROCKSDB, "CURRENT")) is not None:
+    crowded = Counter((message.visible_ms, message.group) for message in holds.held)
+    for (visible_ms, group), messages in crowded.items():
+        if messages >= _CROWD:
+            yield Finding(
+                "crowded-pop-time", "info", f"group {group}",
+                f"{counted(messages, 'message')} of POP become visible again in one millisecond: the broker revives "
+                "them together, and later ones wait.",
+                {"messages": messages, "due_timestamp_ms": visible_ms},
+                "Acknowledge messages as they are handled, or receive fewer at once with different invisible times.",
+            )  # fmt: skip
+    folder = os.path.join(view.store.path, _ROCKSDB)
+    if is_database(folder, view.store.files) and (why := _unread(folder, view)) is not None:
         yield Finding(
             "unseen-pop-records", "info", f"store {view.store.path}",
-            "The broker keeps messages in flight in RocksDB (popConsumerKVServiceEnable), which librmq does not read.",
+            f"The broker keeps messages in flight in RocksDB (popConsumerKVServiceEnable), which was not read: {why}.",
             {"folder": _ROCKSDB},
             "Messages in flight are missing in pending, lag and story; RocketMQ's mqadmin exportPopRecord lists them.",
         )  # fmt: skip
+
+
+def _unread(folder: str, view: StoreView) -> str | None:
+    """Return why a database can't be read, None if it can."""
+    try:
+        with opened_database(folder, view.store.files):
+            return None
+    except (MissingExtraError, CorruptionError) as error:
+        return str(error)

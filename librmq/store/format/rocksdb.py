@@ -29,6 +29,7 @@ Mirrors ``RocksDBConsumerOffsetManager``, ``ConsumerOffsetManagerV2``, ``RocksDB
 from __future__ import annotations
 
 import os
+import re
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -47,6 +48,8 @@ DEFAULT_FAMILY: Final = "default"
 POP_FAMILY: Final = "popState"
 _TRIES: Final = 5
 """A broker that runs can replace files while they are linked."""
+_FILE: Final = re.compile(r"CURRENT|IDENTITY|(MANIFEST|OPTIONS)-[0-9]+|[0-9]+\.(sst|log|blob)")
+"""The files that are linked: a tool's own, such as ``rocksdict-config.json``, would be written through the link."""
 _V2_PREFIX: Final = struct.Struct(">BHB")
 _V2_VERSION: Final = struct.Struct(">qqq")
 _V2_DATA: Final = 2
@@ -125,8 +128,7 @@ def _link(folder: str, linked: str, files: Files) -> tuple[str, ...]:
     names = files.names(folder)
     for name in names:
         source, target = os.path.join(folder, name), os.path.join(linked, name)
-        size = files.size(source)
-        if name == "LOCK" or name.startswith("LOG") or size is None:
+        if not _FILE.fullmatch(name) or (size := files.size(source)) is None:
             continue
         if files.is_shared and name != "CURRENT" and hasattr(os, "symlink"):
             os.symlink(os.path.abspath(source), target)

@@ -32,6 +32,7 @@ from librmq.store.format.broker_tables import BrokerTables, compaction_note, is_
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import Reconciliation, Scope
+from librmq.store.recovery.rocksdb_check import compare_queues
 from librmq.store.recovery.state import missing_begin, read_closed_state
 
 _T = TypeVar("_T")
@@ -79,7 +80,7 @@ def verify(path: str | os.PathLike[str], config: StoreConfig | None = None, file
 def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | None = None) -> Verdict:
     """Check with these settings; ``writer`` names the process whose log can be ahead, if any.
 
-    Of a store that librmq only reads, only the log is checked.
+    Of a store that librmq only reads, only the log is checked, and queues in RocksDB if the extra ``rocksdb`` is there.
     """
     closed = writer is None and not has_abort(files, path)
     kind = directory.recognise(path, files)
@@ -88,7 +89,10 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
     damage = check.damage()
     notes = [UNKNOWABLE]
     if kind.derives_queues:
-        notes.append(f"this is {kind.value}: only its log was checked, because librmq reads no other file of it")
+        notes.append(
+            f"this is {kind.value}: only its log was checked{', and its queues in RocksDB' * check.has_compared}"
+        )
+        notes += check.notes
         notes.append(f"records of the log: {check.batches} batches with {check.inner} messages")
     for (topic, queue_id), count in sorted(check.left_out.items()):
         notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
@@ -119,6 +123,8 @@ class _StoreCheck:
     ) -> None:
         self.left_out: dict[QueueName, int] = {}
         self.batches = self.inner = 0
+        self.notes: list[str] = []
+        self.has_compared = False
         self._closed, self._written, self._log_only = closed, written, log_only
         self._path = path
         self._config = config
@@ -146,6 +152,9 @@ class _StoreCheck:
                 self._damages.append(Damage(place, at, "tail", what, behind))
         if self._log_only:
             self._batches(log)
+            levels = DelayLevels.parse(self._config.message_delay_level)
+            damages, self.notes, self.has_compared = compare_queues(self._path, log, levels, self._files)
+            self._damages += damages
             return self._damages
         if not self._written:
             self._first_files(log)
