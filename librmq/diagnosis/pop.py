@@ -509,13 +509,13 @@ def pop_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
             "librmq show STORE --topic rmq_sys_REVIVE_LOG_… shows them. What they are about is not in pending or lag.",
         )  # fmt: skip
     crowded = Counter((message.visible_ms, message.group) for message in holds.held)
-    for (visible_ms, group), messages in crowded.items():
-        if messages >= _CROWD:
+    for (visible_ms, group), together in crowded.items():
+        if together >= _CROWD:
             yield Finding(
                 "crowded-pop-time", "info", f"group {group}",
-                f"{counted(messages, 'message')} of POP become visible again in one millisecond: the broker revives "
+                f"{counted(together, 'message')} of POP become visible again in one millisecond: the broker revives "
                 "them together, and later ones wait.",
-                {"messages": messages, "due_timestamp_ms": visible_ms},
+                {"messages": together, "due_timestamp_ms": visible_ms},
                 "Acknowledge messages as they are handled, or receive fewer at once with different invisible times.",
             )  # fmt: skip
     folder = os.path.join(view.store.path, _ROCKSDB)
