@@ -108,6 +108,8 @@ class SendResult(NamedTuple):
     """The queue offset of the first message."""
     transaction_id: str | None = None
     """The id of the transaction; None outside of one."""
+    recall_handle: str | None = None
+    """By which a broker of 5.x over `connect` cancels a message with a delivery time; `Producer.cancel` uses it."""
 
 
 class SendContext(NamedTuple):
@@ -706,6 +708,7 @@ class Sender:
                     stored_queue,
                     response.queue_offset,
                     response.transaction_id,
+                    response.recall_handle,
                 ),
             )
             return stored

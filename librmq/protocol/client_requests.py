@@ -231,7 +231,7 @@ class SendBack(Request["SentBack | None"]):
 
 @value
 class CancelMessage(Request[CancelResult]):
-    """Cancel the delivery of a message that waits for its time. RocketMQ has no such request."""
+    """Cancel the delivery of a message that waits for its time. RocketMQ 4 has no such request."""
 
     message_id: str
     """Its unique id, or its offset id."""
@@ -239,6 +239,8 @@ class CancelMessage(Request[CancelResult]):
     """The topic that it was sent to; None searches all."""
     dry_run: bool = False
     """Whether only the answer is wanted."""
+    recall_handle: str | None = None
+    """What a broker of 5.x returned when it was sent, by which such a broker recalls it."""
 
 
 class SentMessage(Protocol):
@@ -254,6 +256,11 @@ class SentMessage(Protocol):
         """The queue that it is for."""
         ...
 
+    @property
+    def recall_handle(self) -> str | None:
+        """What a broker of 5.x recalls it by; None if it gave nothing."""
+        ...
+
 
 def cancel_request(sent: SentMessage) -> CancelMessage:
     """Return the request that cancels a message that was sent.
@@ -263,12 +270,12 @@ def cancel_request(sent: SentMessage) -> CancelMessage:
         TypeError: It is something else.
     """
     try:
-        message_id, topic = sent.message_id, sent.queue.topic
+        message_id, topic, handle = sent.message_id, sent.queue.topic, sent.recall_handle
     except AttributeError:
         raise wrong_kind("receipt", sent, "what send returned") from None
     if "," in message_id:
         raise MessageIllegalError(f"topic {topic!r}: a batch has no delay, so none of its messages can be cancelled")
-    return CancelMessage(message_id, topic)
+    return CancelMessage(message_id, topic, recall_handle=handle)
 
 
 @value
@@ -509,6 +516,8 @@ class SendResponse:
     offset_ids: tuple[str, ...]
     """The broker's ids, one for each message."""
     transaction_id: str | None = None
+    recall_handle: str | None = None
+    """Of a message with a delivery time at a broker of 5.x."""
 
 
 @value

@@ -25,7 +25,7 @@ from librmq import (
     StoreFullError,
 )
 from librmq.files import MemoryFiles
-from librmq.protocol import PullMessage, Receive, UpdateOffset
+from librmq.protocol import PullMessage, SendTogether, UpdateOffset
 from librmq.wire.remote import RemoteRoute
 from librmq.wire.remoting import RemotingServer, listen
 
@@ -196,8 +196,8 @@ def test_administration(served: Served) -> None:
 
 
 def test_what_a_broker_of_4x_lacks_is_said(route: RemoteRoute) -> None:
-    with pytest.raises(BrokerError, match=r"4\.x can't be asked for Receive"):
-        route.endpoint("broker-a").call(Receive("c", "g", "orders"))
+    with pytest.raises(BrokerError, match=r"4\.x can't be asked for SendTogether"):
+        route.endpoint("broker-a").call(SendTogether(()))
 
 
 def test_unknown_brokers_and_topics(route: RemoteRoute) -> None:

@@ -16,7 +16,6 @@ import librmq
 from librmq import (
     BrokerError,
     BrokerUnreachableError,
-    ConfigError,
     ConsumeFrom,
     DeliveredMessage,
     MessageModel,
@@ -294,11 +293,6 @@ def test_a_consumer_keeps_asking_for_a_missing_topic(served: Served, monkeypatch
             with librmq.Producer(served.broker, "shop") as producer:
                 producer.send("later", b"x")
             assert inbox.wait() == [b"x"]
-
-
-def test_a_simple_consumer_is_refused_when_it_is_made(served: Served) -> None:
-    with pytest.raises(ConfigError, match=r"have no receives with an invisible time.*: use PullConsumer"):
-        librmq.SimpleConsumer(served.route, "g")
 
 
 def test_unknown_topics_do_not_wait_for_an_answer(served: Served) -> None:

@@ -29,6 +29,7 @@ from librmq.protocol import (
     MEMBERSHIP,
     REPLICA_READS,
     Acknowledge,
+    CancelMessage,
     CancelReceive,
     ChangeInvisible,
     ChannelClosed,
@@ -70,6 +71,7 @@ from librmq.wire.remote.client_requests import ClientRequests
 from librmq.wire.remote.connection import Connections, Transport
 from librmq.wire.remote.heartbeats import join, leave
 from librmq.wire.remote.long_pulls import HeldReceives, LongPulls
+from librmq.wire.remote.pop import PopReceives
 from librmq.wire.remoting.bodies import group_clients_of, read_body, table_in
 from librmq.wire.remoting.codec import FORMS, SentFrame, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting.frames import Frame
@@ -130,6 +132,14 @@ class BrokerDelays(NamedTuple):
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
 _SENDS: Final = (SendMessage, SendBatch, SendReply)
+_BY_POP: Final[dict[type[Any], Callable[[PopReceives, Any], object]]] = {
+    Receive: PopReceives.receive,
+    CancelReceive: PopReceives.cancel,
+    Acknowledge: PopReceives.acknowledge,
+    ChangeInvisible: PopReceives.change,
+    ForwardToDeadLetters: PopReceives.forward,
+}
+_NO_FRAME: Final = Frame(0)
 _OF_RECEIVES: Final = (Acknowledge, ChangeInvisible, ForwardToDeadLetters)
 _NOT_SENT: Final = -1
 _REST_MS: Final = 3_000
@@ -177,11 +187,19 @@ class RemoteBroker:
         self.has_receives = False
         """Whether the broker is librmq's, which has receives with an invisible time."""
         self._receives = HeldReceives(name, self._of_client, timeout_s)
+        self._pops = PopReceives(name, runner.now_ms, self._ask_any, self._run_at_locked)
         self._requests = ClientRequests(name, self._beats.get, self._receives.notify, later, name_servers)
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s, self._run_at)
 
     def _run_at(self, call: Callable[[], None], due_ms: int) -> None:
         self._runner.wake(Step(f"{self.name} pulls again", lambda now_ms: call()), due_ms)
+
+    def _run_at_locked(self, call: Callable[[], None], due_ms: int) -> None:
+        with self._runner.lock:
+            self._run_at(call, due_ms)
+
+    def _ask_any(self, frame: Frame) -> Frame:
+        return self._ask(frame, self._connections.get(self.address))
 
     @property
     def clock(self) -> Clock:
@@ -212,6 +230,8 @@ class RemoteBroker:
         if (answers := ANSWERS.get(kind)) is not None:
             return cast("R", answers(self, request))
         form = FORMS.get(kind)
+        if kind is CancelMessage and not self.has_receives and cast("CancelMessage", request).recall_handle is not None:
+            return cast("R", self._pops.recall(cast("CancelMessage", request)))
         if form is None or kind is TopicGroups or (kind in _OF_RECEIVES and not self.has_receives):
             return cast("R", self._call_otherwise(request))
         frame = form.write(request)
@@ -463,6 +483,8 @@ class RemoteBroker:
         if self.has_receives and isinstance(request, CancelReceive):
             self._receives.cancel(request)
             return None
+        if (by_pop := _BY_POP.get(type(request))) is not None:
+            return self._read_result(lambda asked, _: by_pop(self._pops, asked), request, _NO_FRAME)
         if isinstance(request, GroupSubscriptions):
             return self._subscriptions(request)
         if isinstance(request, TopicGroups):

@@ -184,12 +184,6 @@ MOST_TOPICS: Final = 10_000
 """The topics whose routes are known; those asked for first are forgotten first, and asked for again when used."""
 
 
-_LACKS_RECEIVES: Final = (
-    "brokers of RocketMQ 4.x have no receives with an invisible time, so this route can't serve it: "
-    "use PullConsumer (poll, commit) or PushConsumer (a listener, with retries)"
-)
-
-
 class _Link:
     """A broker since its last reconnection: a new link shows clients that the broker may have forgotten them."""
 
@@ -266,7 +260,7 @@ class RemoteRoute(AdministeredRoute):
         """
         self.runner: Runner = runner
         self._own_host: str | None = None
-        self._lacks_receives = None if is_shared else _LACKS_RECEIVES
+        self._is_shared = is_shared
         self._later = later
         self._timeout_s = timeout_s
         self._at_close = at_close
@@ -318,11 +312,6 @@ class RemoteRoute(AdministeredRoute):
     def own_host(self) -> str | None:
         """This machine's address towards the cluster, with which the ids of clients begin."""
         return self._own_host
-
-    @property
-    def lacks_receives(self) -> str | None:
-        """Why a `SimpleConsumer` refuses the route, unless None."""
-        return self._lacks_receives
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name; empty if none does. An unknown topic is asked for.
@@ -493,7 +482,7 @@ class RemoteRoute(AdministeredRoute):
             self._timeout_s,
             self.name_servers.addresses,
         )
-        broker.has_receives = self.lacks_receives is None
+        broker.has_receives = self._is_shared
         return broker
 
     def _stored(self, topic: str) -> None:

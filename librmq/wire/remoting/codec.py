@@ -709,7 +709,11 @@ def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None)
     """Return the answer to a send; ``code`` and ``remark`` say why a stored reply could not be pushed."""
     status = response.status
     header = SentHeader(
-        ",".join(response.offset_ids), response.queue_id, response.queue_offset, response.transaction_id
+        ",".join(response.offset_ids),
+        response.queue_id,
+        response.queue_offset,
+        response.transaction_id,
+        recall_handle=response.recall_handle,
     )
     if remark is None and status is not SendStatus.SEND_OK:
         remark = status.name
@@ -766,7 +770,13 @@ def read_sent(answer: Frame) -> SendResponse:
     sent = from_fields(SentHeader, answer.fields)
     ids = tuple(sent.msg_id.split(","))
     return SendResponse(
-        status, sent.queue_id, sent.queue_offset, parse_offset_message_id(ids[0])[1], ids, sent.transaction_id
+        status,
+        sent.queue_id,
+        sent.queue_offset,
+        parse_offset_message_id(ids[0])[1],
+        ids,
+        sent.transaction_id,
+        sent.recall_handle,
     )
 
 

@@ -55,6 +55,7 @@ from librmq.wire.remoting.headers import (
     TimestampHeader,
 )
 from librmq.wire.remoting.known_headers import NUMBER, PLAIN_TEXT, HeaderPattern
+from librmq.wire.remoting.pop import PopRequests
 from librmq.wire.remoting.rates import Rates
 
 # ---- pulls, answered when there is a message or when the client's time is over
@@ -355,6 +356,7 @@ class ConsumerRequests:
             RequestCode.GET_EARLIEST_MSG_STORETIME: self._earliest,
             RequestCode.RECEIVE: receives.receive,
             RequestCode.CANCEL_RECEIVE: receives.cancel,
+            **PopRequests(broker).handlers,
             **served(None, UpdateOffset, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
             **served(broker.call, QueryOffset, ConsumerIds, LockQueues, UnlockQueues),
             **served(broker.call, QueueOffsetAt, MaxOffset, MinOffset),

@@ -34,6 +34,15 @@ MAX_HEADER: Final = 1 << 20
 """Most bytes in a header: thirty times the properties of a message, for those that JSON has to escape."""
 VERSION: Final = 401
 """The version of 4.9.4, which every answer carries."""
+_OF_5: Final = 412  # each release of 4.9 and 5 has two numbers, the first that of its snapshot
+
+
+def version_name(version: int) -> str:
+    """Return the release of RocketMQ that the number in a frame stands for, such as ``5.3.3``."""
+    release = 500 + (version - _OF_5) // 2
+    return ".".join(str(release)) if 490 <= release < 1000 else "4.8 or earlier"
+
+
 LANGUAGES: Final = (
     "JAVA", "CPP", "DOTNET", "PYTHON", "DELPHI", "ERLANG", "RUBY", "OTHER", "HTTP", "GO", "PHP", "OMS",
 )  # fmt: skip

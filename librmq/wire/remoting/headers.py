@@ -112,7 +112,11 @@ class RequestCode(enum.IntEnum):
     ADD_WRITE_PERM_OF_BROKER = 327
     GET_ALL_PRODUCER_INFO = 328
     DELETE_EXPIRED_COMMITLOG = 329
+    RECALL_MESSAGE = 370  # of 5.x, like POP
     GET_TOPIC_CONFIG = 351  # of 5.x, whose tools ask for it before a topic's statistics
+    POP_MESSAGE = 200_050
+    ACK_MESSAGE = 200_051
+    CHANGE_MESSAGE_INVISIBLETIME = 200_053
     # librmq's own, which 4.x lacks and 5.x has in another form, if at all
     RECEIVE = 31_001
     CANCEL_RECEIVE = 31_002
@@ -211,6 +215,8 @@ class SentHeader:
     transaction_id: str | None = None
     region: str = "DefaultRegion"
     is_traced: bool = True
+    recall_handle: str | None = None
+    """Of 5.x: recalls a message with a delivery time."""
 
 
 @value
@@ -654,6 +660,87 @@ class NewReceiptHeader:
     receipt: str
 
 
+# ---- POP and recall, of 5.x
+
+
+@value
+class PopHeader:
+    """A receive; queue -1 is any. ``poll_time`` is how long it may be held, in ms."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    max_msg_nums: int
+    invisible_time: int
+    poll_time: int
+    born_time: int
+    init_mode: int
+    exp_type: str | None = None
+    exp: str | None = None
+    order: bool = False
+    attempt_id: str | None = None
+
+
+@value
+class PoppedHeader:
+    """The answer; the offsets are lists of a topic's mark, a queue and numbers, see `librmq.wire.remoting.pop`."""
+
+    pop_time: int
+    invisible_time: int
+    revive_qid: int
+    rest_num: int
+    start_offset_info: str | None = None
+    msg_offset_info: str | None = None
+
+
+@value
+class PopAckHeader:
+    """An acknowledgement of one message."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    extra_info: str
+    offset: int
+
+
+@value
+class PopChangeHeader:
+    """A change of the invisible time of one message, in ms."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    extra_info: str
+    offset: int
+    invisible_time: int
+
+
+@value
+class PopChangedHeader:
+    """The new receive of a message whose invisible time was changed."""
+
+    pop_time: int
+    invisible_time: int
+    revive_qid: int
+
+
+@value
+class RecallHeader:
+    """A recall of a message with a delivery time."""
+
+    topic: str
+    recall_handle: str
+    producer_group: str | None = None
+
+
+@value
+class RecalledHeader:
+    """The unique id of the message."""
+
+    msg_id: str
+
+
 # ---- the table
 
 
@@ -724,6 +811,10 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.ADD_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, AddedTopicsHeader),
     RequestCode.RECEIVE: RequestForm(ReceiveHeader, ReceivedHeader),
     **dict.fromkeys((RequestCode.CANCEL_RECEIVE, RequestCode.NOTIFY_RECEIVE), RequestForm(HoldHeader)),
+    RequestCode.POP_MESSAGE: RequestForm(PopHeader, PoppedHeader),
+    RequestCode.ACK_MESSAGE: RequestForm(PopAckHeader),
+    RequestCode.CHANGE_MESSAGE_INVISIBLETIME: RequestForm(PopChangeHeader, PopChangedHeader),
+    RequestCode.RECALL_MESSAGE: RequestForm(RecallHeader, RecalledHeader),
     RequestCode.CHANGE_INVISIBLE: RequestForm(ReceiptHeader, NewReceiptHeader),
     RequestCode.FORWARD_TO_DEAD_LETTERS: RequestForm(ReceiptHeader),
 }

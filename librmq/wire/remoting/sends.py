@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Final
 
 from librmq.broker import Broker
@@ -21,6 +22,7 @@ from librmq.message.message import Message
 from librmq.message.properties import (
     PROPERTY_PUSH_REPLY_TIME,
     PROPERTY_REPLY_TO_CLIENT,
+    PROPERTY_UNIQUE_KEY,
     decode_properties,
     encode_properties,
 )
@@ -36,6 +38,7 @@ from librmq.protocol import (
     SendTogether,
 )
 from librmq.runtime.locks import Lock
+from librmq.scheduling.timer_config import DELIVER_MS
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting.codec import sent_reply
 from librmq.wire.remoting.frames import SMALL_NUMBERS, Frame, answer_form, framed, from_fields, to_fields
@@ -48,6 +51,7 @@ from librmq.wire.remoting.headers import (
     SentHeader,
 )
 from librmq.wire.remoting.known_headers import NUMBER, PLAIN_TEXT, TEXT, HeaderPattern, KnownFrame
+from librmq.wire.remoting.pop import recall_handle
 from librmq.wire.remoting.rates import Rates
 
 # ---- fast paths
@@ -93,6 +97,8 @@ def plain_answer(frame: Frame, response: SendResponse) -> bytes | None:
     """Return the answer to a request in JSON whose one message is stored, None for any other response."""
     ids = response.offset_ids
     if response.status is not _OK or frame.is_binary or len(ids) != 1 or response.transaction_id is not None:
+        return None
+    if response.recall_handle is not None:
         return None
     return framed((_FORM % (ids[0], response.queue_id, response.queue_offset, frame.opaque)).encode(), b"")
 
@@ -146,7 +152,7 @@ class Sends:
         """Store a message or a batch."""
         request = self.read_request(call)
         try:
-            return self.answer_send(call, call.call_broker(request))
+            return self.answer_send(call, self._with_handle(request, call.call_broker(request)))
         except RmqError as error:
             return _refused(call.channel, call.frame, error, call.header.topic)
 
@@ -175,6 +181,7 @@ class Sends:
             if isinstance(response, Exception):
                 answers.append((frame, _refused(channel, frame, response, topic)))
                 continue
+            response = self._with_handle(request, response)
             answer = plain_answer(frame, response)
             answers.append((frame, _answer(RemotingCall(channel, frame, None), response) if answer is None else answer))
             calls, messages, size = counts.get(topic, _NONE)
@@ -187,6 +194,16 @@ class Sends:
         if failed:
             self._rates.count("failed", "", now_ms, failed, 0, failed)
         return answers
+
+    def _with_handle(self, request: SendMessage | SendBatch, response: SendResponse) -> SendResponse:
+        """Add what recalls a message with a delivery time to the answer to its send."""
+        if not isinstance(request, SendMessage) or DELIVER_MS not in request.message.properties:
+            return response
+        properties, topic = request.message.properties, request.message.topic
+        deliver_ms, message_id = properties[DELIVER_MS], properties.get(PROPERTY_UNIQUE_KEY, "")
+        if not deliver_ms.isdecimal() or not message_id:
+            return response
+        return replace(response, recall_handle=recall_handle(topic, self._broker.name, int(deliver_ms), message_id))
 
     def _read_send(self, channel: Channel, frame: Frame) -> SendMessage | SendBatch:
         if isinstance(frame, KnownFrame):

@@ -1,0 +1,349 @@
+"""POP and recall, requests of RocketMQ 5: their frames in both directions, and the server's answers.
+
+::
+
+    POP_MESSAGE  group, topic, queue (-1: any), number, invisible time (ms)
+       answer    time of the receive, invisible time, revive queue; for each queue, by a mark of its topic (0 the topic
+                 itself, 1 and 2 the group's retry topic), the first queue offset and those of the messages; records
+    ACK_MESSAGE, CHANGE_MESSAGE_INVISIBLETIME
+                 group, topic of the record, queue, queue offset, and as ``extraInfo`` what names the receive
+    RECALL_MESSAGE  topic, and the handle in the answer to the send of a message with a delivery time
+
+A receipt has the nine fields that librmq's own receipts have (`librmq.broker.handlers.in_flight`); the first eight are
+``extraInfo``, which a record of a retry topic carries as its property ``POP_CK``. Mirrors ``PopMessageProcessor``,
+``AckMessageProcessor``, ``ChangeInvisibleTimeProcessor``, ``RecallMessageProcessor`` and ``ExtraInfoUtil`` of 5.3.3.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final, NamedTuple, Self
+
+from librmq.broker import Broker
+from librmq.errors import BrokerError, MalformedError
+from librmq.message.message import StoredMessage
+from librmq.message.properties import decode_properties, encode_properties
+from librmq.message.record import decode_record, encode_record
+from librmq.message.topics import receive_retry_topic
+from librmq.protocol import (
+    Acknowledge,
+    CancelMessage,
+    CancelResult,
+    ChangeInvisible,
+    Receive,
+    Received,
+    ReceiveResponse,
+    ResponseCode,
+    Subscription,
+)
+from librmq.wire.remoting.bodies import messages_of, records_body
+from librmq.wire.remoting.channels import Handlers, RemotingCall
+from librmq.wire.remoting.codec import check, frame_of
+from librmq.wire.remoting.frames import Frame, from_fields
+from librmq.wire.remoting.headers import (
+    PopAckHeader,
+    PopChangedHeader,
+    PopChangeHeader,
+    PopHeader,
+    PoppedHeader,
+    RecalledHeader,
+    RecallHeader,
+    RequestCode,
+)
+
+PROPERTY_POP_CK: Final = "POP_CK"
+_NOTHING: Final = (19, 209, 210)
+"""Answers without a message: not found, too many wait, waited long enough."""
+_NO_MESSAGE: Final = 208
+_ILLEGAL: Final = 604
+_ANY_QUEUE: Final = -1
+_FROM_FIRST: Final = 0
+_FIELDS: Final = 9
+
+
+class PopReceipt(NamedTuple):
+    """Names a delivery by POP, with the place of the record in the log."""
+
+    first_offset: int
+    received_ms: int
+    invisible_ms: int
+    revive_queue: int
+    retry: str
+    """``0`` for the topic itself, ``1`` for the group's retry topic, ``2`` for that of ``enableRetryTopicV2``."""
+    broker_name: str
+    queue_id: int
+    queue_offset: int
+    physical_offset: int = 0
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+    @property
+    def extra_info(self) -> str:
+        """The receipt in the form of 5.x, without the place in the log."""
+        return " ".join(map(str, self[:-1]))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a receipt; the place in the log may be missing.
+
+        Raises:
+            MalformedError: It is none.
+        """
+        head = text.split(" ", 5)
+        try:
+            first, received, invisible, revive, retry, rest = head
+            fields = rest.split(" ")
+            count = 3 if len(fields) > 3 and all(map(str.isdecimal, fields[-3:])) else 2
+            broker_name, numbers = " ".join(fields[:-count]), list(map(int, fields[-count:]))
+            if not broker_name or retry not in ("0", "1", "2"):
+                raise ValueError(text)
+            return cls(int(first), int(received), int(invisible), int(revive), retry, broker_name, *numbers)
+        except (ValueError, TypeError):
+            raise MalformedError(f"{text!r:.200} is no receipt of POP: pass one as it came") from None
+
+    def real_topic(self, group: str, topic: str) -> str:
+        """Return the topic that has the record."""
+        return topic if self.retry == "0" else receive_retry_topic(group, topic, v2=self.retry == "2")
+
+
+# ---- at the client
+
+
+def pop_frame(request: Receive, now_ms: int) -> Frame:
+    """Return the frame of a receive that is not held."""
+    subscription = request.subscription or Subscription(request.topic)
+    header = PopHeader(
+        request.group,
+        request.topic,
+        _ANY_QUEUE,
+        request.max_messages,
+        request.invisible_ms,
+        0,
+        now_ms,
+        _FROM_FIRST,
+        subscription.expression_type,
+        subscription.expression,
+        False,
+        request.attempt_id or None,
+    )
+    return frame_of(RequestCode.POP_MESSAGE, header)
+
+
+def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveResponse:
+    """Return the response in the answer to a receive.
+
+    Raises:
+        BrokerError: The receive was refused.
+        MalformedError: This is no such answer.
+    """
+    if answer.code in _NOTHING:
+        return ReceiveResponse()
+    header = from_fields(PoppedHeader, check(answer).fields)
+    first = {}
+    for part in filter(None, (header.start_offset_info or "").split(";")):
+        try:
+            retry, queue_id, offset = part.split(" ")
+            first[retry, int(queue_id)] = int(offset)
+        except ValueError:
+            raise MalformedError(f"startOffsetInfo: {part!r:.80}") from None
+    received = []
+    for message in messages_of(answer.body):
+        named = message.properties.get(PROPERTY_POP_CK)
+        if named is not None:
+            receipt = PopReceipt.parse(named)
+        else:
+            retry = _retry_of(request.group, request.topic, message.topic)
+            begin = first.get((retry, message.queue_id), message.queue_offset)
+            receipt = PopReceipt(
+                begin, header.pop_time, header.invisible_time, header.revive_qid, retry, broker_name,
+                message.queue_id, message.queue_offset,
+            )  # fmt: skip
+        receipt = receipt._replace(physical_offset=message.physical_offset)
+        visible_ms = receipt.received_ms + receipt.invisible_ms
+        received.append(Received(message, request.topic, str(receipt), message.reconsume_times + 1, visible_ms))
+    return ReceiveResponse(received)
+
+
+def _retry_of(group: str, topic: str, stored_topic: str) -> str:
+    if stored_topic == receive_retry_topic(group, topic):
+        return "1"
+    return "2" if stored_topic == receive_retry_topic(group, topic, v2=True) else "0"
+
+
+def ack_frame(group: str, topic: str, receipt: PopReceipt) -> Frame:
+    """Return the frame that acknowledges a message."""
+    real_topic = receipt.real_topic(group, topic)
+    header = PopAckHeader(group, real_topic, receipt.queue_id, receipt.extra_info, receipt.queue_offset)
+    return frame_of(RequestCode.ACK_MESSAGE, header)
+
+
+def read_acked(answer: Frame) -> bool:
+    """Return whether the receipt was valid.
+
+    Raises:
+        BrokerError: The request was refused.
+    """
+    if answer.code == _NO_MESSAGE:
+        return False
+    check(answer)
+    return True
+
+
+def change_frame(request: ChangeInvisible, receipt: PopReceipt) -> Frame:
+    """Return the frame that changes when a message is visible again."""
+    real_topic = receipt.real_topic(request.group, request.topic)
+    place = receipt.queue_id, receipt.extra_info, receipt.queue_offset
+    header = PopChangeHeader(request.group, real_topic, *place, request.invisible_ms)
+    return frame_of(RequestCode.CHANGE_MESSAGE_INVISIBLETIME, header)
+
+
+def read_changed(receipt: PopReceipt, answer: Frame) -> str:
+    """Return the new receipt.
+
+    Raises:
+        BrokerError: The request was refused.
+    """
+    header = from_fields(PopChangedHeader, check(answer).fields)
+    return str(
+        receipt._replace(
+            first_offset=receipt.queue_offset,
+            received_ms=header.pop_time,
+            invisible_ms=header.invisible_time,
+            revive_queue=header.revive_qid,
+        )
+    )
+
+
+def recall_frame(topic: str, handle: str) -> Frame:
+    """Return the frame that recalls a message."""
+    return frame_of(RequestCode.RECALL_MESSAGE, RecallHeader(topic, handle))
+
+
+def read_recalled(answer: Frame) -> CancelResult:
+    """Return whether a message was recalled; what the broker says of one that is due already is the reason.
+
+    Raises:
+        BrokerError: The broker has no recall, or forbids it.
+    """
+    if answer.code == _ILLEGAL:
+        return CancelResult(False, answer.remark or "recall failed")
+    check(answer)
+    return CancelResult(True, "recalled")
+
+
+# ---- at the server
+
+
+def recall_handle(topic: str, broker_name: str, deliver_ms: int, message_id: str) -> str:
+    """Return the text by which a message with a delivery time is recalled."""
+    return base64.urlsafe_b64encode(f"v1 {topic} {broker_name} {deliver_ms} {message_id}".encode()).decode()
+
+
+class PopRequests:
+    """Answers POP and recall by the broker's own receives and cancellation. Thread-safe.
+
+    A receive that finds nothing is answered at once, whatever its poll time.
+    """
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.handlers: Handlers = {
+            RequestCode.POP_MESSAGE: self._pop,
+            RequestCode.ACK_MESSAGE: self._acknowledge,
+            RequestCode.CHANGE_MESSAGE_INVISIBLETIME: self._change,
+            RequestCode.RECALL_MESSAGE: self._recall,
+        }
+
+    def _pop(self, call: RemotingCall) -> bytes:
+        header: PopHeader = call.header
+        subscription = Subscription(header.topic, header.exp or "*", header.exp_type or "TAG")
+        response = call.call_broker(
+            Receive(
+                "", header.consumer_group, header.topic, header.max_msg_nums, header.invisible_time, subscription,
+                header.attempt_id or "",
+            )
+        )  # fmt: skip
+        if not response.messages:
+            return call.answer(code=_NOTHING[-1], remark="no message")
+        receipts = [PopReceipt.parse(part.receipt) for part in response.messages]
+        first = receipts[0]
+        offsets: dict[tuple[str, int], list[int]] = {}
+        records = []
+        for part, receipt in zip(response.messages, receipts, strict=True):
+            offsets.setdefault((receipt.retry, receipt.queue_id), []).append(receipt.queue_offset)
+            is_like_first = receipt[1:4] == first[1:4] and receipt.retry == "0"
+            records.append(part.message if is_like_first else _with_receipt(part, receipt))
+        answer = PoppedHeader(
+            first.received_ms,
+            first.invisible_ms,
+            first.revive_queue,
+            0,
+            ";".join(f"{retry} {queue_id} {numbers[0]}" for (retry, queue_id), numbers in offsets.items()),
+            ";".join(
+                f"{retry} {queue_id} {','.join(map(str, numbers))}" for (retry, queue_id), numbers in offsets.items()
+            ),
+        )
+        return call.answer(answer, body=records_body(records))
+
+    def _acknowledge(self, call: RemotingCall) -> bytes:
+        header: PopAckHeader = call.header
+        topic, receipt = _named(header)
+        (is_valid,) = call.call_broker(Acknowledge(header.consumer_group, topic, (receipt,)))
+        return call.answer(code=0 if is_valid else _NO_MESSAGE, remark=None if is_valid else "no longer in flight")
+
+    def _change(self, call: RemotingCall) -> bytes:
+        header: PopChangeHeader = call.header
+        topic, receipt = _named(header)
+        changed = PopReceipt.parse(
+            call.call_broker(ChangeInvisible(header.consumer_group, topic, receipt, header.invisible_time))
+        )
+        return call.answer(PopChangedHeader(changed.received_ms, changed.invisible_ms, changed.revive_queue))
+
+    def _recall(self, call: RemotingCall) -> bytes:
+        header: RecallHeader = call.header
+        try:
+            parts = base64.urlsafe_b64decode(header.recall_handle.encode()).decode().split(" ")
+            version, topic, *_, message_id = parts
+        except ValueError:
+            version, topic, message_id = "", "", ""
+        if version != "v1" or topic != header.topic:
+            raise BrokerError(_ILLEGAL, f"recall failed, {header.recall_handle!r:.80} is no handle of {header.topic!r}")
+        result = self._broker.call(CancelMessage(message_id, topic))
+        if not result.cancelled:
+            return call.answer(code=_ILLEGAL, remark=f"recall failed: {result.why}")
+        return call.answer(RecalledHeader(message_id))
+
+
+def _with_receipt(part: Received, receipt: PopReceipt) -> StoredMessage:
+    """Return a message under the topic of the receive, with its receipt, as 5.x answers one of a retry topic."""
+    record = decode_record(part.message.raw)
+    properties = decode_properties(record.properties_raw) | {PROPERTY_POP_CK: receipt.extra_info}
+    return StoredMessage(
+        bytes(encode_record(replace(record, topic=part.topic, properties_raw=encode_properties(properties))))
+    )
+
+
+def _named(header: PopAckHeader | PopChangeHeader) -> tuple[str, str]:
+    """Return the topic of a receive, and the receipt."""
+    receipt = PopReceipt.parse(header.extra_info)
+    receipt = receipt._replace(queue_id=header.queue_id, queue_offset=header.offset)
+    topic = header.topic
+    for v2 in (False, True) if receipt.retry != "0" else ():
+        topic = topic.removeprefix(receive_retry_topic(header.consumer_group, "", v2=v2))
+    return topic, str(receipt)
+
+
+def unsupported(kind: str, broker_name: str, version: str) -> BrokerError:
+    """Return the error of a broker that does not know a request of RocketMQ 5."""
+    return BrokerError(
+        ResponseCode.REQUEST_CODE_NOT_SUPPORTED,
+        f"{broker_name} is a broker of RocketMQ {version}, which has no {kind}: see docs/connect.md",
+    )
+
+
+def all_of(receipts: Iterable[str]) -> list[PopReceipt]:
+    """Read receipts."""
+    return [PopReceipt.parse(text) for text in receipts]

@@ -1,0 +1,135 @@
+"""Receives with an invisible time, and recalls, over `librmq.connect` by the requests of RocketMQ 5."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import pytest
+
+import librmq
+from librmq import BrokerError
+from librmq.clock import SystemClock
+from librmq.errors import ReceiptError
+from librmq.wire.remoting.frames import Frame, answer_to
+from librmq.wire.remoting.headers import RequestCode
+from tests.wire.fake_servers import FakeServer
+from tests.wire.test_connect import Served
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    with made.stack:
+        made.broker.create_topic("orders", 2)
+        yield made
+
+
+def consumer_of(served: Served, **subscribed: str) -> librmq.SimpleConsumer:
+    consumer = librmq.SimpleConsumer(served.route, "g")
+    consumer.subscribe("orders", **subscribed)
+    return consumer
+
+
+def send(served: Served, *bodies: bytes, tags: str = "") -> None:
+    with librmq.Producer(served.route, "shop") as producer:
+        for body in bodies:
+            producer.send("orders", body, tags=tags)
+
+
+def test_messages_are_received_and_acknowledged_by_pop(served: Served) -> None:
+    send(served, b"a", b"b", b"c")
+    with consumer_of(served) as consumer:
+        received = consumer.receive(16, invisible=30, wait=0)
+        assert sorted(message.body for message in received) == [b"a", b"b", b"c"]
+        assert {message.attempt for message in received} == {1}
+        consumer.ack(*received)
+        assert consumer.receive(16, invisible=30, wait=0) == []
+    assert sum(served.broker.tables.progress()["g", "orders"].values()) == 3
+
+
+def test_a_filter_counts(served: Served) -> None:
+    send(served, b"no", tags="other")
+    send(served, b"yes", tags="wanted")
+    with consumer_of(served, tags="wanted") as consumer:
+        assert [message.body for message in consumer.receive(16, invisible=30, wait=0)] == [b"yes"]
+
+
+def test_a_wait_ends_with_a_message(served: Served) -> None:
+    with consumer_of(served) as consumer:
+        assert consumer.receive(1, invisible=30, wait=0) == []
+        send(served, b"later")
+        assert [message.body for message in consumer.receive(1, invisible=30, wait=10)] == [b"later"]
+
+
+def test_a_message_comes_again_after_its_time_was_changed(served: Served) -> None:
+    send(served, b"a")
+    with consumer_of(served) as consumer:
+        (first,) = consumer.receive(1, invisible=300, wait=0)
+        consumer.extend(first, 1)
+        (again,) = consumer.receive(1, invisible=300, wait=30)
+        assert (again.body, again.attempt, again.topic) == (b"a", 2, "orders")
+        with pytest.raises(ReceiptError):
+            consumer.extend(first, 10)
+        consumer.extend(again, 400)
+        consumer.ack(again)
+        assert consumer.receive(1, invisible=300, wait=0) == []
+
+
+def test_a_received_message_becomes_a_dead_letter(served: Served) -> None:
+    send(served, b"poison")
+    with consumer_of(served) as consumer:
+        (message,) = consumer.receive(1, invisible=300, wait=0)
+        consumer.dead_letter(message, "can't be read")
+    (letter,) = served.broker.dead_letters("g")
+    assert letter.body == b"poison"
+
+
+# ---- recall
+
+
+def in_an_hour() -> datetime:
+    return datetime.fromtimestamp(SystemClock().now_ms() / 1000 + 3600, UTC)
+
+
+@pytest.fixture
+def timed() -> Iterator[Served]:
+    made = Served()
+    with made.stack:
+        made.broker.create_topic("orders", 1)
+        yield made
+
+
+def test_a_message_with_a_delivery_time_is_recalled(timed: Served) -> None:
+    with librmq.Producer(timed.route, "shop") as producer:
+        sent = producer.send("orders", b"x", deliver_at=in_an_hour())
+        assert sent.recall_handle is not None
+        assert producer.cancel(sent).cancelled
+        assert producer.cancel(sent).cancelled, "a second time"
+    assert list(timed.broker.messages("orders")) == []
+
+
+def test_a_handle_of_another_topic_is_refused(timed: Served) -> None:
+    with librmq.Producer(timed.route, "shop") as producer:
+        sent = producer.send("orders", b"x", deliver_at=in_an_hour())
+    timed.broker.create_topic("others", 1)
+    frame = Frame(RequestCode.RECALL_MESSAGE, {"topic": "others", "recallHandle": str(sent.recall_handle)})
+    answer = timed.route.broker(timed.broker.name).request(frame)
+    assert (answer.code, "no handle of 'others'" in str(answer.remark)) == (604, True)
+
+
+# ---- brokers without these requests
+
+
+def test_a_broker_without_pop_is_named_with_its_version() -> None:
+    def answer(frame: Frame) -> Frame:
+        answered = answer_to(frame, 3, "request type not supported")
+        answered.version = 399  # of 4.9.3
+        return answered
+
+    broker = FakeServer(answer)
+    route = librmq.connect(broker.address)
+    with route, librmq.SimpleConsumer(route, "g") as consumer:
+        consumer.subscribe("orders")
+        with pytest.raises(BrokerError, match=r"is a broker of RocketMQ 4\.9\.3, which has no POP"):
+            consumer.receive(1, wait=0)
