@@ -46,6 +46,7 @@ from librmq.protocol import (
     SendStatus,
 )
 from librmq.protocol.client_requests import PendingSend
+from librmq.protocol.endpoint import SendsLater
 from librmq.runtime.event_log import EventLog
 
 # ---- settings
@@ -550,8 +551,7 @@ class Sender:
         queue = self.queue_of_try(queues)
         # Look the endpoint up only once, because a change of the route can clear the cache in between.
         endpoint = self._endpoints.get(queue.broker_name)
-        sends_later = getattr(endpoint, "sends_later", None) is endpoint
-        if endpoint is None or not sends_later:
+        if not isinstance(endpoint, SendsLater):
             return await self._send_in_thread(message, timeout_ms, queues, queue)
         sends, loop = self._loop_sends, asyncio.get_running_loop()
         if sends is None or sends.loop is not loop:

@@ -586,8 +586,8 @@ class PendingSend:
 class SendLater(Request[bool]):
     """Send messages, as `SendMessage` sends each, without waiting for their outcomes.
 
-    Only an endpoint whose attribute ``sends_later`` is itself answers this, so that one which only passes attributes
-    of another on gets each `SendMessage`. The answer is False, and nothing was sent, where that could wait.
+    Only a `SendsLater` answers this; a wrapper around one gets each `SendMessage`. The answer is False, and nothing was
+    sent, where that could wait.
     """
 
     __slots__ = ("ended", "explain", "give_up", "sends")

@@ -73,6 +73,15 @@ class Endpoint(Protocol):
         ...
 
 
+class SendsLater:
+    """Base class of endpoints that answer `SendLater`.
+
+    It is inherited and not an attribute, because a wrapper that passes attributes on would claim what it can't do.
+    """
+
+    __slots__ = ()
+
+
 @value
 class QueueData:
     """The queues of a topic in one broker."""

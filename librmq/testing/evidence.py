@@ -13,6 +13,7 @@ from librmq.broker import Broker
 from librmq.client.recorder import Recorder
 from librmq.clock import ManualClock
 from librmq.consumer.base import Consumer
+from librmq.consumer.push import PushConsumer
 from librmq.diagnosis.pending import open_halves
 from librmq.errors import CorruptionError, FilterSyntaxError, RmqError
 from librmq.filter import SQL92, SqlFilter, TagFilter
@@ -283,8 +284,9 @@ class Evidence:
     def _dropped(self) -> Iterator[str]:
         counts: dict[tuple[str, str], list[PredicateCounts]] = {}
         for consumer in self._consumers():
-            for topic, predicate in getattr(consumer, "predicates", ()):
-                counts.setdefault((consumer.group, topic), []).append(predicate.counts)
+            if isinstance(consumer, PushConsumer):
+                for topic, predicate in consumer.predicates:
+                    counts.setdefault((consumer.group, topic), []).append(predicate.counts)
         for (group, topic), of_group in counts.items():
             calls = sum(count.calls for count in of_group)
             if calls and group not in self._checked_groups and not any(count.matched for count in of_group):

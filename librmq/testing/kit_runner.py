@@ -277,8 +277,7 @@ class KitRunner(ManualRunner):
 
 def is_dead(turn: Turn) -> bool:
     """Return whether a turn belongs to a dead process."""
-    owner = getattr(turn, "owner", None)
-    return owner is not None and owner.dead
+    return isinstance(turn, Step | Work) and turn.owner is not None and turn.owner.dead
 
 
 async def _until_death(work: Work, coroutine: Coroutine[Any, Any, object]) -> object:

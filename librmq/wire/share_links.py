@@ -33,6 +33,7 @@ from librmq.protocol import (
     Request,
     UpdateOffset,
 )
+from librmq.protocol.endpoint import SendsLater
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import RequestNotSentError, dial_locally
@@ -78,11 +79,16 @@ def _register(owner: Endpoint, beats: Mapping[str, Heartbeat], gives_up: Callabl
 class SharedEndpoint:
     """The owner as an `Endpoint`. Another object after each reconnection shows clients that it may have lost them."""
 
-    __slots__ = ("call", "sends_later")
+    __slots__ = ("call",)
 
-    def __init__(self, call: Callable[[Request[Any]], Any], *, sends_later: bool = False) -> None:
+    def __init__(self, call: Callable[[Request[Any]], Any]) -> None:
         self.call = call
-        self.sends_later = self if sends_later else None
+
+
+class _PeerEndpoint(SharedEndpoint, SendsLater):
+    """The owner in another process, which is reached through a connection."""
+
+    __slots__ = ()
 
 
 class StoreOwner:
@@ -222,7 +228,7 @@ class StorePeer:
         link = self.route.endpoint(name)
         known_link = self._link
         if known_link is None or known_link[0] is not link:
-            known_link = self._link = link, SharedEndpoint(partial(call, link), sends_later=True)
+            known_link = self._link = link, _PeerEndpoint(partial(call, link))
         return known_link[1]
 
     def register(self, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:

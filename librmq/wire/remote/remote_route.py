@@ -22,7 +22,7 @@ from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
 from librmq.protocol import PERM_WRITE, Endpoint, QueueData, ResponseCode, SetGroup
-from librmq.protocol.endpoint import Watchers
+from librmq.protocol.endpoint import SendsLater, Watchers
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
@@ -184,15 +184,14 @@ MOST_TOPICS: Final = 10_000
 """The topics whose routes are known; those asked for first are forgotten first, and asked for again when used."""
 
 
-class _Link:
+class _Link(SendsLater):
     """A broker since its last reconnection: a new link shows clients that the broker may have forgotten them."""
 
-    __slots__ = ("call", "group", "sends_later")
+    __slots__ = ("call", "group")
 
     def __init__(self, group: BrokerGroup) -> None:
         self.group = group
         self.call = group.entry
-        self.sends_later = self
 
 
 class Notices:
