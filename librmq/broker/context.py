@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from librmq.broker.clients import Clients, QueueLocks
+from librmq.broker.clients import Clients
 from librmq.broker.config import BrokerConfig
 from librmq.broker.groups import Groups
 from librmq.broker.long_polling import HeldRequests
 from librmq.broker.offsets import Persistence, TableWriter
+from librmq.broker.queue_locks import QueueLocks
 from librmq.broker.topics import Topics, unlisted_topics
 from librmq.errors import (
     BrokerDiskFullError,
