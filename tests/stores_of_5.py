@@ -1,8 +1,8 @@
 """Make stores of RocketMQ 5 out of stores of 4.9, in the ways in which 5.x can keep queues outside of plain files.
 
-No broker of 5.x and no RocksDB takes part: the log stays as it is, queues are moved away, and a folder gets the file
-names of a RocksDB. librmq recognises such a folder by its names, and never opens its files. Batches and light queues
-are written as the sources of 5.3.3 say (``SendMessageProcessor``, ``BatchConsumeQueue``, ``LmqDispatch``).
+No broker of 5.x takes part: the log stays as it is, queues are moved away, and a folder gets an empty RocksDB, as if
+the broker had not flushed it, or only its file names, as if it were damaged. Batches and light queues are written as
+the sources of 5.3.3 say (``SendMessageProcessor``, ``BatchConsumeQueue``, ``LmqDispatch``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from librmq.commitlog import CommitLog
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.properties import decode_properties, encode_properties
 from librmq.message.record import INNER_BATCH, NEED_UNWRAP, Record, body_checksum, encode_record
+from tests.rocksdb_stores import write_database
 
 _DATABASE = {
     "CURRENT": b"MANIFEST-000005\n",
@@ -39,11 +40,12 @@ def keep_queues_elsewhere(store: Path, kind: str) -> None:
             file.write_bytes(data[:20] + bytes(len(data) - 20))
     elif kind != "beside files":
         shutil.rmtree(queues, ignore_errors=True)
-    add_database(store / "consumequeue_rocksdb" if kind == "in a folder of its own" else queues)
+    folder = store / "consumequeue_rocksdb" if kind == "in a folder of its own" else queues
+    write_database(folder, {"default": {}, "offset": {}})
 
 
 def add_database(folder: Path) -> None:
-    """Put the files of a RocksDB into a folder."""
+    """Put the files of a RocksDB into a folder, without a content that can be read."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in _DATABASE.items():
         (folder / name).write_bytes(data)

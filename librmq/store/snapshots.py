@@ -26,7 +26,6 @@ from librmq.config import StoreConfig, check_path
 from librmq.errors import (
     ConfigError,
     CorruptionError,
-    NotAStoreError,
     StoreError,
     StoreIOError,
     StoreLockedError,
@@ -48,6 +47,7 @@ from librmq.runtime.locks import critical
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.documents import JOB_NOTES_FOLDER, OWN_FOLDER
+from librmq.store.format.rocksdb import is_database
 from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import settle
@@ -111,7 +111,7 @@ def snapshot(
     check_path("path", path, "the folder of a store")
     check_path("target", target, "the folder of a new store")
     files, clock = files or DiskFiles(), clock or SystemClock()
-    _check_copyable(path, files)
+    kind = directory.check_kind(path, files)
     check_outside(path, target)
     config = config or directory.infer_config(path, files)
     keep_deleted = _is_whole(path, files)
@@ -119,18 +119,24 @@ def snapshot(
     with growing_store(target, files) as part:
         # Copied before the log's end is known, so that all messages behind progress and notes are in the log.
         _copy_progress(path, part, files)
+        if kind.value.startswith(directory.StoreKind.V5.value):
+            _copy_files_of_5(path, part, kind, files)
         # Index files that are full by now have no record behind the end.
         index = _listed(os.path.join(path, directory.INDEX), files)[:-1]
         log_end = end() if end is not None else _log_end(path, config, files, clock)
         copied, linked = _copy_log(path, part, config, log_end, copy, files)
-        for entry in index:
+        for entry in () if kind.derives_queues else index:
             _copy(path, part, os.path.join(directory.INDEX, entry.name), files)
-        for ext in (False, True):
+        for ext in () if kind.derives_queues else (False, True):
             for topic, queue_id in directory.list_queues(path, files, ext=ext):
                 folder = os.path.relpath(directory.queue_folder(path, topic, queue_id, ext=ext), path)
                 _copy_sequence(path, part, folder, files)
         copy_config(path, part, files, without=_PROGRESS)
-        begin, found_end, cuts = settle(part, config, files, clock, keep_deleted=keep_deleted)
+        cuts: Sequence[Damage] = ()
+        if kind.derives_queues:
+            begin, found_end = _check_log(part, config, files)
+        else:
+            begin, found_end, cuts = settle(part, config, files, clock, keep_deleted=keep_deleted)
         if found_end != log_end:
             file = os.path.join(
                 path, directory.COMMITLOG, file_name(found_end - found_end % config.commitlog_file_size)
@@ -220,10 +226,62 @@ def _flush_folders(folder: str, files: Files) -> None:
 # ------------------------------------------------------------------------------------------------------ the source
 
 
-def _check_copyable(path: str, files: Files) -> None:
-    kind = directory.check_kind(path, files)
-    if kind is not directory.StoreKind.V4 and not directory.is_4_with_timers(path, files):
-        raise NotAStoreError(f"{path}: {kind.value}, some of whose files a snapshot can't copy")
+_OF_5: Final = (
+    directory.TIMERWHEEL,  # before its log, so that the wheel leads to nothing that the copy lacks
+    directory.TIMERLOG,
+    directory.COMPACTION,
+    "brokerIdentity",
+    "epochFileCheckpoint",
+)
+"""Files and folders of a broker of 5.x that are copied as they are."""
+_OF_QUEUES: Final = (
+    directory.CONSUMEQUEUE,
+    directory.CONSUMEQUEUE_ROCKSDB,
+    directory.BATCHCONSUMEQUEUE,
+    directory.INDEX,
+    "kvStore",
+)
+"""The same where librmq derives queues from the log: a broker adds or cuts what does not fit the log when it starts."""
+
+
+def _copy_files_of_5(path: str, part: str, kind: directory.StoreKind, files: Files) -> None:
+    """Copy what a store of 5.x has beside the files of 4.9; databases of RocksDB as a whole."""
+    for name in (*_OF_5, *(_OF_QUEUES if kind.derives_queues else ())):
+        _copy_below(path, part, name, files)
+    for name in files.names(os.path.join(path, directory.CONFIG)):
+        if is_database(os.path.join(path, directory.CONFIG, name), files):
+            _copy_below(path, part, os.path.join(directory.CONFIG, name), files)
+
+
+def _copy_below(path: str, part: str, name: str, files: Files) -> None:
+    """Copy a file or a folder, again if a broker changed its names meanwhile: files of a database fit together."""
+    source, target = os.path.join(path, name), os.path.join(part, name)
+    if not files.is_folder(source):
+        if (size := files.size(source)) is not None:
+            if size:
+                _copy(path, part, name, files)
+            else:
+                files.write(target, b"")
+        return
+    for _ in range(_ATTEMPTS):
+        names = files.names(source)
+        if files.is_folder(target):
+            files.delete(target)
+        files.make_folder(target)
+        for below in names:
+            if below != directory.LOCK.upper():
+                _copy_below(path, part, os.path.join(name, below), files)
+        if names == files.names(source):
+            return
+    raise StoreIOError("copy", source, OSError(errno.EBUSY, "its files change too fast: try again, or stop the broker"))
+
+
+def _check_log(part: str, config: StoreConfig, files: Files) -> tuple[int, int]:
+    """Return begin and end of the log of a copy whose queues are derived from it; read it as a whole."""
+    folder = os.path.join(part, directory.COMMITLOG)
+    with CommitLog.open(folder, config.commitlog_file_size, files=files, writable=False) as log:
+        walk = log.walk(log.begin)
+        return log.begin, walk.physical_offset
 
 
 def _is_whole(path: str, files: Files) -> bool:
@@ -358,7 +416,7 @@ def copy_config(
     for entry in files.list(os.path.join(path, folder)):  # sorted by name
         name = os.path.join(folder, entry.name)
         if entry.is_folder:
-            if only is None:
+            if only is None and not is_database(os.path.join(path, name), files):
                 copy_config(path, part, files, name)
             continue
         if not entry.is_file:

@@ -58,7 +58,6 @@ CHANGING = (
     "reset STORE --group a --topic T --to end",
     "serve STORE --grpc 0",
     "skip STORE --group a --topic T --keep 1",
-    "snapshot STORE OUT",
     "topic create STORE orders",
 )
 STORES = ("store-basic", "store-crash", "store-tx", "clients-retry-dlq", "timer-5.3.3")
@@ -204,8 +203,7 @@ def test_a_broker_with_tables_in_rocksdb_keeps_them(shell: Shell, folder: str) -
     (shell.folder / "LINES").write_text("{}\n")
     for words in CHANGING:
         status, _, said = shell(*("store" if word == "STORE" else word for word in words.split()))
-        why = "a snapshot can't copy" if words.startswith("snapshot") else "topics, groups and progress in RocksDB"
-        assert (status, why in said) == (2, True), words
+        assert (status, "topics, groups and progress in RocksDB" in said) == (2, True), words
     assert state_of(shell.folder / "store") == before
     assert shell("verify", "store").status == 0
     file = max((shell.folder / "store" / "commitlog").iterdir())

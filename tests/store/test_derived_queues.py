@@ -25,7 +25,8 @@ from librmq.message.record import INNER_BATCH, Record, body_checksum, encode_rec
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from tests.budget import examples
-from tests.stores_of_5 import add_database, batch_record, write_log
+from tests.rocksdb_stores import write_database
+from tests.stores_of_5 import batch_record, write_log
 
 START_MS = 1_700_000_000_000
 SMALL = StoreConfig.broker(
@@ -105,7 +106,7 @@ def test_batches_and_light_queues_are_as_the_model_says(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         write_log(path, model.records, file_size)
-        add_database(path / "consumequeue_rocksdb")
+        write_database(path / "consumequeue_rocksdb", {"default": {}})
         assert verify(path).sound
         with MessageStore.open(path, read_only=True) as store:
             assert {name: queue.max_offset for name, queue in store.queues.items()} == {
@@ -161,7 +162,7 @@ def test_a_batch_that_cannot_be_opened_is_damage(tmp_path: Path, body: bytes, nu
     broken = replace(batch_record(Record(topic="T"), [BatchItem(b"x")]), body=body)
     broken = replace(broken, properties_raw=encode_properties({"INNER_NUM": number}))
     write_log(tmp_path, [broken, Record(topic="T", queue_offset=int(number), body=b"sound")])
-    add_database(tmp_path / "consumequeue")
+    write_database(tmp_path / "consumequeue", {"default": {}})
     (damage,) = verify(tmp_path).damage
     assert (damage.offset, what in damage.what) == (0, True)
     with MessageStore.open(tmp_path, read_only=True) as store:
@@ -182,7 +183,7 @@ def test_new_records_of_a_running_broker_are_seen(tmp_path: Path, has_database: 
     record = Record(topic="T", body=b"0", properties_raw=encode_properties({"KEYS": "k0"}))
     write_log(tmp_path, [batch_record(record, [BatchItem(b"0")] * 3) if begins_with_batch else record])
     if has_database:
-        add_database(tmp_path / "consumequeue")
+        write_database(tmp_path / "consumequeue", {"default": {}})
     lock = DiskFiles().lock(str(tmp_path / "lock"))
     try:
         with (
@@ -227,7 +228,7 @@ def test_records_out_of_their_count(tmp_path: Path) -> None:
             for number, at in enumerate(offsets)
         ]
         write_log(path, records)
-        add_database(path / "consumequeue")
+        write_database(path / "consumequeue", {"default": {}})
         with MessageStore.open(path, read_only=True) as store:
             queue = store.queues["T", 0]
             sizes = queue.entries()["size"].tolist()
@@ -297,7 +298,7 @@ def test_recovery_keeps_light_queues(drawn: list[tuple[str, int, list[bytes], li
 def test_a_log_file_of_another_length_is_never_empty(tmp_path: Path) -> None:
     """Without its log nothing is known of such a store, so no mode reads it as one without messages."""
     write_log(tmp_path, [Record(topic="T", queue_offset=at, body=bytes(200)) for at in range(40)], 4096)
-    add_database(tmp_path / "consumequeue")
+    write_database(tmp_path / "consumequeue", {"default": {}})
     file = min((tmp_path / "commitlog").iterdir())
     file.write_bytes(file.read_bytes()[:100])
     for mode in ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"):

@@ -56,6 +56,7 @@ CONSUMEQUEUE: Final = "consumequeue"
 CONSUMEQUEUE_EXT: Final = "consumequeue_ext"
 CONSUMEQUEUE_ROCKSDB: Final = "consumequeue_rocksdb"
 BATCHCONSUMEQUEUE: Final = "batchconsumequeue"
+COMPACTION: Final = "compaction"
 INDEX: Final = "index"
 CONFIG: Final = "config"
 CHECKPOINT: Final = "checkpoint"
@@ -68,7 +69,7 @@ TIMERWHEEL: Final = "timerwheel"
 _MADE_BY_5: Final = (
     TIMERLOG,
     TIMERWHEEL,
-    "compaction",
+    COMPACTION,
     "brokerIdentity",
     "epochFileCheckpoint",
     os.path.join(CONFIG, "timercheck"),
