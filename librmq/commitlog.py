@@ -105,7 +105,7 @@ class CommitLog(Closing, LogState):
         """Physical offset up to which blocks are allocated too, so that `append` only copies."""
         self._reserved = -1
         self._buffer: Buffer | None = None
-        self._making = Lock()  # of the next file, which another thread can make ahead
+        self._making = Lock()  # held while the next file is made, which another thread can do ahead
         self._prepared = -1  # up to this physical offset pages are ready
         self._flushed = -1  # up to this physical offset the last flush went
         self.found_end = LogEnd(self.end, None)
@@ -572,7 +572,8 @@ class CommitLog(Closing, LogState):
         while (start := sequence.start_of(at)) is not None:
             buffer = sequence.file(start).buffer
             items = self._items(buffer, start, at - start, self.file_size, True)
-            skip = None if on_record is not None else getattr(items, "skip", None)  # of the compiled core
+            # Only the compiled core's reader can skip.
+            skip = None if on_record is not None else getattr(items, "skip", None)
             try:
                 while True:
                     if skip is not None:

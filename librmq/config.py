@@ -52,7 +52,7 @@ __all__ = [
     "to_timestamp_ms",
 ]
 
-ENTRY_SIZE: Final = 20  # of a consume queue
+ENTRY_SIZE: Final = 20  # bytes of an entry of a consume queue
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB

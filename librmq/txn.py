@@ -185,7 +185,7 @@ class Transactions:
         """The last op message; final messages are before it."""
         op_queue = store.queue(OP_TOPIC, QUEUE)
         self._next_op = 0 if op_queue is None else op_queue.max_offset
-        self._recent: dict[int, _Recent] = {}  # by physical offset: the latest halves, which need not be read again
+        self._recent: dict[int, _Recent] = {}  # the latest halves by physical offset, which need not be read again
         self._repeated = RepeatedHalves(store)
 
     # ---------------------------------------------------------------------------------------------- prepare and end
@@ -280,7 +280,7 @@ class Transactions:
             return
         family = self._family(half)
         if self._is_delivered(family):
-            self._end_all(family)  # if the op message is missing
+            self._end_all(family)  # End every copy, in case its op message is missing.
             raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction was committed before")
         self._end_all(self._with_unindexed(family))
 

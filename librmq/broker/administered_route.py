@@ -470,7 +470,7 @@ class AdministeredRoute(Route, AsyncClosing):
             MessageIllegalError: The name of the topic or the group is invalid.
         """
         seconds = to_seconds("timeout", timeout, maximum=Seconds().maximum)
-        self.watch(lambda: None)()  # which a closed route refuses
+        self.watch(lambda: None)()  # a closed route refuses to be watched
         return _consume_topic(self, topic, group, tags, sql, seconds)
 
 

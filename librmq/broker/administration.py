@@ -87,7 +87,7 @@ class Administration:
         self._clients = context.clients
         self._locks = context.locks
         self._locks.noted_group = self._report_to_late_group
-        self._known_queues: dict[str, dict[str, int]] = {}  # by topic that grew and group: queues at its last lock
+        self._known_queues: dict[str, dict[str, int]] = {}  # queues at the last lock, by topic that grew and group
 
     def create_topic(self, request: CreateTopic) -> None:
         """Make or change a topic. Growth that breaks the order of keys for a group is logged."""
@@ -234,7 +234,7 @@ class Progress:
         if begin > 0:
             return None
         if not end or not store.counts_as_on_disk(store.log.begin):
-            return 0  # from the first message
+            return 0  # the group begins at the first message
         queue = store.queue(request.topic, request.queue_id)
         first = None if queue is None else queue.entry(0)
         return None if first is not None and store.counts_as_on_disk(first.physical_offset) else 0

@@ -171,7 +171,7 @@ class Broker(AdministeredRoute):
         Raises:
             ConfigError: The store has recorded another setting.
         """
-        is_copy = named.broker.replica_of is not None  # whose master keeps the promises
+        is_copy = named.broker.replica_of is not None  # a copy records no promises: its master keeps them
         recorded = Promises() if is_copy else Promises.read(path, files)
         if not changes:
             recorded.check_alone(path, named)

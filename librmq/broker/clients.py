@@ -67,7 +67,7 @@ class ConsumerGroup:
     @property
     def deciding_client(self) -> str | None:
         """The client whose maximum of redeliveries counts for the group: the one that set it last."""
-        latest_first = reversed(self.maximums)  # of equal times the last that joined
+        latest_first = reversed(self.maximums)  # of equal times, the client that joined last counts
         return max(latest_first, key=lambda client_id: self.maximums[client_id][0], default=None)
 
     @property
@@ -106,11 +106,11 @@ class Clients:
         self._held = held
         self._metrics = metrics
         self._filters_changed = filters_changed
-        self._differences: dict[str, str] = {}  # by group, as last logged
+        self._differences: dict[str, str] = {}  # differences by group, as last logged
         self._compared: dict[str, dict[str, dict[str, str]]] = {}  # the subscriptions of its members, by group
-        self._settings: dict[str, set[str]] = {}  # by group, those that were logged
+        self._settings: dict[str, set[str]] = {}  # settings by group that were logged
         self._awaits_members = False
-        self._answers_checks: dict[str, dict[str, bool]] = {}  # by producer group and client id, where the client says
+        self._answers_checks: dict[str, dict[str, bool]] = {}  # whether clients answer, by producer group and client id
         self._mixed: set[str] = set()  # producer groups of both kinds that were logged
 
     def register_client(self, request: Heartbeat) -> None:

@@ -269,7 +269,7 @@ def note_resent_in_log(store: MessageStore, group: str, now_ms: int) -> int:
         for copy in store.messages(topic, queue_id, store.queue_offset_at(topic, queue_id, since_ms))
         if not copy.reconsume_times and _ids(copy) in waiting
     ]
-    copies.sort(key=lambda copy: copy.physical_offset)  # of several letters, the first was sent first
+    copies.sort(key=lambda copy: copy.physical_offset)  # the first of several letters was sent first
     sent: list[StoredMessage] = []
     nameless = 0
     for copy in copies:

@@ -140,7 +140,7 @@ class Topics:
         """By name."""
         self.version = next(_versions)
         """Version of the topics, which a new or changed topic increases before its next message."""
-        self._lock = Lock()  # of the table: a replica copies topics without the runner's lock
+        self._lock = Lock()  # guards the table, because a replica copies topics without the runner's lock
         self._is_changed = False
 
     def add_unlisted(self, unlisted: Mapping[str, int]) -> None:

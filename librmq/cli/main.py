@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
             return _run(parse(words, commands))
         finally:
             sys.stdout.flush()
-    except SystemExit as left:  # from the argument parser
+    except SystemExit as left:  # the argument parser ends the program
         return left.code if isinstance(left.code, int) else BAD_INPUT
     except KeyboardInterrupt:
         complain("interrupted")
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None, commands: Mapping[str, Command]
     except BrokenPipeError:  # the reader has left
         _drop_output()
         return 0
-    except OSError as error:  # from standard input or output; errors of the store have another type
+    except OSError as error:  # standard input or output failed; errors of the store have another type
         _drop_output()
         complain(f"librmq: {error}")
         return BAD_INPUT
@@ -252,7 +252,7 @@ def _locate(arguments: argparse.Namespace) -> None:
         )
     if (
         arguments.url is not None and arguments.command.name != "export"
-    ):  # which reads URLs itself, and only what it needs
+    ):  # the command reads URLs itself, and only what it needs
         arguments.store = local_copy(arguments, arguments.url)
     elif arguments.url is None and not arguments.command.makes_store:
         arguments.store = locate(arguments.store)

@@ -119,7 +119,7 @@ class OwnerTables(BrokerTables):
         moved, self._moved = self._moved, {}
         for (topic, group, queue_id), queue_offset in moved.items():
             call(ResetGroup(group, topic, -1, queue_id=queue_id, queue_offset=queue_offset))
-        for key in self.offsets.rows.keys() - offsets.keys():  # of a new group, which has no instances
+        for key in self.offsets.rows.keys() - offsets.keys():  # the group is new, so it has no instances
             topic, _, group = key.rpartition("@")
             for queue_id, queue_offset in self.offsets.rows[key].items():
                 if (topic, group, queue_id) not in moved:

@@ -307,7 +307,7 @@ def end_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: rang
 
 def _times(store: MessageStore, queue: ConsumeQueue, begin: int, end: int) -> Iterator[tuple[int, Ints]]:
     """Yield blocks of the store times of a queue's messages, with the first queue offset of each."""
-    from librmq.diagnosis.group_lag import store_times  # which few selections need
+    from librmq.diagnosis.group_lag import store_times  # few selections need this import
 
     if begin < end:
         for at, block in queue.blocks(begin, end):

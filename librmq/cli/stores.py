@@ -387,7 +387,7 @@ def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfi
     from librmq.store import MessageStore
 
     with (
-        suppress(CorruptionError, NotAStoreError),  # of files that this command does not read
+        suppress(CorruptionError, NotAStoreError),  # this command does not read the damaged files
         MessageStore.open(arguments.store, config, read_only=True, files=files) as store,
     ):
         for damage in store.condition.damage:
@@ -429,7 +429,7 @@ def open_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
     from librmq.runtime.runner import ManualRunner
 
     files, config = files_and_config(arguments)
-    runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # whose time stands still
+    runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # time stands still for a command
     with Broker.open(arguments.store, runner=runner, files=files, store_config=config) as broker:
         yield broker
 

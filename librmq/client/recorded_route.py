@@ -43,7 +43,7 @@ class RecordedRoute(Route):
         self._endpoints: dict[str, _RecordedEndpoint] = {}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (what else the route offers)
-        if name == "_route":  # of a handle that was not made
+        if name == "_route":  # a copy of this object that was not initialized has no route to ask
             raise AttributeError(name)
         return getattr(self._route, name)
 
@@ -118,7 +118,7 @@ class HistoryFile(RecordedRoute, Closing):
         self._max_bytes = max_bytes
         self._size = 0
         self._lock = Lock()
-        self._open: dict[int, tuple[Event, int, int]] = {}  # by identity, with place and size in the file
+        self._open: dict[int, tuple[Event, int, int]] = {}  # events by identity, with place and size in the file
         try:
             self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (closed by `close`)
         except FileExistsError as error:

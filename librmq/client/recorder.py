@@ -101,11 +101,11 @@ class Recorder:
         self._groups: set[str] = set()
         self._committed: dict[tuple[str, str, str, int], int] = {}
         """The progress that a broker saved last, by group and queue."""
-        self._running: dict[int, tuple[Event, StoredMessage]] = {}  # by identity of the message
+        self._running: dict[int, tuple[Event, StoredMessage]] = {}  # deliveries by identity of the message
         self._returned: dict[int, int] = {}  # the end of such deliveries whose outcome is open
         self._earlier_attempts: dict[tuple[str, str], int] = {}
         """The attempts of other groups that a dead letter's record counts, by group that reads it and message."""
-        self._flights: dict[str, tuple[Event, int]] = {}  # of receives: by receipt, with the end of its time
+        self._flights: dict[str, tuple[Event, int]] = {}  # receives by receipt, with the end of their time
 
     def add_event(self, kind: str, /, **fields: object) -> Event:
         """Record an event."""
@@ -122,7 +122,7 @@ class Recorder:
         if isinstance(request, EndTransaction):
             return cast(R, self._end_transaction(process, request, call))
         if isinstance(request, Heartbeat):
-            for member in getattr(request.client, "members", list)():  # of a client that runs here
+            for member in getattr(request.client, "members", list)():  # only a client that runs here has members
                 if getattr(member, "recorder", self) is None:
                     member.recorder = self.for_consumer(process, member)
         if isinstance(request, CancelMessage):

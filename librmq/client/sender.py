@@ -437,7 +437,7 @@ class Sender:
         self._runner = self._client.runner
         self._now_ms = self._runner.now_ms
         self.latencies: BrokerLatencies | None = None
-        self._loop_sends: _LoopSends | None = None  # of the event loop that has sent last
+        self._loop_sends: _LoopSends | None = None  # sends of the event loop that has sent last
         self.configure(config)
         self._routes = routes
         self._topics, self._endpoints = routes.topics, routes.endpoints  # asked by every send

@@ -84,7 +84,7 @@ class StoredMaster:
         """
         self.path = os.fspath(path)
         self._files = files or DiskFiles()
-        self._last_tables: tuple[bytes, CopiedTables] | None = None  # with the digest of their files
+        self._last_tables: tuple[bytes, CopiedTables] | None = None  # tables with the digest of their files
         self._store = MessageStore.open(self.path, read_only=True, files=self._files, clock=clock or SystemClock())
         if not self._store.queues.has_files:
             raise NotAStoreError(
@@ -297,7 +297,7 @@ class Replica(Closing):
         self._first = described.begin
         self._copied_end = 0  # the copy has the log before this, on its device if its settings require it
         self._is_reached = True
-        self._tables_version = -1  # that of the last copy from this master
+        self._tables_version = -1  # the version of the last copy from this master
         self._is_held = self._is_send_waiting = self._are_tables_watched = self._has_tables = False
         self._step = Step(f"{described.name} replica follows", self._submit_follow, self)
         self._tables_step = Step(f"{described.name} replica copies tables", self._submit_tables, self)
@@ -638,7 +638,7 @@ class Replica(Closing):
         # Another copy may need the runner's lock, which the request's thread can hold.
         if waits and self._copying_tables.acquire(timeout=_LONGEST_WAIT_S):
             try:
-                is_copied = self._tables_version >= version  # by a copy for another request
+                is_copied = self._tables_version >= version  # a copy for another request may have come first
                 if is_copied or self._take_tables(CopyTables(replica=self._id, is_early=True)):
                     return True
             except (RmqError, OSError) as error:  # the request is answered; the next copy is tried soon

@@ -259,7 +259,7 @@ class SiteRouter:
                 except CapacityError as error:
                     _log.error("site %(site)s stays without a cluster: %(error)s", site=site, error=error)
                     continue
-                except Exception as error:  # from a client's factory, which must not keep other sites from switching
+                except Exception as error:  # A client's factory failed, which must not keep other sites from switching.
                     _log.error(
                         "site %(site)s: a client could not be rebuilt for cluster %(cluster)s: %(error)s",
                         site=site,

@@ -147,7 +147,7 @@ class PlannedStore(Closing):
     damage: list[Damage] = field(default_factory=list)
     _store: MessageStore | None = None
     _files: Files = field(default_factory=DiskFiles)
-    _pool: MappingPool = field(default_factory=lambda: MappingPool(_MAPPED_FILES))  # of the queues opened here
+    _pool: MappingPool = field(default_factory=lambda: MappingPool(_MAPPED_FILES))  # mappings of the queues opened here
     _opened: list[ConsumeQueue] = field(default_factory=list)
     _cut: Damage | None = None
     """Where a recovery would end the log, if it is read as recovered and opening has passed over the damage."""

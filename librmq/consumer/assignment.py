@@ -46,7 +46,8 @@ class ProcessQueue:
         """The number of messages that were taken and wait for a listener, so they count as waiting."""
         self._waiting: deque[StoredMessage] = deque()
         self._begun: dict[int, DeliveredMessage] = {}
-        self._bounds: deque[tuple[int, tuple[int, int]]] = deque()  # of each pull: last offset, (min, max) of its queue
+        # A row for each pull: last offset, (min, max) of its queue.
+        self._bounds: deque[tuple[int, tuple[int, int]]] = deque()
         self._largest = -1
 
     def __len__(self) -> int:

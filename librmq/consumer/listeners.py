@@ -170,7 +170,8 @@ class Listeners:
     """
 
     def __init__(self) -> None:
-        self._by_topic: dict[str, dict[str | None, Listener]] = {}  # by tag; None: all other messages of the topic
+        # Listeners by tag; None: all other messages of the topic.
+        self._by_topic: dict[str, dict[str | None, Listener]] = {}
         self.are_weighted = False
         """Whether they have different weights."""
 

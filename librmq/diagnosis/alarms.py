@@ -54,7 +54,7 @@ class Watch:
         self._lag: Lag | None = None
         self._moved_ms: dict[tuple[str, str], int] = {}  # time of a group's last consumption in a topic
         self._clients: dict[str, set[str]] = {}
-        self._retries: dict[tuple[str, int], int] = {}  # by topic and queue id: start of the next round
+        self._retries: dict[tuple[str, int], int] = {}  # start of the next round, by topic and queue id
         self._failing: set[str] = set()  # retry topics with messages that failed often
         self.dead = False
         """Whether it was stopped; its turns no longer run."""
@@ -182,7 +182,7 @@ class Watch:
         self._failing = set()
         for retry_topic, new in failing.items():
             group = group_of_retries(retry_topic, set(view.groups), view.topics)
-            latest: dict[str, StoredMessage] = {}  # of each message's copies
+            latest: dict[str, StoredMessage] = {}  # the latest copy of each message
             for message in [*new, *waiting_retries(view.store, view.tables, group, retry_topic)]:
                 if message.reconsume_times >= self._limits.retries:
                     latest[message.unique_key or message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID, "")] = message

@@ -16,7 +16,7 @@ from librmq.message.topics import DEAD_LETTER_PREFIX, retry_topic
 from librmq.runtime.event_log import counted
 from librmq.store.format.documents import LetterIdentity, letter_identity
 
-_CAUSES: Final = 5  # of a group and topic that have a finding each
+_CAUSES: Final = 5  # causes of a group and topic that get a finding each
 ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
 OF_A_LETTER: Final = frozenset((ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", PROPERTY_DEAD_LETTER_CAUSE))
 """Properties of a dead letter that its message did not have, besides reserved ones."""
@@ -129,7 +129,8 @@ def given_up(group: str, message: StoredMessage) -> GivenUpMessage:
 def origin_of(group: str, topic: str, properties: Mapping[str, str]) -> str:
     """Return the topic that a message of a group's topic of retries or dead letters was sent to."""
     origin = properties.get(PROPERTY_RETRY_TOPIC) or properties.get(ORIGIN_TOPIC) or topic
-    return origin.removeprefix(f"{retry_topic(group)}_")  # of a message that a client of 5.x received again
+    # A message that a client of 5.x received again has the retry topic's name.
+    return origin.removeprefix(f"{retry_topic(group)}_")
 
 
 # ------------------------------------------------------------------------------------------------------------ causes

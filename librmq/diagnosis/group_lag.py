@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------- store times of records
 
 UNKNOWN: Final = -1
-_PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # from the physical offset to the store time
+_PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # the fields from the physical offset to the store time
 
 Ints: TypeAlias = "npt.NDArray[np.int64]"
 _T = TypeVar("_T")
@@ -394,7 +394,8 @@ def _topic_progress(
 ) -> Iterator[TopicProgress]:
     """Yield the columns of a topic for each group that has progress in it, or in a deleted queue of it."""
     rows = sorted(zip(*queues, strict=True)) if queues else []
-    by_queue: list[tuple[list[int | None], list[int], list[int | None]]] = []  # with an item of each group
+    # A row for each queue, with an item for each group.
+    by_queue: list[tuple[list[int | None], list[int], list[int | None]]] = []
     for queue_id, begin, end in rows:
         offsets = [progress.get(queue_id) for progress in progresses.values()]
         starts, lags = unread_and_lags(offsets, repeat(begin, len(offsets)), repeat(end, len(offsets)))

@@ -154,7 +154,7 @@ def _is_consumed(message: StoredMessage) -> bool:
 
 
 def _log_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
-    waiting: dict[str | None, list[str]] = {}  # by unique id: the targets of undelivered delays
+    waiting: dict[str | None, list[str]] = {}  # targets of undelivered delays, by unique id
     seen: set[tuple[str, str]] = set()
     for message in records:
         topic, key = message.topic, message.unique_key

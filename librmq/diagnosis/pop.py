@@ -307,7 +307,8 @@ class _Receives:
     def __init__(self) -> None:
         self.holds = PopHolds()
         self._points: dict[tuple[ReceiveName, str], tuple[PopCheckPoint, int, set[int]]] = {}
-        self._broker_names: dict[ReceiveName, str] = {}  # of the first check point: some acknowledgements have none
+        # The first check point's broker name, because some acknowledgements have none.
+        self._broker_names: dict[ReceiveName, str] = {}
 
     def add_record(self, message: StoredMessage) -> None:
         place = message.physical_offset

@@ -140,7 +140,7 @@ class Scenario(NamedTuple):
 def estimate(consumption: Consumption) -> Estimate:
     """Return how long a backlog takes to drain."""
     shares, unowned = _shares(consumption)
-    inflow = consumption.stored_per_s / len(consumption.lags)  # of each queue
+    inflow = consumption.stored_per_s / len(consumption.lags)  # messages a second into each queue
     rates = [_rate(consumption, len(share)) for share in shares]
     rate, bound = sum(rates), "clients"
     limit = consumption.downstream_per_s

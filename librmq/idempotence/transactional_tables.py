@@ -214,7 +214,7 @@ class LocalTransactions:
                     link.commit()
                 else:
                     link.rollback()
-                    is_committed = self._read(link, transaction_id) == _COMMITTED  # by a commit in the block
+                    is_committed = self._read(link, transaction_id) == _COMMITTED  # the block itself may have committed
                     link.rollback()
                     (opened.unknown if is_committed else opened.rollback)()
             except Exception as error:

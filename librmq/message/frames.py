@@ -27,7 +27,7 @@ _HALF_REPLACED: Final = frozenset(
     for magic in MAGICS
     for count in (1, 2, 3)
 )
-_CHUNK: Final = 1 << 18  # that fits the cache of a processor's core
+_CHUNK: Final = 1 << 18  # a chunk that fits the cache of a processor's core
 
 LogItem = tuple[int, int, bytes | None]
 """An item of the log: physical offset, size, and the bytes of a record, or None for the blank of a file."""

@@ -68,7 +68,7 @@ class StoredMessage(StoredState):
     Readers of the log check records first. An attribute of an unchecked record can raise `RecordError`.
     """
 
-    __slots__: tuple[str, ...] = (  # with the core its base has them
+    __slots__: tuple[str, ...] = (  # with the core, its base class has the slots
         ("_frame", "_properties", "raw") if CORE.module is None else ()
     )
 

@@ -43,7 +43,8 @@ else:
             self.locked: Final = lock.locked
             self.__exit__: Final = lock.__exit__
             self._taking: Final = iter(lock.acquire, None)
-            for name in ("_acquire_restore", "_is_owned", "_release_save"):  # of a reentrant lock, for conditions
+            # A reentrant lock has them, and conditions call them.
+            for name in ("_acquire_restore", "_is_owned", "_release_save"):
                 if hasattr(lock, name):
                     setattr(self, name, getattr(lock, name))
 

@@ -60,7 +60,7 @@ class ThreadRunner(Runner):
         self._threads: list[threading.Thread] = []
         self._parked: list[Lock] = []  # the lock of each parked worker; the last one wakes first
         self._searching = 0
-        self._listener_names: dict[str, int] = {}  # of workers by name, while they are named after a group
+        self._listener_names: dict[str, int] = {}  # number of workers of each name, while they are named after a group
         self._is_worker_woken = False  # a woken worker is about to search
         self._workers = 0
         self._holder_searches = False  # one of these threads holds the lock, and searches again before it waits
@@ -68,7 +68,7 @@ class ThreadRunner(Runner):
         self._seen_ms = self.now_ms()  # time of the clock thread's last look
         self._begun = 0  # number of times that a worker began user code
         self._is_swift = False
-        self._is_watched = False  # by the clock thread
+        self._is_watched = False  # whether the clock thread watches the workers
         self._seen_begun = 0  # value of `_begun` at the clock thread's last look
         self._many_since = 0.0  # times at which the last `_MANY` began
         self._stopping = False

@@ -266,9 +266,10 @@ class CheckPass:
         self._end = 0 if queue is None else queue.max_offset  # its own copies wait for the next pass
         self._op_begin = self._op_end = self._next_op = progress(store, offsets, OP_TOPIC)
         self._op_by_half: dict[int, int] = {}  # op messages by half that were read and not used yet
-        self._halves_left: dict[int, int] = {}  # by op message: its unused halves, where they are several
+        self._halves_left: dict[int, int] = {}  # unused halves of each op message that names several
         self._used_ops: set[int] = set()  # used op messages from `_op_end` on
-        self._last_born_ms: int | None = None  # of the last op message in the last batch; None for an empty batch
+        # Born time of the last op message in the last batch; None for an empty batch.
+        self._last_born_ms: int | None = None
         self._missed = False
         if queue is not None:
             self._read_ops()

@@ -85,7 +85,7 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     refuse_unknown(options, READ_OPTIONS, "reading")
     values = _recognized(options, READ_OPTIONS)
     view = _choice(values, "view", ("messages", "queues", "log", "progress"), "messages")
-    if view == "progress":  # whose reader parses its own options
+    if view == "progress":  # The reader of this view parses its own options.
         raise ConfigError(
             "option view: progress is for reads with spark.read alone; here it is messages, queues or log"
         )

@@ -318,7 +318,7 @@ class Renumbering:
     """
 
     def __init__(self) -> None:
-        self._old: dict[tuple[str, int], array[int]] = {}  # by new queue offset
+        self._old: dict[tuple[str, int], array[int]] = {}  # old queue offsets by the new ones
         self._made_again: dict[tuple[str, int], int] = {}
         self._log_ends: dict[tuple[str, int], int] = {}
         self._halves: dict[tuple[int, int], int] = {}

@@ -336,7 +336,8 @@ class ReadOnlyView:
         is_brief = self._is_brief and not config.enable_consumequeue_ext
         parts = load(path, config, levels, overlay, self._clock, mode=mode, bitmap_of=bitmap_of, is_brief=is_brief)
         changed = overlay.changed_folders()
-        parts.log.sequence.writable = False  # from here on, so that scans release the pages that they have read
+        # Mark the log as read-only from here on, so that scans release the pages that they have read.
+        parts.log.sequence.writable = False
         parts.queues.differs = lambda name: directory.queue_folder(path, *name) in changed
         return parts
 

@@ -207,11 +207,11 @@ _ROUND_MS: Final = 10_000
 _BETWEEN_FILES_MS: Final = 100
 _UNSETTLED_MS: Final = 1_000  # as often as queues are flushed
 _HOUR_MS: Final = 3_600_000
-_HOURS_TRIED: Final = 72  # if summer time skips the hour, the next day has it
+_HOURS_TRIED: Final = 72  # summer time can skip an hour of a day, and the next day has it
 _NAMED: Final = 8  # queues in a warning
 DISK_CHECK_MS: Final = 10
 """Milliseconds between two looks at a disk that other programs fill."""
-_NEARLY_FULL: Final = 0.75  # of the total size
+_NEARLY_FULL: Final = 0.75  # as a fraction of the total size
 _LAST_MOMENT: Final = 253_370_764_800_000  # the year 9999; later events never happen
 
 _log = EventLog("librmq.store")

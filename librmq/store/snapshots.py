@@ -61,7 +61,7 @@ _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timer
 KEPT_CONFIG: Final = re.compile(r"(config|retention|settings)\.json")
 _OF_PLACES: Final = re.compile(r"(config|retention|settings|cancelled(-since)?|starts)\.json")
 """These and the tables with physical offsets, which a snapshot keeps."""
-_NOTE: Final = re.compile(r".*\.json")  # of a job whose records are in the log
+_NOTE: Final = re.compile(r".*\.json")  # the notes of a Spark job whose records are in the log
 
 
 class Snapshot(NamedTuple):

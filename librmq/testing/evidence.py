@@ -106,7 +106,7 @@ def _why_none_of(
     if subscriber.subscription.expression_type == SQL92:
         try:
             sql = SqlFilter(expression)
-        except FilterSyntaxError as error:  # of an official client; librmq's own clients refuse it
+        except FilterSyntaxError as error:  # only official clients send it; librmq's own refuse it
             return f"its filter {expression!r} is not valid, at character {error.position + 1:,}: {error.reason}"
         reasons = [(message, sql.explain(message.properties)) for message in messages]
         passing = [message for message, reason in reasons if reason.matches]

@@ -412,7 +412,7 @@ def moved_label(whole: StoreStart, part: StoreStart) -> Callable[[str], str]:
     The first messages of each queue are those of the store; what the test sends comes behind them.
     """
     kept = {message.physical_offset for message in part.messages}
-    ranks: dict[tuple[str, str], list[int]] = {}  # of each queue offset the offset among the kept messages
+    ranks: dict[tuple[str, str], list[int]] = {}  # each queue offset's rank among the kept messages
     for message in whole.messages:
         queue = ranks.setdefault((message.topic, str(message.queue_id)), [0])
         queue.append(queue[-1] + (message.physical_offset in kept))

@@ -166,7 +166,7 @@ class SharedBroker(AdministeredRoute):
         self._closing = threading.Event()
         self._watchers = Watchers()
         self._thread: threading.Thread | None = None
-        self._beats: dict[str, Heartbeat] = {}  # of clients that wait for an owner
+        self._beats: dict[str, Heartbeat] = {}  # heartbeats of clients that wait for an owner
         self._topics: dict[str, tuple[QueueData, ...]] = {}  # as the last owner had them
         self._was_peer = False
         self._error: RmqError = BrokerUnreachableError("this process is a forked child")

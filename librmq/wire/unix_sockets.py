@@ -169,7 +169,8 @@ def listen_as_owner(path: str, files: Files) -> tuple[socket.socket, list[str]]:
     """Return the owner's listening socket, and what to delete at its end. Under the lock of the folder."""
     folder = share_folder(path)
     place, beside = os.path.join(folder, "place"), os.path.join(folder, "owner")
-    delete_place([owner_socket(path), os.path.dirname(owner_socket(path)), place])  # of an owner that was killed
+    # An owner that was killed leaves its socket behind.
+    delete_place([owner_socket(path), os.path.dirname(owner_socket(path)), place])
     if len(os.fsencode(beside)) <= _MOST_BYTES:
         return listen_at(beside), [beside]
     elsewhere = tempfile.mkdtemp(prefix=_ELSEWHERE)

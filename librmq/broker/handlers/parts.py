@@ -253,7 +253,7 @@ class BrokerParts:
     def _groups_behind(self, request: GroupsBehind) -> tuple[str, ...]:
         """Return the queues with messages that a running group has not consumed."""
         behind = self.progress.behind()
-        if behind:  # by messages that no filter lets through, it may be
+        if behind:  # It may be behind only by messages that its filter lets through none of.
             self.context.held.answer_passed()
         return tuple(behind)
 

@@ -440,7 +440,8 @@ class SendHandler:
         took_ms, wait_s = now - self._stuck_since, self._longest_wait_s
         what = f"this send has waited {wait_s} s for other writes, as long as longest_wait_s allows"
         if took_ms > self._busy_after_ms:
-            wait_s = min(wait_s, CTRL_C_WAITS_S)  # if it was the process that paused, the write ends immediately
+            # If this process was paused and not the disk, the write ends immediately, so a short wait is enough.
+            wait_s = min(wait_s, CTRL_C_WAITS_S)
             what = f"another write has taken {took_ms} ms, longer than busy_after_s allows"
         if self._store.appender.lock.is_free_within(wait_s):
             return

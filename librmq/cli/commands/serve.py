@@ -460,7 +460,7 @@ class Control:
         control = self
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = _READ_S  # of a client that sends nothing
+            timeout = _READ_S  # seconds until a client that sends nothing is cut off
 
             def do_GET(self) -> None:
                 control._respond(self)

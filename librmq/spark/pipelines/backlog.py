@@ -194,7 +194,7 @@ def what_retention_frees(
         )
     )
     of_store = Window.partitionBy("store")
-    by_hours = by_file.select(  # by a window, because a join with their sums would read the log twice
+    by_hours = by_file.select(  # a window and no join with sums, which would read the log twice
         "*",
         F.max("last").over(of_store).alias("now"),
         F.max("begin").over(of_store).alias("written"),
@@ -397,7 +397,8 @@ def _group() -> Column:
 
 def _first_topic() -> Column:
     origin = F.coalesce(_property(PROPERTY_RETRY_TOPIC), _property(ORIGIN_TOPIC), F.col("topic"))
-    prefix = F.concat(F.lit(RETRY_PREFIX), _group(), F.lit("_"))  # of a message that a client of 5.x received again
+    # The prefix of a message that a client of 5.x received again.
+    prefix = F.concat(F.lit(RETRY_PREFIX), _group(), F.lit("_"))
     return F.when(F.startswith(origin, prefix), F.substr(origin, F.length(prefix) + 1)).otherwise(origin)
 
 

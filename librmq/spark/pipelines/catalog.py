@@ -78,7 +78,7 @@ class MessageRead:
         columns = f"{self.columns}, {CORRUPT} string"
         frame: DataFrame = spark.read.format("rocketmq").schema(columns).options(**options).load(list(paths))
         frame = frame.where(F.col(CORRUPT).isNotNull())
-        if self.first_sends_only:  # of some places the topic is not known
+        if self.first_sends_only:  # the topic of some places is not known
             frame = frame.where(F.col("topic").isNull() | is_first_send())
         return frame.select("store", F.col(CORRUPT).alias("reason"))
 

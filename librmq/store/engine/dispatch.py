@@ -356,7 +356,7 @@ _UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SCHEDULE_TOPIC.encode()
 _TAGS_KEPT: Final = 10_000
-_MOST_BYTES: Final = 1 << 22  # of records that are derived together
+_MOST_BYTES: Final = 1 << 22  # bytes of records that are derived together
 _PADDING: Final = 1 << 9  # bytes behind texts, more than a topic of a wrong length can reach beyond them
 
 
@@ -455,7 +455,8 @@ def _derive_in_arrays(data: bytes, begin: int, max_records: int, check_body: boo
     head, properties_at, tails_end = head[:count], properties_at[:count], tails_end[:count]
 
     topics = [tail[1 : 1 + size] for tail, size in zip(tails[:count], topic_sizes.tolist(), strict=False)]
-    numbers = defaultdict[tuple[bytes, int], int](itertools.count().__next__)  # of the queues
+    # A number for each queue, in order of appearance.
+    numbers = defaultdict[tuple[bytes, int], int](itertools.count().__next__)
     queue_of = np.array([numbers[name] for name in zip(topics, head["queue_id"].tolist(), strict=True)])
     by_queue = np.argsort(queue_of, kind="stable")
     counts = np.bincount(queue_of)

@@ -86,7 +86,7 @@ _OF_TIMERS: Final = (
 
 _QUEUE_IDS: Final = 1 << 31
 _MAX_FILE_SIZE: Final = 1 << 31
-_BLANK_SIZE: Final = 8  # that stay behind the last record of a log file
+_BLANK_SIZE: Final = 8  # bytes that stay behind the last record of a log file
 _MAX_SLOTS: Final = 1 << 29
 # This many queues, and this many files of a folder, suffice to find the length of files.
 _QUEUES_READ: Final = 64

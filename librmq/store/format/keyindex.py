@@ -304,7 +304,7 @@ class KeyIndex(Closing):
             tail.put_block(physical[begin:end], times[begin:end], hashes[begin:end])
             begin = end
         if keys and record_of_key[-1] < records - 1:
-            self._room()  # if the file is full now, the record after the last key needs a new one
+            self._room()  # If the file is full now, make the next one here, because the next record needs it.
 
     def _room(self) -> IndexFile:
         """Return the newest file, or a new one if it is full."""

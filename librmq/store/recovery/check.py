@@ -603,7 +603,7 @@ def find_flaw(file: IndexFile) -> tuple[int, str] | None:
             number = begin + int(wrong[0])
             actual, expected = int(entries["previous"][wrong[0]]), int(previous[wrong[0]])
             return file.entry_position(number) + 16, f"entry {number}: previous is {actual}, expected {expected}"
-        newest[slots[order]] = numbers[order]  # of equal slots the last one counts
+        newest[slots[order]] = numbers[order]  # the last entry of a slot counts
         file.release_pages(begin, begin + _BLOCK)
     table = file.slots()
     in_table = np.zeros_like(newest)

@@ -231,7 +231,7 @@ class Strays:
     """The records that do not fit the count of their queues, by queue offset."""
 
     def __init__(self) -> None:
-        self._strays: dict[int, dict[int, Stray]] = {}  # by queue offset and physical offset
+        self._strays: dict[int, dict[int, Stray]] = {}  # strays by queue offset and physical offset
 
     def add_stray(self, queue_offset: int, stray: Stray) -> None:
         """Note a record that can belong to another queue, at the same queue offset."""

@@ -39,7 +39,7 @@ _WORTH_PASSING: Final = 16 << 20
 """Bytes of covered records from which a brief view passes over them."""
 _QUEUES_ASKED: Final = 256
 """Most queues that are looked into for the last covered record."""
-_QUEUE_DIGITS: Final = 20  # of the names of files
+_QUEUE_DIGITS: Final = 20  # digits of a file's name
 _INDEX_DIGITS: Final = 17
 
 

@@ -112,7 +112,7 @@ class QueueCheck:
         self._next: int | None = None
         self._held: tuple[int, ExpectedEntry] | None = None
         self._compared_end = 0  # end in the log of the last record that `_compare` took
-        self._units: dict[int, ExpectedEntry] = {}  # of a queue with extension: by queue offset
+        self._units: dict[int, ExpectedEntry] = {}  # entries of a queue with extension, by queue offset
 
     @property
     def queue(self) -> ConsumeQueue:

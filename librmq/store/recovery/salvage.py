@@ -277,7 +277,7 @@ def keep_cut(path: str, log: CommitLog, physical_offset: int, size: int, why: st
     files.flush_folder(path)
     names = {entry.name for entry in files.list(parent)}
     for name in names:
-        if name.endswith(_PART):  # of a process that died
+        if name.endswith(_PART):  # a process died while it wrote this file
             files.delete(os.path.join(parent, name))
     while (name := f"{physical_offset:020d}-{now_ms}") in names:
         now_ms += 1

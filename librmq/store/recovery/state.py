@@ -334,7 +334,8 @@ class MarkWriter:
         self._path = path
         self._files = files
         self._parts = parts
-        self._is_used = not config.enable_consumequeue_ext  # whose files a mark would have to check too
+        # A mark would have to check extension files too, so stores with them have none.
+        self._is_used = not config.enable_consumequeue_ext
         self._begin = self._end = parts.log.begin
         self._is_written = False
 

@@ -229,7 +229,8 @@ def _test_of(kind: str, expression: str) -> Callable[[StoredMessage], bool]:
         return lambda message: sql.matches(message.properties)
     if expression in ("", "*"):
         return lambda message: True
-    tags = {tag.strip() for tag in expression.split("||")} - {""}  # by hand, because `TagFilter` is under test too
+    # Split by hand, because `TagFilter` is under test too.
+    tags = {tag.strip() for tag in expression.split("||")} - {""}
     return lambda message: message.tags in tags
 
 

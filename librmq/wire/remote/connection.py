@@ -833,7 +833,7 @@ class Connections:
         """Begin without connections, also in a forked child, where threads of the parent hold those of the parent."""
         self._lock = Lock()
         self._lines: dict[_Key, _Line] = {}
-        self._rests: dict[str, _Rest] = {}  # of addresses that could not be reached
+        self._rests: dict[str, _Rest] = {}  # pauses of addresses that could not be reached
 
     def get_open(self, address: str) -> Transport | None:
         """Return the connection to an address for requests without a client, if it is open."""

@@ -182,7 +182,8 @@ class RemoteBroker:
         self._beats: dict[str, Heartbeat] = {}
         self._knows: dict[str, Transport] = {}  # the connection on which the broker has a client's heartbeat
         self._delays: tuple[Transport, BrokerDelays] | None = None  # what it said on which connection
-        self._retries: dict[str, tuple[Transport, int | None]] = {}  # of groups, and on which connection it said so
+        # Retry limits that groups announced, and on which connection.
+        self._retries: dict[str, tuple[Transport, int | None]] = {}
         self._silent_until_ms = 0
         self.has_receives = False
         """Whether the broker is librmq's, which has receives with an invisible time."""
@@ -568,8 +569,8 @@ class BrokerGroup:
         self.name = name
         self._make = make
         self._members: dict[int, RemoteBroker] = {}
-        self._suggested: dict[tuple[str, int], int] = {}  # by topic and queue id
-        self._committed: dict[tuple[str, str, int], int] = {}  # by group, topic and queue id
+        self._suggested: dict[tuple[str, int], int] = {}  # suggested offsets by topic and queue id
+        self._committed: dict[tuple[str, str, int], int] = {}  # committed offsets by group, topic and queue id
 
     def __repr__(self) -> str:
         return f"<BrokerGroup {self.name}: {self._members}>"

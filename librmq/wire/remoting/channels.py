@@ -92,7 +92,8 @@ class Channel:
         """
         self._stream = FrameSocket(connected)
         self.peer = peer
-        self.is_local = connected.family not in (socket.AF_INET, socket.AF_INET6)  # of a shared store
+        # Whether it is a socket of a shared store.
+        self.is_local = connected.family not in (socket.AF_INET, socket.AF_INET6)
         self.own = own_host
         self.broker_address = advertise or format_host(own_host)
         self.endpoint = endpoint

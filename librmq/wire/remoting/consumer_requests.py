@@ -371,7 +371,8 @@ class ConsumerRequests:
     def _unregister(self, call: RemotingCall) -> bytes:
         header: LeavingClientHeader = call.header
         if header.consumer_group:
-            self._pulls.drop_pulls(call.channel, header.consumer_group)  # if it asked again, it would be refused
+            # End the held pulls now: the client would be refused if it asked again.
+            self._pulls.drop_pulls(call.channel, header.consumer_group)
         self._sessions.remove_client(call.channel, header.client_id, header.producer_group, header.consumer_group)
         return call.answer()
 
