@@ -415,6 +415,17 @@ def report_cut(arguments: argparse.Namespace, damage: Damage) -> None:
     complain(f"librmq {arguments.command.name}: {arguments.store}: {what}")
 
 
+def report_checksum(arguments: argparse.Namespace, physical_offset: int) -> None:
+    """Report once that a printed message has another body than its checksum says."""
+    reported = vars(arguments).setdefault("is_cut_short", set())
+    if "checksum" not in reported:
+        reported.add("checksum")
+        complain(
+            f"librmq {arguments.command.name}: {arguments.store}: the body at {physical_offset} does not match its "
+            "checksum (crc_ok is false): librmq verify lists the damage"
+        )
+
+
 # ---- a store to change
 
 

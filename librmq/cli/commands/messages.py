@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli.output import DAMAGED, Output, ProgressBar, complain
-from librmq.cli.rows import blank_row, message_row, shown_row
+from librmq.cli.rows import Row, blank_row, message_row, shown_row
 from librmq.cli.selection import (
     MessageQuery,
     age_clock,
@@ -23,7 +23,7 @@ from librmq.cli.selection import (
     select,
     user_queue,
 )
-from librmq.cli.stores import check_queues, files_and_config, open_source, open_store, report_cut
+from librmq.cli.stores import check_queues, files_and_config, open_source, open_store, report_checksum, report_cut
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -154,11 +154,18 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     with open_source(arguments) as view:
         messages = selection.select_from(view.store) if isinstance(view, StoreView) else view.selected(selection)
         for message in messages:
-            output.row(shown_row(message, view.levels, arguments.body))
+            _print_checked(arguments, output, shown_row(message, view.levels, arguments.body))
         if not output.rows and selection.topic is not None:
             note_topic(selection.topic, view.topics, output)
     _note_unknown(selection, output)
     return 0
+
+
+def _print_checked(arguments: argparse.Namespace, output: Output, row: Row) -> None:
+    """Print the row of a message; one whose body does not match its checksum makes the answer a short one."""
+    output.row(row)
+    if not row["crc_ok"]:
+        report_checksum(arguments, row["phys"])
 
 
 def _show_log(arguments: argparse.Namespace, selection: MessageQuery, output: Output) -> None:
@@ -227,12 +234,12 @@ def tail(arguments: argparse.Namespace, output: Output) -> int:
     with open_store(arguments) as store:
         end = store.log.end
         for message in _last(store, selection, count, everything=arguments.all):
-            output.row(shown_row(message, store.levels, arguments.body))
+            _print_checked(arguments, output, shown_row(message, store.levels, arguments.body))
         note_topic_of(store, selection.topic, output)
         if arguments.follow:
             output.draw()
             for message in _following(store, selection, end, SystemClock(), everything=arguments.all):
-                output.row(shown_row(message, store.levels, arguments.body))
+                _print_checked(arguments, output, shown_row(message, store.levels, arguments.body))
                 output.draw()
     return 0
 
@@ -304,7 +311,7 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
         end = _LAST if arguments.end is None else parse_time(arguments.end, clock)
         with open_store(arguments) as store:
             messages = store.find_by_key(arguments.topic, arguments.key, begin, end, arguments.max, exact=False)
-            _print_messages(store, messages, output)
+            _print_messages(arguments, store, messages, output)
             if len(messages) >= arguments.max:
                 complain(f"note: {len(messages)} messages, as many as --max allows; there may be more")
             if output.is_on_terminal:  # programs get no line if nothing is found
@@ -312,10 +319,12 @@ def query(arguments: argparse.Namespace, output: Output) -> int:
     else:
         check_id(arguments.id)
         with open_store(arguments) as store:
-            _print_messages(store, store.find_by_id(arguments.id), output)
+            _print_messages(arguments, store, store.find_by_id(arguments.id), output)
     return 0
 
 
-def _print_messages(store: MessageStore, messages: list[StoredMessage], output: Output) -> None:
+def _print_messages(
+    arguments: argparse.Namespace, store: MessageStore, messages: list[StoredMessage], output: Output
+) -> None:
     for message in messages:
-        output.row(message_row(message, store.levels))
+        _print_checked(arguments, output, message_row(message, store.levels))

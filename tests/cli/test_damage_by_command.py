@@ -1,0 +1,291 @@
+"""What each reading command answers to a store that is not whole, compared with a parser of its own.
+
+The table of the answers is that of ``docs/store.md``: ``LIBRMQ_WRITE_TABLE=1`` writes it there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from librmq import Broker, ManualClock, ManualRunner, Message, Producer, StoreConfig
+from librmq.columns import reader
+from librmq.errors import RmqError
+from tests.cli.stand import Shell
+from tests.log_parser import parse
+from tests.reference import CHECKOUT
+
+SIZE = 4096
+MESSAGES = 40
+ALL = MESSAGES + 3
+PAGE = CHECKOUT / "docs" / "store.md"
+_MARKED = re.compile(r"(<!-- damage by command -->\n).*?(\n\n(?=\S))", re.DOTALL)
+
+COMMANDS = {
+    "topics": "topics s", "stats": "stats s", "queues": "queues s", "queue": "queue s T 0", "count": "count s",
+    "groups": "groups s", "lag": "lag s", "progress": "progress s",
+    "expiring": "expiring s --reserved 1h --within 1h",
+    "whatif": "whatif s --group G --topic T --handler 20ms", "pending": "pending s", "dead-letters": "dead-letters s",
+    "show": "show s", "tail": "tail s -n 1000 --all", "dump": "dump s", "query": "query s --topic T --key k7",
+    "story": "story s k7", "export": "export s -o out.jsonl", "traces": "traces s",
+    "diagnose": "diagnose s --no-verify", "verify": "verify s",
+}  # fmt: skip
+
+
+def logs(path: Path) -> list[Path]:
+    return sorted(file for file in (path / "commitlog").iterdir() if any(file.read_bytes()))
+
+
+def entries(path: Path) -> list[Path]:
+    return sorted((path / "consumequeue" / "T" / "0").iterdir())
+
+
+def patch(file: Path, at: int, data: bytes) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(data)
+
+
+def record(path: Path, number: int) -> tuple[Path, int, int]:
+    """Return the file, the place in it, and the size of a record."""
+    parsed = parse(path).kept[number]
+    file = next(file for file in reversed(logs(path)) if int(file.name) <= parsed.at)
+    return file, parsed.at - int(file.name), parsed.size
+
+
+def zero(path: Path, number: int, keep: int = 0) -> None:
+    file, at, size = record(path, number)
+    patch(file, at + keep, bytes(size - keep))
+
+
+def killed(path: Path) -> None:
+    (path / "abort").touch()
+    shutil.rmtree(path / "librmq")
+    patch(path / "checkpoint", 0, bytes(24))
+
+
+def both(*steps: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        for step in steps:
+            step(path)
+
+    return damage
+
+
+def flip_body(path: Path) -> None:
+    file, at, _ = record(path, MESSAGES // 2)
+    patch(file, at + 90, b"\xff")
+
+
+def garbage_behind(path: Path) -> None:
+    last = parse(path).kept[-1]
+    file = logs(path)[-1]
+    patch(file, last.at + last.size - int(file.name), b"\x00\x00\x01garbage")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "none": lambda path: None,
+    "killed, nothing damaged": killed,
+    "killed, the last record half written": both(lambda path: zero(path, -1, 60), killed),
+    "killed, other bytes behind the end": both(garbage_behind, killed),
+    "killed, a last log file of length zero": both(
+        lambda path: (path / "commitlog" / f"{1 << 20:020}").touch(), killed
+    ),
+    "killed, a record in the middle lost": both(lambda path: zero(path, MESSAGES // 2), killed),
+    "closed, the last record lost": lambda path: zero(path, -1),
+    "closed, a record in the middle lost": lambda path: zero(path, MESSAGES // 2),
+    "closed, one byte of a body changed": flip_body,
+    "the first log file missing": lambda path: logs(path)[0].unlink(),
+    "a log file in the middle missing": lambda path: logs(path)[1].unlink(),
+    "the last log file missing": lambda path: logs(path)[-1].unlink(),
+    "a log file cut to 100 bytes": lambda path: os.truncate(logs(path)[1], 100),
+    "a foreign file in the log": lambda path: (path / "commitlog" / "notes").write_text("x"),
+    "the last file of a queue missing": lambda path: entries(path)[-1].unlink(),
+    "the folder of a queue missing": lambda path: shutil.rmtree(path / "consumequeue" / "T" / "0"),
+    "a queue file cut to 10 bytes": lambda path: os.truncate(entries(path)[0], 10),
+    "an entry that leads elsewhere": lambda path: patch(entries(path)[0], 60, (5).to_bytes(8, "big")),
+    "an index file missing": lambda path: sorted((path / "index").iterdir())[0].unlink(),
+    "an index file with an impossible header": lambda path: patch(
+        sorted((path / "index").iterdir())[0], 0, b"\xff" * 40
+    ),
+    "no checkpoint": lambda path: (path / "checkpoint").unlink(),
+    "a checkpoint of 10 bytes": lambda path: os.truncate(path / "checkpoint", 10),
+    "progress unreadable, with a backup": lambda path: _break(path, "consumerOffset.json", has_backup=True),
+    "progress unreadable, without a backup": lambda path: _break(path, "consumerOffset.json", has_backup=False),
+    "topics unreadable, without a backup": lambda path: _break(path, "topics.json", has_backup=False),
+}
+
+
+def _break(path: Path, name: str, *, has_backup: bool) -> None:
+    table = path / "config" / name
+    backup = table.with_name(f"{name}.bak")
+    if has_backup:
+        backup.write_bytes(table.read_bytes())
+    else:
+        backup.unlink(missing_ok=True)
+    table.write_text("{broken")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a closed store with several files of each kind; tests copy it."""
+    path = tmp_path_factory.mktemp("damage") / "s"
+    clock = ManualClock(1_700_000_000_000)
+    config = StoreConfig.tiny(commitlog_file_size=SIZE, consumequeue_file_size=8 * 20, max_index_num=16)
+    with Broker.open(path, runner=ManualRunner(clock), store_config=config) as broker:
+        broker.create_topic("T", 2)
+        broker.set_group("G")
+        broker.reset_group("G", "T", "begin")
+        producer = Producer(broker, "P")
+        for number in range(MESSAGES):
+            producer.send(Message("T", b"body %03d" % number + bytes(200), keys=f"k{number}"), queue=number % 2)
+            clock.advance(seconds=1)
+        producer.send("%DLQ%G", b"dead", queue=0)
+        producer.send("T", b"later", queue=0, delay=3600)
+        trace = ("SubBefore", clock.now_ms(), "region", "G", "R1", "A1", 0, "k7")
+        producer.send("traces", ("\x01".join(map(str, trace)) + "\x02").encode(), queue=0)
+    return path
+
+
+Answers = dict[str, tuple[str, str]]
+
+
+def answers(shell: Shell, sound: Path, name: str) -> Answers:
+    """Return the answer of each command to a damage, with its output."""
+    path = shell.folder / "s"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(sound, path)
+    DAMAGES[name](path)
+    given = {}
+    for command, words in COMMANDS.items():
+        answer = shell(*words.split())
+        assert answer.status in (0, 1, 2), (name, command, answer.said)
+        assert "Traceback" not in answer.said
+        assert "a bug in librmq" not in answer.said
+        assert answer.status == 0 or answer.said or command in ("verify", "diagnose"), (name, command)
+        written = shell.folder / "out.jsonl"
+        out = written.read_text() if written.exists() else answer.out
+        written.unlink(missing_ok=True)
+        given[command] = (_kind(shell, command, answer.status, out), out)
+    return given
+
+
+def _kind(shell: Shell, command: str, status: int, out: str) -> str:
+    """Return the kind of an answer: a short one has status 0 if the user takes it as recovered."""
+    if status == 0:
+        return "ok"
+    if command in ("verify", "diagnose", "dump"):
+        return "short" if out else "refused"
+    again = shell(*COMMANDS[command].split(), "--as-recovered")
+    (shell.folder / "out.jsonl").unlink(missing_ok=True)
+    return "short" if again.status == 0 or "checksum" in again.said else "refused"
+
+
+def places(output: str) -> list[int]:
+    """Return the places of the messages that a command has printed; those with a wrong body say so in their rows."""
+    return [row["phys"] for row in map(json.loads, output.splitlines()) if row["type"] == "message" and row["crc_ok"]]
+
+
+@pytest.fixture(scope="module")
+def whole() -> Answers:
+    """Hold the answers to the store without damage, which the first test asks for."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, dict[str, str]]:
+    """Collect the answers by damage and command, for the test of the page at the end."""
+    return {}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_each_command_has_one_of_four_answers(
+    shell: Shell, sound: Path, whole: Answers, table: dict[str, dict[str, str]], name: str
+) -> None:
+    if not whole:
+        whole.update(answers(shell, sound, "none"))
+    given = answers(shell, sound, name)
+    table[name] = {
+        command: "sound" if (kind, out) == ("ok", whole[command][1]) else "recovered" if kind == "ok" else kind
+        for command, (kind, out) in given.items()
+    }
+    parsed = parse(shell.folder / "s")
+    kept = {record.at for record in parsed.kept}
+    for command in ("show", "dump", "tail"):
+        kind, out = given[command]
+        shown = places(out)
+        if kind == "ok":
+            # What is not damaged in the log is complete, up to the first unreadable place.
+            assert set(shown) == kept, (name, command)
+        elif kind == "short":
+            assert set(shown) <= kept | {record.at for record in parsed.behind if record.is_sound}, (name, command)
+    table[name]["columns"] = columns_answer(shell.folder / "s", kept)
+
+
+def columns_answer(path: Path, kept: set[int]) -> str:
+    """Return the answer of a read by columns."""
+    read: list[int] = []
+    try:
+        for batch in reader(str(path), topic=re.compile(".*"), columns=["physicalOffset", "body"]):
+            read += batch.column(0).to_pylist()
+    except RmqError:
+        return "short" if read else "refused"
+    assert set(read) == kept
+    return "sound" if len(read) == ALL else "recovered"
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_spark_answers_as_columns_do(tmp_path: Path, sound: Path) -> None:
+    pytest.importorskip("pyspark")
+    from pyspark.errors import PySparkException
+
+    from librmq.spark import register
+    from tests.spark_session import shared_session
+
+    spark = shared_session()
+    register(spark)
+    for number, (name, damage) in enumerate(DAMAGES.items()):
+        path = shutil.copytree(sound, tmp_path / str(number) / "s")
+        damage(path)
+        expected = columns_answer(path, {record.at for record in parse(path).kept})
+        try:
+            frame = (
+                spark.read.format("rocketmq")
+                .option("topicPattern", ".*")
+                .load(str(path))
+                .select("physicalOffset", "body")
+            )
+            rows = {row.physicalOffset for row in frame.collect()}
+        except PySparkException:
+            assert expected in ("short", "refused"), name
+        else:
+            assert expected == ("sound" if len(rows) == ALL else "recovered"), name
+
+
+def test_the_page_has_this_table(table: dict[str, dict[str, str]]) -> None:
+    assert len(table) == len(DAMAGES), "this test needs those before it"
+    text = rendered(table)
+    page = PAGE.read_text("utf-8")
+    assert "<!-- damage by command -->" in page
+    written = _MARKED.sub(lambda match: match[1] + text + match[2], page)
+    if os.environ.get("LIBRMQ_WRITE_TABLE"):
+        PAGE.write_text(written, "utf-8")
+        return
+    assert written == page, "LIBRMQ_WRITE_TABLE=1 writes the table"
+
+
+def rendered(table: dict[str, dict[str, str]]) -> str:
+    """Return the table in Markdown; commands with the same answers share a column."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for command in (*COMMANDS, "columns"):
+        columns.setdefault(tuple(row[command] for row in table.values()), []).append(command)
+    head = ["damage", *(", ".join(f"`{name}`" for name in names) for names in columns.values())]
+    rows = [[name, *(given[number] for given in columns)] for number, name in enumerate(table)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
