@@ -47,8 +47,8 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.directory import StoreKind
 from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader
+from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import clear_leftovers, load
-from librmq.store.recovery.repair import RecoveryMode
 from librmq.store.recovery.salvage import find_record
 
 Start = Literal["starts", "reads", "repairs", "loses", "refuses"]

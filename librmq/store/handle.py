@@ -41,8 +41,8 @@ from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark, write_retention
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.read_only_view import Moment, ReadOnlyView
+from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import describe_recovery, load
-from librmq.store.recovery.repair import RecoveryMode
 from librmq.store.recovery.state import MarkWriter, delete_mark, write_closed_state
 from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.retention import DISK_CHECK_MS, Readers, Retention

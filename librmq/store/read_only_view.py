@@ -45,8 +45,8 @@ from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
+from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import load
-from librmq.store.recovery.repair import RecoveryMode
 
 # ---- an earlier moment
 

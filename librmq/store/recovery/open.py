@@ -30,7 +30,7 @@ from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, s
 from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import UncleanQueues
-from librmq.store.recovery.repair import Recovery, RecoveryMode, WalkFindings
+from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings
 from librmq.store.recovery.state import Mark, MarkError, StoreState, read_closed_state, take_mark
 
 _T = TypeVar("_T")

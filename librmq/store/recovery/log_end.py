@@ -1,4 +1,4 @@
-"""Recovery: plans what to do with the log, carries it out, and makes queues and index agree with the log.
+"""Where the log ends after a crash or damage, and the recovery that cuts it there and makes queues and index agree.
 
 The plan is made before anything is changed. The walk that finds the log's end checks each record once. After an unclean
 exit the first record that did not reach the device completely ends the log. Mirrors 4.9.4's ``recoverNormally`` and
