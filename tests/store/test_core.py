@@ -81,7 +81,7 @@ def test_columns_find_wrong_bodies_alike(tmp_path: Path, monkeypatch: pytest.Mon
     compiled = reader(tmp_path, mode="PERMISSIVE").read_all()
     assert CORE.counts()["checksums"] == before + 50
     assert compiled.num_rows - compiled["body"].null_count == 48
-    monkeypatch.setattr("librmq.columns.decode.CORE", compiled_core.PURE)
+    monkeypatch.setattr("librmq.columns.arrow_columns.CORE", compiled_core.PURE)
     assert reader(tmp_path, mode="PERMISSIVE").read_all() == compiled
 
 
