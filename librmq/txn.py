@@ -47,6 +47,7 @@ from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, va
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.half_messages import (
+    HALF_SEPARATOR,
     OP_TAG,
     QUEUE,
     CheckBack,
@@ -60,6 +61,7 @@ from librmq.scheduling.half_messages import (
 )
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
+from librmq.store.format import directory
 
 __all__ = ["CheckBack", "Checked", "FinalMessage", "TransactionConfig", "Transactions"]
 
@@ -163,6 +165,8 @@ class Transactions:
         self._delivered = delivered
         self._waits = waits
         self._original = original
+        is_of_5 = not original and directory.is_of_5(store.path, store.files)
+        self._op_body = f"%d{HALF_SEPARATOR}".encode() if is_of_5 else b"%d"  # 4.9 can't read the form of 5.x
         self._checks = CheckSchedule(
             store,
             offsets,
@@ -465,7 +469,7 @@ class Transactions:
         self._append_op(half.physical_offset, half.queue_offset, half.queue_id)
 
     def _append_op(self, physical_offset: int, queue_offset: int, queue_id: int) -> None:
-        message = Message.from_parts(OP_TOPIC, b"%d" % queue_offset, 0, _OP_PROPERTIES)
+        message = Message.from_parts(OP_TOPIC, self._op_body % queue_offset, 0, _OP_PROPERTIES)
         # With sync durability, wait for the final message too.
         result = self.last_op = self._store.append(message, queue_id, wait=self._waits)
         self._without_op.discard(physical_offset)

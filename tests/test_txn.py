@@ -164,6 +164,17 @@ def test_commit_writes_the_message_and_an_op(desk: Desk) -> None:
     assert op.properties == {"TAGS": "d", "WAIT": "true"}
 
 
+@pytest.mark.parametrize(("files_of_5", "body"), [((), b"0"), (("timerwheel",), b"0"), (("brokerIdentity",), b"0,")])
+def test_an_op_has_the_form_of_5_only_in_its_store(desk: Desk, files_of_5: tuple[str, ...], body: bytes) -> None:
+    half = desk.prepare(0)
+    for name in files_of_5:
+        desk.files.write(f"{ROOT}/{name}", b"x")
+    later = desk.after_crash()
+    later.commit(half)
+    assert later.ops() == [body]
+    assert later.check() == []
+
+
 def test_rollback_writes_only_an_op(desk: Desk) -> None:
     desk.rollback(desk.prepare())
     assert [message.topic for message in desk.store] == [HALF_TOPIC, OP_TOPIC]

@@ -154,7 +154,7 @@ class _Judge:
         self._config = config
         self._files = files
         self._kind = kind
-        self._is_5 = kind is not StoreKind.V4 and not directory.is_4_with_timers(path, files)
+        self._is_5 = directory.is_of_5(path, files)
         self._was_closed = not has_abort(files, path)
         self._reasons: list[StartReason] = []
 

@@ -200,6 +200,11 @@ def is_4_with_timers(path: str, files: Files) -> bool:
     return not _has_any(path, set(_MADE_BY_5) - set(_OF_TIMERS), files)
 
 
+def is_of_5(path: str, files: Files) -> bool:
+    """Return whether a broker of RocketMQ 5 made the store, or continued it."""
+    return recognise(path, files) not in (StoreKind.NEW, StoreKind.V4) and not is_4_with_timers(path, files)
+
+
 # Allowed in the folder of a new store: remains of a killed maker, files of the broker's tools or of a file system.
 _MAY_PRECEDE: Final = {
     *(LOCK, ABORT, f"{ABORT}.tmp", CHECKPOINT),

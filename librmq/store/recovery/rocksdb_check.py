@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, islice
+from operator import gt
 from typing import Final
 
 from librmq.commitlog import CommitLog
@@ -26,6 +26,7 @@ from librmq.store.format import directory
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
 
 _MOST_DAMAGE: Final = 1_000
+Columns = tuple["array[int]", "array[int]", "array[int]"]
 _CHECKPOINT_TOPIC: Final = "CHECKPOINT_TOPIC"
 
 
@@ -36,7 +37,7 @@ class QueuesOfLog:
         """Read the whole log: 24 bytes of memory for each message."""
         self.begin, self.end = log.begin, log.end
         self._log = log
-        self._queues: dict[tuple[str, int], tuple[array[int], array[int], array[int]]] = {}
+        self._queues: dict[tuple[str, int], Columns] = {}
         derivation = Derivation(levels)
         for place, size, raw in log.scan(check_body=False):
             if raw is None:
@@ -62,10 +63,16 @@ class QueuesOfLog:
         for column, value in zip(columns, (queue_offset, place, size), strict=True):
             column.append(value)
 
-    def places(self, topic: str, queue_id: int) -> dict[int, tuple[int, int]]:
-        """Return place and size of the messages of a queue by queue offset."""
+    def columns(self, topic: str, queue_id: int) -> Columns:
+        """Return queue offset, place and size of the messages of a queue, in order of the queue offsets."""
         columns = self._queues.get((topic, queue_id))
-        return {} if columns is None else {at: (place, size) for at, place, size in zip(*columns, strict=True)}
+        if columns is None:
+            return array("q"), array("q"), array("q")
+        offsets, places, sizes = columns
+        if any(map(gt, offsets, islice(offsets, 1, None))):  # written again by an earlier crash, or a copied log
+            order = sorted(range(len(offsets)), key=offsets.__getitem__)
+            return tuple(array("q", map(column.__getitem__, order)) for column in columns)  # type: ignore[return-value]
+        return offsets, places, sizes
 
     def names(self) -> set[tuple[str, int]]:
         """Return topic and id of each queue."""
@@ -93,48 +100,48 @@ def compare_queues(
 
 
 def _compare(folder: str, queues: QueuesOfLog, files: Files, damages: list[Damage], notes: list[str]) -> None:
-    entries = behind = 0
+    count = behind = 0
     remaining = queues.names()
-    for (topic, queue_id), stored in groupby(queue_entries(folder, files), lambda entry: entry[:2]):
-        if topic == _CHECKPOINT_TOPIC:
+    for name, entries in groupby(queue_entries(folder, files), lambda entry: entry[:2]):
+        if name[0] == _CHECKPOINT_TOPIC:
             continue
-        remaining.discard((topic, queue_id))
-        places, last = queues.places(topic, queue_id), -1
-        for entry in stored:
-            entries += 1
-            for missing in _between(places, last, entry.queue_offset) if last >= 0 else ():
-                if len(damages) < _MOST_DAMAGE:
-                    place, size = places[missing]
-                    what = f"{topic}, queue {queue_id}: no entry for queue offset {missing}, a record at {place}"
-                    damages.append(Damage(folder, missing, "missing", what, size))
-            last = entry.queue_offset
-            damages.extend(_damage_of(folder, entry, places, queues))
-        behind += sum(1 for at in places if at > last)
-    behind += sum(len(queues.places(*name)) for name in remaining)
-    notes.append(f"queues in RocksDB: {entries} entries compared with the log")
+        remaining.discard(name)
+        offsets, places, sizes = queues.columns(*name)
+        at, is_first = 0, True
+        for entry in entries:
+            count += 1
+            while at < len(offsets) and offsets[at] < entry.queue_offset:
+                if not is_first and len(damages) < _MOST_DAMAGE:
+                    what = f"{_named(name[0], name[1], offsets[at])}: no entry leads to the record at {places[at]}"
+                    damages.append(Damage(folder, offsets[at], "missing", what, sizes[at]))
+                at += 1
+            records = []
+            while at < len(offsets) and offsets[at] == entry.queue_offset:
+                records.append((places[at], sizes[at]))
+                at += 1
+            if len(damages) < _MOST_DAMAGE and (damage := _damage_of(folder, entry, records, queues)) is not None:
+                damages.append(damage)
+            is_first = False
+        behind += len(offsets) - at
+    behind += sum(len(queues.columns(*name)[0]) for name in remaining)
+    notes.append(f"queues in RocksDB: {count:,} entries compared with the log")
     if behind:
         what = "have no entry in RocksDB yet: the broker adds them at its start"
         notes.append(f"{counted(behind, 'record')} of the log {what}")
 
 
-def _between(places: dict[int, tuple[int, int]], last: int, following: int) -> list[int]:
-    """Return the queue offsets of messages between two entries, however far these are apart."""
-    if following - last <= len(places):
-        return [at for at in range(last + 1, following) if at in places]
-    return sorted(at for at in places if last < at < following)
+def _named(topic: str, queue_id: int, queue_offset: int) -> str:
+    return f"{topic}, queue {queue_id}, queue offset {queue_offset}"
 
 
-def _damage_of(
-    folder: str, entry: StoredEntry, places: dict[int, tuple[int, int]], queues: QueuesOfLog
-) -> Iterator[Damage]:
-    name = f"{entry.topic}, queue {entry.queue_id}, queue offset {entry.queue_offset}"
-    if entry.physical_offset < queues.begin:
-        return
+def _damage_of(folder: str, entry: StoredEntry, records: list[tuple[int, int]], queues: QueuesOfLog) -> Damage | None:
+    """Return what is wrong with an entry, by place and size of the records at its queue offset."""
+    name = _named(*entry[:3])
+    if entry.physical_offset < queues.begin or (entry.physical_offset, entry.size) in records:
+        return None
     if entry.physical_offset >= queues.end:
         what = f"{name}: the entry leads to {entry.physical_offset}, beyond the log's end at {queues.end}"
-        yield Damage(folder, entry.queue_offset, "ahead", what, entry.size)
-    elif places.get(entry.queue_offset) != (entry.physical_offset, entry.size):
-        found = places.get(entry.queue_offset)
-        expected = "no such message" if found is None else f"{found[1]} bytes at {found[0]}"
-        what = f"{name}: expected {expected} by the log, found {entry.size} bytes at {entry.physical_offset}"
-        yield Damage(folder, entry.queue_offset, "entry", what, entry.size)
+        return Damage(folder, entry.queue_offset, "ahead", what, entry.size)
+    expected = f"{records[0][1]} bytes at {records[0][0]}" if records else "no such message"
+    what = f"{name}: expected {expected} by the log, found {entry.size} bytes at {entry.physical_offset}"
+    return Damage(folder, entry.queue_offset, "entry", what, entry.size)
