@@ -263,7 +263,9 @@ class HeldRequests:
         for holder, hold in list(held.items()):
             if hold.selection is ALL or hold.selection.takes(properties):
                 self._ended_by[queue, holder] = hold.selection, message
-                hold.notify()  # before the removal, so that after an interruption the next message answers it
+                # Notify before the removal: after an interruption in between, the next message answers the hold again,
+                # and none is forgotten.
+                hold.notify()
                 if held.get(holder) is hold:
                     self.remove_pull(queue, holder)
             elif not hold.is_passed:
@@ -287,7 +289,8 @@ class HeldRequests:
     def run_due(self, now_ms: int) -> int | None:
         """Answer the requests that other messages have passed; return the time of the next call."""
         first_ms = self._passed.first_ms
-        if first_ms is not None and first_ms > now_ms + self._sweep_ms:  # the clock was set back
+        # The clock was set back, so the times of all holds lie too far ahead.
+        if first_ms is not None and first_ms > now_ms + self._sweep_ms:
             self.answer_passed()
         self._notify_holders(self._passed.pop_due(now_ms))
         return self._passed.first_ms
@@ -295,7 +298,8 @@ class HeldRequests:
     def _notify_holders(self, holds: Iterable[tuple[_QueueName, _Holder]]) -> None:
         for queue, holder in holds:
             hold = self.by_queue.get(queue, {}).get(holder)
-            if hold is not None:  # an earlier notification can have ended it
+            # The notification of an earlier hold can have ended this one.
+            if hold is not None:
                 self.remove_pull(queue, holder)
                 hold.notify()
 

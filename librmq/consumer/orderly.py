@@ -80,7 +80,8 @@ class OrderlyDelivery(Delivery):
         """Ask the broker for the lock of a queue, and return whether this client has it."""
         if not self._locks:
             return True
-        self._unlocking.pop(queue, None)  # the late unlock would release the new lock
+        # Forget an unlock that is still to be sent: it would release the lock that is taken now.
+        self._unlocking.pop(queue, None)
         return queue in self._ask_locks(queue.broker_name, frozenset((queue,)))
 
     def _ask_locks(self, broker_name: str, queues: frozenset[MessageQueue]) -> frozenset[MessageQueue]:
@@ -97,7 +98,8 @@ class OrderlyDelivery(Delivery):
             return
         now_ms = self.runner.now_ms()
         assigned.owned_timestamp_ms = now_ms
-        assigned.may_be_passed = False  # the former reader has stored its progress before it gave its lock back
+        # The former reader stores its progress before it gives its lock back, so no reader can be behind this one.
+        assigned.may_be_passed = False
         due_ms = self._renew_on_grid(now_ms)
         if not assigned.progress:
             assigned.locked, assigned.lock_timestamp_ms = True, now_ms
@@ -147,7 +149,8 @@ class OrderlyDelivery(Delivery):
             return
         assigned.owned_timestamp_ms = now_ms
         renewed_ms = assigned.lock_timestamp_ms
-        if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:  # another client can have consumed since then
+        # The lock was not renewed in time, so another client can have consumed messages since then.
+        if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:
             if assigned.running:
                 return  # apply the listener's result first
             try:
@@ -213,7 +216,8 @@ class OrderlyDelivery(Delivery):
         """Return whether this client has the queue's lock."""
         if self._has_lock(assigned, now_ms):
             return True
-        if assigned.locked:  # the broker could not be asked, so the last answer counts
+        # The broker could not be asked, so its last answer counts. Ask again soon.
+        if assigned.locked:
             self.runner.wake(assigned.pull, now_ms + LOCK_AGAIN_MS)
         return False
 
@@ -403,7 +407,8 @@ class OrderlyDelivery(Delivery):
         elif result is OrderlyResult.HOLD:
             recorder.holds(call.messages)
         else:
-            all_messages = call.assigned.messages.begun_messages() or call.messages  # a released queue has dropped them
+            # A released queue has dropped its messages, so fall back to those of the call.
+            all_messages = call.assigned.messages.begun_messages() or call.messages
             recorder.ends(all_messages, 0 if result is OrderlyResult.ROLLBACK else len(all_messages))
 
     def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:

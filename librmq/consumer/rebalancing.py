@@ -91,7 +91,8 @@ class Rebalancing:
         self.started_ms = 0
         self._created_ms = member.runner.now_ms()
         route = member.route
-        self._route_of = route.known_route  # a remote route must not wait here
+        # Rebalancing runs under the runner's lock, where a remote route must not wait for a name server.
+        self._route_of = route.known_route
         self._is_remote = route.is_remote
         self._is_incomplete = False
         self._has_others = False
@@ -161,7 +162,8 @@ class Rebalancing:
             if member.metrics is not None:
                 for topic in changed:
                     member.metrics.count("rebalances", topic=topic, group=member.group)
-            for topic in changed:  # so that the broker keeps this instance's subscription if instances differ
+            # Raise the versions, so that the broker keeps this instance's subscription if instances differ.
+            for topic in changed:
                 member.subscriptions[topic] = replace(member.subscriptions[topic], version=now_ms)
             member.client.beat()
         return next_from_first(now_ms, self.started_ms, INTERVAL_MS) if self._is_incomplete else None
@@ -190,7 +192,8 @@ class Rebalancing:
         member = self._member
         queues = self._queues(topic)
         if not queues:
-            self._is_incomplete |= self._is_remote  # the route drops a missing topic that no consumer requests
+            # A remote route drops a missing topic that no consumer asks for, so ask again at the next round.
+            self._is_incomplete |= self._is_remote
             return False  # as in 4.9, assigned queues stay
         if member.config.model is MessageModel.CLUSTERING:
             clients = self._clients([data.broker_name for data in self._route_of(topic)])
@@ -228,14 +231,16 @@ class Rebalancing:
         member = self._member
         changed = False
         for assigned in [assigned for assigned in member.assigned.values() if assigned.queue.topic == topic]:
-            given_back = assigned.released and assigned.release_until_ms  # its listener still ran
+            # The queue was given up while its listener still ran: release it before it is taken again.
+            given_back = assigned.released and assigned.release_until_ms
             if assigned.queue not in share or given_back:
                 changed |= self._release_queue(assigned, now_ms)
             elif now_ms - assigned.pulled_timestamp_ms > PULL_IDLE_MS:
                 if assigned.lost:
                     changed |= self._release_queue(assigned, now_ms)  # added again below
                 elif assigned.pull.at is None and not assigned.throttled:
-                    member.runner.wake(assigned.pull)  # the broker can have lost the pull that it held
+                    # The broker can have lost the pull that it held, as after a restart, so pull again.
+                    member.runner.wake(assigned.pull)
         for queue in share:
             if queue not in member.assigned:
                 changed |= self._take_queue(queue, now_ms)

@@ -85,7 +85,8 @@ class ThreadRunner(Runner):
 
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=f"librmq-{name}", daemon=True)
-        self._threads.append(thread)  # first, because it can run although its start is interrupted
+        # Note the thread before its start, because it can run although the start is interrupted.
+        self._threads.append(thread)
         try:
             thread.start()
         except RuntimeError:
@@ -101,7 +102,8 @@ class ThreadRunner(Runner):
                 self._signal_clock(at)
             elif not self._searching and not self._is_worker_woken:
                 self._wake_worker()
-        except RuntimeError as error:  # the caller's write stands, so it gets no error
+        except RuntimeError as error:
+            # No thread can start. The caller's write stands, so the caller gets no error.
             if self._clock_runs:
                 _release_turn(self._clock_turn)  # the clock thread runs the steps, and tries to start a worker again
             elif not self._is_start_refused:
@@ -115,7 +117,8 @@ class ThreadRunner(Runner):
     def _signal_clock(self, at: int) -> None:
         if not self._clock_runs:
             self._start(self._run_clock, "clock")
-            self._clock_runs = True  # after the start, which can fail
+            # Set this after the start, which can fail; otherwise no later caller would start the clock thread.
+            self._clock_runs = True
         elif at < self._sleeps_until:
             _release_turn(self._clock_turn)
 
@@ -161,11 +164,13 @@ class ThreadRunner(Runner):
         begin = now
         while (top := self._top()) is not None and (top.at or 0) <= now:
             if now - begin > _SLICE_MS:
-                break  # after a long backlog, offer the lock to others
+                # After many steps in a row, offer the lock to other threads.
+                break
             heapq.heappop(self._heap)
             try:
                 top.run(self, now)
-            except BaseException:  # a thread of the runner has no caller
+            except BaseException:
+                # A thread of the runner has no caller to which an error could go, so log it and go on.
                 _log.exception("%(step)s: an internal step failed", step=top.label)
             now = self.now_ms()
         return top
@@ -199,7 +204,8 @@ class ThreadRunner(Runner):
                 if self.ready and not self._searching and not self._is_worker_woken and not self._is_watched:
                     try:
                         self._wake_worker()
-                    except RuntimeError as error:  # an error of the first worker must not end this thread
+                    except RuntimeError as error:
+                        # The first worker could not start. That must not end this thread, which runs the steps.
                         _log.error("%(work)s waits for a thread: %(error)s", work=self.ready[0].label, error=error)
                         until = min(until, self.now_ms() + _START_AGAIN_MS)
                 self._sleeps_until = until

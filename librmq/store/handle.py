@@ -199,7 +199,7 @@ class StoreHandle:
             if config is not None:
                 config = directory.complete_config(path, config, files)
             if self.replica_of is not None and (mark is None or mark.master != self.replica_of):
-                # Before the log, so that a killed replica is known.
+                # Write the mark before the log is opened, so that the folder of a killed replica is known as one.
                 write_mark(path, ReplicaMark(self.replica_of, None), files)
             if self.read_only:
                 self.view = ReadOnlyView(
@@ -338,7 +338,8 @@ class StoreHandle:
     def flush(self) -> int:
         """Flush all that was appended before; see `MessageStore.flush`."""
         self.appender.lock.check_reentry()
-        with critical, self.appender.lock.flushing:  # a recovery replaces `durability`
+        # Take the lock before `durability` is read, because a recovery replaces it.
+        with critical, self.appender.lock.flushing:
             self.check_writable()
             return self.durability.flush()
 
@@ -364,7 +365,8 @@ class StoreHandle:
         with appender.lock.mutex:
             refused = self.closed is not None or commit.failure is not None or self.replica_of is not None
             appender.accepts = not refused and not self.retention.refuses_writes
-            if commit.failure is not None:  # a flush failed during the step
+            # A flush can have failed since the line above, so look once more.
+            if commit.failure is not None:
                 appender.accepts = False
 
     def _check_disk(self, now_ms: int) -> None:
@@ -372,7 +374,8 @@ class StoreHandle:
         try:
             has_changed = self.retention.check_disk(now_ms)
         except StoreIOError as error:
-            if str(error) != self._disk_error:  # each error once
+            # Log each error of the disk once, and not at every look.
+            if str(error) != self._disk_error:
                 _log.warning(
                     "%(path)s: whether the disk is full can't be checked: %(error)s", error=error, path=self.path
                 )
@@ -433,7 +436,9 @@ class StoreHandle:
         lock = appender.lock
         if lock.mutex.locked():
             lock.check_reentry()
-        if log.end + len(data) <= log.sure:  # as in an append: `repair` completes what a signal interrupts
+        # The room exists, so the copy needs no critical block: `repair` completes what a signal interrupts, as in an
+        # append.
+        if log.end + len(data) <= log.sure:
             thread = get_ident()
             with lock.mutex:
                 try:
@@ -444,7 +449,8 @@ class StoreHandle:
         else:
             with critical, lock.mutex:
                 copied = self._copy(physical_offset, data, is_checked)
-        if not copied.is_regular:  # for example, a topic was deleted and made again
+        # The copied records do not continue their queues, for example because a topic was deleted and made again.
+        if not copied.is_regular:
             self.recover()
             copied = copied._replace(queues=list(self.queues))
         appender.finish_append(copied.end)
@@ -491,7 +497,8 @@ class StoreHandle:
         for name in (directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT, directory.INDEX, directory.CHECKPOINT):
             self.files.delete(os.path.join(self.path, name))
         folder = os.path.join(self.path, directory.COMMITLOG)
-        for entry in reversed(self.files.list(folder)):  # so that a crash leaves no gap
+        # Delete the newest file first, so that a crash in between leaves no gap in the log.
+        for entry in reversed(self.files.list(folder)):
             self.files.delete(os.path.join(folder, entry.name))
 
     def recover(self) -> list[Damage]:
@@ -541,7 +548,8 @@ class StoreHandle:
                 if not self.read_only:
                     self.durability.flush()
                     for queue in self.queues.opened():
-                        queue.flush()  # retention deletes files of queues that no append wrote to
+                        # Flush queues that no append wrote to as well: retention may have deleted their files.
+                        queue.flush()
                     write_closed_state(self.path, self.files, self.log, self.queues, self.index)
                     delete_mark(self.path, self.files)  # it names the machine, and equal stores have equal files
                     clear_abort(self.files, self.path)
@@ -556,7 +564,9 @@ class StoreHandle:
                 return
             try:
                 if not self.read_only:
-                    with suppress(StoreIOError), self.appender.lock.mutex:  # a reader may be writing entries too
+                    # A reader that found collected entries may be writing them, so the lock is needed although no
+                    # append comes.
+                    with suppress(StoreIOError), self.appender.lock.mutex:
                         self.appender.catch_up()
             finally:
                 self._release_store()
@@ -567,7 +577,8 @@ class StoreHandle:
         self.closed = "was opened before a fork: reopen the store in the child"
         self.thread.after_fork()
         self.retention.after_fork()
-        self._file_lock = None  # so that closing does not wait for a thread of the parent
+        # A thread of the parent may hold the lock, and does not exist in this process; closing would wait for it.
+        self._file_lock = None
         self.appender.after_fork()
         self.durability.commit.stop_after_fork(f"{self.path}: this handle {self.closed}")
 

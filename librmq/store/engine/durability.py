@@ -67,7 +67,8 @@ def flush_all(parts: set[_F]) -> None:
     if len(ordered) >= _MANY:
         futures: list[Future[None]] = []
         with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
-            with suppress(RuntimeError):  # the interpreter starts no thread while it calls exit handlers
+            # The interpreter starts no thread while it calls exit handlers; the loop below flushes the rest.
+            with suppress(RuntimeError):
                 futures.extend(pool.submit(flush, part) for part in ordered)
             for future in futures:
                 future.result()
@@ -263,7 +264,8 @@ class Durability:
         dispatcher, checkpoint, index = parts.dispatcher, parts.checkpoint, parts.index
         lock.check_reentry()
         with lock.flushing:
-            for _ in range(3):  # so that no append waits for all parts
+            # Give the lock back between the parts of a drain, so that no append waits for all of them.
+            for _ in range(3):
                 if len(dispatcher.records) >= _WORTH_PARTS:
                     self._advance(_WORTH_PARTS)
                     lock.pause()
@@ -278,11 +280,13 @@ class Durability:
                 self.commit.reach(end)
                 flush_all(queues)
                 index.flush()
-                if self._derived_failure is not None:  # the kernel can now report unwritten pages as flushed
+                # After a failed flush the kernel can report the pages that it has not written as flushed, so no later
+                # flush may count.
+                if self._derived_failure is not None:
                     raise self._still_failed(self._derived_failure)
                 if stored:
                     checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
-                    # At most the time of the last record, in case the clock was set back.
+                    # Record at most the last record's time, in case the clock was set back.
                     checkpoint.index_timestamp_ms = min(indexed, stored)
                 checkpoint.flush()
                 self.settled = end
@@ -387,7 +391,8 @@ class Housekeeping(AlarmState):
         ahead = self._ahead()
         try:
             log.prepare(ahead)
-        except StoreError as error:  # the append that needs the room gets this error
+        except StoreError as error:
+            # The append that needs the room gets this error, so the step does not raise it.
             _log.warning(
                 "no room could be prepared after the log's end: %(error)s", error=error, path=self._log.sequence.folder
             )
@@ -455,7 +460,8 @@ class Housekeeping(AlarmState):
         self._derived_at_ms = now_ms
         try:
             self._flush_derived()
-        except StoreError as error:  # nothing is lost: they can be rebuilt from the log
+        except StoreError as error:
+            # Queues and index can be rebuilt from the log, so nothing is lost and the step goes on.
             if str(error) != self._last_error:  # log each error once
                 _log.error(
                     "queues and index could not be flushed: %(error)s", error=error, path=self._log.sequence.folder
@@ -488,7 +494,8 @@ class HousekeepingThread:
                 if self._background is None and self._may_start:
                     try:
                         self._background = Background(self._run_due, self._clock, "librmq-store")
-                    except RuntimeError as error:  # the messages are written nevertheless
+                    except RuntimeError as error:
+                        # No thread can start for the flush, but the messages are written, so the append succeeds.
                         self._warn_not_started(error)
                         return
                     self._is_warned = False
