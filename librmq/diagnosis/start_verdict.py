@@ -61,6 +61,8 @@ _TABLES: Final = (
 _TABLES_OF_5: Final = ("topicQueueMapping.json", "consumerOrderInfo.json", "timermetrics")
 _MOST_WALKED: Final = 4 << 30
 """Bytes of the log up to which a verdict reads all that a broker's recovery would read."""
+_MOST_TRIED: Final = 64 << 20
+"""Length of a log up to which recoveries are tried in memory; of larger ones librmq's own is judged by a reader."""
 _SAMPLE: Final = 64 << 20
 """Bytes that are read to measure the disk."""
 _PIECE: Final = 1 << 20
@@ -107,7 +109,7 @@ class StartVerdict(NamedTuple):
     cut_bytes: int | None
     """Bytes of the log behind that, which the broker cuts; None if they are unknown."""
     recover_cuts: int | None
-    """How many places ``librmq recover`` would change; None if it refuses the store, or the log is too large to try."""
+    """How many places ``librmq recover`` would change; None if it refuses the store, or the log is above 64 MiB."""
     reasons: list[StartReason]
     """Why not simply ``starts``, the worst first."""
 
@@ -157,6 +159,7 @@ class _Judge:
         self._is_5 = directory.is_of_5(path, files)
         self._was_closed = not has_abort(files, path)
         self._reasons: list[StartReason] = []
+        self._lost_records: CorruptionError | None = None
 
     def verdict(self, clock: Clock) -> StartVerdict:
         self._lock()
@@ -309,6 +312,7 @@ class _Judge:
     def _log(self, clock: Clock) -> _ReadLog:
         """Read the log as a broker would, and judge what it finds."""
         files, folder = OverlayFiles(self._files), os.path.join(self._path, directory.COMMITLOG)
+        seam: Files = files
         read = _ReadLog()
 
         def begin_of_walk(log: CommitLog) -> int:
@@ -321,9 +325,10 @@ class _Judge:
             return start if read.is_whole else log.third_last_file()
 
         try:
-            clear_leftovers(self._path, files, queues=False)
+            if not clear_leftovers(self._path, files, queues=False):
+                seam = self._files  # which releases the pages that a walk has read
             log = CommitLog.open(
-                folder, self._config.commitlog_file_size, files=files, writable=False, scan_from=begin_of_walk
+                folder, self._config.commitlog_file_size, files=seam, writable=False, scan_from=begin_of_walk
             )
         except CorruptionError:
             return read  # a broker refuses it too, for a length or a name
@@ -401,6 +406,7 @@ class _Judge:
         if following is None:
             self._add("repairs", place, f"{what}, among which is no sound record")
         else:
+            self._lost_records = None if self._was_closed else CorruptionError(place, end, "record", why)
             self._add("loses", place, f"{what}, with sound records from {following} on",
                       f"{_COPY}, then `librmq salvage {self._path} --into NEW` saves them")  # fmt: skip
         return cut
@@ -458,8 +464,9 @@ class _Judge:
         database = directory.tables_database(os.path.join(self._path, directory.CONFIG), self._files)
         if self._kind.derives_queues or database is not None:
             return "reads", None
+        length = sum(entry.size for entry in self._files.list(os.path.join(self._path, directory.COMMITLOG)))
         try:
-            cuts = self._tried(RecoveryMode.LAST_EXIT, clock)
+            cuts = self._judged_by_walk() if length > _MOST_TRIED else self._tried(RecoveryMode.LAST_EXIT, clock)
             opened: Start = "repairs" if cuts or not self._was_closed else "starts"
         except CorruptionError as error:
             self._add("refuses", error.file, f"at {error.offset}: {error.what}",
@@ -468,14 +475,27 @@ class _Judge:
             opened, cuts = "refuses", []
         for cut in cuts[:_NAMED]:
             self._add("repairs", cut.file, f"at {cut.offset}: {cut.what}", opener="librmq")
-        length = sum(entry.size for entry in self._files.list(os.path.join(self._path, directory.COMMITLOG)))
         if opened == "starts":
             return opened, 0
-        if length > _MOST_WALKED:
+        if length > _MOST_TRIED:
             return opened, None
         with suppress(CorruptionError):
             return opened, len(self._tried(RecoveryMode.WHOLE_LOG, clock))
         return opened, None
+
+    def _judged_by_walk(self) -> list[Damage]:
+        """Return nothing for a large store that librmq opens; a recovery in memory would need room for its index.
+
+        Raises:
+            CorruptionError: Sound records follow the log's end, so that librmq refuses the store.
+        """
+        if self._lost_records is not None:
+            raise self._lost_records
+        if self._was_closed:
+            with MessageStore.open(self._path, self._config, files=self._files, read_only=True) as store:
+                if (cut := store.cut_short) is not None and cut.bytes:
+                    raise CorruptionError(cut.file, cut.offset, cut.kind, cut.what)
+        return []
 
     def _tried(self, mode: RecoveryMode, clock: Clock) -> list[Damage]:
         """Return what a recovery changes, tried in memory."""

@@ -212,3 +212,21 @@ def test_the_store_of_a_killed_broker(shell: Shell) -> None:
     store = shutil.copytree(existing("store-crash", "store"), shell.folder / "crashed")
     row, _ = can_start(shell, store, 0)
     assert (row["broker"], row["librmq"], row["log_end"], row["cut_bytes"]) == ("repairs", "repairs", 87985, 550)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_large_logs_are_judged_without_a_trial(shell: Shell, closed: bool) -> None:
+    path = shell.folder / "large"
+    with MessageStore.open(path, StoreConfig.tiny(commitlog_file_size=65 << 20)) as store:
+        for number in range(10):
+            store.append(Message("T", bytes(300), keys=f"k{number}"))
+    if not closed:
+        (path / "abort").touch()
+        zero(path / "checkpoint", 0, 24)
+    row, _ = can_start(shell, path, 0)
+    assert (row["librmq"], row["recover_cuts"]) == (("starts", 0) if closed else ("repairs", None))
+    log = path / "commitlog" / f"{0:020}"
+    zero(log, 1000, 40)
+    row, _ = can_start(shell, path, 1)
+    assert row["broker"] == "loses"
+    assert row["librmq"] == ("starts" if closed else "refuses")

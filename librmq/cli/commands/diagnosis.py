@@ -24,7 +24,9 @@ from librmq.runtime.event_log import counted
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from librmq.commitlog import CommitLog
     from librmq.diagnosis.survey.model import Report
+    from librmq.message.message import StoredMessage
     from librmq.spark.pipelines import LeftOut
 
 
@@ -90,7 +92,8 @@ def traces(arguments: argparse.Namespace, output: Output) -> int:
         queues = [
             view.store.messages(topic, queue_id, 0) for topic in topics for queue_id in view.topics.get(topic, ())
         ]
-        for trace in reader.traces(heapq.merge(*queues, key=lambda message: message.physical_offset)):
+        messages = heapq.merge(*queues, key=lambda message: message.physical_offset)
+        for trace in reader.traces(_releasing(view.store.log, messages)):
             if arguments.id in (None, trace.id) and arguments.group in (None, trace.group):
                 output.row(trace._asdict())
                 is_found = True
@@ -101,6 +104,19 @@ def traces(arguments: argparse.Namespace, output: Output) -> int:
     elif not is_found:
         output.explain_nothing(f"no trace in {', '.join(topics)} is of this message or group")
     return 0
+
+
+_MOST_MAPPED: Final = 32 << 20
+
+
+def _releasing(log: CommitLog, messages: Iterator[StoredMessage]) -> Iterator[StoredMessage]:
+    """Yield messages in log order, and release the pages behind them, so that they do not fill the memory."""
+    released = log.begin
+    for message in messages:
+        yield message
+        if message.physical_offset - released > _MOST_MAPPED:
+            log.release_read_pages(released, message.physical_offset)
+            released = message.physical_offset
 
 
 # ---- report
