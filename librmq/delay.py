@@ -31,7 +31,7 @@ from librmq.errors import (
     StoreError,
 )
 from librmq.java.lang import java_int
-from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
+from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_KEYS,

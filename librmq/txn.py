@@ -30,7 +30,7 @@ from librmq.errors import (
 )
 from librmq.java.lang import java_int
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import (
     PROPERTY_DELAY,

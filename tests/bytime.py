@@ -8,7 +8,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.files.memory import MemoryFiles
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import encode_properties
 from librmq.message.topics import TIMER_TOPIC

@@ -15,7 +15,7 @@ from librmq.config import StoreConfig
 from librmq.delay import COPIED_PROPERTIES, DelayConfig, DelaySchedule, Layout
 from librmq.errors import StoreClosedError, StoreIOError
 from librmq.files.memory import MemoryFiles
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.properties import decode_properties, encode_properties, is_encoding_of, tags_code
 from librmq.message.record import MULTI_TAGS, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK

@@ -21,7 +21,7 @@ from librmq.errors import (
 )
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import encode_properties
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC

@@ -15,7 +15,7 @@ from librmq.broker.transactions import BrokerTransactions
 from librmq.config import suggest, to_timestamp_ms
 from librmq.delay import DelaySchedule
 from librmq.errors import BrokerError, CorruptionError, RmqError
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import (

@@ -14,7 +14,7 @@ from librmq.delay import DelaySchedule
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_int, java_long
 from librmq.message import Message
-from librmq.message.delay_levels import NO_LEVELS, SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import NO_LEVELS, SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, PROPERTY_UNIQUE_KEY

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from librmq.broker.config import BrokerConfig
 from librmq.errors import BrokerError, MessageIllegalError
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import reserved_topic
 from librmq.message.topics import (
     AUTO_CREATE_TOPIC,

@@ -17,7 +17,7 @@ from typing import Any, Final
 from librmq.cli.selection import MessageQuery
 from librmq.diagnosis.view import QueueProgress, groups_of_topics, is_listed
 from librmq.errors import BrokerError, InputError
-from librmq.message.delay_levels import DEFAULT_LEVELS
+from librmq.message.delays import DEFAULT_LEVELS
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import kind_of_topic
 from librmq.protocol import PullMessage, PullStatus, QueueBounds, QueueOffsetAt, ResponseCode, Subscription

@@ -17,7 +17,7 @@ from librmq.errors import BodyCompressionError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.batch import inner_messages, is_batch
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.ids import format_host
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_KEYS

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Protocol, TypeVar, cast
 
 from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqError
 from librmq.java.lang import java_int
-from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels
+from librmq.message.delays import DEFAULT_LEVELS, DelayLevels
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import (
     PROPERTY_DELAY,

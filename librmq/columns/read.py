@@ -32,7 +32,7 @@ from librmq.files.interface import Damage, File, Files
 from librmq.files.rolling import file_name
 from librmq.message import record
 from librmq.message.batch import inner_messages
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_TAGS
 from librmq.message.topics import LIGHT_PREFIX

@@ -35,7 +35,7 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
 from librmq.files.rolling import file_name
 from librmq.filter.registrations import Registration
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic

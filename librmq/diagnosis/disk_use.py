@@ -26,7 +26,7 @@ from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.formatting import duration, moment, number, percent, size
 from librmq.diagnosis.group_lag import lag
 from librmq.diagnosis.view import StoreView
-from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.topics import TIMER_TOPIC, kind_of_topic
 from librmq.store.format import directory
 from librmq.store.retention import Unread, UnreadInFile, first_behind, next_hour, unread_between

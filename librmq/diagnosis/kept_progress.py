@@ -29,7 +29,7 @@ from librmq.diagnosis.formatting import duration, moment
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError, MalformedError
 from librmq.java import json as java_json
-from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.topics import OFFSET_MOVED_TOPIC, RETRY_PREFIX, TIMER_TOPIC, is_own_group
 from librmq.runtime.event_log import counted
 from librmq.store.format import directory

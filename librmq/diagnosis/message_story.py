@@ -37,7 +37,7 @@ from librmq.filter.filters import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
 from librmq.message import record
 from librmq.message.dead_letters import recorded_cause
-from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_ORIGIN_MESSAGE_ID,

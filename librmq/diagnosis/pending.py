@@ -32,7 +32,7 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.java.lang import java_int, java_long
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_CHECK_IMMUNITY_TIME,

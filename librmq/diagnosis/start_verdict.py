@@ -38,7 +38,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files, FolderEntry
 from librmq.files.memory import OverlayFiles
 from librmq.java import json as java_json
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.record import MESSAGE_MAGIC, MESSAGE_MAGIC_V2
 from librmq.runtime.event_log import counted
 from librmq.store import MessageStore

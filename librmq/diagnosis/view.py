@@ -24,7 +24,7 @@ from librmq.config import wrong_kind
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.lag import queue_lag
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_REAL_TOPIC

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import BodyChecksumError, BodyCompressionError, MessageIllegalError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode, java_int
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import Host, decode_host, encode_host
 from librmq.message.properties import PROPERTY_DELAY, find_property
 from librmq.runtime import lazy_numpy as np

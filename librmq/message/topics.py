@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Final, Literal, get_args
 
 from librmq.errors import MessageIllegalError
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 
 AUTO_CREATE_TOPIC: Final = "TBW102"
 HALF_TOPIC: Final = "RMQ_SYS_TRANS_HALF_TOPIC"

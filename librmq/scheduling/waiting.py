@@ -32,7 +32,7 @@ from librmq.errors import CorruptionError
 from librmq.files.interface import Files
 from librmq.java.lang import java_int, java_long
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_REAL_QUEUE_ID,

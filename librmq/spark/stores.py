@@ -19,7 +19,7 @@ from librmq.columns.planned_store import PlannedStore
 from librmq.diagnosis.survey.message_sums import parse_time
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
-from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
+from librmq.message.delays import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.message.lag import deleted_unread, queue_lag, unread_from
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.spark.options import parse_read_options, refuse_urls

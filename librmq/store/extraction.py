@@ -34,7 +34,7 @@ from librmq.files.interface import (
 )
 from librmq.message import record
 from librmq.message.batch import inner_messages
-from librmq.message.delay_levels import SCHEDULE_TOPIC, queue_id_of_level
+from librmq.message.delays import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_CHECK_IMMUNITY_TIME,

@@ -25,7 +25,7 @@ from librmq.errors import (
 )
 from librmq.files.disk import TemporaryFolder
 from librmq.files.interface import Damage, FileLock, Files, make_folders
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.runtime.compiled_core import CORE, CORE_STATE
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy

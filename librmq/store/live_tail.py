@@ -25,7 +25,7 @@ from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, 
 from librmq.files.interface import File, Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.batch import is_batch
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys
 from librmq.message.record import INNER_BATCH, SYS_FLAG_AT

@@ -35,7 +35,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.runtime.locks import Lock
 from librmq.store.condition import Condition, Wholeness, condition_of
 from librmq.store.derived_queues import DerivedParts, DerivedQueue

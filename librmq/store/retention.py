@@ -45,7 +45,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
 from librmq.files.interface import Files, fills_by_itself
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, has_no_row
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical

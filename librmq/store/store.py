@@ -21,7 +21,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import Damage, Files
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE_STATE

@@ -18,7 +18,7 @@ from librmq.diagnosis.pending import open_halves
 from librmq.errors import CorruptionError, FilterSyntaxError, RmqError
 from librmq.filter import SQL92, SqlFilter, TagFilter
 from librmq.filter.filters import PredicateCounts
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, is_user_topic, retry_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription

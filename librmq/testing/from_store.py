@@ -30,7 +30,7 @@ from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles, OverlayFiles
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.topics import LIGHT_PREFIX, RETRY_PREFIX, is_own_group, kind_of_topic, retry_topic, validate_group
 from librmq.protocol import PERM_READ, PERM_WRITE

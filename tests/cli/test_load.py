@@ -19,7 +19,7 @@ from librmq.errors import ConfigError, CorruptionError, InputError, StoreClosedE
 from librmq.filter import BROKER_BLOOM
 from librmq.message import record
 from librmq.message.batch import decode_batch
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore

@@ -23,7 +23,7 @@ from librmq.columns.planned_store import PlannedStore
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError
 from librmq.files.disk import DiskFiles
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from tests.budget import many
 from tests.programs import run_program
 from tests.stores import ROOT, CountingFiles, from_disk, in_memory

@@ -11,7 +11,7 @@ from typing import Any
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import QUEUE_OFFSET_AT
 from librmq.runtime.locks import Lock

@@ -19,7 +19,7 @@ from librmq.cli import main
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, RmqError, StoreError
 from librmq.files.memory import MemoryFiles
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import split_keys
 from librmq.message.record import check_record

@@ -14,7 +14,7 @@ from librmq.delay import DelayConfig, DelaySchedule
 from librmq.diagnosis import StoreView, story
 from librmq.diagnosis.pending import PendingMessage, pending_messages
 from librmq.files.memory import MemoryFiles
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.properties import tags_code
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC

@@ -14,7 +14,7 @@ from librmq.errors import MessageIllegalError
 from librmq.files.memory import MemoryFiles
 from librmq.java import json as java_json
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import decode_properties
 from librmq.message.topics import HALF_TOPIC, NOT_FOR_SENDING

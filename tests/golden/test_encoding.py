@@ -10,7 +10,7 @@ from librmq.errors import BodyChecksumError, MessageIllegalError, RecordError
 from librmq.java.lang import hash_append, index_key_hash, string_hash, string_hashes
 from librmq.message import record as record_format
 from librmq.message.batch import BatchItem, decode_batch, encode_batch
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.ids import (
     UniqueIds,
     decode_unique_id,

@@ -20,7 +20,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage
 from librmq.filter import Registrations
 from librmq.java import json as java_json
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.record import BORN_TIMESTAMP_AT, SYS_FLAG_AT, TRANSACTION_COMMIT, TRANSACTION_MASK, host_ends
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, OP_TOPIC

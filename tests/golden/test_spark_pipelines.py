@@ -19,7 +19,7 @@ from librmq import ManualClock, Message, MessageStore, StoreConfig, StoredMessag
 from librmq.client.allocation import allocate_averagely, allocate_averagely_by_circle, allocate_consistent_hash
 from librmq.diagnosis.pending import pending_messages
 from librmq.filter import SqlFilter
-from librmq.message.delay_levels import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import MessageQueue
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, is_system_topic
 from librmq.scheduling.timer import Timers

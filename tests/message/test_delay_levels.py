@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.errors import ConfigError
-from librmq.message.delay_levels import DEFAULT_LEVELS, DelayLevels, level_of_queue_id, queue_id_of_level
+from librmq.message.delays import DEFAULT_LEVELS, DelayLevels, level_of_queue_id, queue_id_of_level
 
 
 def test_the_default_levels() -> None:

@@ -24,7 +24,7 @@ from librmq.errors import (
 )
 from librmq.message import properties as property_names
 from librmq.message import record as record_format
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import (
     Host,
     decode_host,

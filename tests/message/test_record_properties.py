@@ -23,7 +23,7 @@ from librmq.errors import (
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.java.lang import string_hash
 from librmq.message.batch import BatchItem, decode_batch, encode_batch
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import Host, decode_unique_id, offset_message_id, parse_host, parse_offset_message_id
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import decode_properties, encode_properties, find_property

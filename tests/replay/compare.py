@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from librmq.errors import MalformedError
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import format_host, parse_offset_message_id
 from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_TRANSACTION_CHECK_TIMES
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, OFFSET_MOVED_TOPIC, OP_TOPIC

@@ -18,7 +18,7 @@ from typing import Any, Final
 from librmq.errors import RecordError
 from librmq.java import json as java_json
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import Host, parse_offset_message_id
 from librmq.message.message import StoredMessage
 from librmq.message.properties import (

@@ -12,7 +12,7 @@ from librmq.clock import ManualClock
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.errors import ConfigError, DiskFullError, MessageIllegalError, StoreClosedError
 from librmq.files.memory import MemoryFiles
-from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
+from librmq.message.delays import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.scheduling.relay import HOP_TOPIC, HopPlan, HopProxy, best_level, hop_plan, hops, send_at, simple_level
 from librmq.store import MessageStore

@@ -11,7 +11,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
 from librmq.files.memory import MemoryFiles
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.record import TRANSACTION_PREPARED
 from librmq.message.topics import TIMER_TOPIC

@@ -11,7 +11,7 @@ import pytest
 
 from librmq.delay import DelayConfig
 from librmq.errors import ConfigError, DiskFullError, FlushFailedError
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.txn import TransactionConfig

@@ -21,7 +21,7 @@ from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import StoreIOError
 from librmq.files.interface import File
 from librmq.files.memory import MemoryFiles
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.message import Message
 from librmq.message.record import Record, check_record, encode_record
 from librmq.runtime import compiled_core

@@ -24,7 +24,7 @@ from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files.interface import Damage
 from librmq.files.memory import MemoryFiles
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.record import MESSAGE_MAGIC, PHYSICAL_OFFSET_AT, QUEUE_ID_AT, QUEUE_OFFSET_AT, Record, encode_record
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore

@@ -30,7 +30,7 @@ from librmq.errors import (
 )
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import offset_message_id
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import tags_code

@@ -13,7 +13,7 @@ from librmq.clock import ManualClock
 from librmq.errors import MessageIllegalError
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
+from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message
 from librmq.message.properties import RESERVED_PROPERTIES
 from librmq.store import AppendResult, GetStatus, MessageStore

@@ -10,7 +10,7 @@ import pytest
 from librmq.errors import NotAStoreError
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.store.recovery.verify import UNKNOWABLE, Verdict, verify
 from tests.budget import many

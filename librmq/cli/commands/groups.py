@@ -25,7 +25,7 @@ from librmq.diagnosis.group_lag import GroupRate, Lag, TopicProgress, lag_of_vie
 from librmq.diagnosis.view import StoreView, View, group_summaries
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC
 from librmq.store.format import directory
 from librmq.store.format.directory import check_kind

@@ -139,7 +139,7 @@ def _count_timers(path: str, config: StoreConfig, files: Files) -> int:
 
 def salvage(arguments: argparse.Namespace, output: Output) -> int:
     """Print every sound record and every gap, or make a new store of the records."""
-    from librmq.message.delay_levels import DelayLevels
+    from librmq.message.delays import DelayLevels
     from librmq.store.extraction import rescue
     from librmq.store.recovery import salvage
 

@@ -30,7 +30,7 @@ from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, InputError
 from librmq.files.interface import Damage, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import has_queue_entry

@@ -18,7 +18,7 @@ from librmq.cli.stores import open_source, open_store, open_view, recorded_setti
 from librmq.diagnosis.findings import id_ranges
 from librmq.diagnosis.view import StoreView, topic_summaries
 from librmq.errors import InputError
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.properties import tags_code
 from librmq.message.topics import is_own_group, kind_of_topic

@@ -51,7 +51,7 @@ from librmq.diagnosis.survey.model import (
 )
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.properties import PROPERTY_PRODUCER_GROUP
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import group_of_retries, is_own_group

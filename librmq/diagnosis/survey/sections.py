@@ -19,7 +19,7 @@ from librmq.diagnosis.survey.model import (
     StoredTopic,
 )
 from librmq.diagnosis.survey.plots import Scale, area, bar, cells, columns
-from librmq.message.delay_levels import DEFAULT_LEVELS
+from librmq.message.delays import DEFAULT_LEVELS
 from librmq.message.topics import is_user_topic
 from librmq.runtime.event_log import counted
 

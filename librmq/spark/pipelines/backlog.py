@@ -14,7 +14,7 @@ from librmq.diagnosis.deadletters import OF_A_LETTER, ORIGIN_TOPIC, VARIABLE_PAR
 from librmq.diagnosis.whatif import Consumption, estimate
 from librmq.errors import AllocationError
 from librmq.message.dead_letters import AT_ONCE, IN_ORDER, USED_UP
-from librmq.message.delay_levels import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
+from librmq.message.delays import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import MessageQueue
 from librmq.message.properties import (
     PROPERTY_DEAD_LETTER_CAUSE,

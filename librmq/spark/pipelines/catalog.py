@@ -13,7 +13,7 @@ from librmq.columns.options import Mode
 from librmq.columns.traces import TRACE_TOPICS, decoded
 from librmq.config import suggest
 from librmq.errors import ConfigError
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, TIMER_TOPIC
 from librmq.spark import stores
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS

@@ -21,7 +21,7 @@ from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE, check_batch, check_batch_size
-from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
+from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
 from librmq.message.ids import Host, decode_host, encode_host, offset_message_id, parse_host
 from librmq.message.message import Message, StoredMessage, body_too_large, delayed_batch
 from librmq.message.properties import (

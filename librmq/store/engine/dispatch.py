@@ -29,7 +29,7 @@ from librmq.java.lang import (
 )
 from librmq.message import record as record_format
 from librmq.message.batch import is_batch
-from librmq.message.delay_levels import SCHEDULE_TOPIC, DelayLevels
+from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_DELAY,

@@ -15,7 +15,7 @@ from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError, StoreError
 from librmq.files.interface import Damage, Files
 from librmq.files.rolling import MappingPool
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.runtime.locks import Lock, RLock, critical
 from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, has_queue_entry, is_indexed

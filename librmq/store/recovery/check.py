@@ -23,7 +23,7 @@ from librmq.files.interface import Damage, Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
 from librmq.java.lang import java_decode
 from librmq.message import record as record_format
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_INNER_NUM, split_keys

@@ -12,7 +12,7 @@ from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import CorruptionError
 from librmq.files.interface import Damage
 from librmq.message import record
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties, tags_code
 from librmq.store.engine.dispatch import BitmapOf

@@ -22,7 +22,7 @@ from librmq.errors import CorruptionError, NotAStoreError, RecordError
 from librmq.files.interface import Damage, Files, make_folders, numbered_files
 from librmq.files.rolling import MappingPool
 from librmq.message import record
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher
 from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueTable
 from librmq.store.format import directory

@@ -18,7 +18,7 @@ from librmq.errors import CorruptionError, MissingExtraError, RecordError
 from librmq.files.interface import Damage, Files
 from librmq.java.lang import java_decode
 from librmq.message.batch import inner_messages, is_batch
-from librmq.message.delay_levels import DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import counted
 from librmq.store.engine.dispatch import MULTI_DISPATCH, Derivation, light_queues

@@ -14,7 +14,7 @@ from librmq.consumer.base import Consumer
 from librmq.diagnosis.pending import given_up_halves, pending_messages
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import SQL92, SqlFilter
-from librmq.message.delay_levels import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import (
     CHECK_MAX_TIME_TOPIC,

@@ -22,7 +22,7 @@ from librmq.errors import (
     MessageIllegalError,
     RmqError,
 )
-from librmq.message.delay_levels import NO_LEVELS, DelayLevels
+from librmq.message.delays import NO_LEVELS, DelayLevels
 from librmq.message.message import Message
 from librmq.message.properties import PROPERTY_DELAY
 from librmq.protocol import (

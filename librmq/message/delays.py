@@ -1,4 +1,4 @@
-"""Delay levels: how long a message of a level waits, and in which queue.
+"""Delays: how a message with one is carried out, and the delay levels, how long each waits and in which queue.
 
 Mirrors ``ScheduleMessageService.parseDelayLevel`` and ``computeDeliverTimestamp``. A delayed message waits in topic
 ``SCHEDULE_TOPIC_XXXX``, which has one queue for each level. Levels count from 1, queues from 0.
