@@ -97,6 +97,17 @@ def model_of(drawn: list[tuple[str, int, list[bytes], list[str], bool]]) -> Mode
     return model
 
 
+def test_batches_and_light_queues_are_counted_from_the_log(tmp_path: Path) -> None:
+    model = Model()
+    model.add("T", 0, [b"a", b"b"], ["%LMQ%a", "%LMQ%b"], is_batch=False)
+    model.add("T", 1, [b"c", b"d", b"e"], [], is_batch=True)
+    write_log(tmp_path, model.records)
+    (tmp_path / "batchconsumequeue" / "T" / "1").mkdir(parents=True)
+    notes = verify(tmp_path).notes
+    assert "records of the log: 1 batches with 3 messages" in notes
+    assert "records of light queues: 2 of 2 light queues" in notes
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(drawn=operations, file_size=st.sampled_from([2048, 1 << 16]))
 def test_batches_and_light_queues_are_as_the_model_says(

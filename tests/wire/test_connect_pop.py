@@ -88,8 +88,8 @@ def test_a_received_message_becomes_a_dead_letter(served: Served) -> None:
 # ---- recall
 
 
-def in_an_hour() -> datetime:
-    return datetime.fromtimestamp(SystemClock().now_ms() / 1000 + 3600, UTC)
+def in_a_while() -> datetime:
+    return datetime.fromtimestamp(SystemClock().now_ms() / 1000 + 5000, UTC)  # the length of no delay level
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def timed() -> Iterator[Served]:
 
 def test_a_message_with_a_delivery_time_is_recalled(timed: Served) -> None:
     with librmq.Producer(timed.route, "shop") as producer:
-        sent = producer.send("orders", b"x", deliver_at=in_an_hour())
+        sent = producer.send("orders", b"x", deliver_at=in_a_while())
         assert sent.recall_handle is not None
         assert producer.cancel(sent).cancelled
         assert producer.cancel(sent).cancelled, "a second time"
@@ -111,7 +111,7 @@ def test_a_message_with_a_delivery_time_is_recalled(timed: Served) -> None:
 
 def test_a_handle_of_another_topic_is_refused(timed: Served) -> None:
     with librmq.Producer(timed.route, "shop") as producer:
-        sent = producer.send("orders", b"x", deliver_at=in_an_hour())
+        sent = producer.send("orders", b"x", deliver_at=in_a_while())
     timed.broker.create_topic("others", 1)
     frame = Frame(RequestCode.RECALL_MESSAGE, {"topic": "others", "recallHandle": str(sent.recall_handle)})
     answer = timed.route.broker(timed.broker.name).request(frame)

@@ -25,6 +25,7 @@ from librmq.files.rolling import MappingPool
 from librmq.message.batch import inner_messages, is_batch
 from librmq.message.delays import DelayLevels
 from librmq.message.message import StoredMessage
+from librmq.store.engine.dispatch import MULTI_DISPATCH, light_queues
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import PartFiles, QueueName
 from librmq.store.format import directory
@@ -94,6 +95,8 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         )
         notes += check.notes
         notes.append(f"records of the log: {check.batches} batches with {check.inner} messages")
+        if check.light:
+            notes.append(f"records of light queues: {check.light} of {len(check.light_queues)} light queues")
     for (topic, queue_id), count in sorted(check.left_out.items()):
         notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
     if has_abort(files, path) and writer is None:
@@ -122,7 +125,8 @@ class _StoreCheck:
         self, path: str, config: StoreConfig, files: Files, *, closed: bool, written: bool, log_only: bool
     ) -> None:
         self.left_out: dict[QueueName, int] = {}
-        self.batches = self.inner = 0
+        self.batches = self.inner = self.light = 0
+        self.light_queues: set[str] = set()
         self.notes: list[str] = []
         self.has_compared = False
         self._closed, self._written, self._log_only = closed, written, log_only
@@ -167,9 +171,17 @@ class _StoreCheck:
         return self._damages
 
     def _batches(self, log: CommitLog) -> None:
-        """Count batches, and note those that can't be opened."""
+        """Count batches and records of light queues, and note batches that can't be opened."""
         for place, size, raw in log.scan(check_body=False):
-            if raw is None or not is_batch(message := StoredMessage(raw)):
+            if raw is None:
+                continue
+            message = StoredMessage(raw)
+            if MULTI_DISPATCH in message.properties_raw:
+                topic = message.topic.encode("utf-8", "replace")
+                names = list(light_queues(topic, message.queue_id, message.properties_raw))
+                self.light += bool(names)
+                self.light_queues.update(name for name, _, _ in names)
+            if not is_batch(message):
                 continue
             try:
                 self.inner += len(inner_messages(message))

@@ -95,7 +95,7 @@ from librmq.wire.remoting.bodies import (
     text_in,
     write_body,
 )
-from librmq.wire.remoting.frames import VERSION, Frame, from_fields, to_fields
+from librmq.wire.remoting.frames import VERSION, Frame, from_fields, to_fields, version_name
 from librmq.wire.remoting.headers import (
     ERROR_FIELD,
     PULL_CODES,
@@ -334,7 +334,10 @@ def _reply_cancelled(request: CancelMessage, result: CancelResult) -> Reply:
 
 def _read_cancelled(request: CancelMessage, answer: Frame) -> CancelResult:
     if answer.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
-        why = "the broker has no cancel, so the message is delivered in its time: only librmq's brokers have one"
+        why = (
+            f"the broker, of RocketMQ {version_name(answer.version)}, has no cancel, so the message is delivered in "
+            "its time: only librmq's brokers have one; one of 5.x recalls a message by what send returned"
+        )
         raise BrokerError(answer.code, f"message {request.message_id}: {why}")
     header = from_fields(CancelledHeader, check(answer).fields)
     return CancelResult(header.cancelled, header.why)
