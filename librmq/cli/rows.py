@@ -352,6 +352,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "type:str log_bytes:int queue_bytes:int index_bytes:int timer_bytes:int other_bytes:int allocated_bytes:int "
         "used_ratio:num thresholds:[obj]",
         "librmq.diagnosis.disk_use.TopicUse type:str",
+        "librmq.diagnosis.disk_use.OldFile type:str",
     ),
     "whatif": (
         "librmq.diagnosis.whatif.Estimate scenario:str speed_up:num? lag:int queues:int clients:int threads:int "

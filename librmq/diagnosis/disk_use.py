@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Final, NamedTuple
 
 from librmq.config import StoreConfig, parse_hours
@@ -93,6 +94,23 @@ class TopicUse(NamedTuple):
     unread_bytes: int | None
     """Size of those that a group, the schedule or the timer has not consumed; all of them in a topic that no group has
     progress in; None if progress is unknown."""
+
+
+class OldFile(NamedTuple):
+    """A file of the log that retention can delete, and why it is still there."""
+
+    file: str
+    """Name of the file."""
+    end_timestamp_ms: int | None
+    """Store time of the first record behind it, by which its age counts; None if that is unreadable."""
+    age_ms: int | None
+    """Time since then."""
+    delete_at_ms: int | None
+    """The next time at which its age lets it go; None without an age limit."""
+    unread_by: list[str]
+    """The groups that have not consumed all messages in it; empty text for the schedule of delay levels."""
+    why: str
+    """The same for people, with the hour of deletion and how much is unread."""
 
 
 def disk_use(path: str, config: StoreConfig) -> DiskUse:
@@ -247,56 +265,69 @@ def disk_notes(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[s
             f"the log took {size(a_day)} a day since {moment(first)} UTC; at this rate, and if nothing is deleted, the "
             f"disk, {percent(use.used_ratio)} full now, reaches {times}"
         )
-    yield from _file_notes(view, use, config, now_ms)
+    yield from _file_notes(view, use, config)
 
 
-def _file_notes(view: StoreView, use: DiskUse, config: StoreConfig, now_ms: int) -> Iterator[str]:
-    """Yield why each of the oldest files stays: its age, its hour, its readers."""
-    log = view.store.log
+def old_files(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[OldFile]:
+    """Yield the files of the log that retention can delete, oldest first: all but that with the last record.
+
+    Raises:
+        CorruptionError: A file is damaged.
+    """
+    log, now_ms = view.store.log, view.now_ms
     old = [start for start in log.sequence.starts if start + log.file_size < log.end]
-    if not old:
-        yield "the log has one file; the file with the last record is never deleted"
+    if not old or now_ms is None:
         return
     is_own = directory.is_made_by_librmq(view.store.path, view.store.files)
     hours = config.file_reserved_hours if is_own else config.file_reserved_hours or _BROKER_HOURS
     readers = _StoredProgress(view)
-    for start in old[:_NAMED]:
-        last_ms = first_behind(log, start)
-        parts = [f"{os.path.basename(log.sequence.path(start))}: ended {_age(now_ms, last_ms)} before"]
-        parts.append(_next_time(use, config, hours, last_ms, now_ms, is_own=is_own))
-        end = start + log.file_size
-        holders = unread_between(readers.unread(end), view.store.queues.get, start, end)
-        parts += _holders(list(holders), config)
-        yield "; ".join(parts)
-    if len(old) > _NAMED:
-        yield f"{number(len(old) - _NAMED)} further log files are newer, and follow these"
+    for start in old:
+        last_ms, end = first_behind(log, start), start + log.file_size
+        delete_ms, when = _next_time(use, config, hours, last_ms, now_ms, is_own=is_own)
+        unread = list(unread_between(readers.unread(end), view.store.queues.get, start, end))
+        yield OldFile(
+            file=os.path.basename(log.sequence.path(start)),
+            end_timestamp_ms=last_ms,
+            age_ms=None if last_ms is None else max(0, now_ms - last_ms),
+            delete_at_ms=delete_ms,
+            unread_by=sorted({part.reader.group for part in unread}),
+            why="; ".join((when, *_holders(unread, config))),
+        )
 
 
-def _age(now_ms: int, then_ms: int | None) -> str:
-    return "an unknown time" if then_ms is None else duration(max(0, now_ms - then_ms) / 1000)
+def _file_notes(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[str]:
+    """Yield why each of the oldest files stays: its age, its hour, its readers."""
+    log = view.store.log
+    count = sum(start + log.file_size < log.end for start in log.sequence.starts)
+    if not count:
+        yield "the log has one file; the file with the last record is never deleted"
+    for file in islice(old_files(view, use, config), _NAMED):
+        age = "an unknown time" if file.age_ms is None else duration(file.age_ms / 1000)
+        yield f"{file.file}: ended {age} before; {file.why}"
+    if count > _NAMED:
+        yield f"{number(count - _NAMED)} further log files are newer, and follow these"
 
 
 def _next_time(
     use: DiskUse, config: StoreConfig, hours: int | None, last_ms: int | None, now_ms: int, *, is_own: bool
-) -> str:
-    """Return when a file that ended at a time can be deleted by its age."""
+) -> tuple[int | None, str]:
+    """Return when a file that ended at a time can be deleted, None if age does not decide that, and a text for it."""
     if use.used_ratio > config.disk_force_clean_ratio / 100:
-        return f"the disk is above {config.disk_force_clean_ratio} %, so it is deleted at any age"
+        return now_ms, f"the disk is above {config.disk_force_clean_ratio} %, so it is deleted at any age"
     if hours is None:
         largest = "none" if config.max_total_size is None else size(config.max_total_size)
-        return f"no age limit (file_reserved_hours); it goes beyond max_total_size, {largest}"
+        return None, f"no age limit (file_reserved_hours); it goes beyond max_total_size, {largest}"
     limit = f"age limit {hours} h" + (
         "" if is_own else " (a broker's fileReservedTime, unless its broker.conf differs)"
     )
     if last_ms is None:
-        return f"{limit}; its end is unreadable"
+        return None, f"{limit}; its end is unreadable"
     at_ms = max(now_ms, last_ms + hours * _HOUR_MS)
     if use.used_ratio > config.disk_max_used_ratio / 100:
-        return (
-            f"{limit}, at any hour because the disk is above {config.disk_max_used_ratio} %: from {moment(at_ms)} UTC"
-        )
+        why = f"at any hour because the disk is above {config.disk_max_used_ratio} %: from {moment(at_ms)} UTC"
+        return at_ms, f"{limit}, {why}"
     due_ms = next_hour(parse_hours(config.delete_when), at_ms)
-    return f"{limit}, in hour {config.delete_when}: next at {moment(due_ms)} UTC"
+    return due_ms, f"{limit}, in hour {config.delete_when}: next at {moment(due_ms)} UTC"
 
 
 def _holders(unread: list[UnreadInFile], config: StoreConfig) -> Iterator[str]:

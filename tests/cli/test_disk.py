@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from librmq import Broker, ManualClock, ManualRunner, Message, MessageStore, Producer, StoreConfig
-from tests.cli.stand import Shell, files_of
+from tests.cli.stand import Shell, errors_of, files_of
 from tests.reference import COMPACT, unpack
 
 HOURS = ";".join(map(str, range(24)))
@@ -23,9 +23,10 @@ def disk(shell: Shell, *words: object, status: int = 0) -> tuple[dict[str, Any],
     """Return the row of the disk, those of the topics by name, and the notes."""
     answer = shell("disk", *words)
     assert answer.status == status, answer.said
-    first, *topics = answer.rows
+    first, *others = answer.rows
     assert first["type"] == "disk"
-    assert {row["type"] for row in topics} <= {"topic"}
+    topics = [row for row in others if row["type"] == "topic"]
+    assert {row["type"] for row in others[len(topics) :]} <= {"file"}
     assert [row["bytes"] for row in topics] == sorted((row["bytes"] for row in topics), reverse=True)
     return first, {row["topic"]: row for row in topics}, answer.said
 
@@ -129,6 +130,17 @@ def test_why_an_old_file_stays(shell: Shell) -> None:
     assert "unread there: group G 2 of orders; keep_unconsumed keeps it for them" in first
     assert "ended 9 h before" in first
     assert "next at 2023-11-18 00:13:20 UTC" in first
+    files = [row for row in shell("disk", "own", "--config", "hours.json").rows if row["type"] == "file"]
+    assert not errors_of("disk", *files)
+    names = sorted(file.name for file in (path / "commitlog").iterdir())
+    assert [row["file"] for row in files] == names[: len(files)]
+    assert 3 < len(files) < len(names) + 1  # each but that of the last record
+    for earlier, row in zip([None, *files], files, strict=False):
+        assert row["age_ms"] + row["end_timestamp_ms"] == START_MS + 11 * HOUR_MS
+        assert row["delete_at_ms"] == row["end_timestamp_ms"] + 72 * HOUR_MS
+        assert row["unread_by"] == ["G"]
+        assert earlier is None or earlier["age_ms"] > row["age_ms"]
+    assert f"{len(files) - 3} further log files" in said
 
 
 def test_shares_come_from_the_settings_and_show_in_a_table(shell: Shell) -> None:

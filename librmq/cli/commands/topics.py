@@ -78,8 +78,8 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def disk(arguments: argparse.Namespace, output: Output) -> int:
-    """Print the bytes of a store and its disk in a row, then a row for each topic."""
-    from librmq.diagnosis.disk_use import disk_notes, disk_use, topic_uses
+    """Print the bytes of a store and its disk in a row, then a row for each topic, and for each old file of the log."""
+    from librmq.diagnosis.disk_use import disk_notes, disk_use, old_files, topic_uses
 
     with open_view(arguments) as view:
         config = view.store.config
@@ -88,6 +88,8 @@ def disk(arguments: argparse.Namespace, output: Output) -> int:
         output.row({"type": "disk", **use._asdict(), "thresholds": thresholds})
         for topic in topic_uses(view):
             output.row({"type": "topic", **topic._asdict()})
+        for file in old_files(view, use, config):
+            output.row({"type": "file", **file._asdict()})
         output.close()
         for note in disk_notes(view, use, config):
             complain(f"note: {note}")
