@@ -173,7 +173,8 @@ def levels() -> Iterator[None]:
 
 @pytest.mark.parametrize("document", pages("python", MARKS), ids=name_of)
 @pytest.mark.usefixtures("levels", "capsys")
-def test_python_snippets_run(document: Path, folder: Path) -> None:
+def test_python_snippets_run(document: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)  # a page imports an example that its reader has copied
     names: dict[str, Any] = {"__name__": document.stem}
     for block in blocks(document):
         if block.kind == "python" and block.file is None:
