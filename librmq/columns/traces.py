@@ -19,12 +19,12 @@ SOURCE: Final = ("store", "storeTimestamp", "bornHost", "uniqueKey", "physicalOf
 _TYPES: Final = {
     "trace": pa.string(), "at_ms": pa.timestamp("us", "UTC"), "id": pa.string(), "topic": pa.string(),
     "group": pa.string(), "instance": pa.string(), "succeeded": pa.bool_(), "result": pa.string(),
-    "took_ms": pa.int64(), "retries": pa.int32(), "keys": pa.string(), "request": pa.string(),
+    "took_s": pa.float64(), "retries": pa.int32(), "keys": pa.string(), "request": pa.string(),
     "physical_offset": pa.int64(),
 }  # fmt: skip
-_NAMES: Final = {"at_ms": "at", "took_ms": "tookMs", "physical_offset": "physicalOffset"}
+_NAMES: Final = {"at_ms": "at", "took_s": "tookSeconds", "physical_offset": "physicalOffset"}
 SCHEMA: Final = pa.schema([(_NAMES.get(name, name), _TYPES[name]) for name in Trace._fields])
-"""The columns of a trace, those of `librmq.message.traces.Trace`: ``at`` is a time, ``tookMs`` a number."""
+"""The columns of a trace, those of `librmq.message.traces.Trace`: ``at`` is a time, ``tookSeconds`` a number."""
 
 
 def traces(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchReader:

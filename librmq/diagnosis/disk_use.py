@@ -103,8 +103,8 @@ class OldFile(NamedTuple):
     """Name of the file."""
     end_timestamp_ms: int | None
     """Store time of the first record behind it, by which its age counts; None if that is unreadable."""
-    age_ms: int | None
-    """Time since then."""
+    age_s: float | None
+    """Seconds since then."""
     delete_at_ms: int | None
     """The next time at which its age lets it go; None without an age limit."""
     unread_by: list[str]
@@ -288,7 +288,7 @@ def old_files(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[Ol
         yield OldFile(
             file=os.path.basename(log.sequence.path(start)),
             end_timestamp_ms=last_ms,
-            age_ms=None if last_ms is None else max(0, now_ms - last_ms),
+            age_s=None if last_ms is None else max(0, now_ms - last_ms) / 1000,
             delete_at_ms=delete_ms,
             unread_by=sorted({part.reader.group for part in unread}),
             why="; ".join((when, *_holders(unread, config))),
@@ -302,7 +302,7 @@ def _file_notes(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[
     if not count:
         yield "the log has one file; the file with the last record is never deleted"
     for file in islice(old_files(view, use, config), _NAMED):
-        age = "an unknown time" if file.age_ms is None else duration(file.age_ms / 1000)
+        age = "an unknown time" if file.age_s is None else duration(file.age_s)
         yield f"{file.file}: ended {age} before; {file.why}"
     if count > _NAMED:
         yield f"{number(count - _NAMED)} further log files are newer, and follow these"

@@ -216,7 +216,8 @@ def _overdue_levels(view: StoreView) -> Iterator[Finding]:
                 "overdue", "warning", f"delay level {level}",
                 f"{counted(overdue, 'message')} not delivered, the first {duration((now_ms - first_ms) / 1000)} "
                 f"after its time, {moment(first_ms)} UTC.",
-                {"level": level, "messages": overdue, "due_timestamp_ms": first_ms, "late_ms": now_ms - first_ms},
+                {"level": level, "messages": overdue, "due_timestamp_ms": first_ms,
+             "late_s": (now_ms - first_ms) / 1000},
                 "See whether the broker runs as a master, since slaves deliver nothing, and whether delayOffset.json "
                 "names an offset of this store.",
             )  # fmt: skip
@@ -253,7 +254,7 @@ def _timer_findings(view: StoreView) -> Iterator[Finding]:
             "overdue", "warning", "timer",
             f"{counted(late, 'timer')} not delivered, the first {duration((now_ms - first_ms) / 1000)} after its time, "
             f"{moment(first_ms)} UTC.",
-            {"level": None, "messages": late, "due_timestamp_ms": first_ms, "late_ms": now_ms - first_ms},
+            {"level": None, "messages": late, "due_timestamp_ms": first_ms, "late_s": (now_ms - first_ms) / 1000},
             "See whether the broker runs with timerWheelEnable=true, and as a master: slaves deliver nothing.",
         )  # fmt: skip
     if beyond:

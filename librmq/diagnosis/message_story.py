@@ -299,8 +299,8 @@ def _traced(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[Story
                 {"sent": "the send failed", "recalled": "the recall failed"}.get(trace.trace, "in the listener")
             )
         parts += [part for part in (trace.result,) if part is not None]
-        if trace.took_ms is not None:
-            parts.append(f"after {duration(trace.took_ms / 1000)}")
+        if trace.took_s is not None:
+            parts.append(f"after {duration(trace.took_s)}")
         if trace.retries:
             parts.append(f"attempt {trace.retries + 1}")
         message = stored[trace.physical_offset]

@@ -58,7 +58,7 @@ class Trace(NamedTuple):
     """Whether it succeeded; None where nothing has ended."""
     result: str | None
     """``SUCCESS``, ``TIME_OUT``, ``EXCEPTION``, ``RETURNNULL`` or ``FAILED``; of a transaction its state."""
-    took_ms: int | None
+    took_s: float | None
     """Duration of a send, or of the listener's call divided by its messages."""
     retries: int | None
     """How often the message had come again, of one that was received."""
@@ -145,7 +145,7 @@ def _pub(fields: list[str]) -> Trace:
     last = fields[12] if len(fields) > 12 else fields[11]
     return _NOTHING._replace(
         trace="sent", at_ms=int(fields[0]), id=fields[4], topic=_text(fields[3]), group=_text(fields[2]),
-        succeeded=_flag(last), keys=_text(fields[6]), took_ms=int(fields[9]),
+        succeeded=_flag(last), keys=_text(fields[6]), took_s=int(fields[9]) / 1000,
     )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def _after(fields: list[str]) -> Trace:
     at_ms, group = (int(fields[6]), fields[7]) if len(fields) > 7 else (-1, "")
     return _NOTHING._replace(
         trace="consumed", at_ms=at_ms, id=fields[1], group=_text(group), request=_text(fields[0]),
-        took_ms=int(fields[2]), succeeded=succeeded, keys=_text(fields[4]), result=result,
+        took_s=int(fields[2]) / 1000, succeeded=succeeded, keys=_text(fields[4]), result=result,
     )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def ids(shell: Shell) -> list[str]:
 
 
 def short(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("trace", "at_ms", "id", "group", "succeeded", "result", "took_ms", "retries"))
+    return tuple(row[name] for name in ("trace", "at_ms", "id", "group", "succeeded", "result", "took_s", "retries"))
 
 
 def test_rows(shell: Shell, ids: list[str]) -> None:
@@ -69,16 +69,16 @@ def test_rows(shell: Shell, ids: list[str]) -> None:
     joined_ms = answer.rows[5]["at_ms"]  # when the broker stored it
     assert START_MS <= joined_ms < START_MS + 60_000
     assert [short(row) for row in answer.rows] == [
-        ("sent", START_MS, first, "P", True, None, 7, None),
+        ("sent", START_MS, first, "P", True, None, 0.007, None),
         ("received", START_MS + 10, first, "G", None, None, None, 0),
-        ("consumed", START_MS + 40, first, "G", False, "EXCEPTION", 30, None),
+        ("consumed", START_MS + 40, first, "G", False, "EXCEPTION", 0.03, None),
         ("received", START_MS + 50, first, "G", None, None, None, 1),
         ("received", START_MS + 50, second, "G", None, None, None, 0),
-        ("consumed", joined_ms, first, "G", True, "SUCCESS", 4, None),
-        ("consumed", joined_ms, second, "G", True, "SUCCESS", 4, None),
+        ("consumed", joined_ms, first, "G", True, "SUCCESS", 0.004, None),
+        ("consumed", joined_ms, second, "G", True, "SUCCESS", 0.004, None),
         ("ended", START_MS + 60, second, "P", None, "COMMIT_MESSAGE", None, None),
         ("recalled", START_MS + 70, second, "P", True, None, None, None),
-        ("sent", START_MS + 80, second, "P", False, None, 7, None),
+        ("sent", START_MS + 80, second, "P", False, None, 0.007, None),
     ]
     assert {row["instance"].rpartition("@")[2] for row in answer.rows} == {str(PROCESS)}
     assert [row["keys"] for row in answer.rows[:2]] == ["order-1", "order-1"]
@@ -123,7 +123,7 @@ def columns_of(shell: Shell) -> list[tuple[Any, ...]]:
 
 
 def test_columns(shell: Shell, ids: list[str]) -> None:
-    names = ("id", "group", "succeeded", "result", "tookMs", "retries", "instance", "physicalOffset")
+    names = ("id", "group", "succeeded", "result", "tookSeconds", "retries", "instance", "physicalOffset")
     table = traces(str(shell.folder / "own")).read_all()
     assert [tuple(row[name] for name in names) for row in table.to_pylist()] == columns_of(shell)
     assert int(table.column("at")[0].as_py().timestamp() * 1000) == START_MS
@@ -136,5 +136,5 @@ def test_spark(shell: Shell, ids: list[str], tmp_path: Path) -> None:
     answer = shell("spark", "run", "traces", "own")
     assert answer.status == 0, answer.said
     rows = answer.rows
-    names = ("id", "group", "succeeded", "result", "tookMs", "retries", "instance", "physicalOffset")
+    names = ("id", "group", "succeeded", "result", "tookSeconds", "retries", "instance", "physicalOffset")
     assert sorted([tuple(row[name] for name in names) for row in rows], key=str) == sorted(columns_of(shell), key=str)

@@ -101,7 +101,7 @@ def test_levels_that_are_overdue(tmp_path: Path) -> None:
     delays = table(tmp_path / "own", "delayOffset.json")
     delays.write_text(f'{{"offsetTable":{{{level}:1}}}}')
     assert found(tmp_path / "own")["overdue delay level 3"] == {
-        "level": level, "messages": 2, "due_timestamp_ms": START_MS + 10_000, "late_ms": 590_000,
+        "level": level, "messages": 2, "due_timestamp_ms": START_MS + 10_000, "late_s": 590.0,
     }  # fmt: skip
 
 

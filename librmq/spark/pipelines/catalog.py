@@ -479,7 +479,7 @@ PIPELINES: Final[dict[str, Pipeline]] = {
         "what clients recorded: which instance consumed a message, when, with what result",
         OfMessages(_reads_traces, _traces),
         "store string, trace string, at timestamp, id string, topic string, group string, instance string, "
-        "succeeded boolean, result string, tookMs bigint, retries int, keys string, request string, "
+        "succeeded boolean, result string, tookSeconds double, retries int, keys string, request string, "
         "physicalOffset bigint",
         ("at", "store", "physicalOffset", "id"),
         {"topic": "topics of traces, separated by commas (RocketMQ's own)"} | GROUP | TIMES,
