@@ -19,8 +19,8 @@ from typing import Any, Final
 from benchmarks.frame import CHECKOUT, AbsentError, Bench, Case, Part, Target, main
 
 BODY: Final = "x" * 128
-COUNTS: Final = {"SQLAlchemy": 60, "filesystem": 600}
-"""Messages of a process; the others get 3,000."""
+COUNTS: Final = {"SQLAlchemy": 30, "filesystem": 600}
+"""Messages of a process; the others get 2,000."""
 
 
 def worker(url: str, folder: str, queue_name: str) -> None:
@@ -105,13 +105,13 @@ def _cases() -> Iterator[Case]:
     for processes in (1, 4):
 
         def in_folder(name: str, bench: Bench, folder: Path, *, many: int = processes) -> dict[str, float]:
-            return rates(ADDRESSES[name], many, COUNTS.get(name, 3_000), bench, folder)
+            return rates(ADDRESSES[name], many, COUNTS.get(name, 2_000), bench, folder)
 
         def ours(both: tuple[Bench, str], folder: Path, *, many: int = processes) -> dict[str, float]:
-            return rates(ADDRESSES["librmq"], many, 3_000, both[0], folder)
+            return rates(ADDRESSES["librmq"], many, 2_000, both[0], folder)
 
         def redis(both: tuple[Bench, str], folder: Path, *, many: int = processes) -> dict[str, float]:
-            return rates(lambda _: both[1], many, 3_000, both[0], folder)
+            return rates(lambda _: both[1], many, 2_000, both[0], folder)
 
         runs = {name: partial(in_folder, name) for name in ADDRESSES}
         words = "one process" if processes == 1 else "four processes"

@@ -44,6 +44,8 @@ AT_ONCE: Final = 32
 _VISIBILITY_S: Final = 3600
 _POLL_S: Final = 0.05
 """Between two polls of the queues of a cluster."""
+_SAVE_S: Final = 0.2
+"""Between two saves of what is acknowledged."""
 _LONGEST_DELAY: Final = timedelta(days=3)
 """What the timer of a store takes by default; for longer ones the worker waits for the rest."""
 _MAX_PRIORITY: Final = 9
@@ -397,7 +399,10 @@ class KombuBroker:
             raise librmq.ConfigError(
                 f"{url}: expected librmq:///absolute/path/of/folder, or librmq+connect://host:port of a name server"
             )
-        config = librmq.BrokerConfig(timers=librmq.TimerConfig()) if takes_delays else None
+        # After a kill of the owner, tasks that were acknowledged since the last save run again: so it saves often.
+        config = librmq.BrokerConfig(
+            save_offsets_every_s=_SAVE_S, timers=librmq.TimerConfig() if takes_delays else None
+        )
         self.route = librmq.share(folder, config)
         self.route.set_group(GROUP, retry_max_times=_NO_LIMIT)
         self.producer = librmq.Producer(self.route, GROUP).start()

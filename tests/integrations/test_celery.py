@@ -138,3 +138,33 @@ def test_a_warm_shutdown_ends_running_tasks_and_loses_none(tmp_path: Path) -> No
     with worker(tmp_path):
         wait_until(lambda: all(notes(tmp_path)[f"ends {number}"] for number in range(8)), "the rest is done")
     assert min(notes(tmp_path).values()) >= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGKILL], ids=["cold", "killed"])
+def test_a_worker_goes_on_when_the_owner_ends_and_a_cold_shutdown_loses_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """The owner is killed while the worker works; then the worker ends, and a new one does the rest."""
+    many = 36
+    (tmp_path / "results").mkdir()
+    own = f"from {TASKS} import *\nadd.delay(1, 1); print('open', flush=True); input()"
+    owner = Process(
+        [sys.executable, "-c", own], env=environment(TASKS_FOLDER=str(tmp_path)), stdin=-1, stdout=-1, text=True
+    )
+    with owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "open\n"
+        with worker(tmp_path) as first:
+            call(tmp_path, f"for number in range({many}): note.delay(number, 0.2)")
+            wait_until(lambda: sum(notes(tmp_path).values()) > 24, "the worker works")
+            owner.kill()
+            owner.wait(60)
+            before = sum(notes(tmp_path).values())
+            wait_until(lambda: sum(notes(tmp_path).values()) > before + 6, "it goes on without the owner")
+            first.send_signal(number)
+            first.wait(60)
+        with worker(tmp_path):
+            wait_until(lambda: all(notes(tmp_path)[f"ends {each}"] for each in range(many)), "all tasks end")
+    done = notes(tmp_path)
+    repeated = sum(done[f"begins {each}"] - 1 for each in range(many))
+    assert repeated <= 2 * (4 + 4), "at either end: four in flight, and what was acknowledged since the last save"
