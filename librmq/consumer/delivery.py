@@ -455,6 +455,7 @@ class ConcurrentDelivery(Delivery):
             for listener, messages in by_listener.values()
             for batch in _batches(pulled.assigned, messages, self.config.batch_size if listener.as_list else 1)
         ]
+        # Each batch that goes first stands before the one added last, so add them from the end to keep their order.
         for batch, weight in reversed(batches) if is_first else batches:
             self._backlog.append(batch, weight, is_first=is_first)
 
@@ -505,6 +506,8 @@ class ConcurrentDelivery(Delivery):
             # Without weights the first message in order is next, and asking the lanes for their turns is left out.
             first = lanes[1][0] if len(lanes) == 1 and 1 in lanes else backlog.first()
             assigned = first.assigned
+            # A released queue's messages stay in the backlog until their turn: searching them at the release would take
+            # as long as the backlog.
             if assigned.released:
                 backlog.remove(first)
                 continue
@@ -540,6 +543,8 @@ class ConcurrentDelivery(Delivery):
         consumed, error = outcome(call.listener, len(messages), result, error)
         if self.consumer.recorder is not None:
             self.consumer.recorder.ends(messages, consumed)
+        # The result for a released queue is dropped: its messages belong to the queue's next reader, and progress or a
+        # retry from here would count as that reader's.
         if not assigned.released:
             if isinstance(error, DownstreamDown):
                 self._rest(assigned, messages[consumed:], error)

@@ -219,6 +219,7 @@ class Runner:
             self._apply(work, result, error)
 
     def _apply(self, work: Work, result: object, error: Exception | None) -> None:
+        # The result of a process that died in a test is dropped: after a crash nothing could apply it.
         self.running.discard(work)
         if work.owner is None or not work.owner.dead:
             work.done(result, error)

@@ -243,15 +243,20 @@ class Appender(AppendState):
                 counted = has_queue_entry(sys_flag)
                 if not is_indexed(sys_flag):
                     unique_key = keys = None
+            # Compute the checksum and join what follows the header before the lock is taken: only what depends on the
+            # record's place and time is left for it.
             checksum = crc32(body) & 0x7FFFFFFF
             tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
             size = 72 + hosts_size + len(tail)
             lock = self.lock
+            # Pause outside of a lock that others want: threads that change places at each message take much longer.
             if lock.crowd or lock.mutex.locked():
                 lock.yield_to_waiters()
             thread = get_ident()
             with lock.mutex:
                 try:
+                    # A signal's handler that calls the store in this thread finds its own id, and is refused instead of
+                    # waiting for itself.
                     lock.owner = thread
                     if not self.accepts:
                         raise self.refusal()
@@ -288,6 +293,8 @@ class Appender(AppendState):
                     if not has_room:
                         with critical:
                             log.make_room(size)
+                    # The mark comes before the first byte and goes after the last note of the record. What a signal's
+                    # handler interrupts in between, the next append repairs from the log.
                     dispatcher.writing_at = physical_offset
                     log.copy_in(header + tail, size)
                     if counted:
@@ -306,6 +313,7 @@ class Appender(AppendState):
             raise
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
+        # Wait for the flush without the lock, so that messages appended meanwhile share it.
         end = physical_offset + size
         if self._sync or end >= self._housekeeping.alarm:
             self._acknowledge(end, wait)
