@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from librmq.diagnosis.group_lag import lag as lag
     from librmq.diagnosis.instances import HeldProgress as HeldProgress
     from librmq.diagnosis.instances import held_progress as held_progress
+    from librmq.diagnosis.kept_progress import KeptProgress as KeptProgress
+    from librmq.diagnosis.kept_progress import progress_history as progress_history
     from librmq.diagnosis.message_story import StoryEvent as StoryEvent
     from librmq.diagnosis.message_story import story as story
     from librmq.diagnosis.pending import ExpiringMessages as ExpiringMessages
@@ -56,6 +58,9 @@ if TYPE_CHECKING:
     from librmq.diagnosis.skips import set_aside as set_aside
     from librmq.diagnosis.skips import skip as skip
     from librmq.diagnosis.skips import skipped as skipped
+    from librmq.diagnosis.start_verdict import StartReason as StartReason
+    from librmq.diagnosis.start_verdict import StartVerdict as StartVerdict
+    from librmq.diagnosis.start_verdict import can_start as can_start
     from librmq.diagnosis.survey.model import Comparison as Comparison
     from librmq.diagnosis.survey.model import Report as Report
     from librmq.diagnosis.survey.model import compare as compare
@@ -86,6 +91,7 @@ else:
                 "lag",
             ),
             "librmq.diagnosis.instances": ("HeldProgress", "held_progress"),
+            "librmq.diagnosis.kept_progress": ("KeptProgress", "progress_history"),
             "librmq.diagnosis.message_story": ("StoryEvent", "story"),
             "librmq.diagnosis.pending": (
                 "ExpiringMessages",
@@ -113,6 +119,7 @@ else:
                 "skip",
                 "skipped",
             ),
+            "librmq.diagnosis.start_verdict": ("StartReason", "StartVerdict", "can_start"),
             "librmq.diagnosis.survey.model": ("Comparison", "Report", "compare"),
             "librmq.diagnosis.survey.page": ("render_page",),
             "librmq.diagnosis.survey.report": ("report",),

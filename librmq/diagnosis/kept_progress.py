@@ -150,8 +150,7 @@ def _step_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         steps = {
             queue_id: (queue_offset, now.get(queue_id))
             for queue_id, queue_offset in before.items()
-            if (now.get(queue_id) is None and (topic, queue_id) in view.ranges)
-            or queue_offset > now.get(queue_id, _POSITION)
+            if (topic, queue_id) in view.ranges and queue_offset > now.get(queue_id, 0)
         }
         if not steps:
             continue

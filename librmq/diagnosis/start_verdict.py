@@ -114,7 +114,7 @@ class StartVerdict(NamedTuple):
     """Why not simply ``starts``, the worst first."""
 
 
-def start_verdict(
+def can_start(
     path: str, config: StoreConfig | None = None, *, files: Files | None = None, clock: Clock | None = None
 ) -> StartVerdict:
     """Judge the store in ``path`` without changing it; a large log is read up to 4 GiB.

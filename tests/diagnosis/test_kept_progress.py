@@ -66,8 +66,8 @@ def test_a_healthy_store_has_none_of_them(path: Path) -> None:
 def test_a_step_back_behind_the_backup(
     path: Path, now: str, backup: str, messages: int | None, queues: list[int]
 ) -> None:
-    set_progress(path, {"orders@G": now})
-    set_progress(path, {"orders@G": backup}, backup=True)
+    set_progress(path, {"orders@G": now, "deleted@G": "1"})
+    set_progress(path, {"orders@G": backup, "deleted@G": "9 9"}, backup=True)
     evidence = found(path).get("progress-stepped-back group G, topic orders")
     if messages is None:
         assert evidence is None

@@ -59,11 +59,12 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
 
 def can_start(arguments: argparse.Namespace, output: Output) -> int:
     """Print whether a broker and librmq start on a store, then why; status 1 if one refuses or loses anything."""
-    from librmq.diagnosis.start_verdict import start_sentence, start_verdict
+    from librmq.diagnosis.start_verdict import can_start as judge
+    from librmq.diagnosis.start_verdict import start_sentence
 
     files, config = files_and_config(arguments)
     with log_bar("can-start", arguments.store, 1):
-        verdict = start_verdict(arguments.store, config, files=files)
+        verdict = judge(arguments.store, config, files=files)
     row = {name: value for name, value in verdict._asdict().items() if name != "reasons"}
     output.row({"type": "start", **row})
     for reason in verdict.reasons:
