@@ -62,11 +62,6 @@ class RecordedRoute(Route):
         """This machine's address towards the brokers."""
         return self._route.own_host
 
-    @property
-    def lacks_receives(self) -> str | None:
-        """Why a `SimpleConsumer` refuses the route."""
-        return self._route.lacks_receives
-
     def identity(self, instance_name: str | None) -> tuple[Host, str] | None:
         """Return the host and name of the next client."""
         return self._route.identity(instance_name)

@@ -151,14 +151,10 @@ class SimpleConsumer(Startable):
             metrics: Counts the answers of predicates.
 
         Raises:
-            ConfigError: Both ``client`` and ``instance_name`` are given, the client belongs to another route, or the
-                brokers have no receives, such as the brokers of `librmq.connect`.
+            ConfigError: Both ``client`` and ``instance_name`` are given, or the client belongs to another route.
             TypeError: ``route`` is not a route.
         """
         validate_group(group)
-        reason = route.lacks_receives
-        if reason is not None:
-            raise ConfigError(f"SimpleConsumer of group {group!r}: {reason}")
         self.client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
         self.route = route

@@ -153,11 +153,6 @@ class Route(Protocol):
         """This machine's address towards the brokers, with which client ids begin; None for the loopback address."""
         return None
 
-    @property
-    def lacks_receives(self) -> str | None:
-        """Why a `SimpleConsumer` refuses the route; None if the brokers have receives with an invisible time."""
-        return None
-
     def identity(self, instance_name: str | None) -> tuple[Host, str] | None:
         """Return the host and name of the next client, if the route gives its clients the same in each run."""
         return None

@@ -98,6 +98,7 @@ def test_databases_are_copied_as_a_whole(tmp_path: Path, form: str) -> None:
     copied = BrokerTables.open(str(target / "config"))
     assert (copied.consumer_offset("orders", "g", 0), set(copied.topics.rows)) == (9, {"orders"})
     assert len(pop_holds(target).held) == 1
+    assert not list(target.rglob("LOCK")), "the lock of a running broker"
     verdict = verify(target)
     assert verdict.sound
     assert "queues in RocksDB: 300 entries compared with the log" in verdict.notes

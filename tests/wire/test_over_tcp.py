@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from librmq import BrokerError, DeadLetter, DeliveredMessage, MessageIllegalError
-from librmq.protocol import Receive, SetGroup
+from librmq import DeadLetter, DeliveredMessage, MessageIllegalError, SimpleConsumer
+from librmq.protocol import SetGroup
 from librmq.testing import Kit
 from tests.over_tcp import NOT_OVER_TCP, left_out
 from tests.reference import CHECKOUT
@@ -31,8 +31,13 @@ def test_a_kit_over_tcp(rmq: Kit) -> None:
     rmq.producer().send("orders", b"y")
     rmq.advance(seconds=60)
     assert sorted(map(len, got)) == [1, 1, 300_000]
-    with pytest.raises(BrokerError, match=r"4\.x can't be asked for Receive"):
-        rmq.route.endpoint("broker-a").call(Receive("c", "g", "orders"))
+    with SimpleConsumer(rmq.route, "readers") as receiver:
+        receiver.subscribe("orders")
+        received = receiver.receive(16, wait=0)
+        assert sorted(len(message.body) for message in received) == [1, 1, 300_000]
+        receiver.ack(*received)
+        rmq.advance(minutes=5)
+        assert receiver.receive(16, wait=0) == []
 
 
 @pytest.mark.rmq(over_tcp=True)
