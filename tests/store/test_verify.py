@@ -148,14 +148,15 @@ def test_a_store_without_a_checkpoint(found: Contents) -> None:
 
 
 def test_a_table_that_no_broker_can_read_is_damage(found: Contents) -> None:
-    """A broker refuses to start with it; a backup takes its place."""
+    """A backup takes its place; a broker refuses to start with an unreadable one, and starts empty without any."""
     unreadable = {**found, "config": None, "config/topics.json": b'{"a":'}
-    verdict = judged(unreadable)
-    assert [
-        damage.kind
-        for damage in verdict.damage
-        if "a broker can't open" in damage.what and "topics.json" in damage.file
-    ] == ["config"]
+    for backup, effect in (({}, "starts without"), ({"config/topics.json.bak": b"{"}, "can't open")):
+        verdict = judged({**unreadable, **backup})
+        assert [
+            damage.kind
+            for damage in verdict.damage
+            if f"a broker {effect}" in damage.what and "topics.json" in damage.file
+        ] == ["config"]
     replaced, unknowable = sorted(judged({**unreadable, "config/topics.json.bak": b"{}"}).notes)
     assert "topics.json.bak was read, as a broker does" in replaced
     assert unknowable == UNKNOWABLE

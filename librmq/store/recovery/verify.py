@@ -106,7 +106,9 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         notes += tables.replaced()
         notes += map(compaction_note, sorted(topic for topic, row in tables.topics.rows.items() if is_compacted(row)))
     except CorruptionError as error:
-        what = f"a broker can't open the store: {error.what}: restore the file from a copy, or move it away"
+        has_backup = files.size(error.file if error.file.endswith(".bak") else f"{error.file}.bak")
+        effect = "a broker can't open the store" if has_backup else "a broker starts without what the file had"
+        what = f"{effect}: {error.what}: restore the file from a copy, or move it away"
         damage.append(Damage(error.file, error.offset, error.kind, what))
     if writer is not None:
         notes.append(f"{writer} is writing: queues and index may be behind the log")
