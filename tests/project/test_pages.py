@@ -232,6 +232,15 @@ def test_every_row_names_a_test() -> None:
         assert re.search(r"\[`test_\w+`\]", row[-1]), row[0]
 
 
+def test_the_trusted_parts_have_so_many_lines() -> None:
+    part = DOCUMENT.read_text("utf-8").partition("## What you have to trust")[2].partition("\n## ")[0]
+    stated = [(re.findall(r"`(librmq/[\w/]+\.py)`", row[0]), int(row[1].replace(",", ""))) for row in rows()[-4:]]
+    counted = [sum(len((CHECKOUT / file).read_bytes().splitlines()) for file in files) for files, _ in stated]
+    total = int(re.findall(r"some ([\d,]+) lines", part)[0].replace(",", ""))
+    for (_, lines), number in (*zip(stated, counted, strict=True), (([], total), sum(counted))):
+        assert abs(lines - number) <= number / 10, (lines, number)
+
+
 # ``docs/logging.md`` explains log lines that exist; the site adds all others, and other tables, from the code.
 
 
