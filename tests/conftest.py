@@ -362,7 +362,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         (items[0].config.getoption(f"rmq_over_{way}") for way in ("tcp", "share")) if items else (False, False)
     )
     for item in items if over_tcp or over_share else ():
-        reason = reason_of(item.nodeid, over_share=over_share)
+        reason = reason_of(item.nodeid)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=f"over a connection: {reason}"))
     if _process:

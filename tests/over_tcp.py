@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 _NEXT_TURN = "what a server says by itself comes with a turn, and this test takes none between the change and its poll"
-_RECEIVES: Final = "a broker of 4.x has no simple consumers"
 _COMES_BACK = "a broker ends the connection of a client that it removes, so the client registers again at once"
 
 NOT_OVER_TCP: Final = {
@@ -26,8 +25,6 @@ NOT_OVER_TCP: Final = {
     "tests/testing/test_kit.py": {
         "test_a_lost_member_delivers_what_it_has": _COMES_BACK,
         "test_a_lost_member_is_back_after_thirty_seconds": _COMES_BACK,
-        "test_what_a_simple_consumer_receives_is_known": _RECEIVES,
-        "test_a_group_that_reads_dead_letters[receive]": _RECEIVES,
         "test_a_skewed_clock_stamps_other_times": "with a manual clock the server stamps births itself",
     },
     "tests/testing/test_kit_cluster.py": {},
@@ -35,14 +32,12 @@ NOT_OVER_TCP: Final = {
 """By file or folder, and by name."""
 
 
-def left_out(path: str, *, over_share: bool) -> dict[str, str]:
-    """Return the tests of a file or folder that do not run over TCP, or over the socket of a shared store."""
-    return {
-        name: reason for name, reason in NOT_OVER_TCP.get(path, {}).items() if not (over_share and reason == _RECEIVES)
-    }
+def left_out(path: str) -> dict[str, str]:
+    """Return the tests of a file or folder that do not run over TCP, nor over the socket of a shared store."""
+    return NOT_OVER_TCP.get(path, {})
 
 
-def reason_of(nodeid: str, *, over_share: bool) -> str | None:
+def reason_of(nodeid: str) -> str | None:
     """Return why a test does not run so; None if it does."""
     path, _, name = nodeid.partition("::")
-    return left_out(path, over_share=over_share).get(name)
+    return left_out(path).get(name)
