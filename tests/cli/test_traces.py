@@ -133,8 +133,13 @@ def test_columns(shell: Shell, ids: list[str]) -> None:
 
 @pytest.mark.spark
 def test_spark(shell: Shell, ids: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("pyspark")
     answer = shell("spark", "run", "traces", "own")
     assert answer.status == 0, answer.said
     rows = answer.rows
     names = ("id", "group", "succeeded", "result", "tookSeconds", "retries", "instance", "physicalOffset")
     assert sorted([tuple(row[name] for name in names) for row in rows], key=str) == sorted(columns_of(shell), key=str)
+    for _ in range(2):
+        answer = shell("spark", "run", "traces", "own", "--incremental", "--out", "result")
+        assert answer.status == 0, answer.said
+        assert answer.rows[0]["rows"] == len(rows)
