@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,11 @@ def test_databases_are_copied_as_a_whole(tmp_path: Path, form: str) -> None:
     entries = filled(path)
     shutil.rmtree(path / "consumequeue")
     write_queues(path / "consumequeue_rocksdb", entries)
-    tables = {"topics": {"orders": {"topicName": "orders", "perm": 6}}, "groups": {}, "offsets": {"orders@g": {"0": 9}}}
+    tables: dict[str, dict[str, Any]] = {
+        "topics": {"orders": {"topicName": "orders", "perm": 6}},
+        "groups": {},
+        "offsets": {"orders@g": {"0": 9}},
+    }
     write_tables(path / "config", form, tables)
     write_database(path / "kvStore", {"default": {}, "popState": dict([pop_row("g", "orders", 0, 8, 1, 60_000)])})
     before = state_of(path)

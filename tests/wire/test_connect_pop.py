@@ -25,9 +25,9 @@ def served() -> Iterator[Served]:
         yield made
 
 
-def consumer_of(served: Served, **subscribed: str) -> librmq.SimpleConsumer:
+def consumer_of(served: Served, tags: str | None = None) -> librmq.SimpleConsumer:
     consumer = librmq.SimpleConsumer(served.route, "g")
-    consumer.subscribe("orders", **subscribed)
+    consumer.subscribe("orders", tags=tags)
     return consumer
 
 
