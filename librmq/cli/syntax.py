@@ -132,7 +132,7 @@ _LOOK: Final = (
         ),
     ),
     Command(
-        "traces", "diagnosis", "print what clients recorded: which instance consumed what, when, with what result",
+        "traces", "diagnosis", "print by which instance messages were consumed, and when",
         "store --group CG_order",
         (
             option("--id", help="only traces of this message"),
@@ -189,7 +189,7 @@ _LOOK: Final = (
         ),
     ),
     Command(
-        "progress", "groups", "print where the progress of groups was: in the file, its backup, moves and snapshots",
+        "progress", "groups", "print where groups were: file, backup, moves, snapshots",
         "store --group CG_order",
         (
             GROUP,
@@ -348,7 +348,7 @@ _TARGET: Final = option("target", help="a folder that is empty or does not exist
 _FILES: Final = (
     Command("verify", "maintenance", "check the bytes of all files; changes nothing", "store", output=OUTPUT),
     Command(
-        "can-start", "maintenance", "say if a broker would start here, repair the store, or refuse, and why", "store",
+        "can-start", "maintenance", "say if a broker starts here, repairs, or refuses, and why", "store",
         note="By the rules of RocketMQ 4.9.4 or 5.3.3: tables and their backups, lengths of files, where a recovery "
         "reads the log, how long this disk takes for that, and what is cut. Changes nothing.",
     ),

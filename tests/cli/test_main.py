@@ -338,7 +338,7 @@ RUNS_ON = ("serve",)
 """Runs until it is stopped; other tests cover it."""
 NEEDS_ARROW = ("export", "import")
 NEEDS_JINJA = ("report",)
-FINDS_NOTHING = ("timers", "dead-letters", "expiring", "who")
+FINDS_NOTHING = ("timers", "dead-letters", "expiring", "traces", "who")
 """These find nothing in the store of the examples."""
 
 
