@@ -561,6 +561,7 @@ _NO_PROGRESS: Final = "the progress that groups had then is not kept"
 UNDATED: Final = {
     "disk": "it shows the files and the disk as they are",
     "expiring": _NO_PROGRESS,
+    "progress": _NO_PROGRESS,
     "timers": "the timer's files hold only what waits now; librmq pending --at lists the messages that waited then",
     "verify": "it compares the files as they are",
     "whatif": f"{_NO_PROGRESS}; librmq lag --at gives the ends of the queues then",

@@ -40,6 +40,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 WITHOUT_PROGRESS = {"diagnose", "groups", "lag", "stats", "story"}
 """Commands whose output depends on the progress of groups too."""
+ELSEWHERE = {"traces"}
+"""Commands that have nothing to print of this store, and are tried in files of their own."""
 COPYING = {"export", "extract"}
 """Commands that write what they read."""
 
@@ -158,7 +160,7 @@ def test_before_the_first_message_nothing_is_wrong(recorded: Recorded, shell: Sh
 
 
 def test_commands_that_show_the_past_are_listed() -> None:
-    assert COMMANDS.keys() | WITHOUT_PROGRESS | COPYING == PAST
+    assert COMMANDS.keys() | WITHOUT_PROGRESS | COPYING | ELSEWHERE == PAST
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,8 @@ def test_rows(shell: Shell, ids: list[str]) -> None:
     assert [row["id"] for row in shell("traces", "own", "--id", second).rows] == [second] * 5
     assert {row["trace"] for row in shell("traces", "own", "--group", "G").rows} == {"received", "consumed"}
     assert "no trace" in shell("traces", "own", "--group", "nobody").said
+    earlier = shell("traces", "own", "--at", answer.rows[3]["physical_offset"]).rows
+    assert earlier == answer.rows[:3]
 
 
 def test_story_says_which_instance_consumed_it(shell: Shell, ids: list[str]) -> None:
