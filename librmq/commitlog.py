@@ -637,8 +637,9 @@ class CommitLog(Closing, LogState):
 
     def first_store_timestamp_ms(self, start: int) -> int | None:
         """Return the store time of the first record of the file at ``start``, None if the file starts without one."""
-        buffer = self._sequence.file(start).buffer
-        raw = buffer[: min(96, self.file_size)]
+        if not self._sequence.data_end(start):  # reading a hole would fill it in a file system that lies in memory
+            return None
+        raw = self._sequence.file(start).buffer[: min(96, self.file_size)]
         if len(raw) < record.FIXED_SIZE or SIZE_AND_MAGIC.unpack_from(raw)[1] not in MAGICS:
             return None
         return record.store_timestamp_ms(raw)

@@ -351,7 +351,7 @@ def used_end(files: Files, file: File, begin: int, end: int) -> int:
 
     Holes of the file are not read.
     """
-    high = min(end, files.data_end(file, begin)) if end - begin > _ZEROS_SIZE else end
+    high = min(end, files.data_end(file, begin))
     while high > begin:
         at = max(begin, high - _ZEROS_SIZE)
         data = file.buffer[at:high]

@@ -61,6 +61,13 @@ def test_a_read_fills_no_holes(sparse: Path, shell: Shell, command: str) -> None
 
 
 @pytest.mark.skipif(not hasattr(os, "SEEK_DATA"), reason="holes can't be found here")
+def test_an_extraction_fills_no_holes_of_its_source(sparse: Path, shell: Shell) -> None:
+    before = blocks(sparse)
+    assert shell("extract", sparse, "-o", "small").status == 0
+    assert blocks(sparse) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "SEEK_DATA"), reason="holes can't be found here")
 def test_a_snapshot_fills_no_holes_of_its_source(sparse: Path, shell: Shell) -> None:
     before = blocks(sparse)
     assert shell("snapshot", sparse, "copy").status == 0

@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import Buffer, Files, copy_file, link_file, numbered_files, without_zeros
+from librmq.files.interface import Buffer, File, Files, copy_file, link_file, numbered_files, used_end
 from librmq.files.rolling import MappedFileQueue, file_name
 from librmq.message import record
 from librmq.message.message import StoredMessage
@@ -39,7 +39,6 @@ _PART: Final = ".part"  # a cut that is being copied
 _WITHOUT_RECORDS_KEPT: Final = 8
 _CUT_NAME: Final = re.compile(r"(\d{20})-(\d{1,19})")
 _MANIFEST_KINDS: Final = {"bytes": (int, NoneType), "records": (int, NoneType), "why": (str, NoneType)}
-_CHUNK: Final = 1 << 20
 
 _LONG: Final = struct.Struct(">q")
 _MAGICS: Final = tuple(magic.to_bytes(4, "big") for magic in (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2))
@@ -86,7 +85,8 @@ def find_record(
     at = begin
     while at < end and (file := sequence.file_at(at)) is not None:
         start = at - at % file.size
-        place = _find(file.buffer, at - start, file.size, start, end - start, check_body=check_body)
+        until = min(end - start, sequence.data_end(start))
+        place = _find(file.buffer, at - start, file.size, start, until, check_body=check_body)
         if place is not None:
             return start + place
         at = start + file.size
@@ -122,10 +122,14 @@ class _Source:
     def end(self) -> int:
         return self.start + self.size
 
-    def items(self, buffer: Buffer) -> Iterator[tuple[int, int, str | None]]:
-        """Yield place and size of each record, and of each other stretch with its description."""
+    def items(self, files: Files, file: File) -> Iterator[tuple[int, int, str | None]]:
+        """Yield place and size of each record, and of each other stretch with its description.
+
+        Holes of the file are not read.
+        """
+        buffer, data_end = file.buffer, min(files.data_end(file, 0), self.size)
         place, used = 0, -1
-        while place < self.size:
+        while place < data_end:
             what: str | None = None
             try:
                 size = record.check_record(buffer, place, self.size, check_body=True)
@@ -136,7 +140,7 @@ class _Source:
             except RecordError as error:
                 what = error.reason
             if used < 0:
-                used = _used(buffer, place, self.size)
+                used = used_end(files, file, place, self.size)
             following = _find(buffer, place + 1, self.size, self.start, used)
             if what is not None:
                 end = max(place, used) if following is None else following
@@ -145,17 +149,6 @@ class _Source:
             if following is None:
                 return
             place = following
-
-
-def _used(buffer: Buffer, begin: int, end: int) -> int:
-    """Return the position behind the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if all are."""
-    while end > begin:
-        at = max(begin, end - _CHUNK)
-        data = without_zeros(buffer[at:end])
-        if data:
-            return at + len(data)
-        end = at
-    return begin
 
 
 def records(path: str, files: Files | None = None) -> Iterator[StoredMessage | Gap]:
@@ -211,22 +204,21 @@ def _read(source: _Source, earlier: list[_Source], files: Files) -> Iterator[Sto
         yield Gap(source.start, source.size, source.path, "expected a start whose file ends below 2^63")
         return
     try:
-        buffer = files.open(source.path).buffer
+        file = files.open(source.path)
     except (StoreIOError, CorruptionError) as error:
         yield Gap(source.start, source.size, source.path, str(error))
         return
     others = [
-        (other, files.open(other.path).buffer)
-        for other in earlier
-        if other.start < source.end and source.start < other.end
+        (other, files.open(other.path)) for other in earlier if other.start < source.end and source.start < other.end
     ]
-    for place, size, what in source.items(buffer):
+    buffer, data_ends = file.buffer, [files.data_end(other, 0) for _, other in others]
+    for place, size, what in source.items(files, file):
         advance(size)
         physical_offset = source.start + place
         raw = buffer[place : place + size] if what is None or others else b""
         if any(
-            other[physical_offset - holder.start : physical_offset - holder.start + size] == raw
-            for holder, other in others
+            (at := physical_offset - holder.start) < data_end and other.buffer[at : at + size] == raw
+            for (holder, other), data_end in zip(others, data_ends, strict=True)
         ):
             continue
         if what is not None:
@@ -325,5 +317,5 @@ def _copy(log: CommitLog, physical_offset: int, folder: str, files: Files) -> in
             # Full length, because the last record can end in zeros; zeros take no blocks.
             copy_file(files, file, target, begin=begin - start, end=end, size=start + log.file_size - begin)
         source = _Source(target, begin, start + log.file_size - begin)
-        count += sum(what is None for _, _, what in source.items(files.open(target).buffer))
+        count += sum(what is None for _, _, what in source.items(files, files.open(target)))
     return count
