@@ -234,6 +234,11 @@ class Broker(AdministeredRoute):
 
     # ---- endpoint and route
 
+    @property
+    def hands_over(self) -> Endpoint | None:
+        """Itself, unless a subclass or a test replaces `call`, to see each message."""
+        return self if getattr(self.call, "__func__", None) is Broker.call else None
+
     def call(self, request: Request[R], /) -> R:
         """Answer a request.
 

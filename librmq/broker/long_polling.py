@@ -147,17 +147,20 @@ def registered_selection(registrations: Registrations, registration: Registratio
 _QueueName = tuple[str, int]
 _Holder = tuple[str, str]  # client id, group
 Notify = Callable[[], None]
+HandOver = Callable[[AppendResult], bool]
+"""Gives an arriving message to the client of a held pull, and returns whether it took it."""
 
 
 # ---- held requests
 
 
 class _Hold:
-    __slots__ = ("is_passed", "notify", "selection")
+    __slots__ = ("hand_over", "is_passed", "notify", "selection")
 
-    def __init__(self, selection: Selection, notify: Notify) -> None:
+    def __init__(self, selection: Selection, notify: Notify, hand_over: HandOver | None = None) -> None:
         self.selection = selection
         self.notify = notify
+        self.hand_over = hand_over
         self.is_passed = False
 
 
@@ -183,14 +186,24 @@ class HeldRequests:
 
     # ---- pulls
 
-    def hold_pull(self, queue: _QueueName, holder: _Holder, selection: Selection, notify: Notify) -> None:
-        """Hold a pull; it replaces an earlier one of the same client, group and queue."""
+    def hold_pull(
+        self,
+        queue: _QueueName,
+        holder: _Holder,
+        selection: Selection,
+        notify: Notify,
+        hand_over: HandOver | None = None,
+    ) -> None:
+        """Hold a pull; it replaces an earlier one of the same client, group and queue.
+
+        It stays held while ``hand_over`` takes the messages that match.
+        """
         held = self.by_queue.get(queue)
         if held is None:
             held = self.by_queue[queue] = {}
         elif holder in held:
             self._passed.discard((queue, holder))
-        held[holder] = _Hold(selection, notify)
+        held[holder] = _Hold(selection, notify, hand_over)
 
     def remove_pull(self, queue: _QueueName, holder: _Holder) -> None:
         """Remove a pull, if it is held."""
@@ -262,6 +275,8 @@ class HeldRequests:
             return
         for holder, hold in list(held.items()):
             if hold.selection is ALL or hold.selection.takes(properties):
+                if hold.hand_over is not None and not hold.is_passed and hold.hand_over(message):
+                    continue
                 self._ended_by[queue, holder] = hold.selection, message
                 # Notify before the removal: after an interruption in between, the next message answers the hold again,
                 # and none is forgotten.

@@ -151,6 +151,11 @@ class Delivery:
         self.counts.delivered += len(messages)
         self.runner.submit(DeliveryCall(self, listener, assigned, messages))
 
+    def count_running(self) -> None:
+        """Count the listeners again that run or are about to, after an interrupted `submit`."""
+        works = {*self.runner.ready, *self.runner.running}
+        self.running = sum(isinstance(work, DeliveryCall) and work.delivery is self for work in works)
+
     def listener_for(self, assigned: AssignedQueue, message: DeliveredMessage) -> Listener:
         """Return the listener of a message; it fails if this instance does not subscribe to a redelivery's topic."""
         listeners, topic = self.consumer.listeners, message.topic if assigned.is_retry else assigned.queue.topic

@@ -43,7 +43,7 @@ from librmq.consumer.orderly import OrderlyDelivery
 from librmq.consumer.rebalancing import AWAY_MS, REOPENED_MS
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
 from librmq.filter import Policy, WatchedPredicate
-from librmq.message.message import MessageQueue
+from librmq.message.message import MessageQueue, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ConsumeDirectly,
@@ -74,6 +74,7 @@ class Fetcher:
         self._consumer = consumer
         self._is_clustering = consumer.config.model is MessageModel.CLUSTERING
         self._is_remote = consumer.route.is_remote
+        self._begins_at_once = consumer.runner.begins_at_once and not consumer.config.orderly
         self.share_limits()
 
     def start(self, assigned: AssignedQueue) -> None:
@@ -135,10 +136,10 @@ class Fetcher:
             try:
                 if not consumer.delivery.may_pull(assigned, now_ms):
                     return None
-                # A pull stores no earlier progress than the broker's, so `save` stores what was chosen.
-                stores = self._is_clustering and not (assigned.may_be_passed or assigned.is_chosen)
-                progress = assigned.progress if stores and assigned.progress else None
+                progress = self._progress_to_store(assigned)
                 endpoint = assigned.endpoint = consumer.client.endpoint(queue.broker_name)
+                stays = not self._interval_ms
+                hands_over = stays and self._begins_at_once and getattr(endpoint, "hands_over", None) is endpoint
                 response = endpoint.call(
                     PullMessage(
                         consumer.client.client_id,
@@ -150,7 +151,8 @@ class Fetcher:
                         None,
                         progress,
                         assigned.notify,
-                        not self._interval_ms,
+                        stays,
+                        partial(self._take, assigned) if hands_over else None,
                     )
                 )
             except RmqError as error:
@@ -166,6 +168,49 @@ class Fetcher:
             assigned.lost = True
             consumer.rebalancing.wake_on_grid()
             raise
+
+    def _progress_to_store(self, assigned: AssignedQueue) -> int | None:
+        """Return the progress that a pull stores; `save` stores what was chosen, even if the broker's is later."""
+        stores = self._is_clustering and not (assigned.may_be_passed or assigned.is_chosen)
+        return assigned.progress if stores and assigned.progress else None
+
+    def _take(self, assigned: AssignedQueue, message: StoredMessage, min_offset: int, max_offset: int) -> int | None:
+        """Begin the next message of a held pull in the thread that stores it, if no listener runs.
+
+        While one runs, messages gather, and a pull gets them together. Return the progress to store, 0 for none; None
+        if a pull has to get the message.
+        """
+        consumer = self._consumer
+        if (
+            consumer.delivery.running
+            or assigned.next_offset != max_offset - 1
+            or assigned.pull.at is not None
+            or assigned.released
+            or assigned.idle_since_ms is not None
+            or consumer.is_paused
+            or consumer.states.causes
+            or assigned.queue.topic in consumer.filters
+            or self.is_full(assigned)
+        ):
+            return None
+        delivery, now_ms = consumer.delivery, consumer.runner.now_ms()
+        try:
+            if not delivery.try_begin(assigned, message, (min_offset, max_offset), now_ms):
+                return None
+            assigned.next_offset = max_offset
+            assigned.pulled_timestamp_ms = now_ms
+            if consumer.metrics is not None:
+                self._count_pull("pulls", assigned, PullStatus.FOUND)
+        except BaseException:  # Ctrl-C in the main thread: the queue is taken again, with all that it has begun
+            delivery.count_running()
+            assigned.lost, assigned.pulled_timestamp_ms = True, 0
+            consumer.rebalancing.wake()
+            raise
+        progress = self._progress_to_store(assigned)
+        if progress is None:
+            return 0
+        assigned.stored_progress = progress
+        return progress
 
     def _handle_failure(self, assigned: AssignedQueue, error: RmqError, now_ms: int) -> int:
         consumer, queue = self._consumer, assigned.queue

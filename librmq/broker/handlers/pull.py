@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.handlers.send import SendHandler
-from librmq.broker.long_polling import Selection, parse_selection, registered_selection
+from librmq.broker.long_polling import HandOver, Selection, parse_selection, registered_selection
 from librmq.broker.replication import Replication
 from librmq.errors import BrokerError, RmqError
 from librmq.message.message import Message, StoredMessage
@@ -70,7 +71,7 @@ class PullHandler:
                         return response
                 elif store.queue_range(topic, queue_id)[1] == queue_offset:
                     # Hold first, then look again: a writer looks for held pulls after its append, without the lock.
-                    held.hold_pull(name, holder, selection, notify)
+                    held.hold_pull(name, holder, selection, notify, self._hand_over_of(request, selection))
                     begin, end = store.queue_range(topic, queue_id)
                     if queue_offset == end:
                         return PullResponse(PullStatus.HELD, end, begin, end, (), True)
@@ -83,7 +84,7 @@ class PullHandler:
                 return self._wait_for_copy(request, selection, result)
             end = result.next_offset
             if notify is not None and request.stay and status is PullStatus.FOUND and end == result.max_offset:
-                held.hold_pull(name, holder, selection, notify)
+                held.hold_pull(name, holder, selection, notify, self._hand_over_of(request, selection))
                 is_held = store.queue_range(topic, queue_id)[1] == end
                 if not is_held:
                     held.remove_pull(name, holder)
@@ -121,13 +122,47 @@ class PullHandler:
         if raw is None:
             return None
         name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
-        self._held.hold_pull(name, holder, selection, notify)
+        self._held.hold_pull(name, holder, selection, notify, self._hand_over_of(request, selection))
         begin, end = self._store.queue_range(request.topic, request.queue_id)
         if end != arrived.queue_offset + 1:
             self._held.remove_pull(name, holder)
             return None
         self._count_read(request, 1, arrived.size)
         return PullResponse(PullStatus.FOUND, end, begin, end, (StoredMessage(raw),), True)
+
+    def _hand_over_of(self, request: PullMessage, selection: Selection) -> HandOver | None:
+        return None if request.take is None else partial(self._hand_over, request, request.take, selection)
+
+    def _hand_over(
+        self,
+        request: PullMessage,
+        take: Callable[[StoredMessage, int, int], int | None],
+        selection: Selection,
+        arrived: AppendResult,
+    ) -> bool:
+        """Give a message that has just been stored to the client whose pull is held, as the pull's repetition would.
+
+        Return False if there are more messages, which one pull gets together, or if the pull would be refused now.
+        """
+        topic, queue_id = request.topic, request.queue_id
+        begin, end = self._store.queue_range(topic, queue_id)
+        if end != arrived.queue_offset + 1:
+            return False
+        try:
+            if self._check_pull(request) is not selection:
+                return False
+        except BrokerError:
+            return False
+        raw = self._store.log.read(arrived.physical_offset, arrived.size)
+        if raw is None:
+            return False
+        progress = take(StoredMessage(raw), begin, end)
+        if progress is None:
+            return False
+        if progress and not self._is_replica:
+            self._offsets.advance_consumer_offset(topic, request.group, queue_id, progress)
+        self._count_read(request, 1, arrived.size)
+        return True
 
     def _count_read(self, request: PullMessage, messages: int, size: int) -> None:
         if self._metrics is not None:
