@@ -283,11 +283,17 @@ class HeldRequests:
                 hold.notify()
                 if held.get(holder) is hold:
                     self.remove_pull(queue, holder)
-            elif not hold.is_passed:
-                hold.is_passed = True
-                due = self._next_sweep()
-                self._passed.set((queue, holder), due)
-                self._wake(due)
+            else:
+                self.answer_by_sweep(queue, holder)
+
+    def answer_by_sweep(self, queue: _QueueName, holder: _Holder) -> None:
+        """Let the next sweep answer a held pull, whatever arrives."""
+        hold = self.by_queue[queue][holder]
+        if not hold.is_passed:
+            hold.is_passed = True
+            due = self._next_sweep()
+            self._passed.set((queue, holder), due)
+            self._wake(due)
 
     def _next_sweep(self) -> int:
         now_ms = self._now_ms()

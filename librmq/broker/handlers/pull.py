@@ -76,12 +76,11 @@ class PullHandler:
                     if queue_offset == end:
                         return PullResponse(PullStatus.HELD, end, begin, end, (), True)
                     held.remove_pull(name, holder)
-            result = store.read(
-                topic, queue_id, queue_offset, request.max_messages, selection.matching, joined=request.joined
-            )
+            read = self._read(request, selection)
+            if isinstance(read, PullResponse):
+                return read
+            result = read
             status = _status(result, queue_offset)
-            if self._is_replica and queue_offset > result.max_offset:
-                return self._wait_for_copy(request, selection, result)
             end = result.next_offset
             if notify is not None and request.stay and status is PullStatus.FOUND and end == result.max_offset:
                 held.hold_pull(name, holder, selection, notify, self._hand_over_of(request, selection))
@@ -98,12 +97,33 @@ class PullHandler:
             status, result.next_offset, result.min_offset, result.max_offset, result.messages, is_held, suggests
         )
 
+    def _read(self, request: PullMessage, selection: Selection) -> ReadResult | PullResponse:
+        """Read the queue; hold the request for a message that a replica lacks, or whose entry a full disk refuses."""
+        topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
+        store, held = self._store, self._held
+        read = partial(store.read, topic, queue_id, queue_offset, request.max_messages, selection.matching)
+        result = read(joined=request.joined)
+        if self._is_replica and queue_offset > result.max_offset:
+            return self._wait_for_entry(request, selection, result)
+        if result.messages or not result.max_offset <= queue_offset < store.queue_range(topic, queue_id)[1]:
+            return result
+        # Hold first, then read again, for a message that was stored between the two looks.
+        name, holder = (topic, queue_id), (request.client_id, request.group)
+        response = self._wait_for_entry(request, selection, result)
+        result = read(joined=request.joined)
+        if not result.messages:
+            if request.notify is not None:
+                held.answer_by_sweep(name, holder)
+            return response
+        held.remove_pull(name, holder)
+        return result
+
     def _is_far_behind(self, messages: Sequence[StoredMessage]) -> bool:
         """Return whether the last message that a pull read counts as on disk, so that a replica should serve it."""
         return bool(messages) and self._store.counts_as_on_disk(messages[-1].physical_offset)
 
-    def _wait_for_copy(self, request: PullMessage, selection: Selection, result: ReadResult) -> PullResponse:
-        """Answer a pull from beyond the copied messages, which the master has: their offset is not illegal."""
+    def _wait_for_entry(self, request: PullMessage, selection: Selection, result: ReadResult) -> PullResponse:
+        """Answer a pull of a message whose entry this broker's queue does not have yet: its offset is not illegal."""
         status, is_held = PullStatus.NO_NEW_MESSAGE, request.notify is not None
         if request.notify is not None:
             name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
