@@ -65,14 +65,20 @@ _DELIVERY_PROPERTIES: Final = (
 class FailedMessages:
     """The messages on which one broker's consumers failed. Thread-safe."""
 
-    def __init__(self, context: BrokerContext, put: Callable[..., AppendResult]) -> None:
-        """``put(message, queue_id, …)`` stores a message."""
+    def __init__(
+        self,
+        context: BrokerContext,
+        put: Callable[..., AppendResult],
+        flushed: Callable[[AppendResult, str | None], object],
+    ) -> None:
+        """``put(message, queue_id, …)`` stores a message, ``flushed(result, wait)`` makes it as durable as a send."""
         self._runner = context.runner
         self._store = context.store
         self._topics = context.topics
         self._groups = context.groups
         self._metrics = context.metrics
         self._put = put
+        self._flushed = flushed
         self._store_host = parse_host(context.store.config.store_host)
         self._offsets = context.offsets
         self._earlier = EarlierCopies(context.store, in_order=False) if context.was_killed else None
@@ -118,6 +124,9 @@ class FailedMessages:
             times + 1,
             store_host=message.store_host,
         )
+        # The consumer passes the message once this returns. Its progress can reach the device before the copy would,
+        # and then a loss of power would leave neither. RocketMQ does not wait here.
+        self._flushed(stored, None)
         if self._metrics is not None:
             kind = "dead_letters" if is_dead else "send_backs"
             self._metrics.count(kind, topic=properties[_RETRY_TOPIC], group=group.name)
