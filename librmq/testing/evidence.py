@@ -237,10 +237,13 @@ class Evidence:
     def about(self, call: Call) -> str:
         """Return the place and the messages of a listener's call, as the history shows them."""
         descriptions: list[str] = []
-        messages = call.messages or [self.message_at(*address) for address in call.about]
-        for message, event in zip(messages, call.events, strict=True):
+        for number, event in enumerate(call.events):
             retry = f", retry {event['attempt']}" if event["attempt"] else ""
-            descriptions.append(f"{show(message)}{retry}")
+            try:
+                shown = show(call.messages[number] if call.messages else self.message_at(*call.about[number]))
+            except LookupError:  # retention has deleted it since
+                shown = f"{event['id']}, deleted since"
+            descriptions.append(f"{shown}{retry}")
         return f"{call.where} {', '.join(descriptions)}"
 
     def undelivered(self) -> list[str]:

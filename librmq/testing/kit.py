@@ -86,12 +86,14 @@ class Kit:
         over_share: bool = False,
         runner: KitRunner | None = None,
         check: bool = True,
+        files: Files | None = None,
     ) -> None:
         """The broker is open from now on.
 
         With ``store`` it begins with ``topics`` and ``groups`` of another store, see `from_store`. With ``over_tcp``
         requests of clients cross a TCP connection as frames of 4.x, with ``over_share`` the socket of a peer of
-        `librmq.share`. With ``check`` False the store is not verified at the end.
+        `librmq.share`. With ``check`` False the store is not verified at the end. ``files`` keeps the store instead of
+        the disk, such as `RecordingFiles`.
         """
         start = starting_store(store, topics, groups, store_config)
         begin_ms = begin_of(start, now_ms)
@@ -106,7 +108,7 @@ class Kit:
         kept_for_later.set(self.runner.kept)
         self.start: StoreStart | None = start
         """What the kit's store began with; None for an empty one."""
-        self.files: Files = DiskFiles()
+        self.files: Files = DiskFiles() if files is None else files
         self.path: str = FOLDER if path is None else os.fspath(path)
         """The store's folder."""
         if path is None:

@@ -1,0 +1,152 @@
+"""Days of the whole product from a seed, and that its judges see what is broken."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from librmq import DeliveredMessage, StoreConfig
+from librmq.listener import ReconsumeLater
+from librmq.testing import Kit
+from tests.budget import examples, many
+from tests.conftest import SlowBudget, StoreCopy
+from tests.reference import existing, rows
+from tests.simulation.promises import Record, broken_promises
+from tests.simulation.world import Disk, World
+
+HALF_A_DAY: Any = {"days": 0.5, "steps": 150}
+
+
+@many
+@pytest.mark.parametrize("number", range(8))
+def test_half_a_day_of_everything(number: int) -> None:
+    World(f"quick {number}").run(**HALF_A_DAY)
+
+
+@many
+@pytest.mark.parametrize("number", range(2))
+def test_half_a_day_over_a_share(number: int) -> None:
+    World(f"share {number}", over_share=True).run(**HALF_A_DAY)
+
+
+@pytest.mark.parametrize("name", ["store-basic", "store-crash"])
+def test_half_a_day_in_the_store_of_a_broker(name: str, store_copy: StoreCopy) -> None:
+    config = rows(existing(name), "config")[0]
+    sizes = StoreConfig(
+        commitlog_file_size=config["commitlog_file_size"],
+        consumequeue_file_size=config["consumequeue_file_size"],
+        max_hash_slot_num=config["max_hash_slot_num"],
+        max_index_num=config["max_index_num"],
+    )
+    last_ms = max(row["store_timestamp"] for row in rows(existing(name), "message"))
+    World(name, begin_with=(store_copy(name), sizes, last_ms + 1000)).run(**HALF_A_DAY)
+
+
+def test_a_seed_repeats_its_run() -> None:
+    texts = []
+    for _ in range(2):
+        world = World("again")
+        world.run(**HALF_A_DAY)
+        texts.append((world.text(), dict(world.counts)))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_weeks_of_everything(slow_budget: SlowBudget) -> None:
+    for number in slow_budget.rounds(500, "weeks of everything", at_least=1):
+        World(f"week {number}", over_share=number % 4 == 3).run()
+
+
+# ---- the second judge
+
+
+def send(name: str, offset: int, **more: Any) -> dict[str, Any]:
+    place = {"topic": "orders", "queue_id": 0, "queue_offset": offset}
+    return {"event": "send", "id": name, "outcome": "ok", "begin_ms": 0, "end_ms": 0, **place, **more}
+
+
+def deliver(name: str, offset: int, at_ms: int, outcome: str = "ok") -> dict[str, Any]:
+    place = {"topic": "orders", "queue_id": 0, "queue_offset": offset, "group": "billing"}
+    return {"event": "deliver", "id": name, "outcome": outcome, "begin_ms": at_ms, "end_ms": at_ms, **place}
+
+
+def judged(events: list[dict[str, Any]], *stored: str) -> list[str]:
+    log = [Record("orders", 0, offset, name, 0) for offset, name in enumerate(stored) if name]
+    return broken_promises(events, log, {"orders": ["billing"]}, ["billing"])
+
+
+def test_the_second_judge_finds_nothing_in_a_good_run() -> None:
+    events = [send("a", 0), send("b", 1), deliver("a", 0, 1, "retry"), deliver("a", 0, 2), deliver("b", 1, 3)]
+    assert judged(events, "a", "b") == []
+    assert judged([send("a", 0), {"event": "dead_letter", "id": "a", "group": "billing"}], "a") == []
+    assert judged([send("a", 0, half=True)], "a") == [], "undecided halves are not visible"
+
+
+@pytest.mark.parametrize(
+    ("events", "stored", "what"),
+    [
+        ([send("a", 0), deliver("a", 0, 1)], ["b"], "which holds b"),
+        ([send("a", 1), deliver("a", 1, 1)], ["x"], "which holds None"),
+        ([send("a", 0), deliver("a", 0, 1, "retry")], ["a"], "never consumed"),
+        ([send("a", 0), send("b", 1), deliver("b", 1, 1), deliver("a", 0, 2)], ["a", "b"], "out of order"),
+    ],
+)
+def test_the_second_judge_finds(events: list[dict[str, Any]], stored: list[str], what: str) -> None:
+    found = judged(events, *stored)
+    assert len(found) == 1
+    assert re.search(what, found[0])
+
+
+# ---- what the simulation has found
+
+
+def test_a_pull_waits_while_a_full_disk_refuses_queue_entries() -> None:
+    """The log takes a message whose queue has no file yet; pulls behind it were answered and repeated without end."""
+    disk = Disk()
+    with Kit("/sim", files=disk, store_config=StoreConfig.tiny(durability="sync")) as rmq:
+        for topic in ("first", "second"):
+            rmq.broker.create_topic(topic, 1)
+        rmq.consumer("billing").subscribe("second", lambda message: None)
+        rmq.producer().send("second", b"there is a file")
+        rmq.run_until_idle()
+        disk.is_full = True
+        for topic in ("first", "second", "second"):
+            rmq.producer().send(topic, b"no room for a file")
+        rmq.advance(seconds=30)
+        disk.is_full = False
+        rmq.advance(seconds=30)
+        assert [event["queue_offset"] for event in rmq.events() if event["event"] == "deliver"] == [0, 1, 2]
+        rmq.messages("first")
+
+
+@pytest.mark.parametrize("seed", range(examples(16)))
+def test_a_message_that_failed_comes_again_after_a_power_cut(seed: int) -> None:
+    """With durability "sync": the copy for the retry is on the device before the group passes the message."""
+    disk = Disk()
+    with Kit("/sim", files=disk, store_config=StoreConfig.tiny(durability="sync")) as rmq:
+        attempts = []
+
+        def fail_once(message: DeliveredMessage) -> None:
+            attempts.append(message.reconsume_times)
+            if not message.reconsume_times:
+                raise ReconsumeLater("once")
+
+        rmq.consumer("billing").subscribe("orders", fail_once)
+        rmq.producer().send("orders", b"o-1")
+        rmq.run_until_idle()
+        rmq.crash_broker(down=1)
+        disk.cut_power(f"cut {seed}")
+        rmq.advance(minutes=1)
+        assert attempts == [0, 1]
+
+
+def test_a_history_shows_messages_that_retention_has_deleted() -> None:
+    with Kit(store_config=StoreConfig.tiny(commitlog_file_size=4096, max_total_size=16384)) as rmq:
+        rmq.consumer("billing").subscribe("orders", lambda message: None)
+        for _ in range(40):
+            rmq.producer().send("orders", bytes(1000))
+            rmq.advance(minutes=1)
+        assert len(rmq.messages("orders")) < 40
+        assert "deleted since" in str(rmq.history())
