@@ -28,7 +28,7 @@ def test_public_names() -> None:
     assert sorted(names) == [
         "CORRUPT", "DataLossError", "Exported", "Part", "ReadOptions", "ReadSelection", "ReaderKeywords", "Reading",
         "RemoteStore", "StoreDataset", "TYPES", "dataset", "default_columns", "export",
-        "plan", "reader", "scan",
+        "plan", "reader", "scan", "traces",
     ]  # fmt: skip
     assert all(getattr(librmq.columns, name) is not None for name in names)
 

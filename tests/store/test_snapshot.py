@@ -438,8 +438,8 @@ def test_a_log_file_of_a_wrong_length_is_reported_by_its_name() -> None:
 
 
 def test_other_kinds_of_stores_are_refused() -> None:
-    files = in_memory({**filled(SMALL, 10), "timerwheel": b"x", "compaction/x": b""})
-    with pytest.raises(NotAStoreError, match="RocketMQ 5"):
+    files = in_memory({**filled(SMALL, 10), "dledger-n0/data/00000000000000000000": b"x"})
+    with pytest.raises(NotAStoreError, match="DLedger"):
         snapshot(ROOT, TARGET, files=files)
     with pytest.raises(NotAStoreError):
         snapshot("/nowhere", TARGET, files=files)
