@@ -57,7 +57,7 @@ from librmq.protocol import (
     TopicGroups,
     ViewMessage,
 )
-from librmq.protocol.client_requests import SentMessage, cancel_request
+from librmq.protocol.client_requests import NOT_SENT_HERE, SentMessage, cancel_request
 from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.runner import Runner
 
@@ -448,7 +448,7 @@ class AdministeredRoute(Route, AsyncClosing):
             for name, broker in self._endpoints()
             if queue is None or queue.broker_name in ("", name)
         ]
-        return next((result for result in results if result.cancelled), results[-1])
+        return min(results, key=lambda result: (not result.cancelled, result == NOT_SENT_HERE))
 
     def consume(
         self,

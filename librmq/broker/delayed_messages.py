@@ -20,6 +20,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, PROPERTY_UNIQUE_KEY
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, TIMER_TOPIC
 from librmq.protocol import CancelMessage, CancelResult
+from librmq.protocol.client_requests import NOT_SENT_HERE
 from librmq.runtime.runner import Step
 from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
 from librmq.scheduling.timer import Timers
@@ -269,7 +270,7 @@ class Deliveries:
             return CancelResult(True, f"it waited for topic {topic!r}, and is not delivered")
         sends = [message for message in records if DELETE_KEY not in message.properties]
         if not sends:
-            return CancelResult(False, "the broker has no message of a producer with this id")
+            return NOT_SENT_HERE
         last = sends[-1]
         if last.topic in WAITING_TOPICS and self._cancellations.of_message(last) is not None:
             return CancelResult(True, "it was cancelled before its time")

@@ -30,6 +30,9 @@ class CancelResult(NamedTuple):
     """The reason, for people."""
 
 
+NOT_SENT_HERE: Final = CancelResult(False, "the broker has no message of a producer with this id")
+
+
 class PullStatus(enum.Enum):
     """Status of a pull."""
 

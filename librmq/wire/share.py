@@ -564,6 +564,7 @@ class SharedBroker(AdministeredRoute):
 
     def messages(self, topic: str) -> Iterator[StoredMessage]:
         """Yield all messages of a topic in the order of the log."""
+        self._check_open()
         link = self.link
         if isinstance(link, StoreOwner):
             yield from link.route.messages(topic)
@@ -580,6 +581,7 @@ class SharedBroker(AdministeredRoute):
 
     def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
         """Send dead letters to their group again, as `Broker.resend_dead_letters`."""
+        self._check_open()
         link = self.link
         if isinstance(link, StoreOwner):
             return link.route.resend_dead_letters(group, letters)

@@ -11,7 +11,7 @@ import pytest
 
 import librmq
 from librmq.broker.administered_route import AdministeredRoute
-from librmq.errors import BrokerError, ConfigError, GroupBehindError
+from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.share_links import connect_to_owner
 
@@ -82,6 +82,8 @@ def test_topics_and_queues(place: Place, tmp_path: Path) -> None:
         )
         assert [bounds.max_offset for bounds in route.queues("orders").values()] == [0] * 3 * brokers
         assert route.queues("unknown") == {}
+        route.create_topic("in_order", 1, message_type="FIFO")
+        assert route.topics()["in_order"].message_type == "FIFO"
         route.create_topic("one", 2, broker_name=route.broker_names()[0])
         assert route.topics()["one"].read_queues == 2
         route.delete_topic("orders")
@@ -223,3 +225,25 @@ async def test_any_call_runs_beside_an_event_loop(place: Place, tmp_path: Path, 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@everywhere
+def test_a_message_that_was_delivered_is_known_to_cancel(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
+        route.create_topic("orders", 1)
+        sent = [producer.send("orders", b"%d" % number) for number in range(2)]
+        for result in sent:
+            cancelled = route.cancel(result.message_id)
+            assert not cancelled.cancelled
+            assert "no message of a producer" not in cancelled.why
+        assert "no message of a producer" in route.cancel("0" * 32).why
+
+
+def test_a_closed_share_reads_no_store(tmp_path: Path) -> None:
+    with as_peer(tmp_path / "store") as route:
+        route.create_topic("orders", 1)
+    for call in (lambda: list(route.messages("orders")), lambda: route.dead_letters("billing")):
+        with pytest.raises(BrokerUnreachableError, match="closed"):
+            call()
+    with pytest.raises(BrokerUnreachableError, match="closed"):
+        route.resend_dead_letters("billing")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -44,6 +45,7 @@ from librmq.protocol import (
     Subscription,
     UpdateOffset,
 )
+from librmq.store.format.broker_tables import topic_type
 from librmq.wire.remoting.bodies import by_queue, number_in, queue_data_of, read_body, rows_in, table_in, text_in
 from librmq.wire.remoting.codec import check, frame_of
 from librmq.wire.remoting.frames import Frame
@@ -107,7 +109,11 @@ def read_answer(broker: AskedBroker, frame: Frame, what: str, parse: Callable[[d
 
 def _describe_topics(broker: AskedBroker, request: DescribeTopics) -> dict[str, QueueData]:
     def parse(body: Mapping[str, Any]) -> dict[str, QueueData]:
-        return {topic: queue_data_of(broker.name, row) for topic, row in table_in(body, "topicConfigTable").items()}
+        rows = table_in(body, "topicConfigTable").items()
+        return {
+            topic: replace(queue_data_of(broker.name, row), message_type=topic_type(row))
+            for topic, row in rows  # `queue_data_of` serves routes, which have no type
+        }
 
     return read_answer(broker, frame_of(RequestCode.GET_ALL_TOPIC_CONFIG), "the topics", parse)
 
