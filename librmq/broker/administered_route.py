@@ -14,12 +14,13 @@ from functools import partial
 from typing import Final, Literal, ParamSpec, Protocol, Self, TypeVar, cast
 
 from librmq.broker.groups import group_settings
+from librmq.broker.topics import check_topic_settings
 from librmq.config import Seconds, suggest, to_seconds, to_timestamp_ms
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MalformedError
 from librmq.lazy_exports import exported
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.message.topics import TopicType, dead_letter_topic, is_system_topic
+from librmq.message.topics import TopicType, dead_letter_topic, is_system_topic, validate_group, validate_topic
 from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
@@ -67,6 +68,30 @@ _JOIN_STEP_S: Final = 0.02
 _PULLER: Final = "TOOLS_CONSUMER"
 """The group of ``mqadmin``, which every broker lets read."""
 _AT_ONCE: Final = 32
+
+
+def check_id(message_id: object) -> None:
+    """Refuse an id that is no text, before any broker is asked.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(message_id, str):
+        raise ConfigError(f"message_id: expected the text of an id, found {message_id!r:.80}")
+
+
+def check_key(topic: str, key: object, max_messages: object) -> None:
+    """Refuse a search that no broker can make, before any is asked.
+
+    Raises:
+        MessageIllegalError: There can be no such topic.
+        ConfigError: The key is no text, or the number no whole number.
+    """
+    validate_topic(topic)
+    if not isinstance(key, str):
+        raise ConfigError(f"key: expected text, found {key!r:.80}")
+    if type(max_messages) is not int:
+        raise ConfigError(f"max_messages: expected a whole number, found {max_messages!r:.80}")
 
 
 class AdministeredRoute(Route, AsyncClosing):
@@ -122,6 +147,7 @@ class AdministeredRoute(Route, AsyncClosing):
         topic. With ``broker_name`` only that broker of a cluster has the topic.
         """
         write = queues if write_queues is None else write_queues
+        check_topic_settings(topic, queues, write, permission, message_type)
         brokers = self._endpoints() if broker_name is None else [(broker_name, self.endpoint(broker_name))]
         for _, broker in brokers:
             broker.call(CreateTopic(topic, queues, write, permission, message_type))
@@ -131,6 +157,7 @@ class AdministeredRoute(Route, AsyncClosing):
 
         The files of its queues stay until `clean_unused_topics`.
         """
+        validate_topic(topic)
         self._delete(DeleteTopic(topic), ResponseCode.TOPIC_NOT_EXIST)
 
     def _delete(self, request: DeleteTopic | DeleteGroup, absent: ResponseCode) -> None:
@@ -174,6 +201,7 @@ class AdministeredRoute(Route, AsyncClosing):
         Raises:
             BrokerError: There is no such group.
         """
+        validate_group(group)
         settings = self._all_settings()
         if group not in settings:
             near = suggest(str(group), settings)
@@ -206,6 +234,7 @@ class AdministeredRoute(Route, AsyncClosing):
             BrokerError: A value is wrong, or the broker refuses.
             MessageIllegalError: The name of the group is invalid.
         """
+        validate_group(group)
         changes = group_settings(retry_max_times, is_ordered, consumes, broadcasts, priority_factor)
         for name, broker in self._endpoints():
             broker.call(self._complete(name, SetGroup(group, changes)))
@@ -220,6 +249,7 @@ class AdministeredRoute(Route, AsyncClosing):
         Raises:
             BrokerError: There is no such group.
         """
+        validate_group(group)
         self._delete(DeleteGroup(group, not keep_progress), ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST)
 
     def clients(self) -> tuple[ConnectedClient, ...]:
@@ -368,6 +398,7 @@ class AdministeredRoute(Route, AsyncClosing):
 
     def find_by_id(self, message_id: str) -> StoredMessage | None:
         """Return the first record with an id, an offset id or a producer's unique id; None if there is none."""
+        check_id(message_id)
         try:
             _, physical_offset = parse_offset_message_id(message_id)
         except MalformedError:
@@ -387,6 +418,7 @@ class AdministeredRoute(Route, AsyncClosing):
 
     def find_by_key(self, topic: str, key: str, *, max_messages: int = 64) -> list[StoredMessage]:
         """Return the messages of a topic with ``key`` as unique id or among their keys, oldest first, at most 64."""
+        check_key(topic, key, max_messages)
         request = QueryMessages(topic, key, max_messages)
         messages = [message for _, broker in self._endpoints() for message in broker.call(request)]
         messages.sort(key=lambda message: (message.store_timestamp_ms, message.physical_offset))

@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 
-from librmq.broker.administered_route import AdministeredRoute
+from librmq.broker.administered_route import AdministeredRoute, check_id, check_key
 from librmq.broker.administration import ResetHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
@@ -307,11 +307,13 @@ class Broker(AdministeredRoute):
 
     def find_by_id(self, message_id: str) -> StoredMessage | None:
         """Return the first record with an id, an offset id or a producer's unique id; None if there is none."""
+        check_id(message_id)
         with self._life.errors():
             return next(iter(self.store.find_by_id(message_id)), None)
 
     def find_by_key(self, topic: str, key: str, *, max_messages: int = 64) -> list[StoredMessage]:
         """Return the messages of a topic with ``key`` as unique id or among their keys, in log order."""
+        check_key(topic, key, max_messages)
         with self._life.errors():
             return self.store.find_by_key(topic, key, max_messages=max_messages)
 

@@ -103,6 +103,30 @@ def unlisted_topics(
     return dict(sorted(queue_counts.items()))
 
 
+def check_topic_settings(
+    name: str, read_queues: int, write_queues: int, permission: int, message_type: TopicType | None
+) -> None:
+    """Check what an administrator names of a topic, before any broker is asked.
+
+    Raises:
+        MessageIllegalError: Clients refuse the name.
+        BrokerError: A number is out of range, or there is no such type.
+    """
+    validate_client_topic(name)
+    for what, value, maximum in (
+        ("read_queues", read_queues, MOST_QUEUES),
+        ("write_queues", write_queues, MOST_QUEUES),
+        ("permission", permission, _READ_WRITE | PERM_INHERIT),
+    ):
+        if type(value) is not int or not 0 <= value <= maximum:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{what}: expected 0 to {maximum}, found {value!r:.80}")
+    if message_type is not None and message_type not in TOPIC_TYPES:
+        raise BrokerError(
+            ResponseCode.SYSTEM_ERROR,
+            f"message_type: expected one of {', '.join(TOPIC_TYPES)}, found {message_type!r:.80}",
+        )
+
+
 class Topics:
     """All topics of one broker."""
 
@@ -246,20 +270,8 @@ class Topics:
         message_type: TopicType | None = None,
     ) -> None:
         """Make or change a topic for an administrator."""
-        validate_client_topic(name)
+        check_topic_settings(name, read_queues, write_queues, permission, message_type)
         self._refuse_own_topic(name)
-        for what, value, maximum in (
-            ("read_queues", read_queues, MOST_QUEUES),
-            ("write_queues", write_queues, MOST_QUEUES),
-            ("permission", permission, _READ_WRITE | PERM_INHERIT),
-        ):
-            if type(value) is not int or not 0 <= value <= maximum:
-                raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{what}: expected 0 to {maximum}, found {value!r:.80}")
-        if message_type is not None and message_type not in TOPIC_TYPES:
-            raise BrokerError(
-                ResponseCode.SYSTEM_ERROR,
-                f"message_type: expected one of {', '.join(TOPIC_TYPES)}, found {message_type!r:.80}",
-            )
         if read_queues < write_queues:
             _log.warning(
                 "topic %(topic)s: producers write to %(write_queues)s queues, and consumers read only %(read_queues)s: "

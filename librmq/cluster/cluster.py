@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import Final, Self, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
-from librmq.broker.administered_route import AdministeredRoute
+from librmq.broker.administered_route import AdministeredRoute, check_id
 from librmq.cluster.sites import SiteRoute, check_site, site_of
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
@@ -180,6 +180,7 @@ class RouteTable(AdministeredRoute):
             BrokerUnreachableError: A broker that could have the message cannot be asked.
             ConfigError: Several brokers have the store host in the id, and a message at its offset.
         """
+        check_id(message_id)
         try:
             host = parse_offset_message_id(message_id)[0]
         except MalformedError:

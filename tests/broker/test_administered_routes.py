@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 import librmq
 from librmq.broker.administered_route import AdministeredRoute
-from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError
+from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MessageIllegalError
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.share_links import connect_to_owner
 
@@ -247,3 +248,24 @@ def test_a_closed_share_reads_no_store(tmp_path: Path) -> None:
             call()
     with pytest.raises(BrokerUnreachableError, match="closed"):
         route.resend_dead_letters("billing")
+
+
+@everywhere
+def test_wrong_arguments_are_refused_alike(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route:
+        wrong: list[tuple[Callable[[], object], type[Exception]]] = [
+            (lambda: route.create_topic("a b"), MessageIllegalError),
+            (lambda: route.create_topic("a", cast(Any, "3")), BrokerError),
+            (lambda: route.create_topic("a", permission=99), BrokerError),
+            (lambda: route.create_topic("a", message_type=cast(Any, "fifo")), BrokerError),
+            (lambda: route.delete_topic(cast(Any, 5)), MessageIllegalError),
+            (lambda: route.set_group("a b"), MessageIllegalError),
+            (lambda: route.group_settings(cast(Any, None)), MessageIllegalError),
+            (lambda: route.delete_group(cast(Any, None)), MessageIllegalError),
+            (lambda: route.find_by_id(cast(Any, None)), ConfigError),
+            (lambda: route.find_by_key("orders", "k", max_messages=cast(Any, "2")), ConfigError),
+        ]
+        for call, error in wrong:
+            with pytest.raises(error, match=r"expected|may only contain"):
+                call()
+        assert "a" not in route.topics()

@@ -12,9 +12,12 @@ import pytest
 
 from tests.programs import environment, unpack_suite
 
-pytestmark = [pytest.mark.slow, pytest.mark.platform]
-if find_spec("django") is None or find_spec("django.tasks") is None:
-    pytest.skip("needs Django 6.0 or later; django-tasks publishes no tests", allow_module_level=True)
+HAS_TASKS = find_spec("django") is not None and find_spec("django.tasks") is not None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.platform,
+    pytest.mark.skipif(not HAS_TASKS, reason="needs Django 6.0 or later; django-tasks publishes no tests"),
+]
 
 PROGRAM = """
 import sys
