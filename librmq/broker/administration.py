@@ -23,6 +23,7 @@ from librmq.message.topics import (
     OP_TOPIC,
     RETRY_PREFIX,
     TIMER_TOPIC,
+    group_of_retries,
     has_no_row,
     is_user_topic,
     moved_keys,
@@ -517,7 +518,9 @@ class StoreReaders:
         """Return the progress of each group that consumes a topic."""
         progress: dict[str, Mapping[int, int]] = {}
         if topic.startswith(RETRY_PREFIX):
-            progress[topic.removeprefix(RETRY_PREFIX)] = {}
+            # The topic of unacknowledged receives has the names of a group and a topic, which look like one name.
+            known = {*self._clients.consumers, *self._offsets.groups(topic)}
+            progress[group_of_retries(topic, known, self._topics)] = {}
         for group in list(self._clients.consumers.values()):
             is_counted = group.model is MessageModel.CLUSTERING and group.consume_from is ConsumeFrom.FIRST
             if is_counted and topic in group.subscriptions:

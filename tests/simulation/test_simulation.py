@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from librmq import DeliveredMessage, StoreConfig
+from librmq import DeliveredMessage, SimpleConsumer, StoreConfig
 from librmq.listener import ReconsumeLater
 from librmq.testing import Kit
 from tests.budget import examples, many
@@ -150,3 +150,18 @@ def test_a_history_shows_messages_that_retention_has_deleted() -> None:
             rmq.advance(minutes=1)
         assert len(rmq.messages("orders")) < 40
         assert "deleted since" in str(rmq.history())
+
+
+def test_a_store_is_not_full_for_ever_of_receives_that_came_again() -> None:
+    """Their topic, of a group and a topic, counted as that of a group of this name, which never consumes."""
+    config = StoreConfig.tiny(commitlog_file_size=4096, max_total_size=16384)
+    with Kit(store_config=config) as rmq:
+        mailer = rmq.app("mailer", lambda process: SimpleConsumer(process, "mailer")).state
+        mailer.subscribe("reminders")
+        mailer.start()
+        for number in range(60):
+            rmq.producer().send("reminders", bytes(1000))
+            for message in mailer.receive(16, invisible=30):
+                if number or message.reconsume_times:  # the first one comes again
+                    mailer.ack(message)
+            rmq.advance(minutes=1)
