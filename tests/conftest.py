@@ -193,16 +193,19 @@ class SlowBudget:
         self.seconds = seconds
         self.reached: list[str] = []
 
-    def rounds(self, wanted: int, what: str = "rounds", at_least: int = 1) -> Iterator[int]:
-        """Yield 0, 1, … up to ``wanted`` rounds; stop when the share is used up, but not before ``at_least`` rounds.
+    def rounds(self, wanted: int, what: str = "rounds", at_least: int = 1, *, of_list: bool = False) -> Iterator[int]:
+        """Yield up to ``wanted`` numbers of rounds, which are seeds; ``of_list`` says that they are places of a list.
 
-        The number of rounds done is printed at the end of the run.
+        They begin at 0, or at ``RMQ_FIRST_ROUND``, by which `tools/prove.py` goes on where it stopped. They end when
+        the share is used up, but not before ``at_least`` rounds. The number of rounds done is printed at the end of
+        the run.
         """
         begin = time.monotonic()  # noqa: TID251 (the budget is of real time)
+        first = int(os.environ.get("RMQ_FIRST_ROUND") or 0)
         done = 0
         try:
             while done < wanted and (done < at_least or self._used(begin) < self.seconds):
-                yield done
+                yield (first + done) % wanted if of_list else first + done
                 done += 1
         finally:
             self.reached.append(f"{done:,} of {wanted:,} {what} in {self._used(begin):.1f} s")

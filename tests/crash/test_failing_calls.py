@@ -252,5 +252,5 @@ def test_each_call_fails_once_in_every_way(slow_budget: SlowBudget) -> None:
         for code in CODES
     ]
     random.Random(1).shuffle(cases)
-    for number in slow_budget.rounds(len(cases), "failing calls", at_least=10):
+    for number in slow_budget.rounds(len(cases), "failing calls", at_least=10, of_list=True):
         check_failure(*cases[number])

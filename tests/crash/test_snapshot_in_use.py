@@ -138,7 +138,7 @@ def test_a_snapshot_in_use_loses_no_message(tmp_path: Path, slow_budget: SlowBud
     calls = snapshot_with(tmp_path / "0", 0)
     points = list(range(1, calls + 1, 1 + calls // 12))
     random.Random(1).shuffle(points)
-    for number in slow_budget.rounds(len(points), "calls of a snapshot in use", at_least=3):
+    for number in slow_budget.rounds(len(points), "calls of a snapshot in use", at_least=3, of_list=True):
         snapshot_with(tmp_path / str(number), points[number])
 
 

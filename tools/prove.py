@@ -1,0 +1,149 @@
+"""Run the counted tests for hours, two at a time, and add what they have survived to a file.
+
+    .venv/bin/python tools/prove.py --hours 8
+    .venv/bin/python tools/prove.py --hours 0.5 --only tests/simulation
+
+Each test goes on with the seeds behind those that it has had, and the test with the least time is next, so a run can be
+interrupted at any moment. A failure keeps the test's folder and output below ``build/proofs``, and is printed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+KEPT = CHECKOUT / "build" / "proofs"
+_REACHED = re.compile(r"^(?P<test>\S+): (?P<done>[\d,]+) of [\d,]+ (?P<what>.*) in [\d.]+ s$", re.MULTILINE)
+
+
+class Collector:
+    """Notes the tests that count rounds."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Note them once the tests are collected."""
+        self.names = [item.nodeid for item in items if "slow_budget" in getattr(item, "fixturenames", ())]
+
+
+def counted_tests(places: list[str]) -> list[str]:
+    """Return the tests below the places that count rounds and need no Spark."""
+    collector = Collector()
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        status = pytest.main(["--collect-only", "-q", "-n", "0", "-m", "slow and not spark", *places], [collector])
+    if status:
+        sys.exit(f"the tests can't be collected:\n{output.getvalue()}")
+    return collector.names
+
+
+class Proofs:
+    """What each test has survived, in a file. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._running: set[str] = set()
+        self.rows: dict[str, dict[str, Any]] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        """By test: ``what`` is counted, ``rounds`` (seeds from 0 on), ``hours``, ``commit``, ``failed`` first seeds."""
+
+    def take(self, tests: list[str]) -> str | None:
+        """Return the test with the least time that is not running; None if all are."""
+        with self._lock:
+            free = [test for test in tests if test not in self._running]
+            test = min(free, key=lambda name: self.rows.get(name, {}).get("hours", 0), default=None)
+            if test is not None:
+                self._running.add(test)
+            return test
+
+    def first_round(self, test: str) -> int:
+        """Return the seed with which a test goes on."""
+        return int(self.rows.get(test, {}).get("rounds", 0))
+
+    def add(self, test: str, rounds: int, what: str, hours: float, commit: str, *, failed: bool) -> None:
+        """Add a run of a test, and write the file."""
+        with self._lock:
+            self._running.discard(test)
+            row = self.rows.setdefault(test, {"what": what, "rounds": 0, "hours": 0.0, "commit": commit, "failed": []})
+            if failed:
+                row["failed"].append({"first_round": row["rounds"], "commit": commit})
+            row.update(what=what or row["what"], rounds=row["rounds"] + rounds, commit=commit)
+            row["hours"] = round(row["hours"] + hours, 4)
+            text = json.dumps(dict(sorted(self.rows.items())), indent=1) + "\n"
+            beside = self._path.with_suffix(".new")
+            beside.write_text(text, "utf-8")
+            beside.replace(self._path)
+
+
+def prove(proofs: Proofs, test: str, seconds: float, commit: str) -> None:
+    """Run a test for some time, and note how far it came."""
+    first = proofs.first_round(test)
+    folder = KEPT / re.sub(r"\W+", "-", f"{test}-{first}")
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pytest", test, "-q", "-n", "0", "-p", "no:cacheprovider"]
+    variables = {**os.environ, "RMQ_SLOW_SECONDS": str(seconds), "RMQ_FIRST_ROUND": str(first)}
+    begin = time.monotonic()
+    with (folder / "output.txt").open("w") as output:
+        status = subprocess.call(
+            [*command, "--basetemp", str(folder / "files")], cwd=CHECKOUT, env=variables, stdout=output, stderr=output
+        )
+    text = (folder / "output.txt").read_text("utf-8", "replace")
+    reached = _REACHED.findall(text)
+    rounds = sum(int(done.replace(",", "")) for _, done, _ in reached)
+    what = ", ".join(dict.fromkeys(what for _, _, what in reached))
+    proofs.add(test, rounds, what, (time.monotonic() - begin) / 3600, commit, failed=status != 0)
+    if status:
+        print(f"FAILED from round {first} on: {test}\n  {folder}", flush=True)
+    else:
+        print(f"{rounds:,} {what} from {first:,} on: {test}", flush=True)
+        for path in sorted(folder.rglob("*"), reverse=True):
+            path.unlink() if path.is_file() or path.is_symlink() else path.rmdir()
+        folder.rmdir()
+
+
+def main() -> int:
+    """Run the tests until the time is over; return 1 after a failure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=float, required=True)
+    parser.add_argument("--only", nargs="+", default=["tests"], metavar="TEST", help="files, folders or tests")
+    parser.add_argument("--seconds", type=float, default=120, help="of each turn of a test")
+    parser.add_argument("--jobs", type=int, default=2, help="tests at a time")
+    parser.add_argument("--file", type=Path, default=CHECKOUT / "build" / "proofs.json")
+    settings = parser.parse_args()
+    os.chdir(CHECKOUT)
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    tests, proofs = counted_tests(settings.only), Proofs(settings.file)
+    for name, row in proofs.rows.items():
+        for failed in row["failed"]:
+            print(f"FAILED at {failed['commit']}, from round {failed['first_round']} on: {name}")
+    print(f"{len(tests)} counted tests, {settings.hours:g} hours, {settings.jobs} at a time", flush=True)
+    end = time.monotonic() + 3600 * settings.hours
+
+    def work() -> None:
+        while time.monotonic() < end and (test := proofs.take(tests)) is not None:
+            prove(proofs, test, min(settings.seconds, end - time.monotonic()), git.stdout.strip())
+
+    workers = [threading.Thread(target=work) for _ in range(settings.jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return int(any(row["failed"] for row in proofs.rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
