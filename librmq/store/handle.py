@@ -215,8 +215,13 @@ class StoreHandle:
             else:
                 import_numpy()
                 self._configure(config or directory.infer_config(path, files))
+                if kind is directory.StoreKind.NEW:
+                    # The settings reach the device before the folder of the log does. A folder with a log and without
+                    # them counts as a broker's, whose retention deletes unread messages on a full disk.
+                    write_kept_config(path, self.config, files, is_own=self.is_own)
+                    files.flush_folder(path)
                 self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
-                if config is not None or kind is directory.StoreKind.NEW:
+                if config is not None:
                     write_kept_config(path, self.config, files, is_own=self.is_own)
                 write_retention(path, self.config, files, default=directory.default_retention(path, files))
             if was_killed:

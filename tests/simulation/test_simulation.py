@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from librmq import DeliveredMessage, SimpleConsumer, StoreConfig
+from librmq import Broker, DeliveredMessage, ManualRunner, SimpleConsumer, StoreConfig
 from librmq.listener import ReconsumeLater
-from librmq.testing import Kit
+from librmq.testing import CrashImages, Kit
 from tests.budget import examples, many
 from tests.conftest import SlowBudget, StoreCopy
 from tests.reference import existing, rows
@@ -165,3 +165,15 @@ def test_a_store_is_not_full_for_ever_of_receives_that_came_again() -> None:
                 if number or message.reconsume_times:  # the first one comes again
                     mailer.ack(message)
             rmq.advance(minutes=1)
+
+
+def test_a_store_whose_making_lost_power_is_librmqs_own() -> None:
+    """A folder with a log and without settings counts as a broker's, whose retention deletes unread messages."""
+    disk = Disk()
+    with Broker.open("/sim", runner=ManualRunner(), files=disk):
+        pass
+    images = CrashImages(disk.trace)
+    for crash_point in range(len(disk.trace) + 1):
+        for seed in range(4):
+            contents = images.image(seed, crash_point).contents
+            assert "/sim/commitlog" not in contents or contents["/sim/librmq/config.json"]

@@ -290,13 +290,8 @@ class World:
         self._reopen(lambda: None)
 
     def cut_power(self) -> None:
-        """Cut the power of the broker's machine, once the log has a message.
-
-        Before that the device can hold the folder of the log without librmq's settings, as a broker's new directory has
-        it, whose retention deletes unread messages on a full disk.
-        """
-        if self.disk.names(os.path.join(STORE, "commitlog")):
-            self._reopen(lambda: self.disk.cut_power(f"{self.seed} {self._number}"))
+        """Cut the power of the broker's machine."""
+        self._reopen(lambda: self.disk.cut_power(f"{self.seed} {self._number}"))
 
     def _reopen(self, damage: Callable[[], None]) -> None:
         kit = self.kit
@@ -309,7 +304,8 @@ class World:
         """Open the store with its settings, or as a process that names durability alone; on a full disk try again."""
         kit = self.kit
         try:
-            if self.rng.random() < 0.5:
+            is_new = not self.disk.names(os.path.join(STORE, "commitlog"))  # its sizes are for the first opener to name
+            if is_new or self.rng.random() < 0.5:
                 kit.network.reopen(kit.broker.name)
             else:
                 promise = StoreConfig(durability="sync")
