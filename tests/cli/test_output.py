@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -252,7 +253,7 @@ def test_no_column_is_lost_on_a_narrow_terminal(columns: int, monkeypatch: pytes
     assert ("\n\n" in text.strip()) == (columns < 90)
 
 
-def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, object]) -> str:
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *rows: Mapping[str, object]) -> str:
     """Return what a terminal of 80 columns shows of the rows."""
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "80")

@@ -26,6 +26,7 @@ import pytest
 import librmq
 from librmq import ConsumeFrom, Message, Producer, PullConsumer, PushConsumer, TransactionProducer, TransactionState
 from librmq.clock import SystemClock
+from librmq.message.topics import TopicType
 from tests.wire.clients import (
     HERE,
     NODE_VERSION,
@@ -173,7 +174,7 @@ def transactions(stand: Stand) -> None:
     with TransactionProducer(stand.route, f"{stand.topic}-t", lambda message: TransactionState.COMMIT) as producer:
         for state in (TransactionState.ROLLBACK, TransactionState.COMMIT):
             message = Message(stand.topic, state.name.encode())
-            producer.send_in_transaction(message, execute=lambda message, arg, state=state: state)
+            producer.send_in_transaction(message, state, execute=lambda message, arg: arg)
     assert stand.poll(1) == ["COMMIT"]
 
 
@@ -232,7 +233,11 @@ def run_own(scenario: str, place: Place) -> None:
 
 # ---- official clients
 
-TYPES: Final = {"order of a message group": "FIFO", "delay": "DELAY", "transactions": "TRANSACTION"}
+TYPES: Final[dict[str, TopicType]] = {
+    "order of a message group": "FIFO",
+    "delay": "DELAY",
+    "transactions": "TRANSACTION",
+}
 
 
 def run_of_5(client: OfficialClient, script: str, scenario: str, place: Place) -> None:
