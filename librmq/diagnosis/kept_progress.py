@@ -165,8 +165,9 @@ def _step_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
             f"The backup of the progress has {counted(len(steps), 'queue')} further on, and the file {how}: "
             f"{counted(again, 'message')} would come again.",
             {"messages": again, "queues": len(steps), "queue_ids": id_ranges(steps), "lost": len(lost)},
-            f"If nobody has reset the group on purpose, set it to the offsets of {os.path.basename(offsets.path)}.bak, "
-            "which librmq progress STORE prints: librmq reset STORE --to OFFSET --queue ID.",
+            "Unless an operator reset it on purpose, set the group to the offsets of "
+            f"{os.path.basename(offsets.path)}.bak, which librmq progress STORE prints: "
+            "librmq reset STORE --to OFFSET --queue ID.",
         )  # fmt: skip
 
 
