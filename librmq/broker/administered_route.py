@@ -8,7 +8,7 @@ or a few, to `Endpoint.call` of each broker. A class overrides a call only where
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Final, Literal, ParamSpec, Protocol, Self, TypeVar, cast
@@ -50,6 +50,7 @@ from librmq.protocol import (
     QueueBounds,
     QueueData,
     Request,
+    ResendLetters,
     ResponseCode,
     Route,
     SetGroup,
@@ -61,6 +62,7 @@ from librmq.protocol import (
 from librmq.protocol.client_requests import NOT_SENT_HERE, SentMessage, cancel_request
 from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.runner import Runner
+from librmq.store.format.documents import LetterIdentity, letter_identity
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,6 +70,8 @@ _JOIN_STEP_S: Final = 0.02
 _PULLER: Final = "TOOLS_CONSUMER"
 """The group of ``mqadmin``, which every broker lets read."""
 _AT_ONCE: Final = 32
+_RESENT_TOGETHER: Final = 64
+"""Dead letters that are sent between two notes."""
 
 
 def check_id(message_id: object) -> None:
@@ -431,8 +435,10 @@ class AdministeredRoute(Route, AsyncClosing):
     def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
         """Send dead letters to their group again, with all their retries; return their number.
 
-        Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays. A broker of
-        RocketMQ notes nowhere which were sent again, so there ``letters`` must name them.
+        Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays.
+        ``librmq/resent.json`` of the store notes it. After a kill, up to 64 letters that were sent have no note; the
+        next call without ``letters`` finds their copies in the log, and notes them. A broker of RocketMQ notes nowhere
+        which were sent again, so there ``letters`` must name them.
 
         Args:
             group: The consumer group.
@@ -441,17 +447,21 @@ class AdministeredRoute(Route, AsyncClosing):
 
         Raises:
             ConfigError: A message is not a dead letter of the group, or ``letters`` is None at a broker of RocketMQ.
+            MalformedError: The file of the notes holds something else.
         """
         from librmq.broker.retries import retry_of
 
-        if letters is None:
-            raise ConfigError(
-                f"group {group!r}: brokers do not note which dead letters were sent again: name them, such as "
-                f"letters=route.dead_letters({group!r})"
-            )
-        requests = [retry_of(letter, group) for letter in letters]
+        validate_group(group)
         endpoints = dict(self._endpoints())
-        for request in requests:
+        if letters is None:
+            unsent = [(broker, broker.call(ResendLetters(group))) for broker in endpoints.values()]
+            return sum(len(_resend(broker, group, part)) for broker, part in unsent)
+        requests = [(retry_of(letter, group), letter_identity(letter)) for letter in letters]
+        left = requests
+        for broker in endpoints.values():  # the one that has a letter notes it
+            sent = _resend(broker, group, [identity for _, identity in left])
+            left = [(request, identity) for request, identity in left if identity not in sent]
+        for request, _ in left:
             names = [data.broker_name for data in self.topic_route(request.message.topic)]
             name = next((name for name in names if name in endpoints), next(iter(endpoints)))
             endpoints[name].call(request)
@@ -504,6 +514,12 @@ class AdministeredRoute(Route, AsyncClosing):
         seconds = to_seconds("timeout", timeout, maximum=Seconds().maximum)
         self.watch(lambda: None)()  # a closed route refuses to be watched
         return _consume_topic(self, topic, group, tags, sql, seconds)
+
+
+def _resend(broker: Endpoint, group: str, letters: Sequence[LetterIdentity]) -> list[LetterIdentity]:
+    """Send dead letters to their group again by the broker that has them; return those."""
+    parts = (tuple(letters[at : at + _RESENT_TOGETHER]) for at in range(0, len(letters), _RESENT_TOGETHER))
+    return [letter for part in parts for letter in broker.call(ResendLetters(group, part))]
 
 
 T = TypeVar("T")

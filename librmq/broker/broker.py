@@ -26,7 +26,6 @@ from librmq.broker.administration import ResetHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker.handlers.parts import BrokerParts
-from librmq.broker.retries import note_resent_in_log, resend_letters
 from librmq.broker.transactions import DiscardHook
 from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig, check_kind, check_path, to_seconds
@@ -57,7 +56,6 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.directory import infer_config
-from librmq.store.format.documents import letter_identity, resent_times
 
 R = TypeVar("R")
 _LOCK_RETRY_S: Final = 0.05
@@ -316,29 +314,6 @@ class Broker(AdministeredRoute):
         check_key(topic, key, max_messages)
         with self._life.errors():
             return self.store.find_by_key(topic, key, max_messages=max_messages)
-
-    def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
-        """Send dead letters to their group again, with all their retries; return their number.
-
-        Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays.
-        ``librmq/resent.json`` notes it, as for ``librmq dead-letters --resend``. After a kill, up to 256 letters that
-        were sent have no note; the next call without ``letters`` finds their copies in the log, and notes them.
-
-        Args:
-            group: The consumer group.
-            letters: Some of `dead_letters`, which are sent even if they were sent before. None means all that were not
-                sent yet.
-
-        Raises:
-            ConfigError: A message is not a dead letter of the group.
-            MalformedError: The file of the notes holds something else.
-        """
-        store = self.store
-        if letters is None:
-            note_resent_in_log(store, group, self.runner.now_ms())
-            times = resent_times(store.path, store.files)
-            letters = [letter for letter in self.dead_letters(group) if letter_identity(letter) not in times]
-        return resend_letters(self, store, letters, group, self.runner.now_ms)
 
     def instances(self, group: str) -> dict[str, InstanceState | None]:
         """Return what the running instances of a consumer group report about themselves, by client id.

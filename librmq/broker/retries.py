@@ -7,7 +7,7 @@ again. A received message that was not acknowledged goes to a retry topic of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from librmq.broker.context import BrokerContext
@@ -26,12 +26,12 @@ from librmq.message.properties import (
     PROPERTY_RETRY_TOPIC,
     PROPERTY_WAIT,
 )
-from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, receive_retry_topic
+from librmq.message.topics import RETRY_PREFIX, receive_retry_topic
 from librmq.protocol import (
     LOCAL_HOST,
     PERM_WRITE,
-    Endpoint,
     GroupSettings,
+    ResendLetters,
     ResponseCode,
     SendBack,
     SendMessage,
@@ -42,7 +42,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
-from librmq.store.format.documents import letter_identity, note_resent, resent_times
+from librmq.store.format.documents import LetterIdentity, letter_identity, note_resent, resent_times
 
 _log = EventLog("librmq.broker")
 
@@ -50,8 +50,6 @@ _WAIT: Final = PROPERTY_WAIT
 _DELAY: Final = PROPERTY_DELAY
 _RETRY_TOPIC: Final = PROPERTY_RETRY_TOPIC
 _FIRST_RETRY_LEVEL: Final = 3
-_RESENT_TOGETHER: Final = 256
-"""Dead letters that are sent between two notes."""
 _FIRST_POP_TIME: Final = "1ST_POP_TIME"
 _DELIVERY_PROPERTIES: Final = (
     PROPERTY_DELAY,
@@ -70,8 +68,13 @@ class FailedMessages:
         context: BrokerContext,
         put: Callable[..., AppendResult],
         flushed: Callable[[AppendResult, str | None], object],
+        send: Callable[[SendMessage], object],
     ) -> None:
-        """``put(message, queue_id, …)`` stores a message, ``flushed(result, wait)`` makes it as durable as a send."""
+        """``put(message, queue_id, …)`` stores a message, ``flushed(result, wait)`` makes it as durable as a send.
+
+        ``send(request)`` sends a dead letter again.
+        """
+        self._send = send
         self._runner = context.runner
         self._store = context.store
         self._topics = context.topics
@@ -205,6 +208,37 @@ class FailedMessages:
             message.reconsume_times + 1,
         )
 
+    def resend(self, request: ResendLetters) -> tuple[LetterIdentity, ...]:
+        """Send dead letters to their group again, and note it; without any, return those that were not sent yet.
+
+        Raises:
+            MalformedError: The file of the notes holds something else.
+        """
+        store, group = self._store, request.group
+        if request.letters is None:
+            note_resent_in_log(store, group, self._runner.now_ms())
+            times = resent_times(store.path, store.files)
+            letters = map(letter_identity, store.topic_messages(dead_letter_topic(group)))
+            return tuple(letter for letter in letters if letter not in times)
+        sent: list[StoredMessage] = []
+        try:
+            for identity in request.letters:
+                letter = self._letter(identity)
+                if letter is not None:
+                    self._send(retry_of(letter, group))
+                    sent.append(letter)
+        finally:
+            note_resent(store.path, store.files, sent, self._runner.now_ms(), store.log.begin)
+        return tuple(map(letter_identity, sent))
+
+    def _letter(self, identity: LetterIdentity) -> StoredMessage | None:
+        """Return a dead letter; None if another broker has it, or retention has deleted it."""
+        try:
+            letter = self._store.message_at(identity[0])
+        except CorruptionError:  # no record begins there
+            return None
+        return letter if letter is not None and letter_identity(letter) == identity else None
+
     def _dead_letters_of(self, group: GroupSettings) -> str:
         with self._runner.lock:
             return self._topics.ensure(dead_letter_topic(group.name)).name
@@ -224,24 +258,19 @@ def _max_retries(group: GroupSettings, request: SendBack | SendMessage) -> int:
     return group.retry_max_times if request.max_reconsume_times is None else request.max_reconsume_times
 
 
-def retry_of(letter: StoredMessage, group: str | None = None) -> SendMessage:
+def retry_of(letter: StoredMessage, group: str) -> SendMessage:
     """Return the request that sends a dead letter to its group again, with all its retries.
 
     It goes to the retry topic of the group, so that only this group gets it, and is delivered immediately.
 
     Raises:
-        ConfigError: The message is not a dead letter, or not one of ``group`` if that is given.
+        ConfigError: The message is not a dead letter of the group.
     """
     if not isinstance(letter, StoredMessage):
         raise ConfigError(f"letters: expected messages such as Broker.dead_letters returns, found {letter!r:.80}")
-    topic = letter.topic
-    if not topic.startswith(DEAD_LETTER_PREFIX):
-        raise ConfigError(
-            f"{letter.message_id} of topic {topic!r} is not a dead letter: expected {DEAD_LETTER_PREFIX}…"
-        )
-    if group not in (None, topic.removeprefix(DEAD_LETTER_PREFIX)):
-        raise ConfigError(f"{letter.message_id} of topic {topic!r} is not a dead letter of group {group!r}")
-    retry = Message(retry_topic(topic.removeprefix(DEAD_LETTER_PREFIX)), letter.body, flag=letter.flag)
+    if letter.topic != dead_letter_topic(group):
+        raise ConfigError(f"{letter.message_id} of topic {letter.topic!r} is not a dead letter of group {group!r}")
+    retry = Message(retry_topic(group), letter.body, flag=letter.flag)
     retry.properties.update(letter.properties)
     for name in _DELIVERY_PROPERTIES:
         retry.properties.pop(name, None)
@@ -306,24 +335,3 @@ def note_resent_in_log(store: MessageStore, group: str, now_ms: int) -> int:
 
 def _ids(message: StoredMessage) -> tuple[str | None, str | None]:
     return message.unique_key, message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID)
-
-
-def resend_letters(
-    broker: Endpoint, store: MessageStore, letters: Iterable[StoredMessage], group: str, now_ms: Callable[[], int]
-) -> int:
-    """Send dead letters to their group again by a broker, and note it in its store; return their number.
-
-    Raises:
-        ConfigError: A message is not a dead letter of the group.
-        MalformedError: The file of the notes holds something else.
-    """
-    requests = [(letter, retry_of(letter, group)) for letter in letters]
-    for begin in range(0, len(requests), _RESENT_TOGETHER):
-        sent: list[StoredMessage] = []
-        try:
-            for letter, request in requests[begin : begin + _RESENT_TOGETHER]:
-                broker.call(request)
-                sent.append(letter)
-        finally:
-            note_resent(store.path, store.files, sent, now_ms(), store.log.begin)
-    return len(requests)

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, Final, Literal
 
-from librmq.broker.retries import resend_letters
 from librmq.errors import BrokerUnreachableError
 from librmq.files.disk import DiskFiles
 from librmq.files.memory import OverlayFiles
@@ -219,4 +218,4 @@ class OwnedStore:
 
     def resend_dead_letters(self, group: str, letters: list[StoredMessage]) -> int:
         """Send dead letters to their group again."""
-        return resend_letters(self, self.store, letters, group, self.runner.now_ms)
+        return 0 if self._dry_run else self.route.resend_dead_letters(group, letters)

@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from librmq.consumer.tracks import MessageTrack as MessageTrack
     from librmq.consumer.tracks import TrackType as TrackType
     from librmq.consumer.tracks import message_tracks as message_tracks
-    from librmq.consumer.tracks import resend_dead_letters as resend_dead_letters
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "librmq.consumer.assignment": ("ProcessQueue",),
             "librmq.consumer.config": ("ConsumerConfig", "PullConsumerConfig"),
-            "librmq.consumer.tracks": ("MessageTrack", "TrackType", "message_tracks", "resend_dead_letters"),
+            "librmq.consumer.tracks": ("MessageTrack", "TrackType", "message_tracks"),
             "librmq.consumer.instance": ("BlockedQueue", "ConsumeContext", "ConsumeHook", "ConsumerCounts"),
             "librmq.consumer.listeners": ("DeliveredMessage",),
             "librmq.consumer.orderly": ("OrderlyResult",),

@@ -1,4 +1,4 @@
-"""What became of a message in each group, and dead letters that get all their retries once more.
+"""What became of a message in each group.
 
 `message_tracks` answers as ``DefaultMQAdminExtImpl.messageTrackDetail`` does.
 """
@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from librmq.broker.retries import retry_of
 from librmq.consumer.listeners import DeliveredMessage
 from librmq.errors import FilterEvaluationError, NoRouteError
 from librmq.filter import TAG, SqlFilter, TagFilter
@@ -90,16 +88,3 @@ def _selects(subscription: Subscription, message: StoredMessage) -> bool:
         return SqlFilter(subscription.expression).evaluate(message.properties) is True
     except FilterEvaluationError:
         return False
-
-
-def resend_dead_letters(route: Route, letters: Iterable[StoredMessage], broker_name: str | None = None) -> int:
-    """Send dead letters to their groups again, with all their retries; return their number.
-
-    Each goes to the retry topic of the group that gave up on it, so only that group gets it, and is delivered
-    immediately. The dead letter itself stays.
-    """
-    count = 0
-    for letter in letters:
-        _endpoint(route, letter, broker_name).call(retry_of(letter))
-        count += 1
-    return count

@@ -30,6 +30,7 @@ from librmq.protocol.client_requests import (
     UpdateOffset,
 )
 from librmq.protocol.endpoint import PERM_READ, PERM_WRITE, QueueData, Request, value
+from librmq.store.format.documents import LetterIdentity
 
 
 @value
@@ -204,6 +205,17 @@ class MoveGroup(Request[Mapping[MessageQueue, int]]):
 @value
 class GroupsBehind(Request[tuple[str, ...]]):
     """Return a text for each queue with messages that a running group has not consumed."""
+
+
+@value
+class ResendLetters(Request[tuple[LetterIdentity, ...]]):
+    """Send dead letters to their group again, and note it; return those that the broker has, and has sent.
+
+    Without ``letters`` nothing is sent, and the answer has those that were not sent yet.
+    """
+
+    group: str
+    letters: tuple[LetterIdentity, ...] | None = None
 
 
 @value

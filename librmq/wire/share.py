@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,7 +35,6 @@ from librmq.broker import Broker, BrokerConfig
 from librmq.broker.administered_route import AdministeredRoute
 from librmq.broker.broker import check_settings
 from librmq.broker.config import Promises
-from librmq.broker.retries import note_resent_in_log, resend_letters
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.errors import (
@@ -57,6 +56,7 @@ from librmq.protocol import (
     Heartbeat,
     QueueData,
     Request,
+    ResendLetters,
     Route,
     SendBack,
     SendBatch,
@@ -73,7 +73,6 @@ from librmq.runtime.locks import Inherited, Lock
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
-from librmq.store.format.documents import letter_identity, resent_times
 from librmq.wire.remote.administration import group_rows
 from librmq.wire.remote.connection import RequestNotSentError, is_held_here
 from librmq.wire.remote.heartbeats import join, leave
@@ -96,7 +95,7 @@ _FAILED_S: Final = 1.0
 """Between two tries to open a store that can't be opened."""
 
 
-_STORES: Final = frozenset((SendMessage, SendBatch, SendReply, SendBack, ForwardToDeadLetters))
+_STORES: Final = frozenset((SendMessage, SendBatch, SendReply, SendBack, ForwardToDeadLetters, ResendLetters))
 """Requests that an owner may have carried out when it ended, so that only their caller can repeat them."""
 
 
@@ -578,19 +577,6 @@ class SharedBroker(AdministeredRoute):
             return request
         row = group_rows(link.route.broker(broker_name)).get(request.group, {})
         return SetGroup(request.group, {**row, **request.settings})
-
-    def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
-        """Send dead letters to their group again, as `Broker.resend_dead_letters`."""
-        self._check_open()
-        link = self.link
-        if isinstance(link, StoreOwner):
-            return link.route.resend_dead_letters(group, letters)
-        with MessageStore.open(self.path, read_only=True) as store:
-            if letters is None:
-                note_resent_in_log(store, group, self.runner.now_ms())
-                times = resent_times(store.path, store.files)
-                letters = [letter for letter in self.dead_letters(group) if letter_identity(letter) not in times]
-            return resend_letters(self, store, letters, group, self.runner.now_ms)
 
     # ---- life
 

@@ -79,7 +79,6 @@ EXPORTS = {
         "SimpleConsumer",
         "TrackType",
         "message_tracks",
-        "resend_dead_letters",
     ],
     "diagnosis": [
         "Alarm",

@@ -64,6 +64,7 @@ from librmq.protocol import (
     QueueOffsetAt,
     Receive,
     Request,
+    ResendLetters,
     ResetGroup,
     ResponseCode,
     SendBack,
@@ -94,7 +95,7 @@ _WRITES: Final = (
     *(SendMessage, SendTogether, SendBatch, SendReply, SendBack),
     *(CancelMessage, EndTransaction, LockQueues, UnlockQueues, MoveGroup, ResetGroup, StartGroup),
     *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
-    *(CreateTopic, DeleteTopic, CleanUnusedTopics, DeleteExpiredFiles, SetGroup),
+    *(CreateTopic, DeleteTopic, CleanUnusedTopics, DeleteExpiredFiles, SetGroup, ResendLetters),
     *(DescribeLog, FollowLog, LeaveLog, CopyTables),
 )
 """Requests that a replica refuses."""
@@ -200,6 +201,7 @@ class BrokerParts:
         answer(SendBatch, sending.send_batch)
         answer(SendReply, sending.send_reply)
         answer(SendBack, sending.failed.send_back)
+        answer(ResendLetters, sending.failed.resend)
         answer(EndTransaction, transactions.end_transaction)
         answer(CancelMessage, self._replicated(self.deliveries.cancel))
         answer(PullMessage, pulling.pull)

@@ -46,6 +46,7 @@ from librmq.protocol import (
     PullStatus,
     Receive,
     Request,
+    ResendLetters,
     ResponseCode,
     SendBack,
     SendBatch,
@@ -140,7 +141,7 @@ _BY_POP: Final[dict[type[Any], Callable[[PopReceives, Any], object]]] = {
     ForwardToDeadLetters: PopReceives.forward,
 }
 _NO_FRAME: Final = Frame(0)
-_OF_RECEIVES: Final = (Acknowledge, ChangeInvisible, ForwardToDeadLetters)
+_OF_RECEIVES: Final = (Acknowledge, ChangeInvisible, ForwardToDeadLetters, ResendLetters)
 _NOT_SENT: Final = -1
 _REST_MS: Final = 3_000
 
@@ -490,6 +491,13 @@ class RemoteBroker:
             return self._subscriptions(request)
         if isinstance(request, TopicGroups):
             return self._groups_of(request.topic)
+        if isinstance(request, ResendLetters):
+            if request.letters is not None:
+                return ()
+            raise ConfigError(
+                f"group {request.group!r}: brokers do not note which dead letters were sent again: name them, such as "
+                f"letters=route.dead_letters({request.group!r})"
+            )
         raise BrokerError(
             ResponseCode.REQUEST_CODE_NOT_SUPPORTED,
             f"{self.name}: a broker of RocketMQ 4.x can't be asked for {type(request).__name__}: see docs/connect.md",

@@ -17,6 +17,7 @@ from librmq.message import record
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.stored_message import StoredRecords
 from librmq.protocol import ConsumeFrom, ConsumerData, Heartbeat, MessageModel, QueueData, Subscription
+from librmq.store.format.documents import LetterIdentity
 
 MOST_REQUEST_BYTES: Final = 4 << 20
 MOST_REQUEST_ELEMENTS: Final = 200_000
@@ -142,6 +143,18 @@ def rows_in(table: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise MalformedError(f"{name}: expected a list of objects, found {rows!r:.80}")
     return rows
+
+
+def letters_in(body: Mapping[str, Any]) -> tuple[LetterIdentity, ...]:
+    """Return the dead letters that an object names.
+
+    Raises:
+        MalformedError: They are something else.
+    """
+    try:
+        return tuple((int(place), str(message_id), int(stored_ms)) for place, message_id, stored_ms in body["letters"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedError(f"letters: expected place, id and store time of each dead letter: {error!r:.80}") from None
 
 
 def table_in(body: Mapping[str, Any], name: str) -> dict[str, Mapping[str, Any]]:

@@ -59,6 +59,7 @@ from librmq.protocol import (
     Receive,
     Received,
     ReceiveResponse,
+    ResendLetters,
     ResetGroup,
     ResponseCode,
     SendBack,
@@ -82,6 +83,7 @@ from librmq.scheduling.timer_config import TimerRefusedError
 from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting.bodies import (
     heartbeat_body,
+    letters_in,
     messages_of,
     offsets_of,
     queue_key,
@@ -534,6 +536,14 @@ def _parse_acknowledge(body: dict[str, Any]) -> Acknowledge:
     return Acknowledge(text_in(body, "group"), text_in(body, "topic"), tuple(map(str, receipts)))
 
 
+def _resend_row(request: ResendLetters) -> dict[str, object]:
+    return {"group": request.group, "letters": request.letters}
+
+
+def _parse_resend(body: dict[str, Any]) -> ResendLetters:
+    return ResendLetters(text_in(body, "group"), None if body.get("letters") is None else letters_in(body))
+
+
 # ---- the table
 
 _C = RequestCode
@@ -594,6 +604,15 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         _C.CHANGE_INVISIBLE,
         "consumer_group=group topic receipt invisible_ms keeps_receipt",
         _RECEIPT,
+    ),
+    ResendLetters: _by_body(
+        _C.RESEND_LETTERS,
+        _resend_row,
+        _parse_resend,
+        _Result(
+            lambda request, letters: Reply(body=write_body({"letters": letters})),
+            lambda request, answer: letters_in(read_body(check(answer).body, "dead letters")),
+        ),
     ),
     ForwardToDeadLetters: _by_fields(
         ForwardToDeadLetters, _C.FORWARD_TO_DEAD_LETTERS, "consumer_group=group topic receipt cause", _NOTHING

@@ -128,6 +128,7 @@ class RequestCode(enum.IntEnum):
     LIST_CONNECTIONS = 31_008
     START_GROUP = 31_009
     GROUPS_BEHIND = 31_010
+    RESEND_LETTERS = 31_011
 
 
 @value

@@ -33,6 +33,7 @@ from librmq.protocol import (
     Endpoint,
     GroupsBehind,
     QueueData,
+    ResendLetters,
     ResponseCode,
 )
 from librmq.runtime.closing import Closing
@@ -491,7 +492,7 @@ class RemotingServer(Closing):
 
     def _of_processes(self, broker: Broker) -> Handlers:
         """Answer processes that share the broker: changes of its tables raise its own errors, not those of 4.x."""
-        changes = served(broker.call, CreateTopic, DeleteTopic, DeleteGroup)
+        changes = served(broker.call, CreateTopic, DeleteTopic, DeleteGroup, ResendLetters)
         return {
             RequestCode.LIST_CONNECTIONS: self._budgets.list_connections,
             RequestCode.GROUPS_BEHIND: partial(_behind, broker),

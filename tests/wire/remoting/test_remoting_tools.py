@@ -30,7 +30,8 @@ TO_CLIENTS = {
     Code.RESET_CONSUMER_CLIENT_OFFSET,
 }
 TO_CLIENTS |= {Code.PUSH_REPLY_MESSAGE_TO_CLIENT}
-UNANSWERED = TO_CLIENTS | {Code.LIST_CONNECTIONS, Code.GROUPS_BEHIND}  # by TCP; the socket of a shared store does
+OF_PROCESSES = {Code.LIST_CONNECTIONS, Code.GROUPS_BEHIND, Code.RESEND_LETTERS}
+UNANSWERED = TO_CLIENTS | OF_PROCESSES  # by TCP; the socket of a shared store does
 """What only a broker asks, and only of its clients."""
 
 
