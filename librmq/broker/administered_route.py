@@ -240,12 +240,8 @@ class AdministeredRoute(Route, AsyncClosing):
         """
         validate_group(group)
         changes = group_settings(retry_max_times, is_ordered, consumes, broadcasts, priority_factor)
-        for name, broker in self._endpoints():
-            broker.call(self._complete(name, SetGroup(group, changes)))
-
-    def _complete(self, broker_name: str, request: SetGroup) -> SetGroup:
-        """Return the request with the settings that it leaves out, where a broker would give them their defaults."""
-        return request
+        for _, broker in self._endpoints():
+            broker.call(SetGroup(group, changes))
 
     def delete_group(self, group: str, *, keep_progress: bool = True) -> None:
         """Delete a consumer group's settings, and its progress unless it is kept; a new instance makes it again.

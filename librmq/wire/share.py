@@ -63,7 +63,6 @@ from librmq.protocol import (
     SendLater,
     SendMessage,
     SendReply,
-    SetGroup,
     Unregister,
 )
 from librmq.protocol.endpoint import Watchers
@@ -73,7 +72,6 @@ from librmq.runtime.locks import Inherited, Lock
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
-from librmq.wire.remote.administration import group_rows
 from librmq.wire.remote.connection import RequestNotSentError, is_held_here
 from librmq.wire.remote.heartbeats import join, leave
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
@@ -570,13 +568,6 @@ class SharedBroker(AdministeredRoute):
             return
         with MessageStore.open(self.path, read_only=True) as store:
             yield from store.topic_messages(topic)
-
-    def _complete(self, broker_name: str, request: SetGroup) -> SetGroup:
-        link = self.link
-        if not isinstance(link, StorePeer):
-            return request
-        row = group_rows(link.route.broker(broker_name)).get(request.group, {})
-        return SetGroup(request.group, {**row, **request.settings})
 
     # ---- life
 

@@ -42,12 +42,13 @@ from librmq.protocol import (
     Request,
     ResetGroup,
     ResponseCode,
+    SetGroup,
     Subscription,
     UpdateOffset,
 )
 from librmq.store.format.broker_tables import topic_type
 from librmq.wire.remoting.bodies import by_queue, number_in, queue_data_of, read_body, rows_in, table_in, text_in
-from librmq.wire.remoting.codec import check, frame_of
+from librmq.wire.remoting.codec import FORMS, check, frame_of
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import GroupAndTopicHeader, RequestCode, TopicNameHeader
 
@@ -148,6 +149,12 @@ def _describe_groups(broker: AskedBroker, request: DescribeGroups) -> dict[str, 
         return {name: settings_in(name, row) for name, row in rows.items()}
 
     return read_answer(broker, frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), "the groups", parse)
+
+
+def _set_group(broker: AskedBroker, request: SetGroup) -> None:
+    """Change a group: a broker gives settings that a request leaves out their defaults."""
+    row = group_rows(broker).get(request.group, {})
+    check(broker.request(FORMS[SetGroup].write(SetGroup(request.group, {**row, **request.settings}))))
 
 
 def _describe_connections(broker: AskedBroker, request: DescribeConnections) -> GroupConnections | None:
@@ -343,6 +350,7 @@ ANSWERS: Final[Mapping[type[Any], Callable[[AskedBroker, Any], Any]]] = {
     DescribeTopics: _describe_topics,
     DescribeQueues: _describe_queues,
     DescribeGroups: _describe_groups,
+    SetGroup: _set_group,
     DescribeConnections: _describe_connections,
     DescribeClients: _describe_clients,
     DescribeProgress: _describe_progress,

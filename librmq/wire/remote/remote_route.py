@@ -21,12 +21,11 @@ from librmq.broker.administered_route import AdministeredRoute
 from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
-from librmq.protocol import PERM_WRITE, Endpoint, QueueData, ResponseCode, SetGroup
+from librmq.protocol import PERM_WRITE, Endpoint, QueueData, ResponseCode
 from librmq.protocol.endpoint import SendsLater, Watchers
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote.administration import group_rows
 from librmq.wire.remote.connection import (
     AccessKeys,
     Connections,
@@ -405,10 +404,6 @@ class RemoteRoute(AdministeredRoute):
             raise BrokerUnreachableError("the route was closed; make a new one with librmq.connect")
 
     # ---- administration
-
-    def _complete(self, broker_name: str, request: SetGroup) -> SetGroup:
-        row = group_rows(self.broker(broker_name)).get(request.group, {})
-        return SetGroup(request.group, {**row, **request.settings})
 
     def groups_of(self, topic: str) -> tuple[str, ...]:
         """Return the groups that consume a topic or have progress in it, sorted, without asking who they are."""
