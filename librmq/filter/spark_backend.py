@@ -136,7 +136,8 @@ class _Spark(ColumnBackend[_Expression]):
             case: Any = F
             for condition, (_, value) in zip(conditions, branches, strict=True):
                 case = case.when(condition, F.lit(value))
-            return case.otherwise(F.lit(False))  # type: ignore[no-any-return]
+            last: Column = case.otherwise(F.lit(False))
+            return last
 
         return _expression(make, *(condition for condition, _ in branches))
 
