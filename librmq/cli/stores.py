@@ -257,7 +257,7 @@ def open_store(arguments: argparse.Namespace, *, all_in_memory: bool = False) ->
     With ``all_in_memory`` a read returns as many old messages as new ones, whatever the machine's memory.
 
     Raises:
-        CorruptionError: The store is damaged, or a kill has left a file of length zero.
+        CorruptionError: The store is damaged.
     """
     from librmq.store import MessageStore
 
@@ -306,7 +306,7 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
     """View the store that a command reads, with the settings in ``--config`` if it is given.
 
     Raises:
-        CorruptionError: The store is damaged, or a kill has left a file of length zero.
+        CorruptionError: The store is damaged.
     """
     from librmq.diagnosis.view import StoreView
 
@@ -351,7 +351,7 @@ def open_source(arguments: argparse.Namespace) -> Iterator[StoreView | ClusterVi
     """View the store that a command reads, or the cluster in ``--route``.
 
     Raises:
-        CorruptionError: The store is damaged, or a kill has left a file of length zero.
+        CorruptionError: The store is damaged.
         BrokerUnreachableError: No name server answers there.
         InputError: The command names a setting that only a store has.
     """
@@ -366,20 +366,12 @@ def open_source(arguments: argparse.Namespace) -> Iterator[StoreView | ClusterVi
 
 
 def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
-    """Close a store that a reader could open only without files that a kill has left; report what it is short of.
+    """Report what a store is short of.
 
     A command that reads a store which is not whole ends with status 1, unless ``--as-recovered`` is given.
-
-    Raises:
-        CorruptionError: There is such a file.
     """
     for damage in store.condition.damage:
         report_cut(arguments, damage)
-    for damage in store.recovered:
-        if damage.kind == "size":
-            store.close()
-            what = f"{damage.what}: `librmq recover` removes it"
-            raise CorruptionError(damage.file, damage.offset, damage.kind, what)
 
 
 def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:

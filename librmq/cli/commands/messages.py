@@ -28,13 +28,17 @@ from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, InputError
+from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
+from librmq.files.memory import OverlayFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.delays import DelayLevels
 from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import COMMITLOG
+from librmq.store.recovery.open import clear_leftovers
 from librmq.store.recovery.salvage import find_record
 
 if TYPE_CHECKING:
@@ -55,7 +59,7 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.at is not None:
         items = _scanned(arguments)
     else:
-        items = _items(sequence, damages.append if arguments.all else None, as_recovered=arguments.as_recovered)
+        items = _items(arguments, sequence, sequence.begin, damages.append if arguments.all else None)
     begin = sequence.begin
     with ProgressBar("dump", sequence.end - begin, quiet=output.is_on_terminal) as bar:
         for physical_offset, size, raw in items:
@@ -83,30 +87,40 @@ def _scanned(arguments: argparse.Namespace) -> Iterator[LogItem]:
 
 
 def _log_files(store: str, files: Files, config: StoreConfig) -> MappedFileQueue:
+    """Return the files of the log, without those of length zero that a kill has left at its end."""
     folder = os.path.join(store, COMMITLOG)
+    if has_abort(files, store):
+        files = OverlayFiles(None if files.is_shared else files)
+        clear_leftovers(store, files, queues=False)
     return MappedFileQueue(folder, config.commitlog_file_size, files, MappingPool(_FILES_MAPPED), writable=False)
 
 
 def _items(
-    sequence: MappedFileQueue, damaged: Callable[[CorruptionError], object] | None, *, as_recovered: bool
+    arguments: argparse.Namespace,
+    sequence: MappedFileQueue,
+    begin: int,
+    damaged: Callable[[CorruptionError], object] | None = None,
 ) -> Iterator[LogItem]:
     """Yield records and blanks up to the log's end.
 
     With ``damaged``, which gets each damage, they continue behind it, and checksums of bodies are not compared.
 
     Raises:
-        CorruptionError: The bytes are neither a record nor a blank.
+        CorruptionError: The bytes are neither a record nor a blank, and no torn end that a kill has left.
     """
-    at: int | None = sequence.begin
+    at: int | None = begin
     while at is not None:
         try:
             yield from _whole_files(sequence, at, check_body=damaged is None)
             return
         except CorruptionError as error:
+            if error.kind == "size":
+                raise
             if ends_at(sequence, error.offset):
                 return
             if damaged is None:
-                if as_recovered and cut_at(sequence, error) is not None:
+                is_torn_end = has_abort(DiskFiles(), arguments.store) and cut_at(sequence, error) is None
+                if arguments.as_recovered or is_torn_end:
                     return
                 raise
             damaged(error)
@@ -175,14 +189,13 @@ def _show_log(arguments: argparse.Namespace, selection: MessageQuery, output: Ou
     sequence = _log_files(arguments.store, files, config)
     with ProgressBar("show", sequence.end - sequence.begin, quiet=output.is_on_terminal) as bar:
         try:
-            for message in _in_log(sequence, selection, bar):
+            for message in _in_log(arguments, sequence, selection, bar):
                 output.row(shown_row(message, levels, arguments.body))
         except CorruptionError as error:
-            if error.kind == "size":
+            cut = None if error.kind == "size" else cut_at(sequence, error)
+            if cut is None:
                 raise
-            cut = cut_at(sequence, error)
-            if cut is not None:
-                report_cut(arguments, cut)
+            report_cut(arguments, cut)
     check_queues(arguments, files, config)
 
 
@@ -192,17 +205,19 @@ def _note_unknown(selection: MessageQuery, output: Output) -> None:
     note_message(output, name=selection.key, kind="key", is_limited=is_limited)
 
 
-def _in_log(sequence: MappedFileQueue, selection: MessageQuery, bar: ProgressBar) -> Iterator[StoredMessage]:
+def _in_log(
+    arguments: argparse.Namespace, sequence: MappedFileQueue, selection: MessageQuery, bar: ProgressBar
+) -> Iterator[StoredMessage]:
     """Yield the selected records of the log alone: no queue is opened, and files before the wanted times are skipped.
 
     Raises:
-        CorruptionError: The bytes are no record, perhaps because the log ends there.
+        CorruptionError: The bytes are no record, and not the log's end.
     """
     test = selection.test()
     log = CommitLog(sequence)
     log.end = sequence.end
     begin = _first_file(log, sequence, selection.begin_ms)
-    for physical_offset, _, raw in log.scan(begin):
+    for physical_offset, _, raw in _items(arguments, sequence, begin):
         bar.to(physical_offset - sequence.begin)
         if raw is not None:
             message = StoredMessage(raw)
