@@ -379,19 +379,22 @@ class AdministeredRoute(Route, AsyncClosing):
         """Yield the messages that a topic has now, in the order in which each broker stored them."""
         parts: dict[str, list[Iterator[StoredMessage]]] = {}
         for queue, bounds in self.queues(topic).items():
-            parts.setdefault(queue.broker_name, []).append(self._messages_in(queue, bounds))
+            parts.setdefault(queue.broker_name, []).append(
+                self.messages_in(queue, range(bounds.min_offset, bounds.max_offset))
+            )
         # By place within a broker, whose clock can have been put back; only among brokers by time.
         logs = [heapq.merge(*queues, key=lambda message: message.physical_offset) for queues in parts.values()]
         yield from heapq.merge(*logs, key=lambda message: message.store_timestamp_ms)
 
-    def _messages_in(self, queue: MessageQueue, bounds: QueueBounds) -> Iterator[StoredMessage]:
-        broker, at = self.endpoint(queue.broker_name), bounds.min_offset
+    def messages_in(self, queue: MessageQueue, offsets: range) -> Iterator[StoredMessage]:
+        """Yield the messages of a queue with these queue offsets, without deleted ones."""
+        broker, at = self.endpoint(queue.broker_name), offsets.start
         everything = Subscription(queue.topic, "*")
-        while at < bounds.max_offset:
-            count = min(_AT_ONCE, bounds.max_offset - at)
+        while at < offsets.stop:
+            count = min(_AT_ONCE, offsets.stop - at)
             answer = broker.call(PullMessage("", _PULLER, queue.topic, queue.queue_id, at, count, everything))
             if answer.status is PullStatus.FOUND:
-                yield from (message for message in answer.messages if message.queue_offset < bounds.max_offset)
+                yield from (message for message in answer.messages if message.queue_offset < offsets.stop)
             if answer.next_offset <= at:
                 return
             at = answer.next_offset

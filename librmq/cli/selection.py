@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli.options import UNIT_MS
@@ -16,14 +17,15 @@ from librmq.cli.output import Output, complain
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import BodyCompressionError, InputError, MissingExtraError, StoreError
-from librmq.message.message import StoredMessage
-from librmq.message.topics import is_system_topic
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.topics import is_system_topic, kind_of_topic
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import advance
 
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
     from librmq.diagnosis.group_lag import Ints
+    from librmq.diagnosis.view import ClusterView
     from librmq.store import MessageStore
     from librmq.store.engine.read import MessageFilter
     from librmq.store.engine.store_parts import QueueName
@@ -239,6 +241,37 @@ class MessageQuery:
             yield from filter(test, store)
         else:
             yield from filter(test, self._in_queues(store))
+
+    def select_at(self, view: ClusterView) -> Iterator[StoredMessage]:
+        """Yield the selected messages of a cluster, oldest first."""
+        test, route = self.test(), view.route
+        if self.id is not None:
+            message = route.find_by_id(self.id)
+            yield from filter(test, [] if message is None else [message])
+            return
+        users = (topic for topic in view.topics if kind_of_topic(topic) == "user")
+        topics = users if self.topic is None else [self.topic]
+        if self.key is not None:
+            yield from filter(test, chain.from_iterable(route.find_by_key(topic, self.key) for topic in topics))
+            return
+        queues = [
+            self._at_queue(view, queue, offsets)
+            for topic in topics
+            for queue, offsets in view.queues(topic).items()
+            if self.queue_id in (None, queue.queue_id)
+        ]
+        merged = heapq.merge(*queues, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
+        yield from filter(test, merged)
+
+    def _at_queue(self, view: ClusterView, queue: MessageQueue, offsets: range) -> Iterator[StoredMessage]:
+        begin, end = offsets.start, offsets.stop
+        if self.offsets is not None:
+            begin, end = max(begin, self.offsets.start), min(end, self.offsets.stop)
+        elif self.has_times and self.begin_ms > 0:
+            # Of several messages stored in that millisecond the broker may mean any: so ask for the one before.
+            begin = max(begin, view.queue_offset_at(queue, self.begin_ms - 1))
+        messages = view.messages(queue, range(begin, max(begin, end)))
+        return takewhile(lambda message: message.store_timestamp_ms < self.end_ms, messages)
 
     def _with_key(self, store: MessageStore, key: str) -> list[StoredMessage]:
         topics = {name[0] for name in store.queues} if self.topic is None else {self.topic}

@@ -27,11 +27,10 @@ from librmq.store.format.documents import OWN_FOLDER
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.broker import Broker
-    from librmq.cli.cluster import ClusterView
     from librmq.cli.owner import OwnedStore
     from librmq.columns import RemoteStore
     from librmq.diagnosis.skips import StoreRetry
-    from librmq.diagnosis.view import StoreView
+    from librmq.diagnosis.view import ClusterView, StoreView
     from librmq.protocol import Route
     from librmq.store import MessageStore
     from librmq.store.format.broker_tables import BrokerTables
@@ -359,10 +358,25 @@ def open_source(arguments: argparse.Namespace) -> Iterator[StoreView | ClusterVi
         with open_view(arguments) as view:
             yield view
     else:
-        from librmq.cli.cluster import open_cluster
-
         with open_cluster(arguments) as cluster:
             yield cluster
+
+
+@contextmanager
+def open_cluster(arguments: argparse.Namespace) -> Iterator[ClusterView]:
+    """Connect to the name server in ``--route``.
+
+    Raises:
+        BrokerUnreachableError: No name server answers there.
+        InputError: The command names a setting that only a store has.
+    """
+    from librmq.cli.routes import connect_to
+    from librmq.diagnosis.view import ClusterView
+
+    if getattr(arguments, "config", None) is not None:
+        raise InputError("--config describes the files of a store: leave it out with --route")
+    with connect_to(arguments) as route:
+        yield ClusterView(route)
 
 
 def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:

@@ -5,7 +5,7 @@
     folder, not in use   the result of a recovery in memory; time is that of the last message
     folder, in use       the writer's current messages; its tables can be some seconds old; time is now
     running broker       its own store and tables, its clients, their threads; time is that of its runner
-    cluster              the answers of its brokers (`librmq.cli.cluster`)
+    cluster              the answers of its brokers (`ClusterView`)
 
 Nothing is locked and no byte of a file changes. `View` is what all four answer; lag, dead letters and the sums of
 topics and groups are computed from it, each by one function.
@@ -17,16 +17,18 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from librmq.clock import Clock, SystemClock
 from librmq.config import wrong_kind
-from librmq.errors import CorruptionError
+from librmq.errors import BrokerError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
-from librmq.message.delays import DelayLevels
+from librmq.message.delays import DEFAULT_LEVELS, DelayLevels
 from librmq.message.lag import queue_lag
-from librmq.message.message import StoredMessage
+from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import (
     DEAD_LETTER_PREFIX,
@@ -46,6 +48,8 @@ from librmq.store.format.documents import LetterIdentity, resent_times
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
+    from librmq.broker.administered_route import AdministeredRoute
+    from librmq.protocol import QueueBounds
 
 Queue = TypeVar("Queue")
 """The name of a queue: topic and id, and in a cluster its broker."""
@@ -470,3 +474,99 @@ def viewed(source: Source) -> Iterator[StoreView]:
         yield StoreView.of(source)
     else:
         raise wrong_kind("source", source, "a running Broker, the folder of a store, or a StoreView")
+
+
+class ClusterView:
+    """What the brokers of a cluster say of their topics, groups and messages. Not thread-safe."""
+
+    levels = DEFAULT_LEVELS
+    """The delay levels that brokers have by default."""
+    resent_times: Final[Mapping[LetterIdentity, int]] = MappingProxyType({})
+    """None: brokers do not note which dead letters were sent again."""
+
+    def __init__(self, route: AdministeredRoute) -> None:
+        self.route = route
+        self._bounds: dict[str, dict[MessageQueue, QueueBounds]] = {}
+
+    def broker_name(self, queue: MessageQueue) -> str:
+        """Return the name of a queue's broker; empty if the cluster has only one."""
+        return queue.broker_name if len(self.route.broker_names()) > 1 else ""
+
+    # ---- topics
+
+    @cached_property
+    def _permissions(self) -> dict[str, int]:
+        return {topic: data.permission for topic, data in self.route.topics().items()}
+
+    @property
+    def topics(self) -> list[str]:
+        """The topics that have messages, and those that users made."""
+        return [
+            topic
+            for topic, permission in self._permissions.items()
+            if is_listed(topic, permission) or any(bounds.max_offset for bounds in self._bounds_of(topic).values())
+        ]
+
+    listed_topics = topics
+
+    def _bounds_of(self, topic: str) -> dict[MessageQueue, QueueBounds]:
+        """Return the queues of a topic as they were when first asked for."""
+        if topic not in self._bounds:
+            self._bounds[topic] = self.route.queues(topic)
+        return self._bounds[topic]
+
+    def queues(self, topic: str) -> dict[MessageQueue, range]:
+        """Return the queue offsets of the messages in each queue of a topic, as they were when first asked for."""
+        return {queue: range(bounds.min_offset, bounds.max_offset) for queue, bounds in self._bounds_of(topic).items()}
+
+    def queue_offset_at(self, queue: MessageQueue, time_ms: int) -> int:
+        """Return the queue offset that the broker has for a time."""
+        from librmq.protocol import QueueOffsetAt
+
+        return self.route.endpoint(queue.broker_name).call(QueueOffsetAt(queue.topic, queue.queue_id, time_ms))
+
+    def stored_at(self, queue: MessageQueue, queue_offset: int) -> int | None:
+        """Return a store time; None if the message is gone, or the topic's permission forbids to read it."""
+        bounds = self._bounds_of(queue.topic).get(queue)
+        if bounds is not None and queue_offset == bounds.max_offset - 1:
+            return bounds.last_timestamp_ms or None
+        from librmq.protocol import ResponseCode
+
+        try:
+            message = next(self.messages(queue, range(queue_offset, queue_offset + 1)), None)
+        except BrokerError as error:
+            if error.code != ResponseCode.NO_PERMISSION:
+                raise
+            return None
+        return None if message is None else message.store_timestamp_ms
+
+    # ---- groups
+
+    @cached_property
+    def groups(self) -> list[str]:
+        """The groups that brokers know, with the groups that retry and dead-letter topics name, sorted."""
+        groups = self.route.groups().keys()
+        return sorted(groups | groups_of_topics(self.topics, groups))
+
+    def consumed(self, group: str, topic: str | None = None) -> Iterator[tuple[str, dict[MessageQueue, QueueProgress]]]:
+        """Yield the topics in which a group has progress, sorted, or one of them, each with its queues."""
+        progress = self.route.progress(group, topic)
+        for name, queues in groupby(progress, key=lambda queue: queue.topic):
+            ranges = self.queues(name)
+            yield (
+                name,
+                {
+                    queue: QueueProgress(
+                        ranges.get(queue, range(0)).start, progress[queue].max_offset, progress[queue].queue_offset
+                    )
+                    for queue in queues
+                },
+            )
+
+    def messages(self, queue: MessageQueue, offsets: range) -> Iterator[StoredMessage]:
+        """Yield the messages of a queue with these queue offsets, without deleted ones.
+
+        Raises:
+            BrokerError: The topic's permission forbids to read it.
+        """
+        return self.route.messages_in(queue, offsets)

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Final
 
-from librmq.cli.cluster import access_of
 from librmq.cli.output import INTERRUPTED, Output, complain, end_signals
+from librmq.cli.routes import access_of
 from tests.soak.run import Soak, SoakPlan
 from tests.soak.worker import ClusterAccess
 

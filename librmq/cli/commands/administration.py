@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import Row, named
 from librmq.cli.selection import GROUPS, TOPICS, age_clock, first_at, near, parse_time
-from librmq.cli.stores import open_running, open_to_change, select_queues
+from librmq.cli.stores import open_cluster, open_running, open_to_change, select_queues
 from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.pending import waiting_retries
 from librmq.diagnosis.view import StoreView, View
@@ -253,8 +253,6 @@ def _selected_queues(arguments: argparse.Namespace, view: View[Any]) -> dict[Any
 
 def _reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
     """Set a group's progress; with running consumers only that of a whole topic, and only to a time."""
-    from librmq.cli.cluster import open_cluster
-
     group, topic = arguments.group, arguments.topic
     with open_cluster(arguments) as cluster:
         queues = _selected_queues(arguments, cluster)
@@ -275,7 +273,7 @@ def _reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
                 )
             else:
                 for queue, offset in after.items():
-                    cluster.route.broker(queue.broker_name).call(UpdateOffset(group, topic, queue.queue_id, offset))
+                    cluster.route.endpoint(queue.broker_name).call(UpdateOffset(group, topic, queue.queue_id, offset))
     for queue, offsets in queues.items():
         progress = before.get(queue)
         begin = None if progress is None else progress.queue_offset

@@ -166,7 +166,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.view import StoreView
 
     with open_source(arguments) as view:
-        messages = selection.select_from(view.store) if isinstance(view, StoreView) else view.selected(selection)
+        messages = selection.select_from(view.store) if isinstance(view, StoreView) else selection.select_at(view)
         for message in messages:
             _print_checked(arguments, output, shown_row(message, view.levels, arguments.body))
         if not output.rows and selection.topic is not None:

@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from librmq.cli.cluster import connect_to
 from librmq.cli.output import Output, ProgressBar, complain
+from librmq.cli.routes import connect_to
 from librmq.cli.selection import MessageQuery, select
 from librmq.cli.stores import open_running, open_store, route_of
 from librmq.client.producer import Producer
