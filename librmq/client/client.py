@@ -208,8 +208,11 @@ class Client:
         name = instance_name or f"{os.getpid()}#{int(self.runner.clock.monotonic() * 1e9) + number}"
         self.client_id = f"{host[0]}@{name}" if self.site is None else f"{self.site}-{host[0]}@{name}"
         # The ids of a test are the same in each run; all others are random.
-        maker, first = (None, None) if identity is None else (string_hash(f"{host[0]}@{maker_name}"), 0)
-        self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), maker, first=first)
+        if identity is None:
+            self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]))
+        else:
+            maker = string_hash(f"{host[0]}@{maker_name}")
+            self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), maker, first=0, process=1)
         self.random: Random | None = Random() if identity is None else None
         """Chooses a producer's first queues; None in a kit, where the schedule and its seed choose."""
         self._producers: dict[str, Member] = {}

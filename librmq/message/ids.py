@@ -36,19 +36,26 @@ class UniqueIds:
 
     ``now_ms`` returns the time; ``ip`` is the address of this machine in 4 or 16 bytes. ``maker``, any 32 bits,
     distinguishes this object from others, and ``first`` is the counter's first value. Both are random by default, and
-    chosen again in a forked child.
+    chosen again in a forked child. ``process`` is the number of the process, by default of the one that runs.
 
     Raises:
         MalformedError: ``ip`` has another length.
     """
 
     def __init__(
-        self, now_ms: Callable[[], int], ip: bytes, maker: int | None = None, *, first: int | None = None
+        self,
+        now_ms: Callable[[], int],
+        ip: bytes,
+        maker: int | None = None,
+        *,
+        first: int | None = None,
+        process: int | None = None,
     ) -> None:
         if len(ip) not in (4, 16):
             raise MalformedError(f"ip: expected an address of 4 or 16 bytes, found {ip!r}")
         self._now_ms = now_ms
         self._ip = ip
+        self._process = process
         self._settings = maker, first
         self._begin()
         _live.add(self)
@@ -71,7 +78,8 @@ class UniqueIds:
         return f"{prefix}{self._count() & 0xFFFF:04X}"
 
     def _prefix(self, now_ms: int) -> str:
-        process = (os.getpid() & 0xFFFF).to_bytes(2, "big")
+        number = os.getpid() if self._process is None else self._process
+        process = (number & 0xFFFF).to_bytes(2, "big")
         since_ms = (now_ms - _month_begin_ms(now_ms)) & 0xFFFFFFFF
         return (self._ip + process + self._maker + since_ms.to_bytes(4, "big")).hex().upper()
 

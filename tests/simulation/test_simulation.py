@@ -44,9 +44,11 @@ def test_half_a_day_in_the_store_of_a_broker(name: str, store_copy: StoreCopy) -
     World(name, begin_with=(store_copy(name), sizes, last_ms + 1000)).run(**HALF_A_DAY)
 
 
-def test_a_seed_repeats_its_run() -> None:
+def test_a_seed_repeats_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in another process."""
     texts = []
-    for _ in range(2):
+    for pid in (1, 65_000):
+        monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
         world = World("again")
         world.run(**HALF_A_DAY)
         texts.append((world.text(), dict(world.counts)))

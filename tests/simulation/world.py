@@ -35,7 +35,7 @@ from librmq.errors import RmqError, StoreIOError
 from librmq.files.interface import File
 from librmq.listener import ReconsumeLater
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.testing import CrashImages, Kit, RecordingFiles
+from librmq.testing import CrashImages, Image, Kit, RecordingFiles
 from librmq.testing.process import Process
 from tests.simulation.promises import broken_promises, records
 
@@ -85,14 +85,14 @@ class Disk(RecordingFiles):
         self.trace.clear()
 
     def put_folder(self, source: Path) -> None:
-        """Let the store begin as a copy of a folder."""
-        self.make_folder(STORE)
+        """Let the store begin as a copy of a folder, which the device holds."""
+        self._before = {STORE: None}
         for path in sorted(source.rglob("*")):
-            target = os.path.join(STORE, path.relative_to(source))
-            if path.is_dir():
-                self.make_folder(target)
-            elif path.stat().st_size:
-                self.write(target, path.read_bytes())
+            if path.is_dir() or path.stat().st_size:
+                name = os.path.join(STORE, path.relative_to(source))
+                self._before[name] = None if path.is_dir() else path.read_bytes()
+        Image(0, 0, self._before, ()).write_to(self)
+        self.trace.clear()
 
 
 class World:
