@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import threading
@@ -41,6 +42,9 @@ CONFIGS = (
 )  # fmt: skip
 
 
+_machines = itertools.count()
+
+
 class BusyFiles(RecordingFiles):
     """Files that record changes, and run an action during a flush that does not cover it.
 
@@ -51,7 +55,7 @@ class BusyFiles(RecordingFiles):
 
     def __init__(self) -> None:
         super().__init__()
-        self.machine = f"machine {id(self.trace)}"
+        self.machine = f"machine {next(_machines)}"
 
     def identity(self, path: str) -> str:
         return f"{self.machine}: {path}"

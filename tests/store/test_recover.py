@@ -15,6 +15,7 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.consumequeue import ENTRY, ENTRY_SIZE
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, File
@@ -918,3 +919,28 @@ def test_messages_prepared_before_a_recovery_are_queued() -> None:
             b"after",
         ]
         assert store.verify().sound
+
+
+@pytest.mark.parametrize("entries", [0, 3], ids=["alone", "behind others"])
+def test_an_entry_that_was_cleared_in_part_is_no_entry(entries: int) -> None:
+    """A power cut while a recovery cuts a queue can leave the size of the entry and zeros for its place."""
+    files, clock = MemoryFiles(), ManualClock(START_MS)
+    store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
+    store.append(Message("TopicB", b"the first record is of another queue"))
+    for _ in range(entries):
+        store.append(Message("TopicA", b"there"))
+    for _ in range(100):  # later files, from which recovery begins
+        clock.advance(seconds=60)
+        store.append(Message("TopicB", b"later" * 20))
+    store.flush()
+    found = contents(died(files))
+    path = f"consumequeue/TopicA/0/{0:020d}"
+    data, at = found.get(path) or bytes(SMALL.consumequeue_file_size), entries * ENTRY_SIZE
+    found |= {"consumequeue/TopicA": None, "consumequeue/TopicA/0": None}
+    found[path] = data[:at] + ENTRY.pack(0, 141, 7) + data[at + ENTRY_SIZE :]
+    again = in_memory(found)
+    with opened(again) as store:
+        assert store.queues["TopicA", 0].max_offset == entries
+        assert store.append(Message("TopicA", b"next")).queue_offset == entries
+        assert len(served(store)) == entries + 102
+    assert verify(ROOT, SMALL, again).sound

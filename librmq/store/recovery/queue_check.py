@@ -149,6 +149,8 @@ class QueueCheck:
             places, sizes = block["physical_offset"], block["size"]
             if not ((places >= 0) & (places < self._begin) & (sizes > 0) & (sizes < HOLE_SIZE)).all():
                 return None
+            if not places[-1]:
+                return None  # it can be torn
             deleted = np.count_nonzero(places < log_begin) if log_begin else 0
             min_offset += int(deleted) if expected or deleted < len(places) else 0
         place, size, _ = ENTRY.unpack_from(stored, len(stored) - ENTRY_SIZE)
@@ -183,6 +185,8 @@ class QueueCheck:
         at = queue.min_offset
         is_there = bool(entries) and self._is_first(claimed, entries[0])
         self.first = claimed if is_there else offset_at_place(queue, self._begin)
+        while self.first > queue.stored_begin and self._is_torn(self.first - 1):
+            self.first -= 1
         self._next = self.first if self.first > at else None
         if not entries:
             return
@@ -205,6 +209,20 @@ class QueueCheck:
             return True
         place, size, _ = ENTRY.unpack_from(raw)
         return len(raw) > ENTRY_SIZE and 0 <= place < self._begin and size != HOLE_SIZE
+
+    def _is_torn(self, queue_offset: int) -> bool:
+        """Return whether zeros that end the queue here reached the device in part: the entry's place, but not its size.
+
+        Only the log's first record is at place 0, so no entry with a size stands before its entry.
+        """
+        raw = self.queue.read(queue_offset, 1)
+        place, size, _ = ENTRY.unpack(raw) if raw else (0, 0, 0)
+        if not raw or place or size == HOLE_SIZE:
+            return False
+        before = self.queue.read(queue_offset - 1, 1) if queue_offset > self.queue.stored_begin else b""
+        if before and ENTRY.unpack(before)[1] != HOLE_SIZE:
+            return True
+        return self._log.begin == 0 and record_at(self._log, 0, size) is None
 
     def _expect(self) -> None:
         """Open the short cut for the next record unless it needs a full check."""
