@@ -397,6 +397,20 @@ class SimpleConsumer(Startable):
         Raises:
             ReceiptError: A message was already delivered again, because its time was over. The others are acknowledged.
         """
+        self._acknowledge(messages, is_one_way=False)
+
+    def ack_one_way(self, *messages: ReceivedMessage) -> None:
+        """Acknowledge processed messages without waiting for a remote broker's answer.
+
+        What was written to the connection arrives also if this process is killed. If the broker is killed before it has
+        read it, the messages are delivered again.
+
+        Raises:
+            ReceiptError: The invisible time of a message is over. The others are acknowledged.
+        """
+        self._acknowledge(messages, is_one_way=True)
+
+    def _acknowledge(self, messages: tuple[ReceivedMessage, ...], *, is_one_way: bool) -> None:
         by_source: dict[tuple[str, str], list[ReceivedMessage]] = {}
         for message in messages:
             if not isinstance(message, ReceivedMessage):
@@ -404,9 +418,14 @@ class SimpleConsumer(Startable):
             by_source.setdefault((message.broker_name, message.topic), []).append(message)
         failed: list[ReceivedMessage] = []
         for (name, topic), batch in by_source.items():
-            request = Acknowledge(self.group, topic, tuple(message.receipt for message in batch))
+            request = Acknowledge(self.group, topic, tuple([message.receipt for message in batch]), is_one_way)
             answers = self.client.endpoint(name).call(request)
-            failed += [message for message, is_acknowledged in zip(batch, answers, strict=True) if not is_acknowledged]
+            now_ms = self.runner.now_ms() if is_one_way else 0
+            failed += [
+                message
+                for message, is_acknowledged in zip(batch, answers, strict=True)
+                if not is_acknowledged or message.visible_timestamp_ms < now_ms
+            ]
         if failed:
             raise ReceiptError(
                 ResponseCode.MESSAGE_ILLEGAL,

@@ -252,7 +252,7 @@ class _ShareReceiver:
 
     def acknowledge(self, *deliveries: Delivery) -> None:
         try:
-            self._ender.ack(*(delivery.message for delivery in deliveries))  # type: ignore[arg-type]
+            self._ender.ack_one_way(*(delivery.message for delivery in deliveries))  # type: ignore[arg-type]
         except librmq.ReceiptError as error:
             _log.warning("kombu: acknowledged after visibility_timeout, so it is done twice: %(error)s", error=error)
 

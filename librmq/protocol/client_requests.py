@@ -457,6 +457,8 @@ class Acknowledge(Request[tuple[bool, ...]]):
     group: str
     topic: str
     receipts: tuple[str, ...]
+    is_one_way: bool = False
+    """Whether a remote broker's answer is not awaited, so that all receipts count as valid."""
 
 
 @value

@@ -220,6 +220,27 @@ def test_the_visibility_timeout_ends_what_a_killed_process_has(share: Connect, t
 
 
 @pytest.mark.slow
+def test_what_a_killed_process_has_acknowledged_does_not_come_again(share: Connect, tmp_path: Path) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with share(visibility_timeout=2) as connection:
+        send(connection, queue, *range(20))
+        killed = run_program(
+            """
+            import os, signal, sys, kombu, librmq.integrations.kombu
+            connection = kombu.Connection(sys.argv[1], transport_options={"visibility_timeout": 2})
+            queue = connection.SimpleQueue("tasks")
+            for message in [queue.get(timeout=20) for _ in range(20)][:15]:
+                message.ack()
+            os.kill(os.getpid(), signal.SIGKILL)
+            """,
+            f"librmq://{tmp_path}/store",
+        )
+        assert killed.returncode == -9, killed.stderr
+        assert sorted(drain(connection, queue, 5)) == list(range(15, 20))
+        assert is_empty(connection, queue)
+
+
+@pytest.mark.slow
 def test_a_forked_child_sends_and_leaves_the_messages_of_its_parent(tmp_path: Path) -> None:
     done = run_program(
         """

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from librmq.errors import MalformedError
 from librmq.message import Message
-from librmq.protocol import LOCAL_HOST, SendMessage, SendResponse, SendStatus
-from librmq.wire.remoting.codec import read_plain_sent, read_sent, send_frame
+from librmq.protocol import LOCAL_HOST, Acknowledge, SendMessage, SendResponse, SendStatus
+from librmq.wire.remoting.codec import FORMS, read_plain_sent, read_sent, send_frame
 from librmq.wire.remoting.frames import (
     LANGUAGES,
     Frame,
@@ -45,6 +45,14 @@ FRAMES = st.builds(
 
 def recorded() -> list[dict[str, Any]]:
     return list(jsonl(existing("remoting", "frames.jsonl")))
+
+
+@given(TEXT, TEXT, st.lists(TEXT | st.just('0 17 60 0 0 broker-a 0 0 9","1'), max_size=3))
+def test_acknowledgements_round_trip(group: str, topic: str, receipts: list[str]) -> None:
+    """The usual one has a reader of its own."""
+    request = Acknowledge(group, topic, tuple(receipts))
+    form = FORMS[Acknowledge]
+    assert form.parse(None, form.write(request).body) == request
 
 
 @given(st.lists(FRAMES, max_size=4), st.integers(1, 40))

@@ -444,6 +444,14 @@ def test_receives_at_a_peer(tmp_path: Path) -> None:
         assert [letter.body for letter in peer.dead_letters("mailer")] == [b"one"]
         producer.send("orders", b"two")
         consumer.ack(*consumer.receive(wait=30))
+        producer.send("orders", b"three")
+        (late,) = consumer.receive(wait=30, invisible=0.001)
+        (third,) = consumer.receive(wait=30)
+        with pytest.raises(ReceiptError, match="too late"):
+            consumer.ack_one_way(late)
+        assert peer.lag("mailer") == 1
+        consumer.ack_one_way(third)
+        assert peer.lag("mailer") == 0, "the question follows the acknowledgement"
         (state,) = owner_clients(owner)
         assert state.consumer_groups == ("mailer",)
 

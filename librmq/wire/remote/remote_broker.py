@@ -240,6 +240,9 @@ class RemoteBroker:
         if kind is EndTransaction and not self.has_receives:  # as a client of 4.x
             self._connections.get(self.address).send_one_way(frame)
             return cast("R", None)
+        if isinstance(request, Acknowledge) and request.is_one_way:
+            self._connections.get(self.address).send_one_way(frame)
+            return cast("R", (True,) * len(request.receipts))
         if kind is Unregister:
             self._unregister(cast("Unregister", request), frame)
             return cast("R", None)

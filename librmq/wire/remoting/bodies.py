@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple
 
 from librmq.errors import FilterSyntaxError, MalformedError, RecordError
@@ -41,6 +42,8 @@ def write_body(value: object) -> bytes:
 
 
 def _text(value: object) -> str:
+    if type(value) is str:
+        return encode_basestring(value)
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{_key(key)}:{_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -49,7 +52,7 @@ def _text(value: object) -> str:
 
 
 def _key(key: object) -> str:
-    return _text(dict(key)) if isinstance(key, java_json.ObjectKey) else json.dumps(str(key), ensure_ascii=False)
+    return _text(dict(key) if isinstance(key, java_json.ObjectKey) else str(key))
 
 
 def records_body(messages: Iterable[StoredMessage]) -> bytes:

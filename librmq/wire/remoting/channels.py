@@ -251,9 +251,12 @@ class RemotingCall(NamedTuple):
         return encode_answer(self.frame, code, remark, "" if header is None else to_text(header), body)
 
     def serve(self, form: Form, ask: Callable[[Any], Any] | None = None) -> bytes:
-        """Pass the request to the broker, by ``ask`` or for this client, and return the bytes of its answer."""
+        """Pass the request to the broker, by ``ask`` or for this client; return the bytes of the answer, if any."""
         request = form.parse(self.header, self.frame.body)
-        reply = form.reply(request, (ask or self.call_broker)(request))
+        result = (ask or self.call_broker)(request)
+        if self.frame.is_one_way:
+            return b""
+        reply = form.reply(request, result)
         return self.answer(reply.header, body=reply.body, code=reply.code, remark=reply.remark)
 
 
