@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 from librmq.clock import SystemClock
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError
+from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
 from librmq.protocol import (
     Acknowledge,
     ChangeInvisible,
@@ -52,6 +54,7 @@ from librmq.testing.process import Process
 from librmq.wire.remoting import RemotingServer
 
 if TYPE_CHECKING:
+    from librmq.broker import Broker
     from librmq.wire.grpc import GrpcServer
 
 
@@ -66,10 +69,14 @@ _LATE_S: Final = 20.0
 class WireClient:
     """The endpoint of one client: a process of the kit whose code runs elsewhere. Thread-safe."""
 
-    def __init__(self, kit: Kit, process_of: Callable[[str], Process], name: str) -> None:
-        """``process_of`` returns the process of a client, by its id, or by ``name`` before its first heartbeat."""
+    def __init__(self, kit: Kit, process_of: Callable[[str], Process], name: str, lost_groups: set[str]) -> None:
+        """``process_of`` returns the process of a client, by its id, or by ``name`` before its first heartbeat.
+
+        Groups that register are removed from ``lost_groups``.
+        """
         self._kit = kit
         self._process_of = process_of
+        self._lost_groups = lost_groups
         self._name = name
         self._made: Process | None = None
         self._groups: frozenset[str] = frozenset()
@@ -101,7 +108,10 @@ class WireClient:
                 self._received(request, received.messages)
             return cast(R, received)
         answer = kit.recorder.call(label, kit.broker.name, request, self._pass_on)
-        if isinstance(request, Acknowledge):
+        if isinstance(request, Heartbeat):  # only now is the group one that has clients
+            with kit.runner.lock:
+                self._lost_groups.difference_update(data.group for data in request.consumers)
+        elif isinstance(request, Acknowledge):
             for receipt, is_good in zip(request.receipts, cast(Any, answer), strict=True):
                 self._ended(receipt, "returned", "acknowledges" if is_good else "acknowledges too late")
         elif isinstance(request, ChangeInvisible):
@@ -223,10 +233,14 @@ def serve_remoting(listening: socket.socket) -> Serve:
 class ServedKit(Closing):
     """A kit and its server. A context manager; at its end clients are cut off. Not thread-safe."""
 
-    def __init__(self, kit: Kit, serve: Serve = serve_grpc) -> None:
-        """Serve the broker of a kit, whose clock should start at the machine's time."""
+    def __init__(self, kit: Kit, serve: Serve = serve_grpc, *, was_killed: bool = False) -> None:
+        """Serve the broker of a kit, whose clock should start at the machine's time.
+
+        ``was_killed`` says that another process served the kit's store and was killed: its groups are awaited.
+        """
         self.kit = kit
         """The broker, its dead letters, its faults and history, and all else of the fixture ``rmq``."""
+        self._lost_groups = _groups(kit.broker) if was_killed else set()
         self._clients: dict[str, WireClient] = {}
         self._processes: dict[str, Process] = {}
         self._serve = serve
@@ -236,7 +250,7 @@ class ServedKit(Closing):
 
     def _endpoint(self, name: str) -> WireClient:
         with self.kit.runner.lock:
-            return self._clients.setdefault(name, WireClient(self.kit, self._process_of, name))
+            return self._clients.setdefault(name, WireClient(self.kit, self._process_of, name, self._lost_groups))
 
     def _process_of(self, name: str) -> Process:
         with self.kit.runner.lock:
@@ -253,7 +267,8 @@ class ServedKit(Closing):
         """Wait until the clients have done what there is to do now.
 
         After a fault, first wait until each client that was connected before is back. While the broker is down, this
-        returns at once.
+        returns at once. After the kill of another process, wait for a client of each group of the store that could get
+        a message; a group that is not back in time is not awaited again.
 
         Raises:
             NotSettledError: They did not within 20 s of wall-clock time, or a client was not back within 60 s.
@@ -262,12 +277,14 @@ class ServedKit(Closing):
         begin = clock.monotonic()
         back = begin
         while not self._is_down:
-            missing = self.server.missing()
+            missing = [*self.server.missing(), *self._missing_groups()]
             if missing:
                 back = clock.monotonic()
             elif self.server.is_settled():
                 return
             if missing and back > begin + _BACK_S:
+                with self.kit.runner.lock:
+                    self._lost_groups.clear()
                 raise NotSettledError(
                     f"not back within {_BACK_S:g} s after the fault: {', '.join(missing[:5])}"
                     + (f" and {len(missing) - 5:,} more" if len(missing) > 5 else "")
@@ -279,6 +296,21 @@ class ServedKit(Closing):
                     "finished what it received or does not ask for more, or a producer has not answered a check"
                 )
             clock.wait(never, _LOOK_S)
+
+    def _missing_groups(self) -> Iterator[str]:
+        """Yield the groups of a killed process that are not back and could get a message.
+
+        The store does not know subscriptions, so a group could get what is in any topic in which it has no progress.
+        """
+        broker = self.kit.broker
+        with self.kit.runner.lock:
+            for group in sorted(self._lost_groups):
+                topics = broker.topics()
+                for topic in topics:
+                    retries = topic.startswith(RETRY_PREFIX) and group_of_retries(topic, self._lost_groups, topics)
+                    if (is_user_topic(topic) or retries == group) and _is_behind(broker, group, topic):
+                        yield f"group {group}, whose server was killed"
+                        break
 
     def advance(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> None:
         """Let time pass hop by hop; after each, wait until the clients are settled, as `settle` does.
@@ -327,6 +359,21 @@ class ServedKit(Closing):
     def close(self) -> None:
         """Cut the clients off."""
         self.server.close()
+
+
+def _groups(broker: Broker) -> set[str]:
+    """Return the groups that have settings or progress in the store."""
+    groups = {group for topic in broker.topics() for group in broker.groups_of(topic)}
+    return {group for group in groups.union(broker.groups()) if not is_own_group(group)}
+
+
+def _is_behind(broker: Broker, group: str, topic: str) -> bool:
+    """Return whether a group has not passed all messages of a topic."""
+    offsets = broker.consumer_offsets(group, topic)
+    return any(
+        queue_lag(offsets.get(queue.queue_id), bounds.min_offset, bounds.max_offset)
+        for queue, bounds in broker.queues(topic).items()
+    )
 
 
 # ---- the server of the 4.x protocol

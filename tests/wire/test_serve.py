@@ -229,6 +229,38 @@ def test_a_moved_clock_begins_at_the_last_time_of_the_store(
 
 
 @pytest.mark.slow
+def test_settling_awaits_the_groups_of_a_killed_server(
+    by_hand: tuple[subprocess.Popen[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    """A message is deliverable to a group, whose client is not connected yet."""
+    serving, ready_row = by_hand
+    with Stub(ready_row["grpc"]) as stub:
+        next(stub.telemetry(consumer_settings("g")))
+        assert stub.send(message("t", b"a")).status.code == 20000
+    serving.kill()
+    serving.wait(60)
+    options = ["serve", str(tmp_path / "store"), "--grpc", "0", "--clock", "manual"]
+    impatient = "from librmq.testing import served; served._BACK_S = 0.05; from librmq.cli.main import main; main()"
+    with Process([sys.executable, "-c", impatient, *options], stdout=subprocess.PIPE, text=True) as second:
+        assert second.stdout is not None
+        control = json.loads(second.stdout.readline())["control"]
+        status, answer = ask(control, "POST", "/settle")
+        assert (status, "group g, whose server was killed" in answer["error"]) == (504, True)
+        assert ask(control, "POST", "/settle")[0] == 200
+        second.kill()
+        second.wait(60)
+    with Process([sys.executable, "-m", "librmq", *options], stdout=subprocess.PIPE, text=True) as third:
+        assert third.stdout is not None
+        row = json.loads(third.stdout.readline())
+        with Stub(row["grpc"]) as stub:
+            next(stub.telemetry(consumer_settings("g")))
+            assert ask(row["control"], "POST", "/settle")[0] == 200
+            assert [one.body for one in stub.receive("t")[1]] == [b"a"]
+        third.terminate()
+        assert third.wait(60) == 0
+
+
+@pytest.mark.slow
 def test_the_control_port_refuses_pages_and_wrong_requests(
     by_hand: tuple[subprocess.Popen[str], dict[str, Any]],
 ) -> None:

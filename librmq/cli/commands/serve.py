@@ -28,6 +28,7 @@ from librmq.files.disk import DiskFiles
 from librmq.message.ids import format_host, parse_host
 from librmq.message.record import store_timestamp_ms
 from librmq.runtime.event_log import EventLog
+from librmq.store.format.checkpoint import has_abort
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
@@ -171,6 +172,7 @@ def _by_hand(
     from librmq.testing import Kit
     from librmq.testing.served import ServedKit
 
+    was_killed = has_abort(DiskFiles(), arguments.store)
     kit = Kit(
         arguments.store,
         store_config=config or StoreConfig(),
@@ -184,7 +186,7 @@ def _by_hand(
         ports[:] = [Ports(kit, client_of, grpc, listening, changed, former)]
         return ports[0]
 
-    served = ServedKit(kit, serve_again)
+    served = ServedKit(kit, serve_again, was_killed=was_killed)
     serving.callback(lambda: stop.close(ports[0]))
     control = Control(served, arguments.control or 0, put_row)
     serving.callback(stop.close, control)
