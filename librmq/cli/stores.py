@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.diagnosis.view import ClusterView, StoreView
     from librmq.protocol import Route
     from librmq.store import MessageStore
+    from librmq.store.condition import Condition
     from librmq.store.format.broker_tables import BrokerTables
 
 _DEEPEST: Final = 2
@@ -384,8 +385,10 @@ def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
 
     A command that reads a store which is not whole ends with status 1, unless ``--as-recovered`` is given.
     """
-    for damage in store.condition.damage:
+    condition = store.condition
+    for damage in condition.damage:
         report_cut(arguments, damage)
+    _note_begin(arguments, condition)
 
 
 def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:
@@ -396,9 +399,18 @@ def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfi
         suppress(CorruptionError, NotAStoreError),  # this command does not read the damaged files
         MessageStore.open(arguments.store, config, read_only=True, files=files) as store,
     ):
-        for damage in store.condition.damage:
+        condition = store.condition
+        for damage in condition.damage:
             if damage.kind in ("ahead", MISSING_LOG):  # the command has met other damage itself
                 report_cut(arguments, damage)
+        _note_begin(arguments, condition)
+
+
+def _note_begin(arguments: argparse.Namespace, condition: Condition) -> None:
+    """Say once that the store may lack files of its log's begin."""
+    if condition.note and not getattr(arguments, "has_noted_begin", False):
+        arguments.has_noted_begin = True  # a command can open its store many times
+        complain(f"note: {condition.note}")
 
 
 def report_cut(arguments: argparse.Namespace, damage: Damage) -> None:

@@ -44,7 +44,7 @@ from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_export
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.recovery.state import missing_begin
+from librmq.store.recovery.state import judge_begin
 
 if TYPE_CHECKING:
     from librmq.diagnosis.survey.model import DamagedPlace
@@ -120,47 +120,30 @@ def _progress_findings(view: StoreView) -> Iterator[Finding]:
 
 
 def _missing_log_findings(view: StoreView) -> Iterator[Finding]:
-    """Yield a finding if the log lacks its first files, though not because retention deleted them.
-
-    Librmq's note of the last close or flush says where the log began. In any store, retention deletes a file of a queue
-    soon after the last of its messages.
-    """
+    """Yield a finding if the log lacks its first files, or may lack them, though retention did not delete them."""
     store = view.store
     log, path, files = store.log, store.path, store.files
-    if view.is_live or not log.begin or not store.queues.has_files:
+    if view.is_live or view.owner is not None or not log.begin or not store.queues.has_files:
         return
-    missing = None
-    if view.owner is None:
-        missing = missing_begin(path, log, files, was_closed=not has_abort(files, path))
-    old = [
-        f"{topic}:{queue_id}"
-        for (topic, queue_id), state in view.ranges.items()
-        if _has_queue_file(view, (topic, queue_id), min(state.min_offset, state.max_offset - 1), -1)
-    ]
-    if missing is None and not old:
+    missing, note = judge_begin(path, log, files, store.config, was_closed=not has_abort(files, path))
+    if missing is None and not note:
         return
-    if missing is not None:
-        what = f"T{missing.what[1:]} now."
-    else:
-        what = (
-            f"The log begins at {log.begin}, but {counted(len(old), 'queue')} still have files of messages before it."
-        )
+    what = note if missing is None else f"{missing.what}: files of its begin are missing"
     yield Finding(
-        "missing-log-files", "error", f"store {path}", f"{what} Files of its begin are missing.",
-        {"log_begin": log.begin, "log_began": None if missing is None else missing.offset, "queues": len(old),
-         "queue_names": old[:NAMED],
-         **cut_evidence(len(old) > NAMED)},
+        "missing-log-files", "warning" if missing is None else "error", f"store {path}",
+        f"{what[0].upper()}{what[1:]}.",
+        {"log_begin": log.begin, "log_began": missing.offset if missing is not None and missing.bytes else None},
         "Copy the missing files of commitlog/ from the store that this is a copy of. Without them their messages "
         "are lost; the findings expired-unread count those that a group had not consumed.",
     )  # fmt: skip
 
 
-def _has_queue_file(view: StoreView, name: QueueName, queue_offset: int, further: int = 0) -> bool:
-    """Return whether a queue has the file of an entry, or the one so many files further."""
+def _has_queue_file(view: StoreView, name: QueueName, queue_offset: int) -> bool:
+    """Return whether a queue has the file of an entry."""
     store, size = view.store, view.store.config.consumequeue_file_size
-    start = (queue_offset * ENTRY_SIZE // size + further) * size
-    path = os.path.join(directory.queue_folder(store.path, *name), file_name(max(start, 0)))
-    return start >= 0 and store.files.size(path) is not None
+    start = queue_offset * ENTRY_SIZE // size * size
+    path = os.path.join(directory.queue_folder(store.path, *name), file_name(start))
+    return store.files.size(path) is not None
 
 
 def _unlisted_topic_findings(view: StoreView) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ from librmq.files.interface import Damage, Files
 from librmq.store.engine.store_parts import Parts
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.recovery.salvage import find_record
-from librmq.store.recovery.state import missing_begin, read_mark
+from librmq.store.recovery.state import judge_begin, read_mark
 
 
 class Wholeness(enum.Enum):
@@ -49,6 +49,8 @@ class Condition(NamedTuple):
     are 0 if nothing follows."""
     begin: Damage | None = None
     """The first files of the log, if they are missing and retention did not delete them."""
+    note: str = ""
+    """What may be missing, and may not: see `judge_begin`."""
 
     @property
     def damage(self) -> tuple[Damage, ...]:
@@ -66,12 +68,13 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
         return Condition(Wholeness.SOUND if cut is None else Wholeness.SHORT, cut)
     was_closed = not has_abort(files, path)
     if cut is None:
-        cut = _cut_before_entries(parts, config, files) if was_closed else None
+        has_log = bool(parts.log.sequence.starts)  # a kill leaves the files of a log whose entries are there
+        cut = _cut_before_entries(parts, config, files) if was_closed or not has_log else None
     cut = cut or _cut_before_covered(path, parts, files)
-    begin = missing_begin(path, parts.log, files, was_closed=was_closed)
+    begin, note = judge_begin(path, parts.log, files, config, was_closed=was_closed)
     if cut is not None or begin is not None:
         return Condition(Wholeness.SHORT, cut, begin)
-    return Condition(Wholeness.SOUND if was_closed else Wholeness.AS_RECOVERED)
+    return Condition(Wholeness.SOUND if was_closed else Wholeness.AS_RECOVERED, note=note)
 
 
 def _cut_before_records(parts: Parts) -> Damage | None:

@@ -71,7 +71,7 @@ def test_messages_in_missing_log_files_do_not_count(shell: Shell, orders: Path, 
     for check in ("--verify", "--no-verify"):
         found = kinds(shell, orders, check)
         assert found["expired-unread"]["evidence"] == {"expired": MESSAGES - left}
-        assert found["missing-log-files"]["severity"] == "error"
+        assert found["missing-log-files"]["severity"] == ("warning" if crashed else "error")
         assert "damage" not in found
 
 
@@ -463,6 +463,94 @@ def test_a_kill_after_retention_leaves_no_missing_files(shell: Shell) -> None:
     answer = shell("count", path)
     assert (answer.status, answer.said) == (0, "")
     assert shell("verify", path).status == 0
+
+
+def without_notes(path: Path, target: Path) -> Path:
+    """Copy a store as a broker leaves it that is killed before its first checkpoint."""
+    shutil.copytree(path, target, ignore=shutil.ignore_patterns("librmq", "checkpoint"))
+    (target / "abort").touch()
+    return target
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store with 15 small files of the log and many of its queues."""
+    path = tmp_path_factory.mktemp("long") / "store"
+    with MessageStore.open(path, CONFIG) as store:
+        for number in range(560):
+            store.append(Message("T", b"body %03d" % number, keys="k"), number % 2)
+        assert len(store.log.sequence.starts) == 15
+    return path
+
+
+@pytest.mark.parametrize("command", ["count", "lag", "stats", "topics", "show", "dump"])
+def test_queue_files_tell_of_missing_log_files(shell: Shell, long: Path, command: str) -> None:
+    path = without_notes(long, shell.folder / "long")
+    assert (shell(command, path).status, "the log" in shell(command, path).said) == (0, False)
+    first = f"consumequeue/T/0/{0:020d} is about messages before"
+    remove_first_files(path, 1)
+    answer = shell(command, path)  # a kill between the deletion of log and queue files leaves the same
+    assert answer.status == 0
+    assert f"note: the log begins at 4096, but {first} it: files of its begin are missing, or a kill" in answer.said
+    remove_first_files(path, 11)
+    answer = shell(command, path)  # a round of retention deletes at most ten files
+    assert answer.status == 1
+    assert f"the log begins at {12 * 4096}, but {first} {2 * 4096}: copy the missing begin" in answer.said
+
+
+def test_every_check_judges_the_begin_alike(shell: Shell, long: Path) -> None:
+    path = without_notes(long, shell.folder / "long")
+    remove_first_files(path, 1)
+    assert shell("verify", path).status == 0
+    assert "note: the log begins at 4096" in shell("verify", path).said
+    assert kinds(shell, path)["missing-log-files"]["severity"] == "warning"
+    assert reader(path).read_all().num_rows > 500
+    remove_first_files(path, 11)
+    assert [one["kind"] for one in shell("verify", path).rows[0]["damage"]] == ["deleted"]
+    assert kinds(shell, path)["missing-log-files"]["severity"] == "error"
+    with pytest.raises(CorruptionError, match="the log begins at 49152"):
+        reader(path).read_all()
+    assert shell("recover", path).status == 0
+    assert (shell("count", path).status, shell("count", path).said) == (0, "")
+
+
+def test_an_index_file_tells_of_missing_log_files(shell: Shell) -> None:
+    config, path = StoreConfig.tiny(commitlog_file_size=4096, max_index_num=20), shell.folder / "keys"
+    with MessageStore.open(path, config, clock=ManualClock(START_MS), background=False) as store:
+        for number in range(600):
+            store.append(Message("T", b"body", keys=f"k{number}"))
+    killed = without_notes(path, shell.folder / "killed")
+    remove_first_files(killed, 12)
+    answer = shell("count", killed)
+    assert (answer.status, "but index/" in answer.said) == (1, True)
+
+
+def test_what_retention_leaves_is_no_missing_file(shell: Shell, long: Path) -> None:
+    """Queue files that messages of the log and older ones share, and full files that got a successor later."""
+    config, clock = replace(CONFIG, max_total_size=3 * 4096), ManualClock(START_MS)
+    path = shutil.copytree(long, shell.folder / "kept")
+    with MessageStore.open(path, config, clock=clock, background=False) as store:
+        for _ in range(8):  # fills the queue's first file, which is its last
+            store.append(Message("idle", b"body", keys="k"))
+        for number in range(560):
+            store.append(Message("T", b"body %03d" % number), number % 2)
+        clock.move_to(clock.now_ms() + 86_400_000)
+        while (due_ms := store.run_due(clock.now_ms())) is not None:
+            clock.move_to(max(due_ms, clock.now_ms()))
+        assert store.log.begin > 24 * 4096
+        store.append(Message("idle", b"body"))
+    assert len(list((path / "consumequeue" / "idle" / "0").iterdir())) == 2
+    killed = without_notes(path, shell.folder / "killed")
+    for command in ("count", "lag", "dump"):
+        assert (shell(command, killed).status, "the log" in shell(command, killed).said) == (0, False)
+    assert "missing-log-files" not in kinds(shell, killed)
+
+
+def test_a_killed_store_without_any_log_file_is_short(shell: Shell, orders: Path) -> None:
+    path = without_notes(orders, shell.folder / "killed")
+    remove_first_files(path, 100)
+    answer = shell("count", path)
+    assert (answer.status, "the log ends at 0; queues have entries up to" in answer.said) == (1, True)
 
 
 @pytest.mark.parametrize("lost", [0, 2])

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ENTRY_SIZE
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
 from librmq.files.interface import Damage, Files, identity_of
 from librmq.files.rolling import file_name
@@ -49,6 +49,8 @@ _MARK_KINDS: Final = {**_STATE_KINDS, "index_file": (str, NoneType), "machine": 
 _LARGEST_FILE: Final = 256 << 20
 WORTH_A_MARK: Final = 8 << 20
 """Bytes of the log after which a flush leaves a mark; recovering them takes a fraction of a second."""
+_FILES_A_ROUND: Final = 10
+"""The most log files that a round of retention deletes, a broker's and librmq's, before it trims queues and index."""
 _MARKS_APART: Final = 8 * WORTH_A_MARK
 """Bytes of the log behind a mark from which it is an old one: a broker has gone on without it, and deleted files."""
 
@@ -177,22 +179,80 @@ def _without_deleted(state: StoreState, path: str, files: Files) -> StoreState:
     return replace(state, queues={name: queue for name, queue in state.queues.items() if name[0] not in deleted})
 
 
-def missing_begin(path: str, log: CommitLog, files: Files, *, was_closed: bool) -> Damage | None:
-    """Return as damage that the log began earlier, though librmq notes each file that retention deletes."""
-    begin = log.begin
-    if was_closed:
-        closed = read_closed_state(path, files)
-        if closed is not None and closed.lacks_files(log):
-            begin = closed.log_begin
-    else:
-        mark = read_mark(path, files)
-        if mark is not None and log.end - mark.state.log_end < _MARKS_APART:
-            begin = mark.state.log_begin
-    if begin >= log.begin:
+# ---- the begin of a log that lacks files
+
+
+class LogBegin(NamedTuple):
+    """What is known about log files before the first one that is there."""
+
+    missing: Damage | None = None
+    """Files that retention did not delete."""
+    note: str = ""
+    """What missing files and a kill in the middle of a retention both explain."""
+
+
+def judge_begin(path: str, log: CommitLog, files: Files, config: StoreConfig, *, was_closed: bool) -> LogBegin:
+    """Return whether the log has lost its first files, as far as a note of librmq or a queue or index file tells.
+
+    Retention deletes up to `_FILES_A_ROUND` log files, then the files of queues and index that are only about them. So
+    one that is further below the log's begin tells that files are missing. Without one nothing does.
+    """
+    closed, mark = read_closed_state(path, files), None if was_closed else read_mark(path, files)
+    begin, when = log.begin, "at the last flush"
+    if was_closed and closed is not None and closed.lacks_files(log):
+        begin, when = closed.log_begin, "at the last close"
+    elif mark is not None and log.end - mark.state.log_end < _MARKS_APART:
+        begin = mark.state.log_begin
+    place = log.sequence.path(begin)
+    if begin < log.begin:
+        what = f"the log began at {begin} {when}, and begins at {log.begin}"
+        return LogBegin(Damage(place, begin, directory.MISSING_LOG, what, log.begin - begin))
+    if any(known is not None and known.log_begin == begin for known in (closed, mark and mark.state)):
+        return LogBegin()
+    with suppress(CorruptionError, StoreIOError):  # other damage, which is found where it is read
+        limit = begin - _FILES_A_ROUND * log.file_size
+        if (old := _untrimmed_file(path, files, config, limit)) is not None:
+            return LogBegin(Damage(place, begin, directory.MISSING_LOG, _describe(begin, old, limit)))
+        if (old := _untrimmed_file(path, files, config, begin)) is not None:
+            why = "files of its begin are missing, or a kill ended a retention"
+            return LogBegin(note=f"{_describe(begin, old, 'it')}: {why}")
+    return LogBegin()
+
+
+def _describe(begin: int, old: str, limit: object) -> str:
+    return f"the log begins at {begin}, but {old} is about messages before {limit}"
+
+
+def _untrimmed_file(path: str, files: Files, config: StoreConfig, limit: int) -> str | None:
+    """Return a file of a queue or the index that a retention up to ``limit`` deletes, relative to the store.
+
+    The file after it begins before the limit too. Retention keeps the last file, which can be old if it is full.
+    """
+    if limit <= 0:
         return None
-    when = "at the last close" if was_closed else "at the last flush"
-    what = f"the log began at {begin} {when}, and begins at {log.begin}"
-    return Damage(log.sequence.path(begin), begin, directory.MISSING_LOG, what, log.begin - begin)
+    for name in directory.list_queues(path, files):
+        folder = directory.queue_folder(path, *name)
+        if len(starts := sorted(start for start in files.names(folder) if start.isdigit())) > 1:
+            places = (starts[0], config.consumequeue_file_size - ENTRY_SIZE), (starts[1], 0)
+            entries = [files.read_at(os.path.join(folder, start), at, ENTRY_SIZE) for start, at in places]
+            if all(len(entry) == ENTRY_SIZE and _is_below(entry, limit) for entry in entries):
+                return os.path.relpath(os.path.join(folder, starts[0]), path)
+    folder = os.path.join(path, directory.INDEX)
+    names = sorted(name for name in files.names(folder) if name.isdigit())[:2]
+    headers = [files.read_at(os.path.join(folder, name), 0, HEADER_SIZE) for name in names]
+    if len(headers) > 1 and all(len(header) == HEADER_SIZE for header in headers):
+        oldest, second = (IndexHeader(*HEADER.unpack(header)) for header in headers)
+        if 0 < oldest.end_physical_offset < limit and 0 < second.begin_physical_offset < limit:
+            return os.path.join(directory.INDEX, names[0])
+    return None
+
+
+def _is_below(entry: bytes, limit: int) -> bool:
+    """Return whether an entry is about a message before ``limit``."""
+    physical_offset: int
+    size: int
+    physical_offset, size, _ = ENTRY.unpack(entry)
+    return 0 < size < HOLE_SIZE and 0 <= physical_offset < limit
 
 
 # ---- at a flush

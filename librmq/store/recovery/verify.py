@@ -34,7 +34,7 @@ from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.check import Reconciliation, Scope
 from librmq.store.recovery.rocksdb_check import compare_queues
-from librmq.store.recovery.state import missing_begin, read_closed_state
+from librmq.store.recovery.state import judge_begin, read_closed_state
 
 _T = TypeVar("_T")
 
@@ -93,10 +93,10 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         notes.append(
             f"this is {kind.value}: only its log was checked{', and its queues in RocksDB' * check.has_compared}"
         )
-        notes += check.notes
         notes.append(f"records of the log: {check.batches} batches with {check.inner} messages")
         if check.light:
             notes.append(f"records of light queues: {check.light} of {len(check.light_queues)} light queues")
+    notes += check.notes
     for (topic, queue_id), count in sorted(check.left_out.items()):
         notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
     if has_abort(files, path) and writer is None:
@@ -192,10 +192,12 @@ class _StoreCheck:
                 self._damages.append(Damage(log.sequence.path_at(place), place, "record", error.reason, size))
 
     def _first_files(self, log: CommitLog) -> None:
-        """Note that the log has lost its first files since librmq closed or flushed it."""
-        damage = missing_begin(self._path, log, self._files, was_closed=self._closed)
+        """Note that the log has lost its first files, or may have."""
+        damage, note = judge_begin(self._path, log, self._files, self._config, was_closed=self._closed)
         if damage is not None:
             self._damages.append(damage)
+        elif note:
+            self.notes.append(note)
 
     def _part(self, open_part: Callable[[], _T]) -> _T | None:
         try:
