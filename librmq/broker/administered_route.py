@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Final, Literal, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Protocol, Self, TypeVar, cast
 
 from librmq.broker.groups import group_settings
 from librmq.broker.topics import check_topic_settings
@@ -63,6 +63,10 @@ from librmq.protocol.client_requests import NOT_SENT_HERE, SentMessage, cancel_r
 from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.runner import Runner
 from librmq.store.format.documents import LetterIdentity, letter_identity
+
+if TYPE_CHECKING:
+    from librmq.store import MessageStore
+    from librmq.store.format.broker_tables import BrokerTables
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -513,6 +517,27 @@ class AdministeredRoute(Route, AsyncClosing):
         seconds = to_seconds("timeout", timeout, maximum=Seconds().maximum)
         self.watch(lambda: None)()  # a closed route refuses to be watched
         return _consume_topic(self, topic, group, tags, sql, seconds)
+
+
+class StoreRoute(AdministeredRoute):
+    """A route to one broker, whose store is at hand for reading."""
+
+    if TYPE_CHECKING:  # at run time a property here would keep subclasses from having an attribute
+        name: str
+
+        @property
+        def store(self) -> MessageStore:
+            """The broker's store."""
+            ...
+
+        @property
+        def tables(self) -> BrokerTables:
+            """Topics, groups and progress; for reading."""
+            ...
+
+    def call(self, request: Request[R], /) -> R:
+        """Answer a request."""
+        return self.endpoint(self.name).call(request)
 
 
 def _resend(broker: Endpoint, group: str, letters: Sequence[LetterIdentity]) -> list[LetterIdentity]:

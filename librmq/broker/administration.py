@@ -357,7 +357,8 @@ class Progress:
                 ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
                 f"group {group!r} does not exist; {near} (set_group creates a group)",
             )
-        if queue_id is not None and not 0 <= queue_id < topic_config.queues:
+        is_listed = queue_id is None or 0 <= queue_id < topic_config.queues
+        if not is_listed and (topic, queue_id) not in self._store.queues:  # a topic can have had more queues
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has {topic_config.queues} queues, but no queue {queue_id}"
             )

@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 
-from librmq.broker.administered_route import AdministeredRoute, check_id, check_key
+from librmq.broker.administered_route import StoreRoute, check_id, check_key
 from librmq.broker.administration import ResetHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
@@ -62,7 +62,7 @@ _LOCK_RETRY_S: Final = 0.05
 _JOIN_STEP_S: Final = 0.02
 
 
-class Broker(AdministeredRoute):
+class Broker(StoreRoute):
     """A broker inside the process: an `Endpoint` that answers requests, and a `Route` to itself. Thread-safe.
 
     Created by `open` or `temporary`. As a context manager it closes at the end. A forked child cannot use the handle.

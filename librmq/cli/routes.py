@@ -1,4 +1,11 @@
-"""The route of a command to the brokers of a cluster: ``--route``, with its keys and its TLS."""
+"""The routes of commands: to the brokers of a cluster by ``--route``, and to the process that shares a store.
+
+::
+
+    commands that read     the files, which have the owner's messages, and its tables as they are now
+    commands that change   requests to the owner, which tells the clients of all processes
+    with --dry-run         the same without the requests; notes are kept in memory
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,47 @@ import argparse
 import os
 import re
 import ssl
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, Final
 
-from librmq.errors import InputError
+from librmq.broker.administered_route import AdministeredRoute, StoreRoute
+from librmq.errors import BrokerUnreachableError, InputError
+from librmq.files.disk import DiskFiles
+from librmq.files.memory import OverlayFiles
+from librmq.protocol import (
+    CancelMessage,
+    ConsumerOffsetsOf,
+    CreateTopic,
+    DescribeConnections,
+    DescribeGroups,
+    DescribeProgress,
+    DescribeQueues,
+    DescribeTopics,
+    Endpoint,
+    PullMessage,
+    QueryMessages,
+    QueueData,
+    QueueOffsetAt,
+    Request,
+    TopicGroups,
+    ViewMessage,
+)
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.directory import CONFIG
 from librmq.wire.remote import RemoteRoute, connect
+from librmq.wire.remote.administration import tables
+from librmq.wire.share_links import connect_to_owner
+from librmq.wire.unix_sockets import share_folder
+
+_READS: Final = (
+    *(DescribeTopics, DescribeQueues, DescribeGroups, DescribeProgress, DescribeConnections, TopicGroups),
+    *(ConsumerOffsetsOf, PullMessage, QueryMessages, QueueOffsetAt, ViewMessage),
+)
+"""Requests that change nothing."""
 
 _VARIABLES: Final = {
     "accessKey": "LIBRMQ_ACCESS_KEY",
@@ -81,3 +125,101 @@ def _keys(arguments: argparse.Namespace) -> dict[str, str]:
     if arguments.keys is None:
         return {}
     raise InputError(f"{path}: expected lines such as 'accessKey: name' and 'secretKey: secret'")
+
+
+# ---- running brokers
+
+
+class DryRun:
+    """A running broker that gets no request that changes it."""
+
+    def __init__(self, name: str, broker: Endpoint) -> None:
+        self._name = name
+        self._broker = broker
+        self._created: dict[str, QueueData] = {}
+
+    def call(self, request: Request[Any], /) -> Any:  # noqa: ANN401
+        """Answer a request that reads; to one that changes, the answer is empty."""
+        if isinstance(request, CancelMessage):
+            return self._broker.call(replace(request, dry_run=True))
+        if isinstance(request, CreateTopic):
+            queues, kind = (request.read_queues, request.write_queues), request.message_type or "MIXED"
+            self._created[request.topic] = QueueData(self._name, *queues, request.permission, kind)
+        if type(request) not in _READS:
+            return {}
+        answer: Any = self._broker.call(request)
+        return {**answer, **self._created} if isinstance(request, DescribeTopics) else answer
+
+
+class ActingRoute(AdministeredRoute):
+    """The route by which a command acts at running brokers; with ``dry_run`` it changes nothing there."""
+
+    def __init__(self, remote: AdministeredRoute, *, dry_run: bool) -> None:
+        self.remote = remote
+        self.runner = remote.runner
+        self._dry_runs = {name: DryRun(name, remote.endpoint(name)) for name in remote.broker_names() if dry_run}
+
+    def broker_names(self) -> tuple[str, ...]:
+        """Return the names of the brokers."""
+        return self.remote.broker_names()
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """Return a broker; `NoRouteError` for an unknown name."""
+        return self._dry_runs.get(broker_name) or self.remote.endpoint(broker_name)
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return the brokers that have ``topic``."""
+        return self.remote.topic_route(topic)
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed`` when brokers or topics change; call the result to stop."""
+        return self.remote.watch(changed)
+
+
+class OwnedStore(ActingRoute, StoreRoute):
+    """A store, and the route to the process that owns and shares it. Not thread-safe."""
+
+    def __init__(self, path: str, remote: RemoteRoute, opened: ExitStack, *, dry_run: bool) -> None:
+        """``opened`` closes the store."""
+        super().__init__(remote, dry_run=dry_run)
+        (self.name,) = remote.broker_names()
+        self._path, self._opened = path, opened
+        self._files = OverlayFiles() if dry_run else DiskFiles()
+        self._owner = remote.broker(self.name)
+
+    @cached_property
+    def tables(self) -> BrokerTables:
+        """The tables that the owner has at the first use."""
+        rows = BrokerTables(os.path.join(self._path, CONFIG), DiskFiles())
+        rows.take(*tables(self._owner))
+        return rows
+
+    @cached_property
+    def store(self) -> MessageStore:
+        """The store, opened for reading at the first use: commands that read open it by themselves."""
+        return self._opened.enter_context(MessageStore.open(self._path, read_only=True, files=self._files))
+
+
+@contextmanager
+def connect_to_sharing(path: str) -> Iterator[RemoteRoute | None]:
+    """Connect to the process that owns and shares a store; None if there is no such process.
+
+    Raises:
+        BrokerUnreachableError: It is stopped, or does not answer.
+    """
+    with ExitStack() as opened:
+        try:
+            route = opened.enter_context(connect_to_owner(path))
+        except BrokerUnreachableError:
+            if DiskFiles().lock_holder(os.path.join(share_folder(path), "lock")) is not None:
+                raise
+            yield None
+            return
+        yield route
+
+
+@contextmanager
+def owner_of(path: str, *, dry_run: bool = False) -> Iterator[OwnedStore | None]:
+    """Connect like `connect_to_sharing`, for a command that acts; with ``dry_run`` nothing is changed there."""
+    with connect_to_sharing(path) as route, ExitStack() as opened:
+        yield None if route is None else OwnedStore(path, route, opened, dry_run=dry_run)

@@ -22,16 +22,15 @@ from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, 
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
-from librmq.store.format.directory import COMMITLOG, CONFIG, MISSING_LOG, check_config, check_kind, infer_config
+from librmq.store.format.directory import COMMITLOG, MISSING_LOG, check_config, check_kind, infer_config
 from librmq.store.format.documents import OWN_FOLDER
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.broker import Broker
-    from librmq.cli.owner import OwnedStore
+    from librmq.broker.administered_route import AdministeredRoute, StoreRoute
+    from librmq.cli.routes import OwnedStore
     from librmq.columns import RemoteStore
-    from librmq.diagnosis.skips import StoreRetry
     from librmq.diagnosis.view import ClusterView, StoreView
-    from librmq.protocol import Route
     from librmq.store import MessageStore
     from librmq.store.condition import Condition
     from librmq.store.format.broker_tables import BrokerTables
@@ -448,8 +447,10 @@ def report_checksum(arguments: argparse.Namespace, physical_offset: int) -> None
 
 
 @contextmanager
-def open_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
+def open_broker(arguments: argparse.Namespace, *, makes_store: bool = False) -> Iterator[Broker]:
     """Open the broker of a store, which does nothing by itself; with ``--dry-run`` in memory alone.
+
+    With ``makes_store`` a new or empty folder becomes a store, and a note says so.
 
     Raises:
         StoreLockedError: Another process owns the store; the error says which.
@@ -457,7 +458,9 @@ def open_broker(arguments: argparse.Namespace) -> Iterator[Broker]:
     from librmq.broker import Broker
     from librmq.runtime.runner import ManualRunner
 
-    files, config = files_and_config(arguments)
+    files, config = files_and_config(arguments, writable=makes_store)
+    if makes_store and not files.is_folder(os.path.join(arguments.store, COMMITLOG)):
+        complain(f"note: {arguments.store} had no store: a new one is made there")
     runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # time stands still for a command
     with Broker.open(arguments.store, runner=runner, files=files, store_config=config) as broker:
         yield broker
@@ -475,7 +478,7 @@ def shared_owner(arguments: argparse.Namespace) -> Iterator[OwnedStore | None]:
     if sys.platform == "win32" or not os.path.isdir(os.path.join(arguments.store, OWN_FOLDER, "share")):
         yield None
         return
-    from librmq.cli.owner import owner_of
+    from librmq.cli.routes import owner_of
 
     with owner_of(arguments.store, dry_run=getattr(arguments, "dry_run", False)) as owner:
         if owner is not None and arguments.config is not None:
@@ -484,7 +487,7 @@ def shared_owner(arguments: argparse.Namespace) -> Iterator[OwnedStore | None]:
 
 
 @contextmanager
-def open_running(arguments: argparse.Namespace) -> Iterator[Broker | OwnedStore]:
+def open_running(arguments: argparse.Namespace, *, makes_store: bool = False) -> Iterator[Broker | OwnedStore]:
     """Open the broker of a store like `open_broker`, or connect to the process that shares it.
 
     Raises:
@@ -493,51 +496,32 @@ def open_running(arguments: argparse.Namespace) -> Iterator[Broker | OwnedStore]
     """
     with ExitStack() as opened:
         owner = opened.enter_context(shared_owner(arguments))
-        yield opened.enter_context(open_broker(arguments)) if owner is None else owner
-
-
-def route_of(opened: Broker | OwnedStore) -> Route:
-    """Return the route of producers to the broker that `open_running` yields."""
-    from librmq.broker import Broker
-
-    return opened if isinstance(opened, Broker) else opened.route
+        yield opened.enter_context(open_broker(arguments, makes_store=makes_store)) if owner is None else owner
 
 
 @contextmanager
-def open_to_change(
-    arguments: argparse.Namespace, *, makes_store: bool = False
-) -> Iterator[tuple[MessageStore, BrokerTables, StoreRetry | None]]:
-    """Open a store and the broker's tables in it, which are saved at the end; with ``--dry-run`` in memory alone.
-
-    Of a store that a process shares, the changes are sent to that process; the last value sends it retries. With
-    ``makes_store`` a new or empty folder becomes a store, and a note says so.
+def open_administered(arguments: argparse.Namespace) -> Iterator[tuple[AdministeredRoute, StoreView | ClusterView]]:
+    """Open the broker of a store like `open_running`, or connect to the cluster in ``--route``; view what is there.
 
     Raises:
-        StoreLockedError: Another process, which does not share it, owns the store; the error says which.
-        BrokerUnreachableError: The process that shares it is stopped, or does not answer.
+        StoreLockedError: Another process, which does not share it, owns the store.
+        BrokerUnreachableError: The process that shares it is stopped, or no name server answers.
     """
-    from librmq.store import MessageStore
-    from librmq.store.format.broker_tables import BrokerTables
+    if arguments.route is None:
+        with open_running(arguments) as broker:
+            yield broker, view_of(broker)
+    else:
+        from librmq.cli.routes import ActingRoute
 
-    with shared_owner(arguments) as owner:
-        if owner is not None:
-            if getattr(arguments, "with_retries", False) and owner.route.connections(arguments.group) is not None:
-                raise InputError(
-                    f"--with-retries: group {arguments.group!r} runs, and its running consumers hold retries, which "
-                    "would come to both groups: stop them first"
-                )
-            yield owner.store, owner.tables, owner.store_retry
-            if not arguments.dry_run:
-                owner.tables.persist(owner.runner.now_ms())
-            return
-    files, config = files_and_config(arguments, writable=makes_store)
-    if makes_store and not files.is_folder(os.path.join(arguments.store, COMMITLOG)):
-        complain(f"note: {arguments.store} had no store: a new one is made there")
-    with MessageStore.open(arguments.store, config, files=files) as store:
-        tables = BrokerTables.open(os.path.join(arguments.store, CONFIG), files=files)
-        note_replaced(tables)
-        yield store, tables, None
-        tables.persist(SystemClock().now_ms())
+        with open_cluster(arguments) as cluster:
+            yield ActingRoute(cluster.route, dry_run=arguments.dry_run), cluster
+
+
+def view_of(broker: StoreRoute) -> StoreView:
+    """View the store of a broker, with its tables."""
+    from librmq.diagnosis.view import StoreView
+
+    return StoreView.over(broker.store, broker.tables)
 
 
 def select_queues(topic: str, text: str | None, ids: Collection[int]) -> list[int]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from librmq.diagnosis.group_lag import QueueLag, lag, no_progress
 from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves, waiting_retries
@@ -25,63 +24,18 @@ from librmq.message.properties import (
     RESERVED_PROPERTIES,
 )
 from librmq.message.topics import retry_topic
-from librmq.protocol import LOCAL_HOST, Endpoint, EndTransaction, SendMessage, TopicDescription, TransactionState
+from librmq.protocol import LOCAL_HOST, EndTransaction, SendMessage, TopicDescription, TransactionState, UpdateOffset
 from librmq.protocol.client_requests import INNER_PRODUCER
-from librmq.runtime.runner import Runner
-from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables, topic_row
 from librmq.store.format.documents import OWN_FOLDER, notes_locked
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
+    from librmq.broker.administered_route import StoreRoute
 
 Policy = Literal["age", "lag", "end"]
 
 _FILE: Final = "skipped.jsonl"
 _KEPT: Final = frozenset(("KEYS", "TAGS", "UNIQ_KEY"))
-
-
-class SkippingBroker(Endpoint, Protocol):
-    """What a skip asks of a `librmq.Broker`; a command can also skip in another process."""
-
-    @property
-    def store(self) -> MessageStore:
-        """The broker's store."""
-        ...
-
-    @property
-    def tables(self) -> BrokerTables:
-        """Its topics, groups and progress."""
-        ...
-
-    @property
-    def runner(self) -> Runner:
-        """Has the time."""
-        ...
-
-    def topics(self) -> dict[str, TopicDescription]:
-        """Return all topics by name."""
-        ...
-
-    def create_topic(self, topic: str, queues: int) -> None:
-        """Create a topic."""
-        ...
-
-    def consumer_offsets(self, group: str, topic: str) -> dict[int, int]:
-        """Return a group's stored progress in a topic, by queue id."""
-        ...
-
-    def reset_group(self, group: str, topic: str, to: Literal["end"] | int, *, queue_id: int) -> object:
-        """Move a running or stopped group in a queue."""
-        ...
-
-
-class ReplayingBroker(SkippingBroker, Protocol):
-    """What a replay asks of a `librmq.Broker`."""
-
-    def set_group(self, group: str) -> None:
-        """Create a group, or leave it as it is."""
-        ...
 
 
 class SkippedQueue(NamedTuple):
@@ -197,7 +151,7 @@ def _skipped_queue(view: StoreView, row: QueueLag, begin: int, end: int) -> Skip
     )  # fmt: skip
 
 
-def skip(broker: SkippingBroker, plan: Skip) -> Skip:
+def skip(broker: StoreRoute, plan: Skip) -> Skip:
     """Skip the messages of a plan, record it, and return the record. The messages stay in the store until they expire.
 
     Raises:
@@ -213,7 +167,7 @@ def skip(broker: SkippingBroker, plan: Skip) -> Skip:
     return done
 
 
-def set_aside(broker: SkippingBroker, plan: Skip, topic: str) -> Skip:
+def set_aside(broker: StoreRoute, plan: Skip, topic: str) -> Skip:
     """Copy the messages of a plan to another topic, then skip them like `skip`.
 
     Bodies, keys, tags, unique ids and the sender's properties are kept. If the call fails halfway, some messages are
@@ -243,7 +197,7 @@ def set_aside(broker: SkippingBroker, plan: Skip, topic: str) -> Skip:
     return skip(broker, plan._replace(aside=topic))
 
 
-def move_to(broker: SkippingBroker, plan: Skip, topic: str, *, queues: int | None = None) -> Skip:
+def move_to(broker: StoreRoute, plan: Skip, topic: str, *, queues: int | None = None) -> Skip:
     """Copy the messages of a plan to another topic in which the same group continues, then skip them like `skip`.
 
     The group's progress in ``topic`` is set to the present end, unless it has some. So a consumer that subscribes to
@@ -270,7 +224,7 @@ def move_to(broker: SkippingBroker, plan: Skip, topic: str, *, queues: int | Non
     return set_aside(broker, plan, topic)
 
 
-def _other_topic(broker: SkippingBroker, plan: Skip, topic: str, queues: int | None = None) -> TopicDescription:
+def _other_topic(broker: StoreRoute, plan: Skip, topic: str, queues: int | None = None) -> TopicDescription:
     """Return the topic that a plan's messages go to; create it if it is new, by default with the plan's queues."""
     if topic == plan.topic:
         raise ConfigError(f"topic {topic!r}: expected another one than the plan's")
@@ -282,7 +236,7 @@ def _other_topic(broker: SkippingBroker, plan: Skip, topic: str, queues: int | N
     return topics[topic]
 
 
-def _check_plan(broker: SkippingBroker, plan: Skip) -> None:
+def _check_plan(broker: StoreRoute, plan: Skip) -> None:
     now = broker.consumer_offsets(plan.group, plan.topic)
     for queue in plan.queues:
         if now.get(queue.queue_id, 0) > queue.end:
@@ -338,7 +292,7 @@ def plan_replay(source: Source, note: Skip, group: str) -> Replay:
     return Replay(group, note.topic, starts, sum(max(0, queue.end - starts[queue.queue_id]) for queue in note.queues))
 
 
-def replay(broker: ReplayingBroker, note: Skip, group: str) -> int:
+def replay(broker: StoreRoute, note: Skip, group: str) -> int:
     """Start a second group where a skip began; return the number of skipped messages that the store still has.
 
     The group also gets the later messages: shut it down after ``note.queues[…].end``, or let it continue. A consumer
@@ -378,7 +332,7 @@ def skipped(source: Source) -> list[Skip]:
         return notes
 
 
-def _record(broker: SkippingBroker, done: Skip) -> None:
+def _record(broker: StoreRoute, done: Skip) -> None:
     files, folder = broker.store.files, os.path.join(broker.store.path, OWN_FOLDER)
     path = os.path.join(folder, _FILE)
     fields = {**done._asdict(), "queues": [queue._asdict() for queue in done.queues]}
@@ -390,58 +344,46 @@ def _record(broker: SkippingBroker, done: Skip) -> None:
 # ---- retries and halves that wait
 
 _SYSTEM_ERROR: Final = 1
-_READABLE: Final = 6  # and writable
 _OF_THE_DELAY: Final = frozenset((PROPERTY_DELAY, PROPERTY_REAL_TOPIC, PROPERTY_REAL_QUEUE_ID))
 
-StoreRetry: TypeAlias = "Callable[[Message, StoredMessage], int]"
-"""Stores a copy of a retry in the retry topic of another group, and returns its queue offset."""
 
-
-def move_retries(
-    store: MessageStore, tables: BrokerTables, group: str, new_group: str, store_retry: StoreRetry | None = None
-) -> tuple[int, int]:
+def move_retries(broker: StoreRoute, group: str, new_group: str) -> tuple[int, int]:
     """Copy the waiting retries of a group to the retry topic of another one, and skip those that are due.
 
-    The attempts so far count for the new group. Its retries are due at once. ``store_retry`` replaces the store, which
-    can be read-only then.
+    The attempts so far count for the new group. Its retries are due at once.
 
     Returns:
         The number of copies, and how many of them the old group gets too when their delay ends.
     """
     topic, old_topic = retry_topic(new_group), retry_topic(group)
-    if topic not in tables.topics.rows:
-        tables.topics.set(topic, topic_row(topic, 1, 1, _READABLE))
-
-    def append(copy: Message, message: StoredMessage) -> int:
-        return store.append(
-            copy,
-            born_timestamp_ms=message.born_timestamp_ms,
-            born_host=message.born_host,
-            store_host=message.store_host,
-            sys_flag=message.sys_flag,
-            reconsume_times=message.reconsume_times,
-        ).queue_offset
-
-    queue_offsets: list[int] = []
+    retries = list(waiting_retries(broker.store, broker.tables, group))
+    if retries:  # the first copy is the group's first retry
+        broker.call(UpdateOffset(new_group, topic, 0, broker.store.queue_range(topic, 0)[1]))
     passed: dict[int, int] = {}
-    delayed = 0
-    for message in list(waiting_retries(store, tables, group)):
+    for message in retries:
         copy = Message(topic, message.stored_body, flag=message.flag)
         copy.properties = {name: value for name, value in message.properties.items() if name not in _OF_THE_DELAY}
         copy.properties.setdefault(PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
-        queue_offsets.append((store_retry or append)(copy, message))
+        broker.call(
+            SendMessage(
+                INNER_PRODUCER,
+                copy,
+                0,
+                message.born_timestamp_ms,
+                message.born_host or LOCAL_HOST,
+                message.sys_flag,
+                reconsume_times=message.reconsume_times,
+                max_reconsume_times=message.reconsume_times + 1,  # however many attempts it has had
+            )
+        )
         if message.topic == old_topic:
             passed[message.queue_id] = message.queue_offset + 1
-        else:
-            delayed += 1
-    if queue_offsets:
-        tables.set_consumer_offset(topic, new_group, 0, queue_offsets[0])
     for queue_id, queue_offset in passed.items():  # no further: the group can be running, and fail again
-        tables.set_consumer_offset(old_topic, group, queue_id, queue_offset)
-    return len(queue_offsets), delayed
+        broker.reset_group(group, old_topic, queue_offset, queue_id=queue_id)
+    return len(retries), sum(message.topic != old_topic for message in retries)
 
 
-def decide_half(broker: SkippingBroker, physical_offset: int, *, commit: bool, force: bool = False) -> None:
+def decide_half(broker: StoreRoute, physical_offset: int, *, commit: bool, force: bool = False) -> None:
     """Commit or roll back a half message that checks have discarded, with ``force`` also one that is still checked.
 
     Args:
@@ -475,7 +417,7 @@ def decide_half(broker: SkippingBroker, physical_offset: int, *, commit: bool, f
     broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))
 
 
-def _checked_half(broker: SkippingBroker, physical_offset: int, force: bool) -> StoredMessage:
+def _checked_half(broker: StoreRoute, physical_offset: int, force: bool) -> StoredMessage:
     """Return the open half at a place, which checks still ask about; refuse it without ``force``."""
     halves = (half for _, half in open_halves(broker.store, broker.tables))
     half = next((half for half in halves if half.physical_offset == physical_offset), None)

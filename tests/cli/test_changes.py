@@ -161,6 +161,23 @@ def test_reset_moves_progress(shell: Shell, words: list[str], expected: dict[int
     assert progress(shell) == expected
 
 
+def test_progress_is_reset_where_a_topic_or_a_group_lost_its_row(shell: Shell) -> None:
+    """A queue that a topic had before it shrank, and a group that only its retries show."""
+    with Broker.open("lost", runner=ManualRunner()) as broker:
+        broker.create_topic("T", 3)
+        producer = Producer(broker, "p")
+        for queue_id in range(3):
+            producer.send("T", b"x", queue=queue_id)
+        broker.create_topic("T", 1)
+        broker.store.append(Message.from_parts("%RETRY%g", b"x", 0, {}))
+    rows = shell("reset", "lost", "--group", "g", "--topic", "T", "--to", "end").rows
+    assert [(row["queue_id"], row["after"]) for row in rows] == [(0, 1), (1, 1), (2, 1)]
+    assert "g" in BrokerTables.open(str(shell.folder / "lost" / "config")).groups.rows
+    assert shell("group", "delete", "lost", "--group", "g").status == 2
+    assert shell("group", "delete", "lost", "g").rows[0]["topics"] == ["T"]
+    assert shell("group", "delete", "lost", "g").rows[0]["topics"] == []
+
+
 def test_reset_to_a_time_leaves_the_first_message_stored_then(shell: Shell) -> None:
     shell("reset", "store", *ORDERS, "--to", "2026-11-20T04:54:56Z")
     time_ms = 1_795_150_496_000

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import Row, named
 from librmq.cli.selection import GROUPS, TOPICS, age_clock, first_at, near, parse_time
-from librmq.cli.stores import open_cluster, open_running, open_to_change, select_queues
+from librmq.cli.stores import open_administered, open_running, select_queues, view_of
 from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.pending import waiting_retries
-from librmq.diagnosis.view import StoreView, View
+from librmq.diagnosis.view import ClusterView, StoreView, View
 from librmq.errors import InputError
 from librmq.message.lag import queue_lag, unread_from
-from librmq.message.topics import is_system_topic, moved_keys, validate_client_topic, validate_group
-from librmq.protocol import UpdateOffset
+from librmq.message.topics import is_system_topic, moved_keys, retry_topic, validate_group
+from librmq.protocol import MoveGroup, SetGroup, UpdateOffset
 from librmq.runtime.event_log import counted
-from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables, group_row, topic_row, with_topic_type
+from librmq.store.format.broker_tables import group_row
 
 if TYPE_CHECKING:
-    from librmq.diagnosis.skips import Skip, StoreRetry
+    from librmq.broker.administered_route import AdministeredRoute, StoreRoute
+    from librmq.diagnosis.skips import Skip
 
 
 _QUEUES: Final = 8
+_ROW_QUEUES: Final = 16
+"""The queues of a topic whose row has no number of them."""
 _NAMED: Final = 10
 """The most retries that are named."""
 _PERMISSIONS: Final = {"rw": 6, "r": 4, "w": 2}
@@ -39,37 +39,36 @@ def topic(arguments: argparse.Namespace, output: Output) -> int:
     name, action = arguments.topic, arguments.action
     if is_system_topic(name):
         raise InputError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
-    with open_to_change(arguments, makes_store=action == "create") as (store, tables, _):
-        old = tables.topics.rows.get(name)
+    with open_running(arguments, makes_store=action == "create") as broker:
+        topics = broker.tables.topics
+        old = topics.rows.get(name)
         if action == "create":
-            if old is not None:
+            if old is not None and not topics.is_new:  # of a store without a table, each topic with messages has a row
                 queues = old.get("readQueueNums")
                 raise InputError(f"topic {name!r} exists with {queues} queues: add queues by `topic grow`")
-            changes = _create(tables, arguments)
+            changes = _create(broker, arguments)
         elif old is None:
             otherwise = TOPICS if action == "delete" else ": create it by `topic create`"
-            raise InputError(f"topic {name!r} does not exist{near(name, tables.topics.rows, otherwise)}")
+            raise InputError(f"topic {name!r} does not exist{near(name, topics.rows, otherwise)}")
         elif action == "delete":
-            changes = _delete(store, tables, name)
+            changes = _delete(broker, name)
         else:
-            changes = {"grow": _grow, "permit": _permit}[action](tables, old, arguments)
+            changes = {"grow": _grow, "permit": _permit}[action](broker, old, arguments)
     output.row({"topic": name, "action": action, **changes, "dry_run": arguments.dry_run})
     return 0
 
 
-def _create(tables: BrokerTables, arguments: argparse.Namespace) -> Row:
+def _create(broker: StoreRoute, arguments: argparse.Namespace) -> Row:
     name, kind = arguments.topic, arguments.type
-    validate_client_topic(name)
     read = arguments.queues or _QUEUES
     write = arguments.write_queues or read
     permission = arguments.permission or "rw"
-    row = topic_row(name, read, write, _PERMISSIONS[permission])
-    tables.topics.set(name, row if kind is None else with_topic_type(row, kind))
+    broker.create_topic(name, read, write_queues=write, permission=_PERMISSIONS[permission], message_type=kind)
     type_field = {} if kind is None else {"message_type": kind}
     return {"read_queues": read, "write_queues": write, "permission": permission, **type_field}
 
 
-def _grow(tables: BrokerTables, old: Row, arguments: argparse.Namespace) -> Row:
+def _grow(broker: StoreRoute, old: Row, arguments: argparse.Namespace) -> Row:
     before = old.get("readQueueNums", 0)
     read = arguments.queues
     if read is None:
@@ -77,7 +76,7 @@ def _grow(tables: BrokerTables, old: Row, arguments: argparse.Namespace) -> Row:
     write = arguments.write_queues or read
     if read < before or write < old.get("writeQueueNums", 0):
         raise InputError(f"--queues: the topic has {before} queues with messages: expected more, found {read}")
-    tables.topics.set(arguments.topic, {**old, "readQueueNums": read, "writeQueueNums": write})
+    broker.create_topic(arguments.topic, read, write_queues=write, permission=old.get("perm", _PERMISSIONS["rw"]))
     write_before = old.get("writeQueueNums", 0)
     return {
         "read_queues": read,
@@ -89,17 +88,18 @@ def _grow(tables: BrokerTables, old: Row, arguments: argparse.Namespace) -> Row:
     }
 
 
-def _permit(tables: BrokerTables, old: Row, arguments: argparse.Namespace) -> Row:
+def _permit(broker: StoreRoute, old: Row, arguments: argparse.Namespace) -> Row:
     if arguments.permission is None:
         raise InputError("--permission is missing: rw, r or w")
-    tables.topics.set(arguments.topic, {**old, "perm": _PERMISSIONS[arguments.permission]})
+    read, write = (old.get(name, _ROW_QUEUES) for name in ("readQueueNums", "writeQueueNums"))
+    broker.create_topic(arguments.topic, read, write_queues=write, permission=_PERMISSIONS[arguments.permission])
     names = {value: text for text, value in _PERMISSIONS.items()}
     return {"permission": arguments.permission, "before": names.get(old.get("perm", 0), str(old.get("perm")))}
 
 
-def _delete(store: MessageStore, tables: BrokerTables, name: str) -> Row:
-    tables.topics.remove(name)
-    view = StoreView.over(store, tables)
+def _delete(broker: StoreRoute, name: str) -> Row:
+    broker.delete_topic(name)
+    view = view_of(broker)
     groups = sorted(group for group, topic in view.progress if topic == name)
     return {
         "messages": view.message_count(name),
@@ -113,56 +113,71 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
     name, action = arguments.group, arguments.action
     if action == "create":
         validate_group(name)
-    with open_to_change(arguments) as (store, tables, store_retry):
-        groups = StoreView.over(store, tables).groups
+    with open_running(arguments) as broker:
+        groups, rows = view_of(broker).groups, broker.tables.groups.rows
         if action != "create" and name not in groups:
             raise InputError(f"there is no group {name!r}{near(name, groups, GROUPS)}")
         row: Row = {"group": name, "action": action}
         if action == "create":
-            old = tables.groups.rows.get(name) or group_row(name)
-            retries = old["retryMaxTimes"] if arguments.retries is None else arguments.retries
-            tables.groups.set(name, {**old, "retryMaxTimes": retries})
-            row["retries"] = retries
+            old = rows.get(name) or group_row(name)
+            row["retries"] = old["retryMaxTimes"] if arguments.retries is None else arguments.retries
+            broker.set_group(name, retry_max_times=row["retries"])
         elif action == "copy":
-            row |= _copy(tables, name, arguments.to, groups)
-            row |= _retries_of(store, tables, name, arguments, store_retry)
+            if arguments.with_retries and broker.connections(name) is not None:
+                raise InputError(
+                    f"--with-retries: group {name!r} runs, and its running consumers hold retries, which would come to "
+                    "both groups: stop them first"
+                )
+            row |= _copy(broker, name, arguments.to, groups)
+            row |= _retries_of(broker, name, arguments)
         else:
-            row["topics"] = _delete_group(tables, name)
+            row["topics"] = sorted(topic for topic, _ in _progress_of(broker, name))
+            _make_known(broker, name)
+            broker.delete_group(name, keep_progress=False)
     output.row({**row, "dry_run": arguments.dry_run})
     return 0
 
 
-def _copy(tables: BrokerTables, name: str, new: str | None, groups: tuple[str, ...]) -> Row:
+def _make_known(route: AdministeredRoute, group: str) -> None:
+    """Make the settings of a group that only progress or its retries show, because brokers refuse to change it."""
+    if group not in route.groups():
+        route.set_group(group)
+
+
+def _progress_of(broker: StoreRoute, group: str) -> list[tuple[str, dict[int, int]]]:
+    """Return the topics in which a group has progress, with the queue offsets by queue id."""
+    names = ((key.rpartition("@"), offsets) for key, offsets in broker.tables.offsets.rows.items())
+    return [(topic, dict(offsets)) for (topic, _, owner), offsets in names if owner == group]
+
+
+def _copy(broker: StoreRoute, name: str, new: str | None, groups: tuple[str, ...]) -> Row:
     """Create a group with the progress of another one."""
     if new is None:
         raise InputError("copy: name the new group by --to")
     validate_group(new)
     if new in groups:
         raise InputError(f"--to: group {new!r} exists; expected a new name")
-    old = tables.groups.rows.get(name) or group_row(name)
-    tables.groups.set(new, {**old, "groupName": new})
+    broker.call(SetGroup(new, broker.tables.groups.rows.get(name) or {}))
     topics = []
-    for key, offsets in sorted(tables.offsets.rows.items()):
-        topic, _, owner = key.rpartition("@")
-        if owner == name and topic != f"%RETRY%{name}":
-            tables.offsets.set(f"{topic}@{new}", dict(offsets))
+    for topic, offsets in sorted(_progress_of(broker, name)):
+        if topic != retry_topic(name):
             topics.append(topic)
+            for queue_id, queue_offset in offsets.items():
+                broker.call(UpdateOffset(new, topic, queue_id, queue_offset))
     return {"to": new, "topics": topics}
 
 
-def _retries_of(
-    store: MessageStore, tables: BrokerTables, name: str, arguments: argparse.Namespace, store_retry: StoreRetry | None
-) -> Row:
+def _retries_of(broker: StoreRoute, name: str, arguments: argparse.Namespace) -> Row:
     """Move the waiting retries of a group if that is wanted; else return which stay with the old name."""
     if arguments.with_retries:
         from librmq.diagnosis.skips import move_retries
 
-        moved, delayed = move_retries(store, tables, name, arguments.to, store_retry)
+        moved, delayed = move_retries(broker, name, arguments.to)
         fields: Row = {"retries_moved": moved, "retries_left": 0}
         if delayed:
             fields["note"] = f"{delayed} retries also come to group {name} when their delay ends: do not start it again"
         return fields
-    retries = list(waiting_retries(store, tables, name))
+    retries = list(waiting_retries(broker.store, broker.tables, name))
     if not retries:
         return {"retries_left": 0}
     return {
@@ -174,16 +189,6 @@ def _retries_of(
     }
 
 
-def _delete_group(tables: BrokerTables, name: str) -> list[str]:
-    """Delete a group's row and its progress; return the topics of the progress."""
-    if name in tables.groups.rows:
-        tables.groups.remove(name)
-    keys = [key for key in tables.offsets.rows if key.rpartition("@")[2] == name]
-    for key in keys:
-        tables.offsets.remove(key)
-    return sorted(key.rpartition("@")[0] for key in keys)
-
-
 # ---- progress of a group
 
 
@@ -193,29 +198,40 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("expected either --to (begin, end or a time) or --offset")
     if arguments.to not in (None, "begin", "end"):
         arguments.to = parse_time(arguments.to, age_clock(arguments.store, arguments.to))
-    if arguments.route is not None:
-        return _reset_in_cluster(arguments, output)
     group, topic = arguments.group, arguments.topic
-    rows = []
-    with open_to_change(arguments) as (store, tables, _):
-        for (_, queue_id), offsets in _selected_queues(arguments, StoreView.over(store, tables)).items():
-            queue = store.queues[topic, queue_id]
-            before = tables.consumer_offset(topic, group, queue_id)
-            after = _target(arguments, offsets, partial(first_at, store, queue, offsets=offsets))
-            tables.set_consumer_offset(topic, group, queue_id, after)
-            rows.append(_moved_row(arguments, queue_id, offsets, before, after))
-            _note_limited(arguments, queue_id, after)
-    output.rows_of(rows)  # the tables are saved
+    with open_administered(arguments) as (route, view):
+        queues = _selected_queues(arguments, view)
+        before = next((progress for _, progress in view.consumed(group, topic)), {})
+        after = {queue: _target(arguments, view, queue, offsets) for queue, offsets in queues.items()}
+        _make_known(route, group)
+        if arguments.route is not None and arguments.to is not None and arguments.queue is None:
+            # A broker of RocketMQ moves a running group only in all queues.
+            is_time = not isinstance(arguments.to, str)
+            to = datetime.fromtimestamp(arguments.to / 1000, UTC) if is_time else arguments.to
+            after |= route.reset_group(group, topic, to)
+        else:
+            (only,) = route.broker_names() if arguments.route is None else ("",)
+            for queue, queue_offset in after.items():
+                broker = route.endpoint(only or queue.broker_name)
+                broker.call(MoveGroup(group, topic, queue_offset, queue[-1]))
+    for queue, offsets in queues.items():  # the changes are saved
+        progress = before.get(queue)
+        row = _moved_row(arguments, queue[-1], offsets, None if progress is None else progress.offset, after[queue])
+        output.row(named(view.broker_name(queue), row))
+        _note_limited(arguments, queue[-1], after[queue])
     return 0
 
 
-def _target(arguments: argparse.Namespace, offsets: range, first_after: Callable[[int], int]) -> int:
-    """Return the new progress in a queue; ``first_after`` finds the first queue offset stored at a time or later."""
+def _target(arguments: argparse.Namespace, view: StoreView | ClusterView, queue: Any, offsets: range) -> int:  # noqa: ANN401
+    """Return the new progress in a queue."""
     if arguments.offset is not None:
         return min(max(int(arguments.offset), offsets.start), offsets.stop)
     if arguments.to in ("begin", "end"):
         return offsets.start if arguments.to == "begin" else offsets.stop
-    return first_after(int(arguments.to))
+    time_ms = int(arguments.to)
+    if isinstance(view, StoreView):
+        return first_at(view.store, view.store.queues[queue], time_ms, offsets)
+    return view.queue_offset_at(queue, time_ms)
 
 
 def _note_limited(arguments: argparse.Namespace, queue_id: int, after: int) -> None:
@@ -251,38 +267,6 @@ def _selected_queues(arguments: argparse.Namespace, view: View[Any]) -> dict[Any
     return {queue: offsets for queue, offsets in queues.items() if queue[-1] in ids}
 
 
-def _reset_in_cluster(arguments: argparse.Namespace, output: Output) -> int:
-    """Set a group's progress; with running consumers only that of a whole topic, and only to a time."""
-    group, topic = arguments.group, arguments.topic
-    with open_cluster(arguments) as cluster:
-        queues = _selected_queues(arguments, cluster)
-        before = cluster.route.progress(group, topic)
-        after = {
-            queue: _target(arguments, offsets, partial(cluster.queue_offset_at, queue))
-            for queue, offsets in queues.items()
-        }
-        if not arguments.dry_run:
-            if arguments.to is not None and arguments.queue is None:
-                is_time = not isinstance(arguments.to, str)
-                to = datetime.fromtimestamp(arguments.to / 1000, UTC) if is_time else arguments.to
-                after.update(cluster.route.reset_group(group, topic, to))
-            elif cluster.route.connections(group) is not None:
-                raise InputError(
-                    f"group {group!r} has running consumers, which would overwrite the progress of single queues: stop "
-                    "them first, or reset the whole topic to a time, of which the broker notifies them"
-                )
-            else:
-                for queue, offset in after.items():
-                    cluster.route.endpoint(queue.broker_name).call(UpdateOffset(group, topic, queue.queue_id, offset))
-    for queue, offsets in queues.items():
-        progress = before.get(queue)
-        begin = None if progress is None else progress.queue_offset
-        row = _moved_row(arguments, queue.queue_id, offsets, begin, after[queue])
-        output.row(named(cluster.broker_name(queue), row))
-        _note_limited(arguments, queue.queue_id, after[queue])
-    return 0
-
-
 def skip(arguments: argparse.Namespace, output: Output) -> int:
     """Move a group's progress forward: past old messages, to the newest, or to the end; record the skip."""
     from librmq.diagnosis.skips import move_to, plan_skip, set_aside
@@ -298,7 +282,7 @@ def skip(arguments: argparse.Namespace, output: Output) -> int:
     group, topic = arguments.group, arguments.topic
     clock = age_clock(arguments.store, arguments.older_than)
     with open_running(arguments) as broker:
-        view = StoreView.over(broker.store, broker.tables)
+        view = view_of(broker)
         queues = _selected_queues(arguments, view)
         queue_ids = {queue_id for _, queue_id in queues}
         to_end, now_ms = age_s is None and newest is None, clock.now_ms()

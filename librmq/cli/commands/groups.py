@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import named
 from librmq.cli.selection import age_clock, first_at, note_group, note_topic, note_topic_of, parse_time
-from librmq.cli.stores import note_replaced, open_running, open_source, open_store, open_view
+from librmq.cli.stores import note_replaced, open_running, open_source, open_store, open_view, view_of
 from librmq.clock import SystemClock
 from librmq.diagnosis import deadletters
 from librmq.diagnosis.formatting import moment
@@ -294,7 +294,7 @@ def decide(arguments: argparse.Namespace, output: Output) -> int:
     with open_running(arguments) as broker:
         if arguments.force and not isinstance(broker, Broker):
             raise InputError("--force: expected a store that no process uses; its producer group decides")
-        halves = given_up(StoreView.over(broker.store, broker.tables))
+        halves = given_up(view_of(broker))
         row = next((half._asdict() for half in halves if half.physical_offset == physical_offset), {})
         decide_half(broker, physical_offset, commit=arguments.commit, force=arguments.force)
     output.row({**row, "decision": "commit" if arguments.commit else "rollback", "dry_run": arguments.dry_run})
@@ -304,7 +304,8 @@ def decide(arguments: argparse.Namespace, output: Output) -> int:
 def cancel(arguments: argparse.Namespace, output: Output) -> int:
     """Cancel a message that waits for its time."""
     with open_running(arguments) as broker:
-        if broker.find_by_id(arguments.id) is None:
+        # Of the store, because a route does not look among the messages that wait.
+        if next(iter(broker.store.find_by_id(arguments.id)), None) is None:
             raise InputError(
                 f"there is no message with the id {arguments.id!r:.200}: expected a unique id or an offset id, as "
                 "`librmq pending` and `librmq show` print them"
@@ -419,7 +420,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
             complain(f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now")
         selected = {
             message.physical_offset: message
-            for message in deadletters.dead_letters(StoreView.over(broker.store, broker.tables), group=arguments.group)
+            for message in deadletters.dead_letters(view_of(broker), group=arguments.group)
             if is_selected(message)
         }
         unsent = [

@@ -351,7 +351,8 @@ def who(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _sharing(path: str) -> list[Row]:
-    from librmq.cli.owner import owner_of
+    from librmq.cli.routes import connect_to_sharing
+    from librmq.wire.remote.administration import connections as connections_of
     from librmq.wire.unix_sockets import connect_to, credentials_of, owner_socket, process_of_host, share_folder
 
     try:
@@ -363,10 +364,10 @@ def _sharing(path: str) -> list[Row]:
             return []
         owner = holder
     try:
-        with owner_of(path) as store:
-            if store is None:
+        with connect_to_sharing(path) as route:
+            if route is None:
                 return []
-            begin_ms, connections = store.connections()
+            begin_ms, connections = connections_of(route.broker(*route.broker_names()))
     except BrokerUnreachableError as error:
         complain(f"note: the owner does not answer, so that its peers are unknown: {error}")
         return [_process_row("owner", owner, None)]

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from librmq.cli.output import Output, ProgressBar, complain
-from librmq.cli.routes import connect_to
+from librmq.cli.routes import OwnedStore, connect_to
 from librmq.cli.selection import MessageQuery, select
-from librmq.cli.stores import open_running, open_store, route_of
+from librmq.cli.stores import open_running, open_store
 from librmq.client.producer import Producer
 from librmq.client.sender import SendResult
 from librmq.diagnosis.deadletters import OF_A_LETTER
@@ -24,7 +24,7 @@ from librmq.files.disk import DiskFiles
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_KEYS, PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, RESERVED_PROPERTIES
 from librmq.message.topics import dead_letter_topic, is_user_topic, validate_client_topic
-from librmq.protocol import SendStatus
+from librmq.protocol import Route, SendStatus
 from librmq.protocol.client_requests import REPLAY_PRODUCER
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
@@ -73,7 +73,10 @@ def _replay_to_cluster(arguments: argparse.Namespace, output: Output) -> int:
         batches = None
         if not arguments.dry_run:
             opened.callback(progress.write)  # also if it is interrupted
-            route = opened.enter_context(connect_to(arguments)) if broker is None else route_of(broker)
+            if broker is None:
+                route: Route = opened.enter_context(connect_to(arguments))
+            else:
+                route = broker.remote if isinstance(broker, OwnedStore) else broker
             batches = _Batches(opened.enter_context(Producer(route, REPLAY_PRODUCER)), progress, arguments.to_topic)
         for message, end in _messages(store, progress):
             if batches is not None:

@@ -142,6 +142,14 @@ class BrokerTables:
         """Whether the progress of the delay levels is in a file that can be read, or there is none yet."""
         return self.delays.is_stored or not self._was_saved(self.delays, self.offsets.is_stored)
 
+    def take(self, topics: Mapping[str, Any], groups: Mapping[str, Any], offsets: Mapping[str, Any]) -> None:
+        """Take the rows that the broker of a store has now, in place of those that it has saved."""
+        self.topics.replace(topics)
+        self.groups.replace(groups)
+        self.offsets.replace({key: {int(queue_id): at for queue_id, at in row.items()} for key, row in offsets.items()})
+        self.topics.is_new = False
+        self.offsets.is_stored = self.delays.is_stored = True  # the broker's answers, before its first save too
+
     def replaced(self) -> list[str]:
         """Return, for each table that was read from its backup, what is wrong with its file."""
         tables = (self.topics, self.groups, self.offsets, self.delays, self.filter_table)
