@@ -19,7 +19,7 @@ from librmq.testing import served as served_module
 from librmq.testing.served import NotSettledError, ServedKit
 from librmq.wire.grpc.protocol import message_class
 from tests.wire.clients import HERE, OfficialClient
-from tests.wire.stub import Stub, consumer_settings, message, producer_settings
+from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource
 
 RETRY_DELAYS_S = (1, 5, 10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800)
 
@@ -37,6 +37,24 @@ def test_unacknowledged_message_returns_as_time_moves(served: ServedKit) -> None
         assert stub.receive("t")[1] == []
         served.advance(ms=1)
         assert [found.system_properties.delivery_attempt for found in stub.receive("t")[1]] == [2]
+
+
+def test_ordered_batch_comes_again_from_its_first_unacknowledged_message(served: ServedKit) -> None:
+    """With the acknowledged ones behind it: 5.3.3 marks none of the messages of a new delivery as acknowledged."""
+    served.kit.broker.set_group("g", is_ordered=True)
+    with Stub(served.address) as stub:
+        stub.send(*(message("t", body, message_group="o") for body in (b"a", b"b", b"c")))
+        _, b, _ = stub.receive("t")[1]
+        entries = [{"message_id": "id", "receipt_handle": b.system_properties.receipt_handle}]
+        acknowledged = stub.call("AckMessage", group=resource("g"), topic=resource("t"), entries=entries)
+        assert acknowledged.status.code == 20000
+        served.advance(seconds=10)
+        again = stub.receive("t")[1]
+    assert [(found.body, found.system_properties.delivery_attempt) for found in again] == [
+        (b"a", 2),
+        (b"b", 2),
+        (b"c", 2),
+    ]
 
 
 def test_timed_message_comes_when_time_is_moved(served: ServedKit) -> None:

@@ -124,7 +124,7 @@ class Flight:
 class QueueFlights:
     """The messages in flight in one queue for one group. Called under the runner's lock."""
 
-    __slots__ = ("acknowledged", "attempt_id", "committed", "counts", "flights", "next_offset")
+    __slots__ = ("attempt_id", "committed", "counts", "flights", "next_offset")
 
     def __init__(self, next_offset: int) -> None:
         self.next_offset = next_offset
@@ -133,9 +133,7 @@ class QueueFlights:
         self.flights: dict[int, Flight] = {}
         """Flights by queue offset, in order."""
         self.counts: dict[int, int] = {}
-        """Deliveries by queue offset, for messages in order that are delivered again."""
-        self.acknowledged: set[int] = set()
-        """Queue offsets in order that were acknowledged before an earlier one."""
+        """Deliveries by queue offset, for messages in order that the progress has not passed."""
         self.attempt_id = ""
 
     @property
@@ -143,34 +141,35 @@ class QueueFlights:
         """The smallest unacknowledged queue offset."""
         return next(iter(self.flights), self.next_offset)
 
-    def add_flight(self, queue_offset: int, flight: Flight) -> None:
-        """Note a delivery; queue offsets only rise."""
+    def add_flight(self, queue_offset: int, flight: Flight, *, is_ordered: bool = False) -> None:
+        """Note a delivery; queue offsets only rise until `read_again`."""
         self.flights[queue_offset] = flight
+        if is_ordered:
+            self.counts[queue_offset] = flight.attempt
 
     def remove_flight(self, queue_offset: int) -> None:
         """Remove a message that was processed."""
         del self.flights[queue_offset]
-        self.counts.pop(queue_offset, None)
+        if self.counts:
+            first = self.progress
+            self.counts = {offset: count for offset, count in self.counts.items() if offset >= first}
 
     def is_locked(self, now_ms: int) -> bool:
         """Return whether a queue in order waits for the end of a delivery."""
         return any(flight.visible_ms > now_ms for flight in self.flights.values())
 
     def read_again(self) -> None:
-        """Read a queue in order again from the first unacknowledged message."""
-        first = self.progress
-        self.acknowledged = {offset for offset in self.acknowledged if offset >= first}
-        self.counts = {offset: count for offset, count in self.counts.items() if offset >= first}
-        self.acknowledged.update(offset for offset in range(first, self.next_offset) if offset not in self.flights)
-        for offset, flight in self.flights.items():
-            self.counts[offset] = flight.attempt
+        """Read a queue in order again from the first unacknowledged message.
+
+        As in 5.x (``ConsumerOrderInfoManager``) acknowledged messages behind it are delivered again too.
+        """
+        self.next_offset = self.progress
         self.flights.clear()
-        self.next_offset = first
 
     @property
     def has_notes(self) -> bool:
         """Whether there is anything to save beside the progress."""
-        return bool(self.flights or self.acknowledged or self.counts)
+        return bool(self.flights or self.counts)
 
     def to_row(self) -> dict[str, Any]:
         """Return the saved form."""
@@ -184,8 +183,7 @@ class QueueFlights:
                 ]
             ),
         }
-        if self.acknowledged or self.counts:
-            row["acknowledged"] = ",".join(map(str, sorted(self.acknowledged)))
+        if self.counts:
             row["counts"] = ",".join(f"{offset} {count}" for offset, count in self.counts.items())
         return row
 
@@ -207,7 +205,6 @@ class QueueFlights:
         for offset, physical, received, invisible, attempt, visible in saved:
             if progress <= offset < queue.next_offset:
                 queue.flights[offset] = Flight(physical, received, invisible, attempt, visible)
-        queue.acknowledged = {offset for (offset,) in _numbers(row.get("acknowledged"), 1) or () if offset >= progress}
         queue.counts = {offset: count for offset, count in _numbers(row.get("counts"), 2) or () if offset >= progress}
         return queue
 
@@ -236,8 +233,8 @@ def _numbers(text: object, fields: int) -> list[list[int]] | None:
 #     librmq/receives.json    {"receives": {"version": 1, "queues": {"group@topic@queue id":
 #                                 {"committed", "next", "flights"}}}}
 #                             flights: "queue offset, physical offset, received ms, invisible ms, attempt, visible ms",
-#                             separated by blanks, messages by commas; for a queue in order also "acknowledged" (queue
-#                             offsets) and "counts" (queue offset, deliveries) of messages that are read again
+#                             separated by blanks, messages by commas; for a queue in order also "counts" (queue
+#                             offset, deliveries)
 
 _log = EventLog("librmq.broker")
 

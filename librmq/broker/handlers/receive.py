@@ -282,18 +282,17 @@ class ReceiveHandler:
             before = queue.next_offset
             result = self._store.read(key[1], key[2], before, room, selection.matching)
             for message in result.messages:
-                if message.queue_offset in queue.acknowledged:
-                    continue
                 attempt = 1 + (
                     queue.counts.get(message.queue_offset, 0) if group.is_ordered else message.reconsume_times
                 )
                 if attempt > max(max_attempts, 1):
-                    self._make_dead_letter(
-                        group.name, message.physical_offset, f"not acknowledged in {attempt - 1} attempts"
-                    )
+                    # In order, an acknowledged message can end here too: an earlier one was not acknowledged.
+                    what = "not passed by its group" if group.is_ordered else "not acknowledged"
+                    cause = f"{what} in {attempt - 1} attempts"
+                    self._make_dead_letter(group.name, message.physical_offset, cause)
                     continue
                 flight = Flight(message.physical_offset, now_ms, request.invisible_ms, attempt)
-                queue.add_flight(message.queue_offset, flight)
+                queue.add_flight(message.queue_offset, flight, is_ordered=group.is_ordered)
                 self._visible.set((key, message.queue_offset), flight.visible_ms)
                 if not received:  # the others are visible at the same time
                     self._runner.wake(self._step, flight.visible_ms)
