@@ -1,7 +1,8 @@
 """Tables of the documentation that come from the code: ``<!-- generated: commands -->`` in a page becomes one.
 
 The others are ``log lines``, ``metrics``, ``rows`` for the JSON lines of commands, ``settings librmq.TimerConfig`` for
-the fields of a class, and ``format librmq.consumequeue`` for the files that a module draws in its docstring.
+the fields of a class, and ``format librmq.consumequeue`` for the files that a module draws in its docstring. The tables
+of ``facts`` stand in their pages too, up to ``<!-- end -->``, because the README is read without the site.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 LIBRARY = Path(__file__).resolve().parent.parent / "librmq"
-_MARK = re.compile(r"^<!-- generated: ([a-z ]+?)(?: (librmq\.[\w.]+))? -->$", re.MULTILINE)
+_MARK = re.compile(
+    r"^<!-- generated: ([A-Za-z ]+?)(?: (librmq\.[\w.]+))? -->$(?:\n((?:(?!<!-- generated)[\s\S])*?)^<!-- end -->$)?",
+    re.MULTILINE,
+)
 _WRITES = re.compile(r"\b_?log\.(debug|info|warning|error|exception|log)$")
 BAR = "\\|"
 _FIELD = re.compile(r"%\(_?(\w+)\)[.\d]*[sdfr]")
@@ -209,8 +213,16 @@ def format_text(path: str) -> str:
     return re.sub(r"::$", ":", text.partition("\n\n")[2].removeprefix("::\n\n"), flags=re.MULTILINE)
 
 
-def fill(markdown: str) -> str:
-    """Return a page with its tables."""
+def fill(markdown: str, *, written: bool = False) -> str:
+    """Return a page with its tables, in place of their marks; ``written``, with those that stand in it up to date."""
+    of_facts = importlib.import_module("facts").TABLES
     tables = {"commands": command_tables, "log lines": log_tables, "metrics": metrics_table, "rows": row_schemas}
     of_path = {"settings": settings_table, "format": format_text}
-    return _MARK.sub(lambda mark: of_path[mark[1]](mark[2]) if mark[2] else tables[mark[1]](), markdown)
+
+    def fill_mark(mark: re.Match[str]) -> str:
+        if written:
+            head = mark[0].partition("\n")[0]
+            return mark[0] if mark[3] is None else f"{head}\n\n{of_facts[mark[1]]()}\n\n<!-- end -->"
+        return of_path[mark[1]](mark[2]) if mark[2] else (tables | of_facts)[mark[1]]()
+
+    return _MARK.sub(fill_mark, markdown)

@@ -1,0 +1,166 @@
+"""Tables of what was measured, tried and counted: ``python tools/facts.py`` writes them into the pages that have them.
+
+They come from ``tests/judged/facts.json``, ``benchmarks/results.json``, the lines of the trusted modules, and
+``tests/judged/proofs.json``, which ``tools/prove.py --file`` writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import generated
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/judged.md", "docs/guarantees.md")
+PROOFS = CHECKOUT / "tests" / "judged" / "proofs.json"
+JUDGED = "docs/judged.md"
+FIGURES = (
+    ("append", "store", "single append", "128 B", "SQLite, a row a transaction", "SQLite"),
+    ("append", "store", "single append", "128 B", "LMDB nosync, writable map", "LMDB"),
+    ("append 256 together", "store", "batch append 256", "128 B", "LMDB nosync, 256 in putmulti", "LMDB"),
+    ("append to the disk", "durability", "sync append", "128 B", "SQLite, synchronous FULL", "SQLite"),
+    ("stream to a listener", "clients", "send to listener, a stream", "", "litequeue", "litequeue"),
+    ("one by one", "clients", "send to listener, one in flight", "", "dramatiq StubBroker", "dramatiq, in memory"),
+    ("one by one", "clients", "send to listener, one in flight", "", "litequeue", "litequeue"),
+    ("send, two processes", "share", "a peer's sends", "by two peers", "litequeue from two", "litequeue"),
+    ("kombu get, one process", "kombu", "get and acknowledge", "one process", "Redis", "Redis"),
+    ("kombu get, four processes", "kombu", "get and acknowledge", "four processes", "filesystem", "filesystem"),
+)
+"""Rows of the benchmarks for the README: its name, then subject, case, detail and peer, and its name for the peer."""
+
+
+def facts() -> dict[str, list[dict[str, Any]]]:
+    """Return the file of facts."""
+    tables: dict[str, list[dict[str, Any]]] = json.loads((CHECKOUT / "tests/judged/facts.json").read_text("utf-8"))
+    return tables
+
+
+def passed(row: dict[str, Any]) -> str:
+    """Return how many of a suite's tests passed."""
+    return f"{row['passed']} of {row['of']}"
+
+
+def suites(kind: str) -> str:
+    """Return the table of suites that CI runs, or that were run by hand."""
+    rows = [(row["suite"], row["version"], row["tries"], passed(row), row["on"], row["note"]) for row in facts()[kind]]
+    return generated.table(("suite", "version", "what it tries", "passed", "last", "not passed, left out"), rows)
+
+
+def commands() -> str:
+    """Return the commands that repeat what CI runs."""
+    words = dict.fromkeys(row["command"] for row in facts()["in_ci"])
+    return "\n".join(f"    {command}" for command in words)
+
+
+def beside_brokers() -> str:
+    """Return the table of what was tried beside brokers."""
+    rows = [(row["tried"], passed(row), row["note"]) for row in facts()["beside_brokers"]]
+    return generated.table(("what", "passed", ""), rows)
+
+
+def judges() -> str:
+    """Return the table of the README: all suites."""
+    tables, rows = facts(), []
+    for kind, heading in (("in_ci", "suites-that-ci-runs"), ("by_hand", "suites-that-were-run-by-hand")):
+        for row in tables[kind]:
+            command = f"`{row['command'].partition(' ')[2]}`" if row.get("command") else "by hand"
+            rows.append((f"[{row['short']}]({JUDGED}#{heading})", row["version"], passed(row), row["on"], command))
+    return generated.table(("suite", "version", "passed", "date", "command"), rows)
+
+
+def figures() -> str:
+    """Return the table of the README: figures beside peers."""
+    recorded = json.loads((CHECKOUT / "benchmarks/results.json").read_text("utf-8"))
+    rows = []
+    for what, subject, name, detail, against, peer in FIGURES:
+        (row,) = (
+            row for row in recorded[subject]["rows"]
+            if (row["name"], row["detail"], row["against"]) == (name, detail, against)
+        )  # fmt: skip
+        ratio = f"{row['measured']:.2g}×" if row["measured"] >= 1 else f"**{row['measured']:.2f}×**"
+        ours, other = (row[side].removesuffix("\xa0msg/s") for side in ("ours", "other"))
+        rows.append((what, ours, f"{peer}: {other}", f"[{ratio}](benchmarks/results/{subject}.md)"))
+    return generated.table(("messages a second", "librmq", "peer", "ratio"), rows)
+
+
+def lines_of(names: Iterable[str]) -> int:
+    """Return the lines of files, rounded to hundreds."""
+    return round(sum(len((CHECKOUT / name).read_bytes().splitlines()) for name in names), -2)
+
+
+def trusted() -> str:
+    """Return the table of the parts that one has to trust, with what they have survived if that is known."""
+    head: tuple[str, ...] = ("part", "lines", "what a full run of the tests does to it", "tests")
+    survivals, rows = proofs(), []
+    for row in facts()["trusted"]:
+        tests = (test.split("::") for test in row["tests"])
+        links = ", ".join(f"[`{name}`](../{path})" for path, name in tests)
+        part = f"{row['part']}: {', '.join(f'`{name}`' for name in row['files'])}"
+        cells = [part, f"{lines_of(row['files']):,}", row["full_run"], links]
+        if survivals:
+            cells.insert(3, survived(survivals, row["tests"]))
+        rows.append(tuple(cells))
+    return generated.table((*head[:3], "survived so far", head[3]) if survivals else head, rows)
+
+
+def proofs() -> dict[str, dict[str, Any]]:
+    """Return what each counted test has survived; empty before the first long run."""
+    rows: dict[str, dict[str, Any]] = json.loads(PROOFS.read_text("utf-8")) if PROOFS.exists() else {}
+    return rows
+
+
+def survived(rows: dict[str, dict[str, Any]], tests: Sequence[str]) -> str:
+    """Return the rounds of some tests, over all their parameters, by what they count."""
+    rounds: Counter[str] = Counter()
+    for name, row in rows.items():
+        if name.partition("[")[0] in tests:
+            rounds[row["what"]] += row["rounds"]
+    return "; ".join(f"{count:,} {what}" for what, count in rounds.items() if count)
+
+
+def proof_table() -> str:
+    """Return the table of the counted tests, over all their parameters; empty before the first long run."""
+    recorded, rows = proofs(), []
+    for test in dict.fromkeys(name.partition("[")[0] for name in recorded):
+        of_test = [row for name, row in recorded.items() if name.partition("[")[0] == test]
+        path, _, name = test.partition("::")
+        hours, failed = sum(row["hours"] for row in of_test), sum(len(row["failed"]) for row in of_test)
+        commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in of_test))
+        rows.append(
+            (
+                f"[`{name}`](../{path})",
+                survived(recorded, [test]),
+                f"{hours:.2f}",
+                commits,
+                f"{failed}" if failed else "",
+            )
+        )
+    return generated.table(("test", "survived", "hours", "last commit", "failures"), rows) if rows else ""
+
+
+TABLES = {
+    "suites that CI runs": partial(suites, "in_ci"),
+    "suites run by hand": partial(suites, "by_hand"),
+    "commands of suites": commands,
+    "beside brokers": beside_brokers,
+    "judges": judges,
+    "figures": figures,
+    "trusted parts": trusted,
+    "proofs": proof_table,
+}
+
+
+def main() -> None:
+    """Write the tables into the pages."""
+    for page in PAGES:
+        path = CHECKOUT / page
+        path.write_text(generated.fill(path.read_text("utf-8"), written=True), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
