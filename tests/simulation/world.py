@@ -46,7 +46,7 @@ STORE: Final = "/sim"
 TAKEN_BY: Final = {
     "orders": ("billing", "audit"),
     "payments": ("billing",),
-    "reminders": ("mailer",),
+    "reminders": ("bell", "mailer"),
     "parcels": ("shipping",),
 }
 """The groups that take every message of a topic."""
@@ -139,6 +139,7 @@ class World:
             *(kit.app(f"billing{number}", self._billing, fail_fast=False) for number in range(2)),
             *(kit.app(f"shipping{number}", self._shipping, fail_fast=False) for number in range(2)),
             kit.app("cache", self._cache, fail_fast=False),
+            kit.app("bell", self._bell, fail_fast=False),
             kit.app("audit", self._audit, fail_fast=False),
             kit.app("mailer", self._mailer, fail_fast=False),
         ]
@@ -165,6 +166,11 @@ class World:
     def _cache(self, process: Process) -> None:
         consumer = process.consumer("cache", model=MessageModel.BROADCASTING, instance_name="cache")
         consumer.subscribe("orders", lambda message: None, tags="a || b")
+
+    def _bell(self, process: Process) -> None:
+        """Take reminders the moment they are due."""
+        consumer = process.consumer("bell", max_reconsume_times=_MOST_ATTEMPTS, consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("reminders", self._consume)
 
     def _audit(self, process: Process) -> PullConsumer:
         consumer = PullConsumer(process, "audit", consume_from=ConsumeFrom.FIRST)
@@ -242,11 +248,14 @@ class World:
             process.state.send_in_transaction(message, execute=lambda _, __: state)
 
     def receive(self) -> None:
-        """Let the simple consumer take what is there, and acknowledge most of it."""
+        """Let the simple consumer take what is there, acknowledge most of it, and keep some for longer."""
         for process in self._living(self.apps[-1:]):
             for message in process.state.receive(16, invisible=30):
-                if self.rng.random() < 0.9:
+                draw = self.rng.random()
+                if draw < 0.9:
                     process.state.ack(message)
+                elif draw < 0.95:
+                    process.state.extend(message, 300)
 
     def poll(self) -> None:
         """Let the pull consumer take what is there."""
@@ -368,7 +377,7 @@ class World:
         """Record dead letters while the log has them: retention deletes them, because no group reads them."""
         if self.kit.broker.dead:
             return
-        for group in ("billing", "shipping"):
+        for group in ("billing", "shipping", "bell"):
             for letter in self.kit.broker.dead_letters(group):
                 name = id_of(letter)
                 if name not in self._letters:
