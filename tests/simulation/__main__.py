@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument("--days", type=float, default=DAYS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--over-share", action="store_true", help="reach the broker through the socket of a share")
-    parser.add_argument("--seconds", type=float, help="go on with seeds SEED/1, SEED/2, … until so much time has passed")
+    parser.add_argument("--seconds", type=float, help="go on with SEED/1, SEED/2, … for so long")
     settings = parser.parse_args()
     begin = time.monotonic()  # noqa: TID251 (of the runs themselves)
     for number in itertools.count():
