@@ -92,7 +92,7 @@ class Channel(virtual.Channel):
     # ---- queues
 
     def _new_queue(self, queue: str, **kwargs: Any) -> None:
-        self._delete_expired(list(self.broker.bindings.read()["queues"]))
+        self._delete_expired(self.broker.bindings.read()["queues"])
         self.broker.declare(queue, kwargs.get("arguments") or {})
 
     def prepare_queue_arguments(self, arguments: dict[str, Any] | None, **kwargs: Any) -> dict[str, Any]:
@@ -131,12 +131,15 @@ class Channel(virtual.Channel):
         self.broker.delete(queue)
         self.state.queue_bindings_delete(queue)
 
-    def _delete_expired(self, queues: list[str]) -> None:
-        """Delete those queues that no client has used for their ``x-expires``."""
-        if isinstance(self.broker.bindings, FolderBindings):
-            for queue in queues:
-                if self.broker.bindings.is_expired(queue):
-                    self.queue_delete(queue)
+    def _delete_expired(self, queues: dict[str, dict[str, Any]]) -> bool:
+        """Delete those queues that no client has used for the ``x-expires`` in their arguments."""
+        bindings = self.broker.bindings
+        if not isinstance(bindings, FolderBindings):
+            return False
+        expired = [queue for queue in queues if "x-expires" in queues[queue] and bindings.is_expired(queue)]
+        for queue in expired:
+            self.queue_delete(queue)
+        return bool(expired)
 
     # ---- exchanges
 
@@ -153,13 +156,17 @@ class Channel(virtual.Channel):
 
     def typeof(self, exchange: str, default: str = "direct") -> Any:
         """Return the type of an exchange, which any process has declared."""
-        return super().typeof(exchange, self.broker.bindings.read()["types"].get(exchange, default))
+        if exchange not in self.state.exchanges:
+            default = self.broker.bindings.read()["types"].get(exchange, default)
+        return super().typeof(exchange, default)
 
     def get_table(self, exchange: str) -> list[list[str]]:
         """Return the bindings of an exchange."""
-        rows = self.broker.bindings.read()["tables"].get(exchange, [])
-        self._delete_expired([row[2] for row in rows])
-        return list(self.broker.bindings.read()["tables"].get(exchange, []))
+        rows = self.broker.bindings.read()
+        table, queues = rows["tables"].get(exchange, []), rows["queues"]
+        if self._delete_expired({row[2]: queues[row[2]] for row in table if row[2] in queues}):
+            return self.get_table(exchange)
+        return list(table)
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str | None, queue: str) -> None:
         self.broker.bindings.change("bind", exchange, routing_key or "", pattern or "", queue)

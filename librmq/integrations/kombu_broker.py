@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote
 
 from kombu.exceptions import ChannelError
-from kombu.utils.json import dumps, loads
+from kombu.utils.json import JSONEncoder, loads
 
 import librmq
 from librmq.clock import SystemClock
@@ -34,6 +34,7 @@ if sys.platform != "win32":
 
 _log = EventLog("librmq.integrations")
 _clock: Final = SystemClock()
+_dumps: Final = JSONEncoder().encode
 
 KombuRoute: TypeAlias = "SharedBroker | RemoteRoute"
 GROUP: Final = "kombu"
@@ -71,7 +72,7 @@ class _Table:
 
     def apply(self, change: list[Any]) -> bool:
         """Make a change; return whether it was one."""
-        before = dumps(self.rows)
+        before = _dumps(self.rows)
         types, tables, queues = self.rows["types"], self.rows["tables"], self.rows["queues"]
         kind, name, *values = change
         if kind == "exchange":
@@ -89,7 +90,7 @@ class _Table:
             tables[name].append(values)
         elif kind == "unbind" and values in tables.get(name, []):
             tables[name].remove(values)
-        return bool(dumps(self.rows) != before)
+        return bool(_dumps(self.rows) != before)
 
 
 class FolderBindings:
@@ -125,11 +126,11 @@ class FolderBindings:
     def change(self, *change: Any) -> None:
         """Make a change in all processes."""
         with self.locked():
-            table = _Table(loads(dumps(self.read())))
+            table = _Table(loads(_dumps(self.read())))
             if not table.apply(list(change)):
                 return
             with open(f"{self._path}.new", "w", encoding="utf-8") as file:
-                file.write(dumps(table.rows))
+                file.write(_dumps(table.rows))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(f"{self._path}.new", self._path)
@@ -193,8 +194,8 @@ class ClusterBindings:
 
     def change(self, *change: Any) -> None:
         """Make a change in all processes."""
-        if _Table(loads(dumps(self.read()))).apply(list(change)):
-            self._producer.send(_BINDINGS, dumps(list(change)).encode())
+        if _Table(loads(_dumps(self.read()))).apply(list(change)):
+            self._producer.send(_BINDINGS, _dumps(list(change)).encode())
 
 
 # ---- receiving
@@ -477,7 +478,7 @@ class KombuBroker:
         limits = [int(limit) for limit in (properties.get("expiration"), arguments.get("x-message-ttl")) if limit]
         if limits:
             fields["properties"] = {_EXPIRES: str(now_ms + min(limits))}
-        self.producer.send(topic, dumps(message).encode(), **fields)
+        self.producer.send(topic, _dumps(message).encode(), **fields)
 
     def size(self, queue: str) -> int:
         """Return how many messages of a queue are not acknowledged."""

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from kombu.exceptions import ChannelError
 
 import librmq
 import librmq.integrations.kombu
-from librmq.integrations.kombu_broker import topic_of
+from librmq.integrations.kombu_broker import FolderBindings, topic_of
 from librmq.wire.remoting import RemotingServer
 from tests.programs import run_program
 
@@ -122,6 +123,17 @@ def test_another_connection_routes_by_the_bindings(connect: Connect, kind: str) 
         kombu.Producer(sending, exchange).publish("item", routing_key="x.1")
         assert drain(consuming, queues[0], 1) == ["item"]
         assert is_empty(consuming, queues[1]) == (kind != "fanout")
+
+
+def test_a_put_looks_twice_whether_bindings_have_changed(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look asks the system, and another process may have bound a queue, or given it a time to live."""
+    with share() as connection:
+        queue = connection.SimpleQueue("tasks")
+        queue.put("first")
+        read = Mock(side_effect=FolderBindings.read, autospec=True)
+        monkeypatch.setattr(FolderBindings, "read", lambda bindings: read(bindings))
+        queue.put("second")
+        assert read.call_count == 2
 
 
 def test_size_purge_and_delete(connect: Connect) -> None:
