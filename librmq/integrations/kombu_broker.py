@@ -419,8 +419,8 @@ class KombuBroker:
             return _ShareReceiver(self.route, _VISIBILITY_S if visibility_s is None else visibility_s)
         if visibility_s is not None:
             raise librmq.ConfigError(
-                "visibility_timeout: brokers of 4.x hide no messages: leave it out; what a worker that ends has not "
-                "acknowledged is delivered again at once"
+                "visibility_timeout: a cluster's messages are pulled, which hides none: leave it out; what a worker "
+                "that ends has not acknowledged is delivered again at once"
             )
         return _ClusterReceiver(self.route, self.producer)
 
@@ -436,7 +436,9 @@ class KombuBroker:
             if "x-expires" in arguments:
                 self.bindings.touch(queue)
         elif priorities is not None:
-            raise ChannelError(f"queue {queue!r}: x-max-priority: brokers of 4.x have no priorities: leave it out")
+            raise ChannelError(
+                f"queue {queue!r}: x-max-priority: a cluster's messages have no priorities: leave it out"
+            )
         elif topic not in self._known and not self.has_topic(topic):
             self.route.create_topic(topic)
         self._known.add(topic)

@@ -195,8 +195,12 @@ def test_administration(served: Served) -> None:
     assert "orders" not in admin.topics()
 
 
-def test_what_a_broker_of_4x_lacks_is_said(route: RemoteRoute) -> None:
-    with pytest.raises(BrokerError, match=r"4\.x can't be asked for SendTogether"):
+@pytest.mark.parametrize(("number", "version"), [(401, "4.9.4"), (479, "5.3.3")])
+def test_what_a_broker_lacks_is_said_with_its_version(
+    route: RemoteRoute, number: int, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("librmq.wire.remoting.frames.VERSION", number)
+    with pytest.raises(BrokerError, match=f"broker-a is a broker of RocketMQ {version}, which has no SendTogether"):
         route.endpoint("broker-a").call(SendTogether(()))
 
 

@@ -75,11 +75,12 @@ from librmq.wire.remote.long_pulls import HeldReceives, LongPulls
 from librmq.wire.remote.pop import PopReceives
 from librmq.wire.remoting.bodies import group_clients_of, read_body, table_in
 from librmq.wire.remoting.codec import FORMS, SentFrame, check, frame_of, heartbeat_frame, read_sent, send_frame
-from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting.frames import Frame, version_name
 from librmq.wire.remoting.headers import (
     ConsumerGroupHeader,
     RequestCode,
 )
+from librmq.wire.remoting.pop import unsupported
 
 # ---- delays: brokers of 4.9 have levels, those of 5.x a timer as well
 
@@ -215,7 +216,7 @@ class RemoteBroker:
         """Answer a request by asking the broker. Only a `PullMessage` with ``notify`` does not wait for its answer.
 
         Raises:
-            BrokerError: The broker refuses the request, or a broker of 4.x has no such request.
+            BrokerError: The broker refuses the request, or its version has no such request.
             BrokerUnreachableError: It can't be reached, does not answer in time, or its answer can't be read.
             MessageIllegalError: It can't delay a message as long as its sender wants.
         """
@@ -501,10 +502,8 @@ class RemoteBroker:
                 f"group {request.group!r}: brokers do not note which dead letters were sent again: name them, such as "
                 f"letters=route.dead_letters({request.group!r})"
             )
-        raise BrokerError(
-            ResponseCode.REQUEST_CODE_NOT_SUPPORTED,
-            f"{self.name}: a broker of RocketMQ 4.x can't be asked for {type(request).__name__}: see docs/connect.md",
-        )
+        version = version_name(self._ask_any(frame_of(RequestCode.GET_BROKER_RUNTIME_INFO)).version)
+        raise unsupported(type(request).__name__, self.name, version)
 
     def _subscriptions(self, request: GroupSubscriptions) -> dict[str, dict[str, Subscription]]:
         """Return the same subscriptions for each client: a broker of 4.x keeps one table for a group."""

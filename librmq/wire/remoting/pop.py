@@ -337,7 +337,7 @@ def _named(header: PopAckHeader | PopChangeHeader) -> tuple[str, str]:
 
 
 def unsupported(kind: str, broker_name: str, version: str) -> BrokerError:
-    """Return the error of a broker that does not know a request of RocketMQ 5."""
+    """Return the error of a broker that does not know a request."""
     return BrokerError(
         ResponseCode.REQUEST_CODE_NOT_SUPPORTED,
         f"{broker_name} is a broker of RocketMQ {version}, which has no {kind}: see docs/connect.md",
