@@ -269,11 +269,11 @@ class OverlayFiles(MemoryFiles):
     within this object. A folder on the disk can't be renamed.
     """
 
-    def __init__(self, memory: Files | None = None) -> None:
-        """Show the files of ``memory`` instead of the disk; each takes its size again once it is opened."""
+    def __init__(self, files: Files | None = None) -> None:
+        """Show ``files``; if they are in memory, each takes its size again once it is opened."""
         super().__init__()
         self._disk = DiskFiles()
-        self._base: Files = memory or self._disk
+        self._base: Files = self._disk if files is None or files.is_shared else files
         self._roots = len(self._folders)
         self._deleted: set[str] = set()
         self._mapped: weakref.WeakValueDictionary[str, _PrivateBuffer] = weakref.WeakValueDictionary()
@@ -388,6 +388,12 @@ class OverlayFiles(MemoryFiles):
             if path in self._files or not self._in_base(path):
                 return super().read(path, limit)
         return self._base.read(path, limit)
+
+    def read_at(self, path: str, at: int, size: int) -> bytes:
+        with self._guard:
+            if path in self._files or not self._in_base(path):
+                return super().read_at(path, at, size)
+        return self._base.read_at(path, at, size)
 
     def read_used(self, path: str, limit: int) -> bytes | None:
         with self._guard:

@@ -330,7 +330,7 @@ class ReadOnlyView:
         levels = DelayLevels.parse(config.message_delay_level)
         if not files.is_shared and not has_abort(files, path):  # a copy of its files would take as much memory
             return load(path, config, levels, files, self._clock, mode=None)
-        overlay = OverlayFiles(None if files.is_shared else files)
+        overlay = OverlayFiles(files)
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
         mode = RecoveryMode.PREVIEW
         is_brief = self._is_brief and not config.enable_consumequeue_ext

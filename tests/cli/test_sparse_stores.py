@@ -45,25 +45,43 @@ def sparse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         broker.set_group("G")
         broker.reset_group("G", "T", "begin")
         for number in range(300):
-            broker.store.append(Message("T", b"%d" % number), number % 2)
+            broker.store.append(Message("T", b"%d" % number, keys=f"k{number}"), number % 2)
     for file in (path / "commitlog").iterdir():
         make_sparse(file)
         if file.stat().st_blocks * 512 > SIZE // 2:
             pytest.skip("the file system has no holes")
-    for file in (path / "consumequeue").rglob("0*"):
-        if file.is_file():
-            make_sparse(file)
+    for kind in ("index", "consumequeue"):
+        for file in (path / kind).rglob("[0-9]*"):
+            if file.is_file():
+                make_sparse(file)
     if request.param == "killed":
         (path / "abort").touch()
     yield path
     shutil.rmtree(folder)
 
 
+READS = [
+    "can-start", "count", "dead-letters", "diagnose --verify", "dump", "expiring", "export -o out.jsonl", "groups",
+    "lag", "pending", "progress", "query --topic T --key missing", "queue T 0", "queues", "recover --dry-run",
+    "salvage --into saved", "show", "show --key k7", "stats", "story k7", "story missing", "tail --topic T", "timers",
+    "topics", "traces", "verify",
+]  # fmt: skip
+
+
 @pytest.mark.skipif(not hasattr(os, "SEEK_DATA"), reason="holes can't be found here")
-@pytest.mark.parametrize("command", ["count", "verify", "dump", "stats", "lag", "diagnose", "show", "groups", "topics"])
-def test_a_read_fills_no_holes(sparse: Path, shell: Shell, command: str) -> None:
+@pytest.mark.parametrize("words", READS)
+def test_a_read_fills_no_holes(sparse: Path, shell: Shell, words: str) -> None:
     before = blocks(sparse)
-    assert shell(command, sparse).status == 0
+    command, *others = words.split()
+    assert shell(command, sparse, *others).status in (0, 1)
+    assert blocks(sparse) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "SEEK_DATA"), reason="holes can't be found here")
+def test_a_report_fills_no_holes(sparse: Path, shell: Shell) -> None:
+    pytest.importorskip("jinja2")
+    before = blocks(sparse)
+    assert shell("report", sparse, "--out", "r.html").status == 0
     assert blocks(sparse) == before
 
 

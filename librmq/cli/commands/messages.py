@@ -90,7 +90,7 @@ def _log_files(store: str, files: Files, config: StoreConfig) -> MappedFileQueue
     """Return the files of the log, without those of length zero that a kill has left at its end."""
     folder = os.path.join(store, COMMITLOG)
     if has_abort(files, store):
-        files = OverlayFiles(None if files.is_shared else files)
+        files = OverlayFiles(files)
         clear_leftovers(store, files, queues=False)
     return MappedFileQueue(folder, config.commitlog_file_size, files, MappingPool(_FILES_MAPPED), writable=False)
 

@@ -328,6 +328,7 @@ class IndexWriter:
 # ---- the file
 
 _CHUNK: Final = 1 << 20
+_PAGE: Final = 4096
 _FIRST_STEP: Final = 4096 // ENTRY_SIZE
 _MAX_STEP: Final = (1 << 20) // ENTRY_SIZE
 
@@ -518,12 +519,16 @@ class IndexFile(Closing):
 
     def slots(self) -> NDArray[np.void]:
         """Return the slots that are not zero, ascending, as `slot_dtype`."""
-        table = np.frombuffer(self.file.buffer, ">i4", self.max_slots, HEADER_SIZE)
+        table = np.frombuffer(self._read_slots(0, self.max_slots), ">i4")
         used = np.flatnonzero(table)
         rows = np.empty(len(used), slot_dtype())
         rows["slot"] = used
         rows["number"] = table[used]
         return rows
+
+    def _read_slots(self, begin: int, end: int) -> bytes:
+        """Return slots without a mapping, which would fill their holes in a file system that lies in memory."""
+        return self._files.read_at(self.path, HEADER_SIZE + SLOT_SIZE * begin, SLOT_SIZE * (end - begin))
 
     def first_from(self, physical_offset: int) -> int:
         """Return the number of the first entry of a record at or after ``physical_offset``."""
@@ -548,8 +553,11 @@ class IndexFile(Closing):
             CorruptionError: The chain is a circle.
         """
         buffer = self.file.buffer
-        slot = HEADER_SIZE + SLOT_SIZE * (key_hash % self.max_slots)
-        (number,) = _INT.unpack(buffer[slot : slot + SLOT_SIZE])
+        slot = key_hash % self.max_slots
+        at = HEADER_SIZE + SLOT_SIZE * slot
+        (number,) = _INT.unpack(
+            buffer[at : at + SLOT_SIZE] if self.writable and self._files.is_shared else self._read_slots(slot, slot + 1)
+        )
         # Read slot, announced number and header in the order of the writer, so that no slot is ahead of both counts.
         announced = self._announced
         header = self.header
@@ -646,10 +654,14 @@ class IndexFile(Closing):
         """Write the whole content again for `flush`, because the writer can have died before its own flush."""
         file = self.file
         for at in range(0, min(file.size, self._files.data_end(file, 0)), _CHUNK):
-            data = file.buffer[at : at + _CHUNK]
-            if data.count(0) != len(data):
-                self._files.reserve(file, at, at + len(data))
-                file.buffer[at : at + len(data)] = data
+            data = self._files.read_at(self.path, at, _CHUNK)
+            if data.count(0) == len(data):
+                continue
+            self._files.reserve(file, at, at + len(data))
+            for begin in range(0, len(data), _PAGE):  # an overlay reads what it writes, and so would fill a hole
+                page = data[begin : begin + _PAGE]
+                if page.count(0) != len(page):
+                    file.buffer[at + begin : at + begin + len(page)] = page
         self._dirty = True
 
     def used_end(self, begin: int, end: int) -> int:
