@@ -1,4 +1,4 @@
-"""Tables of what was measured, tried and counted: ``python tools/facts.py`` writes them into the pages that have them.
+"""Tables of what was measured, tried and counted, in the README and the pages of ``PAGES``.
 
 They come from ``tests/judged/facts.json``, ``benchmarks/results.json``, the lines of the trusted modules, and
 ``tests/judged/proofs.json``, which ``tools/prove.py --file`` writes.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import generated
-
 CHECKOUT = Path(__file__).resolve().parent.parent
+BAR = "\\|"
 PAGES = ("README.md", "docs/judged.md", "docs/guarantees.md")
 PROOFS = CHECKOUT / "tests" / "judged" / "proofs.json"
 JUDGED = "docs/judged.md"
@@ -34,6 +33,12 @@ FIGURES = (
 """Rows of the benchmarks for the README: its name, then subject, case, detail and peer, and its name for the peer."""
 
 
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', BAR) for cell in row)} |" for row in lines)
+
+
 def facts() -> dict[str, list[dict[str, Any]]]:
     """Return the file of facts."""
     tables: dict[str, list[dict[str, Any]]] = json.loads((CHECKOUT / "tests/judged/facts.json").read_text("utf-8"))
@@ -48,7 +53,7 @@ def passed(row: dict[str, Any]) -> str:
 def suites(kind: str) -> str:
     """Return the table of suites that CI runs, or that were run by hand."""
     rows = [(row["suite"], row["version"], row["tries"], passed(row), row["on"], row["note"]) for row in facts()[kind]]
-    return generated.table(("suite", "version", "what it tries", "passed", "last", "not passed, left out"), rows)
+    return table(("suite", "version", "what it tries", "passed", "last", "not passed, left out"), rows)
 
 
 def commands() -> str:
@@ -60,7 +65,7 @@ def commands() -> str:
 def beside_brokers() -> str:
     """Return the table of what was tried beside brokers."""
     rows = [(row["tried"], passed(row), row["note"]) for row in facts()["beside_brokers"]]
-    return generated.table(("what", "passed", ""), rows)
+    return table(("what", "passed", ""), rows)
 
 
 def judges() -> str:
@@ -70,7 +75,7 @@ def judges() -> str:
         for row in tables[kind]:
             command = f"`{row['command'].partition(' ')[2]}`" if row.get("command") else "by hand"
             rows.append((f"[{row['short']}]({JUDGED}#{heading})", row["version"], passed(row), row["on"], command))
-    return generated.table(("suite", "version", "passed", "date", "command"), rows)
+    return table(("suite", "version", "passed", "date", "command"), rows)
 
 
 def figures() -> str:
@@ -85,7 +90,7 @@ def figures() -> str:
         ratio = f"{row['measured']:.2g}×" if row["measured"] >= 1 else f"**{row['measured']:.2f}×**"
         ours, other = (row[side].removesuffix("\xa0msg/s") for side in ("ours", "other"))
         rows.append((what, ours, f"{peer}: {other}", f"[{ratio}](benchmarks/results/{subject}.md)"))
-    return generated.table(("messages a second", "librmq", "peer", "ratio"), rows)
+    return table(("messages a second", "librmq", "peer", "ratio"), rows)
 
 
 def lines_of(names: Iterable[str]) -> int:
@@ -105,7 +110,7 @@ def trusted() -> str:
         if survivals:
             cells.insert(3, survived(survivals, row["tests"]))
         rows.append(tuple(cells))
-    return generated.table((*head[:3], "survived so far", head[3]) if survivals else head, rows)
+    return table((*head[:3], "survived so far", head[3]) if survivals else head, rows)
 
 
 def proofs() -> dict[str, dict[str, Any]]:
@@ -140,10 +145,10 @@ def proof_table() -> str:
                 f"{failed}" if failed else "",
             )
         )
-    return generated.table(("test", "survived", "hours", "last commit", "failures"), rows) if rows else ""
+    return table(("test", "survived", "hours", "last commit", "failures"), rows) if rows else ""
 
 
-TABLES = {
+TABLES: dict[str, Callable[[], str]] = {
     "suites that CI runs": partial(suites, "in_ci"),
     "suites run by hand": partial(suites, "by_hand"),
     "commands of suites": commands,
@@ -153,14 +158,3 @@ TABLES = {
     "trusted parts": trusted,
     "proofs": proof_table,
 }
-
-
-def main() -> None:
-    """Write the tables into the pages."""
-    for page in PAGES:
-        path = CHECKOUT / page
-        path.write_text(generated.fill(path.read_text("utf-8"), written=True), "utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
 The others are ``log lines``, ``metrics``, ``rows`` for the JSON lines of commands, ``settings librmq.TimerConfig`` for
 the fields of a class, and ``format librmq.consumequeue`` for the files that a module draws in its docstring. The tables
-of ``facts`` stand in their pages too, up to ``<!-- end -->``, because the README is read without the site.
+of ``facts`` stand in their pages too, up to ``<!-- end -->``, where ``python tools/generated.py`` writes them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import facts
+
 LIBRARY = Path(__file__).resolve().parent.parent / "librmq"
 _MARK = re.compile(
     r"^<!-- generated: ([A-Za-z ]+?)(?: (librmq\.[\w.]+))? -->$(?:\n((?:(?!<!-- generated)[\s\S])*?)^<!-- end -->$)?",
     re.MULTILINE,
 )
 _WRITES = re.compile(r"\b_?log\.(debug|info|warning|error|exception|log)$")
-BAR = "\\|"
 _FIELD = re.compile(r"%\(_?(\w+)\)[.\d]*[sdfr]")
 _SHOWN = re.compile(r"{(\w+)}")
 VALUES: dict[int | str | None, str] = {None: "{}", "?": "[{}]", "*": "[{} ...]", "+": "{} [{} ...]"}
@@ -37,12 +38,6 @@ WORDLESS_LINES = {
     "{path}: {error}": "…/offsets.json: {error}",
 }
 """Lines that have no words of their own: a part to search for, from the value."""
-
-
-def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return a table in Markdown."""
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', BAR) for cell in row)} |" for row in lines)
 
 
 def log_lines() -> Iterator[tuple[str, str, str, str]]:
@@ -71,7 +66,7 @@ def log_tables() -> str:
     parts, lines = [], sorted(set(log_lines()))
     for logger in dict.fromkeys(line[0] for line in lines):
         rows = [(level, f"`` {text} ``", more) for name, level, text, more in lines if name == logger]
-        parts.append(f"### `{logger}`\n\n{table(('level', 'line', 'fields that are not in the text'), rows)}")
+        parts.append(f"### `{logger}`\n\n{facts.table(('level', 'line', 'fields that are not in the text'), rows)}")
     return "\n\n".join(parts)
 
 
@@ -109,7 +104,9 @@ def command_tables() -> str:
         text = f"{' '.join(parser.description.split())}\n\n    librmq {command.name} {command.example}".rstrip()
         common = ", ".join(f"`{shared[action.help]}`" for action in parser._actions if action.help in shared)
         parts += [f"### librmq {command.name}", text]
-        parts += [table(("argument", "meaning"), rows)] * bool(rows) + [f"Common options: {common}."] * bool(common)
+        parts += [facts.table(("argument", "meaning"), rows)] * bool(rows) + [f"Common options: {common}."] * bool(
+            common
+        )
     return "\n\n".join(parts)
 
 
@@ -176,7 +173,7 @@ def metrics_table() -> str:
     """Return the table of the metrics."""
     metrics = importlib.import_module("librmq.metrics").METRICS.items()
     rows = [(f"`{name}`", one.kind, ", ".join(one.labels), one.meaning) for name, one in metrics]
-    return table(("name", "kind", "labels", "meaning"), rows)
+    return facts.table(("name", "kind", "labels", "meaning"), rows)
 
 
 def settings_table(path: str) -> str:
@@ -192,8 +189,8 @@ def settings_table(path: str) -> str:
             text = " ".join(ast.literal_eval(after.value).split())
             rows.append((f"`{ast.unparse(node.target)}`", f"`{default}`" * bool(default), text.replace("``", "`")))
     if typing.is_typeddict(kind):  # its docstrings name the defaults
-        return table(("setting", "meaning"), [(name, text) for name, _, text in rows])
-    return table(("setting", "default", "meaning"), rows)
+        return facts.table(("setting", "meaning"), [(name, text) for name, _, text in rows])
+    return facts.table(("setting", "default", "meaning"), rows)
 
 
 def default_of(field: dataclasses.Field[typing.Any]) -> str:
@@ -215,14 +212,24 @@ def format_text(path: str) -> str:
 
 def fill(markdown: str, *, written: bool = False) -> str:
     """Return a page with its tables, in place of their marks; ``written``, with those that stand in it up to date."""
-    of_facts = importlib.import_module("facts").TABLES
     tables = {"commands": command_tables, "log lines": log_tables, "metrics": metrics_table, "rows": row_schemas}
     of_path = {"settings": settings_table, "format": format_text}
 
     def fill_mark(mark: re.Match[str]) -> str:
         if written:
             head = mark[0].partition("\n")[0]
-            return mark[0] if mark[3] is None else f"{head}\n\n{of_facts[mark[1]]()}\n\n<!-- end -->"
-        return of_path[mark[1]](mark[2]) if mark[2] else (tables | of_facts)[mark[1]]()
+            return mark[0] if mark[3] is None else f"{head}\n\n{facts.TABLES[mark[1]]()}\n\n<!-- end -->"
+        return of_path[mark[1]](mark[2]) if mark[2] else (tables | facts.TABLES)[mark[1]]()
 
     return _MARK.sub(fill_mark, markdown)
+
+
+def main() -> None:
+    """Write the tables of ``facts`` into the pages that have them."""
+    for page in facts.PAGES:
+        path = facts.CHECKOUT / page
+        path.write_text(fill(path.read_text("utf-8"), written=True), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -276,7 +276,7 @@ def test_every_table_of_a_page_is_made(generated: ModuleType) -> None:
 
 
 def test_tables_of_facts_are_up_to_date(generated: ModuleType) -> None:
-    """`python tools/facts.py` writes them; a trusted part may grow by some lines before it is run again."""
+    """`python tools/generated.py` writes them; a trusted part may grow by some lines before it is run again."""
     facts = importlib.import_module("facts")
     hundreds = re.compile(r"\| [\d,]+00 \|")
     for page in facts.PAGES:
