@@ -325,7 +325,6 @@ class CommitLog(Closing, LogState):
         return items
 
     def _next_file(self) -> int:
-        """Return the start of the file after this one."""
         sequence = self._sequence
         if self._file_start >= 0:
             return self._file_end

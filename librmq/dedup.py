@@ -302,7 +302,6 @@ class DedupListener:
     def _end_claim(
         self, claim: _Claimed, request: _Request, counted: str, how: str, aim: str
     ) -> Generator[_Request, Any, None]:
-        """Store the end of a claim."""
         if not claim.owner:
             return
         try:

@@ -297,7 +297,6 @@ class DelaySchedule:
         self._saver.save()
 
     def _unsaved_offsets(self) -> list[tuple[_Level, int]]:
-        """Return the unsaved progress of levels."""
         return [(level, level.next_offset) for level in self._levels if level.next_offset != level.saved_offset]
 
     def _save_offsets(self, reached: Sequence[tuple[_Level, int]]) -> None:

@@ -200,7 +200,6 @@ class FilterSyntaxError(FilterError, ValueError):
 
 
 def _blanks(text: str) -> str:
-    """Return blanks as wide as ``text`` on a terminal."""
     return "".join(
         "" if unicodedata.combining(char) else "  " if unicodedata.east_asian_width(char) in "WF" else " "
         for char in text

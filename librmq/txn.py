@@ -90,8 +90,6 @@ class FinalMessage(NamedTuple):
 
 
 class _Recent(NamedTuple):
-    """A prepared half."""
-
     queue_offset: int
     half: Message
     queue_id: int

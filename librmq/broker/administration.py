@@ -516,7 +516,6 @@ class StoreReaders:
                 yield Unread("", topic, queue_id, 0)
 
     def _progress_in(self, topic: str) -> dict[str, Mapping[int, int]]:
-        """Return the progress of each group that consumes a topic."""
         progress: dict[str, Mapping[int, int]] = {}
         if topic.startswith(RETRY_PREFIX):
             # The topic of unacknowledged receives has the names of a group and a topic, which look like one name.

@@ -281,7 +281,6 @@ class TableWriter:
             table.write(data)
 
     def _pending(self) -> list[tuple[ConfigTable, bytes]]:
-        """Return the pending writes by table."""
         return [(table, data) for table, data in list(self._latest.items()) if self._written.get(table) is not data]
 
     def refuse(self, why: str) -> None:

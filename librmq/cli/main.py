@@ -138,7 +138,6 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
 
 
 def _help() -> str:
-    """Return the help of all commands, with an example of each."""
     lines = ["usage: librmq COMMAND STORE [options]", "", "Looks into a RocketMQ store, checks, repairs and fills it."]
     examples = {name: f"{name} {command.example}".rstrip() for name, command in COMMANDS.items()}
     width = min(42, max(map(len, examples.values())))

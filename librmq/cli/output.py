@@ -157,7 +157,6 @@ def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _lines_of_tuples(rows: Sequence[NamedRow]) -> str:
-    """Return rows with the names of the first one as lines."""
     names = rows[0]._fields
     values = _encode_apart(list(chain.from_iterable(rows)))[1:-1].split(_BETWEEN)  # JSON escapes it in texts
     if len(values) != len(rows) * len(names):  # there are lists in the rows

@@ -191,7 +191,6 @@ class _RecordedEndpoint:
         self._broker_name = broker_name
 
     def call(self, request: Request[R], /) -> R:
-        """Pass a request on, and record it."""
         return self._recorder.call(self._process, self._broker_name, request, self.behind.call)
 
 

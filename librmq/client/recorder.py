@@ -447,8 +447,6 @@ class _Config(Protocol):
 
 
 class _Consumer(Protocol):
-    """The parts of a consumer that are recorded."""
-
     group: str
     label: str
 

@@ -297,8 +297,6 @@ def _is_retried(error: BrokerError | BrokerUnreachableError) -> bool:
 
 
 class _Pending(PendingSend):
-    """A send of an event loop."""
-
     __slots__ = ("answer", "deadline", "together")
 
     def __init__(self, send: SendMessage, answer: asyncio.Future[SendResponse | None], deadline: float) -> None:
@@ -660,7 +658,6 @@ class Sender:
     def _request_of(
         self, message: Message, queue: MessageQueue, timeout_ms: float, is_one_way: bool = False
     ) -> SendMessage:
-        """Return the request of a try with one message."""
         self._begin_try(queue)
         sent, sys_flag = message, 0
         if len(message.body) >= self.config.compress_from:

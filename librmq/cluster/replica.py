@@ -539,7 +539,6 @@ class Replica(Closing):
             _log.warning("%(path)s: the replica cannot reach its master: %(error)s", path=self.path, error=error)
 
     def _next_offset(self) -> int:
-        """Return the physical offset of the next bytes."""
         log = self.store.log
         return log.end if log.sequence.starts else self._first
 

@@ -133,7 +133,6 @@ def _never_written(log: CommitLog, physical_offset: int) -> bool:
 
 
 def _record_at(log: CommitLog, begin: int, physical_offset: int) -> int:
-    """Return the start of the record that contains ``physical_offset``."""
     start = begin
     for start, size, _ in log.scan(begin, check_body=False):
         if start + size > physical_offset:

@@ -333,6 +333,5 @@ class _Probing:
             _log.error("a site could not be switched: %(error)s", error=error, exc_info=error)
 
     def stop_probes(self) -> None:
-        """Stop probing."""
         self._unwatch()
         self._settled = self._router.state()

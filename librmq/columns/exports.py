@@ -319,7 +319,6 @@ class _Steps:
         return _Unit(batches, size, read_rows, damaged) if read_rows else None
 
     def close(self) -> None:
-        """End the read."""
         self._executor.shutdown(cancel_futures=True)
         self._batches.close()
 

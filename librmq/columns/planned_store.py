@@ -288,7 +288,6 @@ class PlannedStore(Closing):
         return QueueRange(begin, end, inline_from, inline, queue)
 
     def _stored_queue(self, name: QueueName) -> ConsumeQueue:
-        """Return a queue as its files have it."""
         folder, size = directory.queue_folder(self.path, *name), self.config.consumequeue_file_size
         queue = ConsumeQueue.open(folder, size, files=self._files, pool=self._pool, writable=False)
         self._opened.append(queue)

@@ -445,7 +445,6 @@ def located(text: str, storage_options: Mapping[str, Any] | None) -> str | Remot
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in it."""
     try:
         return _opened(url, options)
     except OSError as error:

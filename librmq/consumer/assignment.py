@@ -200,7 +200,6 @@ class ProcessQueue:
         self._largest = -1
 
     def _check(self) -> None:
-        """Check the invariants."""
         offsets = [*self._begun, *(message.queue_offset for message in self._waiting)]
         assert offsets == sorted(set(offsets))
         assert not offsets or offsets[-1] <= self._largest

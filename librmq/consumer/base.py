@@ -448,7 +448,6 @@ class Consumer(Startable, Generic[C]):
         return cast(R, result)
 
     def _state(self) -> InstanceState:
-        """Return the state of this instance for diagnosis."""
         return instance_state(self, self.kind, started_ms=self.started_ms)
 
     def _routes_changed(self) -> None:

@@ -111,7 +111,6 @@ class _Wait:
         return tuple(response.messages)
 
     def cancel(self) -> None:
-        """Cancel the held receives."""
         while self._held:
             endpoint, notify = self._held.pop()
             with suppress(BrokerUnreachableError):

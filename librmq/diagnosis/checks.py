@@ -139,7 +139,6 @@ def _missing_log_findings(view: StoreView) -> Iterator[Finding]:
 
 
 def _has_queue_file(view: StoreView, name: QueueName, queue_offset: int) -> bool:
-    """Return whether a queue has the file of an entry."""
     store, size = view.store, view.store.config.consumequeue_file_size
     start = queue_offset * ENTRY_SIZE // size * size
     path = os.path.join(directory.queue_folder(store.path, *name), file_name(start))

@@ -228,13 +228,10 @@ def _unread_places(view: StoreView) -> dict[tuple[str, int], int]:
 
 
 class _StoredProgress:
-    """The readers of a store by the progress that is stored."""
-
     def __init__(self, view: StoreView) -> None:
         self._readers = list(_readers(view))
 
     def unread(self, before: int) -> Iterable[Unread]:
-        """Return the progress of all readers."""
         return self._readers
 
     def lost(self, unread: UnreadInFile) -> None:

@@ -149,8 +149,6 @@ class _ReadLog:
 
 
 class _Judge:
-    """One judgement of a store."""
-
     def __init__(self, path: str, config: StoreConfig, files: Files, kind: StoreKind) -> None:
         self._path = path
         self._config = config
@@ -498,7 +496,6 @@ class _Judge:
         return []
 
     def _tried(self, mode: RecoveryMode, clock: Clock) -> list[Damage]:
-        """Return what a recovery changes, tried in memory."""
         levels = DelayLevels.parse(self._config.message_delay_level)
         parts = load(self._path, self._config, levels, OverlayFiles(self._files), clock, mode=mode)
         try:

@@ -640,7 +640,6 @@ def _create_renamed(path: str, place: _Place, size: int) -> None:
 
 
 def _make(place: _Place, path: str, size: int) -> None:
-    """Create a file for ``path``."""
     with named("create", path):
         descriptor = os.open(place.name, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=place.folder)
     try:

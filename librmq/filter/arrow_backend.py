@@ -168,8 +168,6 @@ def match_arrow(question: Question, properties: Any) -> Any:
 
 
 class _MapColumns:
-    """The properties of a map array."""
-
     def __init__(self, properties: Any) -> None:
         self.rows = len(properties)
         offsets = properties.offsets.to_numpy(zero_copy_only=True) if self.rows else np.zeros(1, np.int32)

@@ -140,8 +140,6 @@ _OTHER: Final[dict[_Mode, _Mode]] = {"is_true": "is_false", "is_false": "is_true
 
 
 class _Writer:
-    """Writes the functions of one filter."""
-
     def __init__(self) -> None:
         self.namespace: dict[str, Any] = {
             "Refused": EvaluationRefusedError,

@@ -133,7 +133,6 @@ class _Row(NamedTuple):
     due_timestamp_ms: int
 
     def message(self) -> Message:
-        """Return the message that the application added."""
         properties = json.loads(self.properties)
         delay, deliver_at_ms = properties.pop(_DELAY, None), properties.pop(_DELIVER_AT, None)
         deliver_at = None if deliver_at_ms is None else datetime.fromtimestamp(int(deliver_at_ms) / 1000, UTC)

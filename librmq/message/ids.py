@@ -202,7 +202,6 @@ def parse_offset_message_id(text: str) -> tuple[Host, int]:
 
 
 def _id_bytes(kind: str, text: str) -> bytes:
-    """Return the bytes of an id; `MalformedError` for another text."""
     with suppress(ValueError):
         if len(text) in (32, 56) and text.isalnum():
             return bytes.fromhex(text)

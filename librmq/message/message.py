@@ -178,7 +178,6 @@ class Message:
             self._set_options(options)
 
     def _set_options(self, options: MessageKeywords) -> None:
-        """Set the rare options."""
         if unknown := options.keys() - MessageKeywords.__annotations__.keys():
             name = min(unknown)
             raise TypeError(f"Message.__init__() got an unexpected keyword argument {name!r}")

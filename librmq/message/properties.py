@@ -112,7 +112,6 @@ def _is_not_utf8(text: str) -> bool:
 
 
 def _unwritable(properties: Mapping[str, str]) -> MessageIllegalError:
-    """Return the error for a property that cannot be stored."""
     for name, value in properties.items():
         for text in (name, value):
             if not isinstance(text, str):

@@ -238,8 +238,6 @@ class TimerSlots:
 
 
 class _Reached(NamedTuple):
-    """Progress at one time."""
-
     changes: int
     """Number of changes up to then."""
     checkpoint: TimerCheckpoint

@@ -419,8 +419,6 @@ def _row_numbers(table: Ints) -> Ints:
 
 
 class _Properties:
-    """The property strings of a batch."""
-
     def __init__(self, properties: pa.Array | None, reserved: dict[str, pa.Array], rows: int) -> None:
         self._reserved = reserved
         self._rows = rows

@@ -95,7 +95,6 @@ class _Builder:
         self._column(self._session.expression(F.lit(True)._jc))
 
     def apply(self, arguments: Any) -> Any:
-        """Return the expression of a call."""
         operands = [arguments.apply(number) for number in range(arguments.length())]
         if len(operands) == 2 and (text := _literal_text(operands[1])) is not None:
             column = self._build(self._column(operands[0]), text).alias(f"{self._name}({operands[0].sql()}, {text})")

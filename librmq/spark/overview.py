@@ -125,8 +125,6 @@ def _part(report: Report) -> ReportPart:
 
 @dataclass(frozen=True)
 class _Total:
-    """The sums of a topic."""
-
     messages: int
     bytes: int
     first_ms: int
@@ -170,7 +168,6 @@ class _Sums:
         )
 
     def part_of(self, store: str, name: str) -> ReportPart:
-        """Return the sums of one store."""
         totals = self._totals.get(store, {})
         largest = sorted(totals.items(), key=lambda item: (-item[1].messages, item[0]))
         topics = tuple(self._topic(store, name, topic, total) for topic, total in largest)

@@ -262,7 +262,6 @@ def run_daemon() -> None:
 
 
 def _folder_of(package: str) -> Path:
-    """Return the folder of a package that is installed."""
     spec = find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations

@@ -278,7 +278,6 @@ def _is_rocketmqs(name: bytes) -> bool:
 
 
 def _copy_tables(tables: BrokerTables, part: str, numbers: Renumbering, topics: set[str], files: Files) -> None:
-    """Write the rows of topics."""
     folder = os.path.join(part, directory.CONFIG)
     make_folders(files, folder)
     kept = BrokerTables.open(folder, files=files)

@@ -256,7 +256,6 @@ class StoreHandle:
         self._why_whole = parts.why_whole
 
     def _use_view(self, view: ReadOnlyView) -> None:
-        """Use the present parts of a read-only view."""
         self._configure(view.config)
         with critical:
             self._use_parts(view.parts)

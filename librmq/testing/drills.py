@@ -426,8 +426,6 @@ def run_drill(
 
 
 class _Drill:
-    """The running parts of a drill."""
-
     def __init__(self, deployment: Deployment, minutes: int) -> None:
         self.deployment = deployment
         self.runner = ManualRunner()
@@ -546,7 +544,6 @@ class _Drill:
     # ---- script
 
     def plan(self, faults: list[Fault]) -> None:
-        """Schedule each failure."""
         for fault in faults:
             self._at(fault.minute, partial(self._fail, fault))
 

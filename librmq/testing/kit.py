@@ -253,7 +253,6 @@ class Kit:
         return producer
 
     def _test_at(self, site: str | None) -> Process:
-        """Return the test's own process at a site."""
         process = self._tests.get(site)
         if process is None:
             process = self._tests[site] = self.process_table.make(f"test-{site}", lambda process: None, site=site)

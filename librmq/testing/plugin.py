@@ -197,7 +197,6 @@ class _Repetition:
         return any(report.skipped and not hasattr(report, "wasxfail") for report in self.reports)
 
     def report(self, run_all: Callable[[], None]) -> None:
-        """Do all runs, and then report."""
         item = self._item
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
 
@@ -326,7 +325,6 @@ def _cache_file(item: pytest.Item, ending: str) -> Path | None:
 
 
 def _add_section(reports: Sequence[pytest.TestReport], title: str, text: str) -> None:
-    """Add a section to the report of the failure."""
     for report in reports:
         if report.failed or hasattr(report, "wasxfail"):
             report.sections.append((title, text))

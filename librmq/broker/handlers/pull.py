@@ -233,7 +233,6 @@ class PullHandler:
         return self._selection_of(group.name, subscription)
 
     def _selection_of(self, group: str, subscription: Subscription) -> Selection:
-        """Return the cached selection of a group's subscription."""
         topic = subscription.topic
         registration = None
         if subscription.expression_type not in ("", "TAG"):

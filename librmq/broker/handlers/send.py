@@ -171,7 +171,6 @@ class SendHandler:
         return SendResponse(status, queue_id, result.queue_offset, place, (f"{self._id_prefix}{place:016X}",))
 
     def _store_send(self, request: SendMessage) -> tuple[int, AppendResult]:
-        """Store a message; return the queue that it is for, and its place."""
         message = request.message
         name = message.topic
         topic = self._topics.get(name)

@@ -223,7 +223,6 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _target(arguments: argparse.Namespace, view: StoreView | ClusterView, queue: Any, offsets: range) -> int:  # noqa: ANN401
-    """Return the new progress in a queue."""
     if arguments.offset is not None:
         return min(max(int(arguments.offset), offsets.start), offsets.stop)
     if arguments.to in ("begin", "end"):

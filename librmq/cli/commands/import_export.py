@@ -61,8 +61,6 @@ _OF_ANOTHER_STORE: Final = frozenset((
 
 
 class _Read(NamedTuple):
-    """A message of the input."""
-
     message: Message
     queue_id: int
     fields: AppendFields

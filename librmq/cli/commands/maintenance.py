@@ -256,7 +256,6 @@ class _States:
         self.print_state("copying")
 
     def print_state(self, state: str) -> None:
-        """Print a row if the state is another one."""
         if state == self._state:
             return
         self._state, replica = state, self._replica

@@ -295,7 +295,6 @@ class _Progress:
             )
 
     def _places(self) -> dict[str, dict[str, Any]]:
-        """Return the progress of each selection."""
         if self._files.size(self._path) is None:
             return {}
         try:

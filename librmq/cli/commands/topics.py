@@ -297,7 +297,6 @@ def _by_codes(store: MessageStore, batches: Iterable[Any]) -> Counts | None:
 
 
 def _add(counts: Counts, batch: Any, by: str) -> None:  # noqa: ANN401 (a batch of Arrow)
-    """Add the numbers and sizes of a batch."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -65,7 +65,6 @@ class _Connection:
         self._lock = Lock()
 
     def create_topic(self, topic: str, queues: int, message_type: Any = None) -> None:
-        """Create a topic unless it exists."""
         with self._lock:
             if topic not in self._topics:
                 if topic not in self.route.topics():

@@ -186,7 +186,6 @@ class BrokerTables:
         return list(self._files.names(os.path.join(os.path.dirname(self._folder), CONSUMEQUEUE)))
 
     def _user_groups(self) -> set[str]:
-        """Return the groups of users in the other tables."""
         topics = self.topics.rows
         of_topics = {
             topic.removeprefix(prefix)

@@ -434,11 +434,9 @@ class IndexCheck:
         return self._are_next(keys)
 
     def _ends_before(self, physical_offset: int) -> bool:
-        """Return whether the index ends before a record."""
         return self._run is None and self._following is None and (physical_offset > self._end or self._none)
 
     def _find_run(self) -> None:
-        """Find the next entries."""
         if self._following is not None:
             self._runs = _runs(self._index, self._begin, *self._following)
             self._run, self._following = next(self._runs, None), None
@@ -622,7 +620,6 @@ def find_flaw(file: IndexFile) -> tuple[int, str] | None:
 
 
 def _first_byte(file: IndexFile, begin: int, end: int) -> int | None:
-    """Return the position of the first byte that is not zero."""
     end = file.used_end(begin, end)
     for at in range(begin, end, _CHUNK):
         block = file.file.buffer[at : min(end, at + _CHUNK)]

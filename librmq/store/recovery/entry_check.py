@@ -213,8 +213,6 @@ def _is_hole(entry: bytes, following: bytes, file_size: int) -> bool:
 
 
 class _Check(Protocol):
-    """The check of a queue."""
-
     name: QueueName
 
     def release_entry(self, entry: ExpectedEntry) -> None: ...

@@ -459,7 +459,6 @@ class Recovery:
             self._drop_index(behind, "a missing one")
 
     def _before_index(self) -> None:
-        """Prepare to rebuild the index."""
         if self._mark is not None:
             raise MarkError("the key index does not fit the log")
         self._parts.checkpoint.clear_index_time()

@@ -237,7 +237,6 @@ class _Opening:
         return parts
 
     def open_log(self) -> CommitLog:
-        """Open the log, and find its end."""
         on_record = self._findings if self._writable and not self._clean else None
         return self._part_files.open_log(writable=self._writable, scan_from=self._scan_from, on_record=on_record)
 
@@ -264,7 +263,6 @@ class _Opening:
         return covered
 
     def open_index(self) -> KeyIndex:
-        """Open the key index."""
         return _open_or_remove(
             lambda: self._part_files.open_index(writable=self._writable, now_ms=self._clock.now_ms),
             self._files,

@@ -475,7 +475,6 @@ class QueueCheck:
             self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
 
     def _compare(self) -> None:
-        """Compare the collected entries with the queue."""
         if self.entries:
             assert self._next is not None
             self._entry_check.compare(self.queue, self._next - len(self.entries), self.entries, self._units)

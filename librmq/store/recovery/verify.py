@@ -126,8 +126,6 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
 
 
 class _StoreCheck:
-    """One check of a store."""
-
     def __init__(
         self, path: str, config: StoreConfig, files: Files, *, closed: bool, written: bool, log_only: bool
     ) -> None:

@@ -260,7 +260,6 @@ class _Paused(Work):
         self.piece = piece
 
     def go(self, runner: Runner) -> None:
-        """Continue."""
         assert isinstance(runner, Explorer)
         runner.paused.remove(self)
         runner.go_on(self)
@@ -602,7 +601,6 @@ def _fault_labels(name: str) -> tuple[str, str, str, str]:
 
 
 def _distinct(labels: list[str]) -> list[str]:
-    """Number equal labels."""
     if len(set(labels)) == len(labels):
         return labels
     seen: Counter[str] = Counter()

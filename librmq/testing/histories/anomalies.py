@@ -413,7 +413,6 @@ class _Check:
     # ---- progress
 
     def _takes(self, group: str, message: MessageId) -> bool:
-        """Return whether the filter of a group takes a message."""
         rules = self._groups.get(group)
         return rules is None or rules.selects is None or message in rules.selects
 

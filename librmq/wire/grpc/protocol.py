@@ -481,7 +481,6 @@ def answers(name: str) -> Callable[[Any], Any]:
 
 
 def _leave_status(response: Any) -> None:  # noqa: ANN401
-    """Clear a response except for its status."""
     for field, _ in response.ListFields():
         if field.name != "status":
             response.ClearField(field.name)

@@ -603,7 +603,6 @@ def _held(calls: CallBounds, context: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 def _parsed(requests: Iterator[bytes], request: Any, context: Any) -> Any:  # noqa: ANN401
-    """Return the request of a call that has one."""
     what = f"expected a {request.DESCRIPTOR.name}, found"
     for raw in requests:
         try:

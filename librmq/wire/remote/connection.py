@@ -155,8 +155,6 @@ _MOST_AT_ONCE: Final = 64
 
 
 class _Known:
-    """What is known of one name."""
-
     __slots__ = ("begin_s", "ended", "error", "found", "is_late")
 
     def __init__(self) -> None:
@@ -279,8 +277,6 @@ _SILENT_S: Final = 180.0
 
 
 class _Waiter:
-    """A caller that waits for an answer."""
-
     __slots__ = ("_turn", "outcome")
 
     def __init__(self) -> None:
@@ -738,7 +734,6 @@ def dial_locally(connect: Callable[[], socket.socket], label: str, timeout_s: fl
 
 
 def _begin_reading(connection: Connection) -> Connection:
-    """Let a thread read a connection."""
     reader = threading.Thread(target=connection.read, name=f"librmq {connection.address}", daemon=True)
     try:
         reader.start()

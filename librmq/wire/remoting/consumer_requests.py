@@ -194,7 +194,6 @@ class Pulls:
                 self._end_hold(waiting)
 
     def _end_hold(self, waiting: _HeldPull) -> None:
-        """Hold a pull no longer."""
         waiting.is_answered = True
         self._deadlines.discard(waiting)
         channel = waiting.call.channel
@@ -268,7 +267,6 @@ class Pulls:
 
 
 def _request(call: RemotingCall, notify: Callable[[], None] | None = None, *, commits: bool = False) -> PullMessage:
-    """Return the broker's request."""
     client_id = call.channel.client_id or f"{call.channel.peer[0]}:{call.channel.peer[1]}"
     return parse_pull(call.header, client_id, notify, commits=commits)
 
