@@ -271,6 +271,10 @@ def _call(arguments: argparse.Namespace) -> int:
         status = 0
     finally:
         output.close()
+    if hasattr(arguments, "conditions"):
+        from librmq.cli.stores import check_closed
+
+        check_closed(arguments)
     if getattr(arguments, "is_cut_short", False) and not getattr(arguments, "as_recovered", False):
         status = status or DAMAGED
     if output.rows == 0 and output.is_on_terminal and output.says_nothing_found and hasattr(arguments, "fail_empty"):

@@ -388,6 +388,14 @@ def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
     for damage in condition.damage:
         report_cut(arguments, damage)
     _note_begin(arguments, condition)
+    arguments.conditions = [*getattr(arguments, "conditions", ()), condition]
+
+
+def check_closed(arguments: argparse.Namespace) -> None:
+    """Report the damage of queues that a command has opened after `check_opened`."""
+    for condition in getattr(arguments, "conditions", ()):
+        for damage in condition.derived:
+            report_cut(arguments, damage)
 
 
 def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:
@@ -400,7 +408,7 @@ def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfi
     ):
         condition = store.condition
         for damage in condition.damage:
-            if damage.kind in ("ahead", MISSING_LOG):  # the command has met other damage itself
+            if damage is not condition.cut or damage.kind == "ahead":  # the command has met other damage itself
                 report_cut(arguments, damage)
         _note_begin(arguments, condition)
 
@@ -415,13 +423,18 @@ def _note_begin(arguments: argparse.Namespace, condition: Condition) -> None:
 def report_cut(arguments: argparse.Namespace, damage: Damage) -> None:
     """Report once that the store is short of something: what follows the log's end, or files that are missing."""
     reported = vars(arguments).setdefault("is_cut_short", set())  # a command can open its store many times
-    if damage.kind in reported:
+    is_of_log = damage.kind == MISSING_LOG or os.path.basename(os.path.dirname(damage.file)) == COMMITLOG
+    name = damage.kind if is_of_log else damage.file
+    if name in reported:
         return
-    reported.add(damage.kind)
+    reported.add(name)
     missing = (
         "copy the missing {} of commitlog/ from the store that this is a copy of; without it these messages are lost"
     )
-    if damage.kind == MISSING_LOG:
+    if not is_of_log:
+        what = f"{damage.file}: at {damage.offset}: {damage.what}; the log has the messages: librmq recover makes the "
+        what += "file again"
+    elif damage.kind == MISSING_LOG:
         what = f"{damage.what}: {missing.format('begin')}"
     elif damage.bytes:
         what = f"the log ends at {damage.offset}; {damage.bytes} bytes with sound records follow ({damage.what}): "

@@ -203,6 +203,7 @@ class PlannedStore(Closing):
         files, store, as_recovered = self._files, self._store, self.options.as_recovered
         condition = None if store is None else store.condition
         cut = None if condition is None else condition.cut
+        known = 0 if condition is None else len(condition.derived)
         if condition is not None and not as_recovered:
             self._refuse_short(condition)
         # After a crash, bytes that a recovery would cut are no damage if no sound record is among them.
@@ -230,20 +231,22 @@ class PlannedStore(Closing):
                         raise
                     if _damage_of(error) not in self.damage:
                         self.damage.append(_damage_of(error))
+        if condition is not None and not as_recovered and len(condition.derived) > known:
+            self._refuse_short(condition)  # the store has made queues again that could not be opened
 
     def _refuse_short(self, condition: Condition) -> None:
         """Raise `CorruptionError` if the store is short of something and damage raises; else note missing files."""
         for damage in condition.damage:
             what = damage.what
             if self._fails:
-                if damage.kind != directory.MISSING_LOG:
+                if damage is condition.cut:
                     what += f"; the log ends at {damage.offset}"
                     if damage.bytes:
                         hint = "(mode PERMISSIVE reads them, as recovered they are left out)"
                         what += f"; {damage.bytes} bytes with sound records follow {hint}"
                 raise CorruptionError(damage.file, damage.offset, damage.kind, what)
-            is_noted = damage.kind == directory.MISSING_LOG or has_abort(self._files, self.path)
-            if is_noted and not damage.bytes and damage not in self.damage:
+            is_noted = damage is not condition.cut or has_abort(self._files, self.path)
+            if is_noted and not (damage is condition.cut and damage.bytes) and damage not in self.damage:
                 self.damage.append(damage)
 
     @property
@@ -254,7 +257,7 @@ class PlannedStore(Closing):
     @property
     def is_cut_short(self) -> bool:
         """Whether messages are left out, because files of the log are missing, or sound records follow its end."""
-        return self._cut is not None or (self._store is not None and bool(self._store.condition.damage))
+        return self._cut is not None or (self._store is not None and bool(self._store.condition.lost))
 
     def _names(self) -> Iterable[QueueName]:
         return directory.list_queues(self.path, self._files) if self._store is None else self._store.queues
@@ -281,7 +284,7 @@ class PlannedStore(Closing):
                 return QueueRange(begin, end, end, b"", short)
         queue = self._stored_queue(name) if store is None else store.queues[name]
         begin, end = self._first_kept(queue), queue.max_offset
-        if differs:
+        if differs or (store is not None and store.queues.differs(name)):  # opening it can show that a file is damaged
             return self._recovered(name, queue, begin)
         inline_from = queue.stored_end
         inline = queue.entries(inline_from, end).tobytes() if inline_from < end else b""

@@ -227,7 +227,8 @@ class RemoteStore:
         if is_closed:
             self._copy(path, ((name, 0, min(_INDEX_HEADER, listed[name])) for name in index))
             self._copy_used(path, queues)
-        if is_closed and (self._fetch_end(path, logs) or self._note_end(path, logs)):
+        knows_end = is_closed and (self._fetch_end(path, logs) or self._note_end(path, logs))
+        if knows_end and not _needs_log(path):
             self._blocks |= {name: set() for name in logs}
         else:
             self._copy(path, self._whole([*queues, *index, *logs]))
@@ -507,6 +508,17 @@ class _ArrowSystem:
             with self._system.open_input_file(path) as file:
                 blocks.append(file.read_at(end - begin, begin))
         return blocks
+
+
+def _needs_log(path: str) -> bool:
+    """Return whether a reader makes damaged files again, for which it reads the whole log."""
+    from librmq.store import MessageStore  # as in `_fetch_end`
+
+    try:
+        with MessageStore.open(path, read_only=True) as store:
+            return bool(store.condition.derived)
+    except CorruptionError:
+        return True
 
 
 def _folders(url: str) -> list[str]:

@@ -184,6 +184,14 @@ def unverified_damage(view: StoreView) -> Iterator[Finding]:
             {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where},
             _NEXT if has_files else _SALVAGE,
         )  # fmt: skip
+    for damage in view.store.condition.derived:
+        if damage.kind not in ("entry", "record"):  # those are found above
+            file = os.path.relpath(damage.file, view.store.path)
+            yield Finding(
+                "damage", "error", f"store {view.store.path}", f"{file} is damaged: {damage.what}.",
+                {"places": 1, "kinds": [damage.kind], "file": file, "offset": damage.offset},
+                "The log has the messages: librmq recover STORE makes the file again.",
+            )  # fmt: skip
 
 
 def _missing_key_findings(view: StoreView) -> Iterator[Finding]:

@@ -489,7 +489,7 @@ def lag_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Iterato
     if view.store.past_ms is not None:
         return  # the progress back then is unknown
     # If the log is cut short, its damage is the finding, and a reset would lose the progress.
-    is_cut_short = bool(view.store.condition.damage)
+    is_cut_short = bool(view.store.condition.lost)
     for columns in group_lag.topics:
         topic_lag = columns.sums()
         if topic_lag.beyond_end and not is_cut_short:

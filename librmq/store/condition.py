@@ -4,7 +4,8 @@
 
     sound         closed, and nothing that its files promise is missing
     as recovered  a kill left it; a recovery cuts only what neither the checkpoint nor the mark of a flush covers
-    short         records are missing, or sound ones follow the log's end: `Condition.damage` says what
+    short         records are missing, sound ones follow the log's end, or a file that the log can make again is
+                  damaged: `Condition.damage` says what
 
 A store that cannot be opened at all is refused by `CorruptionError`. Commands, columns, Spark and the diagnosis ask
 here, so that they agree.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -51,11 +53,20 @@ class Condition(NamedTuple):
     """The first files of the log, if they are missing and retention did not delete them."""
     note: str = ""
     """What may be missing, and may not: see `judge_begin`."""
+    derived: Sequence[Damage] = ()
+    """Damaged files of queues, index and checkpoint, which the view has made again in memory from the log, and
+    the ``record`` at which it could not read on. It grows when the view opens another damaged queue."""
+
+    @property
+    def lost(self) -> tuple[Damage, ...]:
+        """Where the log lacks messages."""
+        lost = [damage for damage in self.derived if damage.kind == "record"]
+        return tuple(damage for damage in (self.cut, self.begin, *lost) if damage is not None)
 
     @property
     def damage(self) -> tuple[Damage, ...]:
         """What makes the store short."""
-        return tuple(damage for damage in (self.cut, self.begin) if damage is not None)
+        return (*self.lost, *(damage for damage in self.derived if damage.kind != "record"))
 
 
 def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, is_written: bool) -> Condition:
@@ -72,9 +83,9 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
         cut = _cut_before_entries(parts, config, files) if was_closed or not has_log else None
     cut = cut or _cut_before_covered(path, parts, files)
     begin, note = judge_begin(path, parts.log, files, config, was_closed=was_closed)
-    if cut is not None or begin is not None:
-        return Condition(Wholeness.SHORT, cut, begin)
-    return Condition(Wholeness.SOUND if was_closed else Wholeness.AS_RECOVERED, note=note)
+    if cut is not None or begin is not None or parts.repairs:
+        return Condition(Wholeness.SHORT, cut, begin, note, parts.repairs)
+    return Condition(Wholeness.SOUND if was_closed else Wholeness.AS_RECOVERED, None, None, note, parts.repairs)
 
 
 def _cut_before_records(parts: Parts) -> Damage | None:

@@ -30,11 +30,12 @@ from typing import Final
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
-from librmq.config import StoreConfig, to_timestamp_ms
+from librmq.config import ENTRY_SIZE, StoreConfig, to_timestamp_ms
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
+from librmq.files.rolling import file_name
 from librmq.message.delays import DelayLevels
 from librmq.runtime.locks import Lock
 from librmq.store.condition import Condition, Wholeness, condition_of
@@ -198,6 +199,7 @@ class ReadOnlyView:
         self.derives_queues = derives_queues
         self._guard = Lock()
         self._is_brief = True
+        self._has_all_files = False
         self._holder: str | None = None
         self._live: FollowedParts | None = None
         self._marks: tuple[object, ...] = ()
@@ -252,8 +254,25 @@ class ReadOnlyView:
         """Return how whole the store is, and what is missing. An earlier moment lacks nothing."""
         if self._moment is not None:
             return Condition(Wholeness.AS_RECOVERED)
+        if not self._has_all_files:
+            self._has_all_files = True
+            self._open_queue_without_files()
         is_written = self._live is not None
         return condition_of(self._path, self.parts, self.config, self._files, is_written=is_written)
+
+    def _open_queue_without_files(self) -> None:
+        """Open a queue that lacks a file of those at the close, so that the view makes it again."""
+        queues, size = self.parts.queues, self.config.consumequeue_file_size
+        if queues.rebuild is None:
+            return
+        for name, state in queues.states().items():
+            if not queues.is_open(name) and state.min_offset < state.max_offset:
+                folder = directory.queue_folder(self._path, *name)
+                first, end = (offset * ENTRY_SIZE for offset in (state.min_offset, state.max_offset))
+                starts = range(first - first % size, end, size)
+                if any(self._files.size(os.path.join(folder, file_name(start))) != size for start in starts):
+                    queues[name]
+                    return
 
     def read(
         self,
@@ -330,15 +349,31 @@ class ReadOnlyView:
         levels = DelayLevels.parse(config.message_delay_level)
         if not files.is_shared and not has_abort(files, path):  # a copy of its files would take as much memory
             return load(path, config, levels, files, self._clock, mode=None)
-        overlay = OverlayFiles(files)
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
-        mode = RecoveryMode.PREVIEW
         is_brief = self._is_brief and not config.enable_consumequeue_ext
-        parts = load(path, config, levels, overlay, self._clock, mode=mode, bitmap_of=bitmap_of, is_brief=is_brief)
-        changed = overlay.changed_folders()
-        # Mark the log as read-only from here on, so that scans release the pages that they have read.
-        parts.log.sequence.writable = False
-        parts.queues.differs = lambda name: directory.queue_folder(path, *name) in changed
+
+        def previewed(rebuilt: frozenset[QueueName] = frozenset()) -> Parts:
+            overlay = OverlayFiles(files)
+            parts = load(
+                path, config, levels, overlay, self._clock, mode=RecoveryMode.PREVIEW, bitmap_of=bitmap_of,
+                is_brief=is_brief, rebuilt=rebuilt,
+            )  # fmt: skip
+            changed = overlay.changed_folders()
+            # Mark the log as read-only from here on, so that scans release the pages that they have read.
+            parts.log.sequence.writable = False
+            parts.queues.differs = lambda name: directory.queue_folder(path, *name) in changed
+            return parts
+
+        def rebuild(error: CorruptionError) -> QueueTable:
+            whole = previewed(frozenset(parts.queues))
+            parts.repairs += whole.repairs or [Damage(error.file, error.offset, error.kind, error.what)]
+            if whole.log.end < parts.log.end:  # the rebuild has met a damaged record
+                parts.repairs += [cut for cut in whole.cuts if cut.kind == "record"]
+                parts.log.end = whole.log.end
+            return whole.queues
+
+        parts = previewed()
+        parts.queues.rebuild = rebuild
         return parts
 
     def _read_state(self) -> tuple[object, ...]:

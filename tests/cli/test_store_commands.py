@@ -271,13 +271,9 @@ def test_recover_removes_files_of_length_zero(run: Run, copy: Path) -> None:
     (copy / "abort").write_bytes(b"")
     ahead = copy / "commitlog" / f"{5 * 65536:020d}"
     ahead.write_bytes(b"")
-    before = run("queues", copy)
-    assert before[0] == 1
-    for command in ("lag", "groups", "diagnose"):
-        status, printed, err = run(command, copy)
-        assert (status, printed) == (1, [])
-        assert str(ahead) in err
-        assert "librmq recover" in err
+    for command in ("queues", "lag", "groups", "dump"):
+        status, _, err = run(command, copy)
+        assert (status, err) == (0, "")
     status, printed, _ = run("recover", copy)
     assert status == 0
     assert printed[0]["cut"][0]["file"] == f"commitlog/{ahead.name}"

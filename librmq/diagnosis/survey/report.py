@@ -239,7 +239,7 @@ def survey_findings(view: StoreView, name: str, scope: ReportScope, *, limits: T
     return ReportPart(
         summary=StoreSummary(
             name, path, view.owner, view.now_ms, not damage if check else None, None, 0, 0, None, None,
-            skipped=bool(view.store.condition.damage) or any(finding.file.startswith(COMMITLOG) for finding in damage),
+            skipped=bool(view.store.condition.lost) or any(finding.file.startswith(COMMITLOG) for finding in damage),
         ),
         damage=damage,
         findings=(*_damage_findings(name, damage, None), *findings, *unchecked),

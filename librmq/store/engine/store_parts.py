@@ -55,6 +55,8 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         self._open: dict[QueueName, ConsumeQueue] = {}
         self.differs: Callable[[QueueName], bool] = lambda _: False
         """Whether a recovery in memory changed a queue, so that its files are different."""
+        self.rebuild: Callable[[CorruptionError], QueueTable] | None = None
+        """For a view: returns the queues as the log has them, after an error of opening one."""
 
     def __repr__(self) -> str:
         return f"<QueueTable of {len(self)} queues>"
@@ -64,6 +66,16 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         if queue is not None:
             return queue
         state = self._closed_states[name]
+        try:
+            return self._opened(name, state)
+        except CorruptionError as error:
+            if self.rebuild is None:
+                raise
+            rebuilt, self.rebuild = self.rebuild(error), None
+            self._open, self._closed_states, self.differs = rebuilt._open, rebuilt._closed_states, rebuilt.differs
+            return self._open[name]
+
+    def _opened(self, name: QueueName, state: QueueState | None) -> ConsumeQueue:
         queue = self._open_queue(*name)
         opened = self._open.get(name)
         if opened is not None:  # another thread has opened it, and can have written to it
@@ -204,6 +216,8 @@ class Parts:
     that the checkpoint covers. None for parts that were opened as a whole."""
     why_whole: str = ""
     """Why a recovery did not begin at the mark of the last flush, if there was one."""
+    repairs: list[Damage] = field(default_factory=list)
+    """For a view: the damaged files of queues, index and checkpoint that it has made again in memory."""
     lanes: dict[tuple[str, int], Lane] = field(default_factory=dict)
 
     def queue(self, topic: str, queue_id: int) -> ConsumeQueue:

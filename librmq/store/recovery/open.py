@@ -12,6 +12,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 from librmq.clock import Clock
@@ -110,7 +111,7 @@ def _beside_missing(folder: str, files: Files, log_begin: int) -> list[str]:
     return leftovers
 
 
-def load(
+def load(  # noqa: PLR0913 (one call for each way to open)
     path: str,
     config: StoreConfig,
     levels: DelayLevels,
@@ -120,12 +121,14 @@ def load(
     mode: RecoveryMode | None = RecoveryMode.LAST_EXIT,
     bitmap_of: BitmapOf | None = None,
     is_brief: bool = False,
+    rebuilt: frozenset[QueueName] = frozenset(),
 ) -> Parts:
     """Open the parts of the store in ``path`` for writing, and recover them as ``mode`` says.
 
     Without a mode they are opened for reading and not changed: the log ends where a recovery would end it. A brief
     preview of a crashed store passes over many covered records, and leaves the index as it is; `Parts.walked_from`
-    says so.
+    says so. A preview makes damaged files of queues, index and checkpoint again, which `Parts.repairs` lists, and
+    compares the queues in ``rebuilt`` with all of the log.
 
     Raises:
         CorruptionError: No crash explains the damage, for example sound records follow it, and the mode is not
@@ -144,7 +147,7 @@ def load(
             # Recovery without the mark reads more of the log and comes to the same end, so a damaged mark is no reason
             # to refuse.
             why_whole = str(error) if is_wanted else ""
-    parts = _Opening(path, config, files, clock, mode, is_brief, None).parts(levels, bitmap_of)
+    parts = _Opening(path, config, files, clock, mode, is_brief, None, rebuilt).parts(levels, bitmap_of)
     parts.cuts[:0] = cuts
     parts.why_whole = why_whole
     return parts
@@ -168,6 +171,7 @@ class _Opening:
         mode: RecoveryMode | None,
         is_brief: bool,
         mark: Mark | None,
+        rebuilt: frozenset[QueueName] = frozenset(),
     ) -> None:
         """Clear what a crash left, and open the checkpoint; after a kill the recovery begins at ``mark``, if given."""
         self._path = path
@@ -187,15 +191,16 @@ class _Opening:
         self._why_whole = ""
         if self.cuts and mark is not None:
             self._mark, self._why_whole = None, f"{self.cuts[0].file} is {self.cuts[0].what}"
-        self._repairs = self.cuts if writable and thorough else None
+        self.repairs: list[Damage] = []
+        self._repairs = self.repairs if mode is RecoveryMode.PREVIEW else self.cuts if writable and thorough else None
         place = os.path.join(path, directory.CHECKPOINT)
         self.checkpoint = _open_or_remove(
             lambda: Checkpoint.open(place, files=files, writable=writable), files, self._repairs, [place]
         )
-        self._closed = read_closed_state(path, files) if clean and not thorough else None
+        self._closed = read_closed_state(path, files) if clean and not thorough and not rebuilt else None
         self._trusted: StoreState | None = None  # the state at the close, while nothing contradicts it
         self.walked_from = None
-        self._changed_queues: frozenset[QueueName] | None = None
+        self._changed_queues: frozenset[QueueName] | None = rebuilt or None
         self._bodies_from: int | None = None
         self._findings = WalkFindings(self.checkpoint.min_timestamp_ms)
         self._part_files = PartFiles(path, config, files)
@@ -227,6 +232,7 @@ class _Opening:
             self.cuts,
             self.walked_from,
             self._why_whole,
+            self.repairs,
         )
         if mode is None:
             for queue in queues.opened():
@@ -263,15 +269,21 @@ class _Opening:
         return covered
 
     def open_index(self) -> KeyIndex:
-        return _open_or_remove(
-            lambda: self._part_files.open_index(writable=self._writable, now_ms=self._clock.now_ms),
-            self._files,
-            self._repairs if self._clean or not self._writable or self._mark is not None else self.cuts,
-            [os.path.join(self._path, directory.INDEX)],
-            _INDEX_DIGITS,
-            only=None if self._thorough else "header",  # a crash can leave one incomplete
-            before_removal=self.checkpoint.clear_index_time,
-        )
+        def opened(repairs: list[Damage] | None, only: str | None, open_index: Callable[[], KeyIndex]) -> KeyIndex:
+            return _open_or_remove(
+                open_index,
+                self._files,
+                repairs,
+                [os.path.join(self._path, directory.INDEX)],
+                _INDEX_DIGITS,
+                only=only,
+                before_removal=self.checkpoint.clear_index_time,
+            )
+
+        # A crash can leave a header incomplete.
+        by_crash = None if self._clean or not self._writable or self._mark is not None else self.cuts
+        open_index = partial(self._part_files.open_index, writable=self._writable, now_ms=self._clock.now_ms)
+        return opened(self._repairs, None, partial(opened, by_crash, "header", open_index))
 
     def compare_with_close(self, log: CommitLog, index: KeyIndex, names: Sequence[QueueName]) -> None:
         """Trust the state at the close no more if queues or index have changed since."""
@@ -295,13 +307,18 @@ class _Opening:
     def open_queue(self, topic: str, queue_id: int) -> ConsumeQueue:
         """Open a queue, which need not exist yet."""
         folders = [directory.queue_folder(self._path, topic, queue_id, ext=ext) for ext in (False, True)]
-        return _open_or_remove(
+        repairs = self._repairs if self._trusted is None else None  # a view then opens all queues again
+        before = len(self.repairs)
+        queue = _open_or_remove(
             lambda: self._part_files.open_queue(topic, queue_id, self._pool, writable=self._writable),
             self._files,
-            self._repairs,
+            repairs,
             folders,
             _QUEUE_DIGITS,
         )
+        if len(self.repairs) > before:
+            self._changed_queues = (self._changed_queues or frozenset()) | {(topic, queue_id)}
+        return queue
 
     def open_queues(self, log: CommitLog, names: Sequence[QueueName]) -> QueueTable:
         """Open the queues, or prepare that each is opened at its first use."""
@@ -452,7 +469,7 @@ def _open_or_remove(
         if before_removal is not None:
             before_removal()
         _delete(deleted, files)
-        repairs.append(Damage(error.file, error.offset, error.kind, f"{error.what}: removed, to be rebuilt"))
+        repairs.append(Damage(error.file, error.offset, error.kind, error.what))
         return open_part()
 
 
