@@ -16,12 +16,27 @@ from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Protocol, Self, Typ
 from librmq.broker.groups import group_settings
 from librmq.broker.topics import check_topic_settings
 from librmq.config import Seconds, suggest, to_seconds, to_timestamp_ms
-from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MalformedError
+from librmq.errors import (
+    BrokerError,
+    BrokerUnreachableError,
+    ConfigError,
+    GroupBehindError,
+    MalformedError,
+    MessageIllegalError,
+)
 from librmq.lazy_exports import exported
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.message.topics import TopicType, dead_letter_topic, is_system_topic, validate_group, validate_topic
+from librmq.message.topics import (
+    TopicType,
+    dead_letter_topic,
+    is_own_group,
+    is_system_topic,
+    validate_group,
+    validate_topic,
+)
 from librmq.protocol import (
+    PERM_INHERIT,
     PERM_READ,
     PERM_WRITE,
     CancelMessage,
@@ -78,6 +93,17 @@ _RESENT_TOGETHER: Final = 64
 """Dead letters that are sent between two notes."""
 
 
+def check_names(**names: object) -> None:
+    """Refuse the name of a topic or group that is no text. Other names are looked for: brokers can have any.
+
+    Raises:
+        MessageIllegalError: One is none.
+    """
+    for what, name in names.items():
+        if not isinstance(name, str):
+            raise MessageIllegalError(f"{what}: expected text, found {name!r:.80}")
+
+
 def check_id(message_id: object) -> None:
     """Refuse an id that is no text, before any broker is asked.
 
@@ -115,11 +141,18 @@ class AdministeredRoute(Route, AsyncClosing):
         """Run a call of this route without blocking the event loop: ``await broker.run_async(broker.topics)``."""
         return await self.runner.offload(partial(call, *arguments, **keywords))
 
-    def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
-        names = self.broker_names()
-        if not names:
+    def _check_open(self) -> None:
+        """Refuse to go on after `close`.
+
+        Raises:
+            BrokerUnreachableError: The route is closed, or knows no broker that is up.
+        """
+        if not self.broker_names():
             raise BrokerUnreachableError(f"{self!r}: no broker can be reached")
-        for name in names:
+
+    def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
+        self._check_open()
+        for name in self.broker_names():
             yield name, self.endpoint(name)
 
     # ---- topics
@@ -134,6 +167,7 @@ class AdministeredRoute(Route, AsyncClosing):
 
     def queues(self, topic: str) -> dict[MessageQueue, QueueBounds]:
         """Return the queues of a topic, sorted, with the bounds of their messages; empty if there is no such topic."""
+        check_names(topic=topic)
         queues: dict[MessageQueue, QueueBounds] = {}
         for _, broker in self._endpoints():
             queues.update(_unless_absent(broker, DescribeQueues(topic)))
@@ -156,6 +190,7 @@ class AdministeredRoute(Route, AsyncClosing):
         """
         write = queues if write_queues is None else write_queues
         check_topic_settings(topic, queues, write, permission, message_type)
+        self._check_open()
         brokers = self._endpoints() if broker_name is None else [(broker_name, self.endpoint(broker_name))]
         for _, broker in brokers:
             broker.call(CreateTopic(topic, queues, write, permission, message_type))
@@ -212,11 +247,7 @@ class AdministeredRoute(Route, AsyncClosing):
         validate_group(group)
         settings = self._all_settings()
         if group not in settings:
-            near = suggest(str(group), settings)
-            raise BrokerError(
-                ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
-                f"group {group!r} does not exist; {near} (set_group creates a group)",
-            )
+            raise _no_such_group(group, settings)
         return settings[group]
 
     def set_group(
@@ -271,6 +302,7 @@ class AdministeredRoute(Route, AsyncClosing):
 
     def connections(self, group: str) -> GroupConnections | None:
         """Return the running instances of a consumer group and their subscriptions; None if it has none."""
+        check_names(group=group)
         merged: GroupConnections | None = None
         for _, broker in self._endpoints():
             if (part := broker.call(DescribeConnections(group))) is not None:
@@ -279,7 +311,11 @@ class AdministeredRoute(Route, AsyncClosing):
 
     def groups_of(self, topic: str) -> tuple[str, ...]:
         """Return the groups that consume a topic or have progress in it, sorted."""
-        return tuple(sorted({group for _, broker in self._endpoints() for group in broker.call(TopicGroups(topic))}))
+        check_names(topic=topic)
+        return tuple(sorted({group for name, _ in self._endpoints() for group in self._groups_at(name, topic)}))
+
+    def _groups_at(self, broker_name: str, topic: str) -> Iterable[str]:
+        return self.endpoint(broker_name).call(TopicGroups(topic))
 
     # ---- progress
 
@@ -294,6 +330,7 @@ class AdministeredRoute(Route, AsyncClosing):
             ConfigError: The group has progress in the topic at several brokers, whose queue ids are the same: ask
                 `progress`.
         """
+        check_names(group=group, topic=topic)
         offsets: dict[int, int] = {}
         named = ""
         for name, broker in self._endpoints():
@@ -308,6 +345,7 @@ class AdministeredRoute(Route, AsyncClosing):
 
     def progress(self, group: str, topic: str | None = None) -> dict[MessageQueue, GroupProgress]:
         """Return a group's progress by queue, in one topic or in all that it consumes, sorted."""
+        check_names(group=group, topic="" if topic is None else topic)
         progress: dict[MessageQueue, GroupProgress] = {}
         for _, broker in self._endpoints():
             progress.update(_unless_absent(broker, DescribeProgress(group, topic)))
@@ -330,24 +368,29 @@ class AdministeredRoute(Route, AsyncClosing):
             queue_id: The only queue to move; None means all.
 
         Raises:
-            ConfigError: ``to`` is none of these.
+            ConfigError: ``to`` is none of these, or ``queue_id`` no whole number.
             BrokerError: The group, the topic or the queue does not exist, or a broker of RocketMQ can't move a running
                 group there.
         """
-        target = _target(to)
+        check_names(group=group, topic=topic)
+        request = MoveGroup(group, topic, _target(to), queue_id)
+        if queue_id is not None and type(queue_id) is not int:
+            raise ConfigError(f"queue_id: expected a whole number or None, found {queue_id!r:.80}")
         moved: dict[MessageQueue, int] = {}
         refusals: list[BrokerError] = []
         for _, broker in self._endpoints():
             try:
-                part = broker.call(MoveGroup(group, topic, target, queue_id))
+                part = broker.call(request)
             except BrokerError as error:
-                if error.code != ResponseCode.TOPIC_NOT_EXIST:
+                if error.code not in (ResponseCode.TOPIC_NOT_EXIST, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST):
                     raise
                 refusals.append(error)
-                continue
-            moved.update(part)
+            else:
+                moved.update(part)
         if not moved and refusals:
-            raise refusals[0]
+            if refusals[0].code == ResponseCode.TOPIC_NOT_EXIST:
+                raise _no_such_topic(topic, self.topics()) from refusals[0]
+            raise _no_such_group(group, self.groups()) from refusals[0]
         return dict(sorted(moved.items()))
 
     def join(self, timeout: float | timedelta = 30) -> None:
@@ -380,15 +423,23 @@ class AdministeredRoute(Route, AsyncClosing):
     # ---- messages
 
     def messages(self, topic: str) -> Iterator[StoredMessage]:
-        """Yield the messages that a topic has now, in the order in which each broker stored them."""
+        """Return an iterator over the messages that a topic has now, in the order in which each broker stored them.
+
+        The messages of several brokers are merged by their store times, which are as exact as the brokers' clocks.
+        """
+        check_names(topic=topic)
+        self._check_open()
+        return self._messages(topic)
+
+    def _messages(self, topic: str) -> Iterator[StoredMessage]:
         parts: dict[str, list[Iterator[StoredMessage]]] = {}
         for queue, bounds in self.queues(topic).items():
             parts.setdefault(queue.broker_name, []).append(
                 self.messages_in(queue, range(bounds.min_offset, bounds.max_offset))
             )
-        # By place within a broker, whose clock can have been put back; only among brokers by time.
-        logs = [heapq.merge(*queues, key=lambda message: message.physical_offset) for queues in parts.values()]
-        yield from heapq.merge(*logs, key=lambda message: message.store_timestamp_ms)
+        yield from _by_time(
+            heapq.merge(*queues, key=lambda message: message.physical_offset) for queues in parts.values()
+        )
 
     def messages_in(self, queue: MessageQueue, offsets: range) -> Iterator[StoredMessage]:
         """Yield the messages of a queue with these queue offsets, without deleted ones."""
@@ -419,20 +470,29 @@ class AdministeredRoute(Route, AsyncClosing):
             message
             for topic in self.topics()
             if not is_system_topic(topic)
-            for message in self.find_by_key(topic, message_id, max_messages=1)
+            for message in self.find_by_key(topic, message_id)
+            if message.unique_key == message_id
         ]
         return min(messages, key=lambda message: message.store_timestamp_ms, default=None)
 
     def find_by_key(self, topic: str, key: str, *, max_messages: int = 64) -> list[StoredMessage]:
-        """Return the messages of a topic with ``key`` as unique id or among their keys, oldest first, at most 64."""
+        """Return the last messages of a topic with ``key`` as unique id or among their keys, in order of the log.
+
+        A broker returns at most 64. The messages of several brokers are merged by their store times, which are as exact
+        as the brokers' clocks.
+        """
         check_key(topic, key, max_messages)
         request = QueryMessages(topic, key, max_messages)
-        messages = [message for _, broker in self._endpoints() for message in broker.call(request)]
-        messages.sort(key=lambda message: (message.store_timestamp_ms, message.physical_offset))
-        return messages[:max_messages]
+        logs = []
+        for _, broker in self._endpoints():
+            answer = broker.call(request)
+            logs.append(sorted(answer, key=lambda message: message.physical_offset))
+        messages = list(_by_time(logs))
+        return messages[max(0, len(messages) - max_messages) :]
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
-        """Return a consumer group's dead letters, oldest first."""
+        """Return a consumer group's dead letters, in the order of `messages`."""
+        check_names(group=group)
         return list(self.messages(dead_letter_topic(group)))
 
     def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
@@ -455,6 +515,7 @@ class AdministeredRoute(Route, AsyncClosing):
         from librmq.broker.retries import retry_of
 
         validate_group(group)
+        self._check_open()
         endpoints = dict(self._endpoints())
         if letters is None:
             unsent = [(broker, broker.call(ResendLetters(group))) for broker in endpoints.values()]
@@ -515,7 +576,7 @@ class AdministeredRoute(Route, AsyncClosing):
             MessageIllegalError: The name of the topic or the group is invalid.
         """
         seconds = to_seconds("timeout", timeout, maximum=Seconds().maximum)
-        self.watch(lambda: None)()  # a closed route refuses to be watched
+        self._check_open()
         return _consume_topic(self, topic, group, tags, sql, seconds)
 
 
@@ -557,6 +618,24 @@ def _unless_absent(broker: Endpoint, request: Request[Mapping[MessageQueue, T]])
         if error.code != ResponseCode.TOPIC_NOT_EXIST:
             raise
         return {}
+
+
+def _by_time(logs: Iterable[Iterable[StoredMessage]]) -> Iterator[StoredMessage]:
+    """Merge the messages of brokers by time; those of one broker keep their order, also if its clock was put back."""
+    return heapq.merge(*logs, key=lambda message: message.store_timestamp_ms)
+
+
+def _no_such_topic(topic: str, topics: Mapping[str, TopicDescription]) -> BrokerError:
+    of_users = [name for name, known in topics.items() if known.kind == "user" and not known.permission & PERM_INHERIT]
+    return BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist; {suggest(topic, of_users)}")
+
+
+def _no_such_group(group: str, groups: Iterable[str]) -> BrokerError:
+    near = suggest(group, [name for name in groups if not is_own_group(name)])
+    return BrokerError(
+        ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
+        f"group {group!r} does not exist; {near} (set_group creates a group)",
+    )
 
 
 def _target(to: object) -> Literal["begin", "end"] | datetime | int:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.transactions import BrokerTransactions
-from librmq.config import suggest, to_timestamp_ms
+from librmq.config import to_timestamp_ms
 from librmq.delay import DelaySchedule
 from librmq.errors import BrokerError, CorruptionError, RmqError
 from librmq.message.delays import SCHEDULE_TOPIC
@@ -349,19 +349,12 @@ class Progress:
         """
         topic_config = self._topics.by_name.get(topic)
         if topic_config is None:
-            near = suggest(str(topic), self._topics.of_users())
-            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist; {near}")
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist")
         if group not in self._groups.by_name and group not in self._offsets.groups(topic):
-            near = suggest(str(group), self._groups.of_users())
-            raise BrokerError(
-                ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
-                f"group {group!r} does not exist; {near} (set_group creates a group)",
-            )
+            raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"group {group!r} does not exist")
         is_listed = queue_id is None or 0 <= queue_id < topic_config.queues
         if not is_listed and (topic, queue_id) not in self._store.queues:  # a topic can have had more queues
-            raise BrokerError(
-                ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has {topic_config.queues} queues, but no queue {queue_id}"
-            )
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has no queue {queue_id}")
         queues = range(topic_config.queues) if queue_id is None else (queue_id,)
         offsets = {number: self._offset_of(topic, number, to) for number in queues}
         self._reset_to(group, topic, offsets)

@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 
-from librmq.broker.administered_route import StoreRoute, check_id, check_key
+from librmq.broker.administered_route import StoreRoute, check_id, check_key, check_names
 from librmq.broker.administration import ResetHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
@@ -39,7 +39,6 @@ from librmq.errors import (
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
-from librmq.message.topics import dead_letter_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
@@ -289,11 +288,14 @@ class Broker(StoreRoute):
         Raises:
             BrokerUnreachableError: The broker is closed.
         """
-        with self._life.errors():
-            self._life.check_open()
+        self._check_open()
         return self._life.watch(changed)
 
     # ---- administration, where the store is at hand
+
+    def _check_open(self) -> None:
+        with self._life.errors():
+            self._life.check_open()
 
     def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
         yield self.name, self  # also a closed broker, whose refusal says so
@@ -347,6 +349,8 @@ class Broker(StoreRoute):
 
     def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
         """Return a group's stored progress in a queue: the queue offset of its next message, None if there is none."""
+        check_names(group=group, topic=topic)
+        self._check_open()
         # Without a request, because the wire and the kit ask for each queue.
         return self._context.offsets.consumer_offset(topic, group, queue_id)
 
@@ -355,9 +359,10 @@ class Broker(StoreRoute):
         """Topics, groups and progress as they are now; for reading, under the runner's lock."""
         return self._context.tables
 
-    def messages(self, topic: str) -> Iterator[StoredMessage]:
-        """Yield all messages of a topic in the order of the log."""
-        return self.store.topic_messages(topic)
+    def _messages(self, topic: str) -> Iterator[StoredMessage]:
+        self._check_open()  # it may have been closed since the call
+        with self._life.errors():
+            yield from self.store.topic_messages(topic)
 
     @property
     def takes_any_delay(self) -> bool:
@@ -373,12 +378,6 @@ class Broker(StoreRoute):
     def reset_hooks(self) -> list[ResetHook]:
         """Functions called with group and topic after each `reset_group`, under the runner's lock."""
         return self._parts.progress.reset_hooks
-
-    def dead_letters(self, group: str) -> list[StoredMessage]:
-        """Return a consumer group's dead letters."""
-        with self._life.errors():
-            self._life.check_open()
-        return list(self.messages(dead_letter_topic(group)))
 
     # ---- replication
 

@@ -33,6 +33,7 @@ _NAMES: Final = {
 """The names of settings in Python by those in ``subscriptionGroup.json``."""
 _ATTRIBUTES: Final = "attributes"
 _PRIORITY_FACTOR: Final = "priority.factor"
+_DEFAULTS: Final[Mapping[str, object]] = {**group_row(""), _ORDERED: False, _ATTRIBUTES: {}}
 _MAX_INT: Final = (1 << 31) - 1
 _BOUNDS: Final = {"retryMaxTimes": (-1, _MAX_INT), "retryQueueNums": (0, MOST_QUEUES)}
 """Smallest and largest value of a numeric setting; others range from 0 to `_MAX_INT`."""
@@ -45,15 +46,23 @@ def group_settings(
     broadcasts: bool | None,
     priority_factor: int | None = None,
 ) -> dict[str, object]:
-    """Return the settings that are not None, by their names in ``subscriptionGroup.json``."""
-    settings = {
+    """Return the settings that are not None, by their names in ``subscriptionGroup.json``.
+
+    Raises:
+        BrokerError: A value is wrong.
+    """
+    if priority_factor is not None and (type(priority_factor) is not int or not 0 <= priority_factor <= 100):
+        raise _wrong_factor(priority_factor)
+    settings: dict[str, object] = {
         "retryMaxTimes": retry_max_times,
         _ORDERED: is_ordered,
         "consumeEnable": consumes,
         "consumeBroadcastEnable": broadcasts,
         _ATTRIBUTES: None if priority_factor is None else {_PRIORITY_FACTOR: str(priority_factor)},
     }
-    return {key: value for key, value in settings.items() if value is not None}
+    named = {key: value for key, value in settings.items() if value is not None}
+    _check(named)
+    return named
 
 
 def settings_in(name: str, row: Mapping[str, Any]) -> GroupSettings:
@@ -76,25 +85,29 @@ def _factor(attributes: object) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 3 and int(text) <= 100 else -1
 
 
-def _check(key: str, value: object, default: object) -> None:
-    """Refuse a setting of another type than its default, or a number that is out of bounds."""
-    if key == _ATTRIBUTES:
-        if not isinstance(value, Mapping) or _factor(value) < 0:
+def _wrong_factor(value: object) -> BrokerError:
+    return BrokerError(
+        ResponseCode.SYSTEM_ERROR, f"priority_factor: expected a whole number from 0 to 100, found {value!r:.80}"
+    )
+
+
+def _check(settings: Mapping[str, object]) -> None:
+    """Refuse settings of another type than their defaults, and numbers that are out of bounds."""
+    for key, value in settings.items():
+        if key == _ATTRIBUTES:
+            if not isinstance(value, Mapping) or _factor(value) < 0:
+                raise _wrong_factor(value.get(_PRIORITY_FACTOR, value) if isinstance(value, Mapping) else value)
+            continue
+        if isinstance(_DEFAULTS[key], bool):
+            expected, is_sound = "True or False", isinstance(value, bool)
+        else:
+            minimum, maximum = _BOUNDS.get(key, (0, _MAX_INT))
+            expected = f"a whole number from {minimum} to {maximum}"
+            is_sound = type(value) is int and minimum <= value <= maximum
+        if not is_sound:
             raise BrokerError(
-                ResponseCode.SYSTEM_ERROR,
-                f"priority_factor: expected a whole number from 0 to 100, found {value!r:.80}",
+                ResponseCode.SYSTEM_ERROR, f"{_NAMES.get(key, key)}: expected {expected}, found {value!r:.80}"
             )
-        return
-    if isinstance(default, bool):
-        expected, is_sound = "True or False", isinstance(value, bool)
-    else:
-        minimum, maximum = _BOUNDS.get(key, (0, _MAX_INT))
-        expected = f"a whole number from {minimum} to {maximum}"
-        is_sound = type(value) is int and minimum <= value <= maximum
-    if not is_sound:
-        raise BrokerError(
-            ResponseCode.SYSTEM_ERROR, f"{_NAMES.get(key, key)}: expected {expected}, found {value!r:.80}"
-        )
 
 
 class Groups:
@@ -128,10 +141,6 @@ class Groups:
     def _group(self, name: str) -> GroupSettings:
         return settings_in(name, self._table.rows[name])
 
-    def of_users(self) -> list[str]:
-        """Return the names of all groups but the broker's own."""
-        return [name for name in self.by_name if name not in _BROKERS_OWN]
-
     def get_or_create(self, name: str) -> GroupSettings:
         """Return the group, made on demand; `BrokerError` if that is switched off."""
         group = self.by_name.get(name)
@@ -162,10 +171,8 @@ class Groups:
         Settings that no row of 4.9 has are ignored, as there, and so is a name: ``name`` is the group's.
         """
         validate_group(name)
-        defaults = {**group_row(name), _ORDERED: False, _ATTRIBUTES: {}}
-        changes = {key: value for key, value in settings.items() if key in defaults and key != "groupName"}
-        for key, value in changes.items():
-            _check(key, value, defaults[key])
+        changes = {key: value for key, value in settings.items() if key in _DEFAULTS and key != "groupName"}
+        _check(changes)
         if isinstance(attributes := changes.get(_ATTRIBUTES), Mapping):
             former = (self._table.rows.get(name) or {}).get(_ATTRIBUTES)
             named = {key.removeprefix("+"): value for key, value in attributes.items()}

@@ -559,9 +559,8 @@ class SharedBroker(AdministeredRoute):
 
     # ---- administration, where the store is at hand
 
-    def messages(self, topic: str) -> Iterator[StoredMessage]:
-        """Yield all messages of a topic in the order of the log."""
-        self._check_open()
+    def _messages(self, topic: str) -> Iterator[StoredMessage]:
+        self._check_open()  # it may have been closed since the call
         link = self.link
         if isinstance(link, StoreOwner):
             yield from link.route.messages(topic)

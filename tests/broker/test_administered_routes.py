@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +23,20 @@ from librmq.wire.share_links import connect_to_owner
 def in_process(folder: Path) -> Iterator[AdministeredRoute]:
     with librmq.Broker.open(folder) as broker:
         yield broker
+
+
+@contextlib.contextmanager
+def temporary(folder: Path) -> Iterator[AdministeredRoute]:
+    with librmq.Broker.temporary() as broker:
+        yield broker
+
+
+@contextlib.contextmanager
+def by_coroutine(folder: Path) -> Iterator[AdministeredRoute]:
+    with librmq.share(folder), ThreadPoolExecutor(1) as thread:  # the test may have an event loop of its own
+        peer = thread.submit(asyncio.run, librmq.share_async(folder)).result()
+        yield peer
+        thread.submit(asyncio.run, peer.__aexit__(None, None, None)).result()
 
 
 @contextlib.contextmanager
@@ -64,7 +80,7 @@ def of_one(folder: Path) -> Iterator[AdministeredRoute]:
         yield cluster
 
 
-PLACES = [in_process, as_peer, as_owner, to_owner, over_tcp, in_cluster, of_one]
+PLACES = [in_process, temporary, as_peer, as_owner, by_coroutine, to_owner, over_tcp, in_cluster, of_one]
 Place = Callable[[Path], contextlib.AbstractContextManager[AdministeredRoute]]
 everywhere = pytest.mark.parametrize("place", PLACES)
 
@@ -243,15 +259,84 @@ def test_a_message_that_was_delivered_is_known_to_cancel(place: Place, tmp_path:
         assert "no message of a producer" in route.cancel("0" * 32).why
 
 
-def test_a_closed_share_reads_no_store(tmp_path: Path) -> None:
-    with as_peer(tmp_path / "store") as route:
+@everywhere
+def test_closed_handles_refuse_each_call_at_once(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route:
         route.create_topic("orders", 1)
-    with pytest.raises(BrokerUnreachableError, match="closed"):
-        list(route.messages("orders"))
-    with pytest.raises(BrokerUnreachableError, match="closed"):
-        route.dead_letters("billing")
-    with pytest.raises(BrokerUnreachableError, match="closed"):
-        route.resend_dead_letters("billing")
+    calls: list[Callable[[], object]] = [
+        route.topics,
+        lambda: route.queues("orders"),
+        lambda: route.create_topic("orders"),
+        lambda: route.create_topic("orders", broker_name="broker-a"),
+        lambda: route.delete_topic("orders"),
+        route.clean_unused_topics,
+        route.groups,
+        lambda: route.group_settings("billing"),
+        lambda: route.set_group("billing"),
+        lambda: route.delete_group("billing"),
+        route.clients,
+        lambda: route.connections("billing"),
+        lambda: route.groups_of("orders"),
+        lambda: route.consumer_offset("billing", "orders"),
+        lambda: route.consumer_offsets("billing", "orders"),
+        lambda: route.progress("billing", "orders"),
+        lambda: route.lag("billing"),
+        lambda: route.reset_group("billing", "orders", "end"),
+        route.join,
+        lambda: route.messages("orders"),
+        lambda: route.find_by_id("0" * 32),
+        lambda: route.find_by_key("orders", "k1"),
+        lambda: route.dead_letters("billing"),
+        lambda: route.resend_dead_letters("billing"),
+        lambda: route.resend_dead_letters("billing", []),
+        lambda: route.cancel("0" * 32),
+        lambda: route.consume("orders", group="billing"),
+    ]
+    for call in calls:
+        with pytest.raises(BrokerUnreachableError, match=r"closed|no broker can be reached|cannot be asked"):
+            call()
+
+
+@everywhere
+def test_iteration_ends_with_an_error_if_the_handle_is_closed_meanwhile(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route:
+        route.create_topic("orders", 1)
+        messages = route.messages("orders")
+    with pytest.raises(BrokerUnreachableError, match=r"closed|no broker can be reached"):
+        next(messages)
+
+
+@everywhere
+def test_what_does_not_exist_is_named_with_what_may_be_meant(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route:
+        route.create_topic("orders", 1)
+        route.set_group("billing")
+        with pytest.raises(BrokerError, match="topic 'orderz' does not exist; did you mean orders"):
+            route.reset_group("billing", "orderz", "end")
+        with pytest.raises(BrokerError, match="group 'bilings' does not exist; did you mean billing"):
+            route.reset_group("bilings", "orders", "end")
+        with pytest.raises(BrokerError, match="topic 'orders' has no queue 7"):
+            route.reset_group("billing", "orders", "end", queue_id=7)
+        if place is over_tcp:  # the protocol's deletions succeed, as at a broker of RocketMQ
+            route.delete_topic("unknown")
+            route.delete_group("unknown")
+        else:
+            with pytest.raises(BrokerError, match="topic 'unknown' does not exist"):
+                route.delete_topic("unknown")
+            with pytest.raises(BrokerError, match="group 'unknown' does not exist"):
+                route.delete_group("unknown")
+
+
+@everywhere
+def test_an_id_is_not_looked_for_among_keys(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
+        route.create_topic("orders", 1)
+        first = producer.send("orders", b"1")
+        producer.send("orders", b"2", keys=[first.message_id, "k"])
+        message = route.find_by_id(first.message_id)
+        assert message is not None
+        assert message.body == b"1"
+        assert route.find_by_id("k") is None
 
 
 @everywhere
@@ -266,10 +351,28 @@ def test_wrong_arguments_are_refused_alike(place: Place, tmp_path: Path) -> None
             (lambda: route.set_group("a b"), MessageIllegalError),
             (lambda: route.group_settings(cast(Any, None)), MessageIllegalError),
             (lambda: route.delete_group(cast(Any, None)), MessageIllegalError),
+            (lambda: route.set_group("refused", priority_factor=200), BrokerError),
+            (lambda: route.set_group("refused", priority_factor=cast(Any, "7")), BrokerError),
+            (lambda: route.set_group("refused", retry_max_times=cast(Any, "3")), BrokerError),
+            (lambda: route.queues(cast(Any, None)), MessageIllegalError),
+            (lambda: route.connections(cast(Any, None)), MessageIllegalError),
+            (lambda: route.groups_of(cast(Any, None)), MessageIllegalError),
+            (lambda: route.consumer_offset(cast(Any, None), "orders"), MessageIllegalError),
+            (lambda: route.consumer_offsets("billing", cast(Any, 5)), MessageIllegalError),
+            (lambda: route.progress(cast(Any, None)), MessageIllegalError),
+            (lambda: route.lag("billing", cast(Any, 5)), MessageIllegalError),
+            (lambda: route.reset_group(cast(Any, None), "orders", "end"), MessageIllegalError),
+            (lambda: route.reset_group("billing", "orders", "end", queue_id=cast(Any, "0")), ConfigError),
+            (lambda: route.messages(cast(Any, None)), MessageIllegalError),
+            (lambda: route.dead_letters(cast(Any, None)), MessageIllegalError),
+            (lambda: route.resend_dead_letters(cast(Any, None)), MessageIllegalError),
             (lambda: route.find_by_id(cast(Any, None)), ConfigError),
             (lambda: route.find_by_key("orders", "k", max_messages=cast(Any, "2")), ConfigError),
         ]
         for call, error in wrong:
             with pytest.raises(error, match=r"expected|may only contain"):
                 call()
+        with pytest.raises(BrokerError, match="priority_factor: expected a whole number from 0 to 100, found 200"):
+            route.set_group("refused", priority_factor=200)
         assert "refused" not in route.topics()
+        assert "refused" not in route.groups()

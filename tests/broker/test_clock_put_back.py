@@ -122,5 +122,8 @@ def test_messages_over_tcp_keep_the_order_of_the_log(broker: Broker, clock: Adju
         bodies = [b"%d" % number for number in range(6)]
         for number, body in enumerate(bodies):
             clock.ahead_ms = -HOUR_MS if number in (2, 3) else 0
-            producer.send("orders", body, queue=number % 2)
+            producer.send("orders", body, keys="k", queue=number % 2)
         assert [message.body for message in route.messages("orders")] == bodies
+        for place in (broker, route):
+            assert [message.body for message in place.find_by_key("orders", "k")] == bodies
+            assert [message.body for message in place.find_by_key("orders", "k", max_messages=2)] == bodies[-2:]

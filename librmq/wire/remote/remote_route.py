@@ -320,7 +320,7 @@ class RemoteRoute(AdministeredRoute):
         queues = self._topics.get(topic)
         if queues is not None:
             return queues
-        self._check_open()
+        self._refuse_if_closed()
         learnt = self.name_servers.route_of(topic)
         with self.runner.lock:
             changed = self._learn(learnt)
@@ -364,8 +364,8 @@ class RemoteRoute(AdministeredRoute):
         return self.topic_route(topic)
 
     def broker_names(self) -> tuple[str, ...]:
-        """Return the names of the brokers that the name servers know, sorted."""
-        return tuple(sorted(self._links))
+        """Return the names of the brokers that the name servers know, sorted; none after `close`."""
+        return () if self._is_closed else tuple(sorted(self._links))
 
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the broker of that name.
@@ -396,18 +396,21 @@ class RemoteRoute(AdministeredRoute):
         Raises:
             BrokerUnreachableError: The route is closed.
         """
-        self._check_open()
+        self._refuse_if_closed()
         return self._watchers.watch(changed)
 
-    def _check_open(self) -> None:
+    def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise BrokerUnreachableError("the route was closed; make a new one with librmq.connect")
 
+    def _check_open(self) -> None:
+        self._refuse_if_closed()
+        super()._check_open()
+
     # ---- administration
 
-    def groups_of(self, topic: str) -> tuple[str, ...]:
-        """Return the groups that consume a topic or have progress in it, sorted, without asking who they are."""
-        return tuple(sorted({group for name in self.broker_names() for group in self.broker(name).groups_of(topic)}))
+    def _groups_at(self, broker_name: str, topic: str) -> Iterable[str]:
+        return self.broker(broker_name).groups_of(topic)  # a call of the request asks for each group's clients too
 
     def delete_topic(self, topic: str) -> None:
         """Delete a topic at all brokers and name servers. Its messages stay until retention deletes them."""
