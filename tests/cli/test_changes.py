@@ -332,16 +332,16 @@ def test_a_message_that_waits_is_cancelled(shell: Shell) -> None:
     assert "there is no message with the id 'nonsense'" in unknown.said
 
 
-def test_topic_create_makes_the_store_of_the_recipes(shell: Shell) -> None:
-    made = shell("topic", "create", "fresh", "orders", "--queues", "4")
-    assert (made.status, made.rows[0]["read_queues"]) == (0, 4)
+@pytest.mark.parametrize("kind", ["topic", "group"])
+def test_creating_makes_the_store(shell: Shell, kind: str) -> None:
+    made = shell(kind, "create", "fresh", "orders")
+    assert (made.status, made.rows[0]["action"]) == (0, "create")
     assert "a new one is made" in made.said
-    assert "made" not in shell("topic", "create", "fresh", "jobs").said
+    assert "made" not in shell(kind, "create", "fresh", "jobs").said
     with Broker.open("fresh") as broker:
-        Producer(broker, "p").send("orders", b"x")
-        assert len(list(broker.messages("orders"))) == 1
+        assert "orders" in (broker.topics() if kind == "topic" else broker.groups())
     assert shell("diagnose", "fresh").status == 0
-    assert shell("topic", "grow", "nowhere", "orders", "--queues", "4").status == 2
+    assert shell(kind, "delete", "nowhere", "orders").status == 2
     assert not (shell.folder / "nowhere").exists()
-    assert shell("topic", "create", "dry", "orders", "--dry-run").status == 0
+    assert shell(kind, "create", "dry", "orders", "--dry-run").status == 0
     assert not (shell.folder / "dry").exists()

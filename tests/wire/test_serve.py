@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +27,8 @@ from librmq.store import verify
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc.protocol import message_class
-from tests.programs import Process
+from tests.programs import POSIX, Process, environment
+from tests.project.test_docs import DOCS, blocks
 from tests.reference import CHECKOUT
 from tests.wire.clients import OfficialClient
 from tests.wire.conftest import ready
@@ -316,6 +319,84 @@ def test_the_example_for_node_passes(node: OfficialClient, tmp_path: Path) -> No
         "--test", "--test-force-exit", script, home=tmp_path
     )
     assert "# pass 1\n# fail 0" in told
+
+
+# ---- the recipes of the pages
+
+
+def recipe(page: str, kind: str) -> str:
+    """Return the first block of a kind in a page."""
+    return next(block.text for block in blocks(DOCS / page) if block.kind == kind)
+
+
+@pytest.fixture
+def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Work in a folder without a store, with the command ``librmq``."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@POSIX
+def test_the_recipe_for_ci_serves_what_it_creates(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's calls are in place of ``npm test``."""
+    install, begin, tests, end = recipe("wire.md", "yaml").split("- run: ")[1:]
+    assert (install.split()[:2], tests.split()[:2]) == (["pip", "install"], ["npm", "test"])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    monkeypatch.setenv("RUNNER_TEMP", str(empty_folder))
+    script = begin.removeprefix("|\n").replace("8081", port) + "\necho server $!"
+    begun = subprocess.run(["sh", "-ec", script], stdout=subprocess.PIPE, text=True, check=True).stdout
+    server = int(begun.rpartition("server ")[2])
+    try:
+        with Stub(f"127.0.0.1:{port}") as stub:
+            route = stub.call("QueryRoute", topic=resource("orders"))
+            assert len(route.message_queues) == 4
+            assert stub.send(message("orders", b"a")).status.code == 20000
+        assert subprocess.run(["sh", "-ec", end], check=False).returncode == 0
+    finally:
+        os.kill(server, signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_the_essence_for_node_moves_the_clock(node: OfficialClient, empty_folder: Path) -> None:
+    begin = """
+        import { spawn } from "node:child_process";
+        import { once } from "node:events";
+        import { createInterface } from "node:readline";
+        const store = "store";
+    """
+    end = """
+        console.log(Object.keys(ready), (await once(librmq, "exit"))[0]);
+    """
+    essence = recipe("howto/test-in-node-go-java.md", "js")
+    stopped = essence + 'librmq.kill("SIGTERM");\n'
+    script = empty_folder / "essence.mjs"
+    script.write_text(begin + stopped + end)
+    printed = node.run(script, home=empty_folder)
+    assert printed.split() == ["[", "'ready',", "'grpc',", "'remoting',", "'control'", "]", "0"]
+
+
+@pytest.mark.slow
+def test_commands_of_the_page_for_other_languages_begin_without_a_store(empty_folder: Path) -> None:
+    """The topic of a client of 4.x is created before the server starts."""
+    page = (DOCS / "howto" / "test-in-node-go-java.md").read_text("utf-8")
+    (create,) = re.findall(r"`(librmq topic create[^`]*)`", page)
+    install, serve = recipe("howto/test-in-node-go-java.md", "sh").splitlines()
+    assert install.startswith("pip install ")
+    assert subprocess.run(create.split(), stdout=subprocess.PIPE, check=False).returncode == 0
+    with Process([*serve.split(), "--remoting", "0"], stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        row = json.loads(serving.stdout.readline())
+        (shown,) = [block.text for block in blocks(DOCS / "howto" / "test-in-node-go-java.md") if block.kind == "text"]
+        assert list(row) == list(json.loads(shown))
+        with RawClient(int(row["remoting"].rpartition(":")[2])) as client:
+            assert client.put("jobs", b"x").code == 0
+        serving.terminate()
+        assert serving.wait(60) == 0
 
 
 @pytest.mark.slow

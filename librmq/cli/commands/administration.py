@@ -113,7 +113,7 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
     name, action = arguments.group, arguments.action
     if action == "create":
         validate_group(name)
-    with open_running(arguments) as broker:
+    with open_running(arguments, makes_store=action == "create") as broker:
         groups, rows = view_of(broker).groups, broker.tables.groups.rows
         if action != "create" and name not in groups:
             raise InputError(f"there is no group {name!r}{near(name, groups, GROUPS)}")
