@@ -92,9 +92,8 @@ def variables() -> dict[str, str]:
     chosen["VIRTUAL_ENV"] = str(VENV)
     chosen["PATH"] = str(BIN) + os.pathsep + chosen.get("PATH", os.defpath)
     chosen["PYTHONSAFEPATH"] = "1"
-    chosen["PYTHONPATH"] = str(EXAMPLES)  # they share modules
+    chosen["PYTHONPATH"] = f"{EXAMPLES}{os.pathsep}{CHECKOUT / 'tools'}"  # programs of each share modules
     chosen.setdefault("SPARK_SUBMIT_OPTS", SHORT_JAVA)
-    chosen["NO_MKDOCS_2_WARNING"] = "1"
     chosen.setdefault("LIBRMQ_CORE", "off")  # the tests are of the Python code, unless the caller asks
     # Without bytecode every process would compile each module again, and pytest would rewrite it.
     chosen.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -345,7 +344,7 @@ def site(arguments: Sequence[str]) -> int:
 
 def site_command(target: Path) -> Words:
     """Return the command that builds the site."""
-    return [PYTHON, "-P", "-m", "mkdocs", "build", "--strict", "--site-dir", target]
+    return [PYTHON, "-P", "-m", "website", target]
 
 
 def check(arguments: Sequence[str]) -> int:

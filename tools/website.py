@@ -1,6 +1,8 @@
-"""Hook of MkDocs: adds pages that ``docs/`` lacks to the site, and the tables that come from the code.
+"""The site: the pages of ``docs/`` with the tables that come from the code, and further pages.
 
-A link to a file of the checkout (a test, an example) leads to a page that shows the file.
+``python tools/website.py site`` writes the pages into a folder and builds them by Zensical. MkDocs reads the same
+configuration, and has this module as its hook. A link to a file of the checkout (a test, an example) leads to a page
+that shows the file.
 """
 
 from __future__ import annotations
@@ -8,6 +10,10 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -107,3 +113,31 @@ def reference() -> Iterator[tuple[str, str]]:
 def page(module: str, names: list[str]) -> str:
     """Return a page that describes names of a package."""
     return f"# {module}\n\n::: {module}\n    options:\n      members: [{', '.join(names)}]\n"
+
+
+def write(folder: Path) -> None:
+    """Write the site's pages, pictures and configuration into an empty folder, from which Zensical builds it."""
+    shutil.copytree(DOCS, folder / "docs", ignore=shutil.ignore_patterns("*.md"))
+    for name, text in pages().items():
+        path = folder / "docs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    settings = (CHECKOUT / "mkdocs.yml").read_text("utf-8").replace("hooks: [tools/website.py]\n", "")
+    (folder / "mkdocs.yml").write_text(settings.replace("paths: [.]", f"paths: [{CHECKOUT}]"), "utf-8")
+
+
+def main() -> int:
+    """Build the site in the folder that the command line names; return the exit status."""
+    target = Path(sys.argv[1]).absolute()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write(folder)
+        status = subprocess.call([sys.executable, "-m", "zensical", "build", "--strict"], cwd=folder)
+        if not status:
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.move(folder / "site", target)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
