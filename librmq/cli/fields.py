@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -40,7 +39,7 @@ def parse_object(text: str | bytes) -> Row:
         InputError: The text is none.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant)
     except RecursionError:
         raise InputError("not JSON: nested too deep") from None
     except UnicodeDecodeError:
@@ -54,7 +53,8 @@ def parse_object(text: str | bytes) -> Row:
     return value
 
 
-def _refuse_constant(name: str) -> object:
+def refuse_constant(name: str) -> object:
+    """Refuse a number of Python that JSON does not have, such as NaN."""
     raise ValueError(f"{name} is no JSON number")
 
 
@@ -64,14 +64,6 @@ def standard_input() -> Iterator[bytes]:
         return iter(())
     stream = sys.stdin.buffer
     return iter(lambda: stream.readline(_LONGEST_LINE + 1), b"")
-
-
-def input_size() -> int:
-    """Return the size of a file on standard input, 0 if it is none."""
-    try:
-        return os.fstat(sys.stdin.fileno()).st_size if sys.stdin is not None else 0
-    except (OSError, ValueError):  # closed, or not of the system
-        return 0
 
 
 def read_rows(lines: Iterable[bytes]) -> Iterator[tuple[int, Row]]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from librmq.cli.fields import refuse_constant
 from librmq.cli.output import complain
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import BodyCompressionError, MissingExtraError, RecordError
@@ -265,7 +266,7 @@ def _body_as(message: StoredMessage, form: BodyForm) -> object:
     text = body.decode(errors="backslashreplace")
     if form == "json":
         try:
-            return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+            return json.loads(text, parse_constant=refuse_constant, parse_float=_finite)
         except (ValueError, RecursionError):
             return text
     return text
@@ -277,10 +278,6 @@ def _finite(text: str) -> float:
     if math.isinf(number):
         raise ValueError(text)
     return number
-
-
-def _refuse(name: str) -> object:
-    raise ValueError(name)
 
 
 # ---- types of the rows

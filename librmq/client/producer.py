@@ -241,14 +241,14 @@ class Producer(Startable):
         """
         prepared = self._prepare(message, body, fields)
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
-        if (queue is not None or selector is not None) and prepared.priority is not None:
-            raise priority_with_queue(prepared.topic)
+        if queue is not None or selector is not None:
+            _check_choice(prepared, queue, selector)
         if queue is not None:
-            if selector is not None:
-                raise _both_queue_and_selector(prepared.topic)
             return self.sender.send_bound(prepared, self._routes.named_queue(prepared.topic, queue), timeout_ms)
         if selector is not None:
-            return self._send_selected(prepared, selector, arg, timeout_ms)
+            if not self._life.is_running:
+                self._start_or_refuse()
+            return self.sender.selected(prepared, selector, arg, timeout_ms)
         return self.sender.send(prepared, timeout_ms)
 
     def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
@@ -283,12 +283,12 @@ class Producer(Startable):
         Errors that need no broker are raised as in `send`.
         """
         prepared = self._prepare(message, body, fields)
-        if queue is not None and selector is not None:
-            raise _both_queue_and_selector(prepared.topic)
-        if (queue is not None or selector is not None) and prepared.priority is not None:
-            raise priority_with_queue(prepared.topic)
+        if queue is not None or selector is not None:
+            _check_choice(prepared, queue, selector)
         if selector is not None:
-            target = self._selected(prepared, selector, arg)
+            if not self._life.is_running:
+                self._start_or_refuse()
+            target = self._routes.selected(prepared, selector, arg, self.config.if_broker_down)
         elif queue is not None:
             target = self._routes.named_queue(prepared.topic, queue)
         else:
@@ -475,16 +475,6 @@ class Producer(Startable):
                 self._life.start(self._join)
         self._life.check_running("send")
 
-    def _send_selected(self, message: Message, selector: QueueSelector, arg: object, timeout_ms: float) -> SendResult:
-        if not self._life.is_running:
-            self._start_or_refuse()
-        return self.sender.selected(message, selector, arg, timeout_ms)
-
-    def _selected(self, message: Message, selector: QueueSelector, arg: object) -> MessageQueue:
-        if not self._life.is_running:
-            self._start_or_refuse()
-        return self._routes.selected(message, selector, arg, self.config.if_broker_down)
-
 
 def _checked(message: object) -> Message:
     if not isinstance(message, Message):
@@ -492,8 +482,11 @@ def _checked(message: object) -> Message:
     return message
 
 
-def _both_queue_and_selector(topic: str) -> MessageIllegalError:
-    return MessageIllegalError(f"topic {topic!r}: give queue= or selector=, not both")
+def _check_choice(message: Message, queue: MessageQueue | int | None, selector: QueueSelector | None) -> None:
+    if queue is not None and selector is not None:
+        raise MessageIllegalError(f"topic {message.topic!r}: give queue= or selector=, not both")
+    if message.priority is not None:
+        raise priority_with_queue(message.topic)
 
 
 def _check_batch(batch: Sequence[Message], max_size: int) -> None:

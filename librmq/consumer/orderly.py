@@ -238,7 +238,8 @@ class OrderlyDelivery(Delivery):
             if not assigned.release_until_ms:
                 assigned.release_until_ms = now_ms + WAIT_FOR_LISTENER_MS
             return False
-        self._stop_resting(assigned)
+        if self._resting.pop(assigned.queue, None) is not None:
+            assigned.delivering = False
         if self._locks:
             if assigned.messages.waiting:
                 self._unlock_later(assigned.queue, now_ms)
@@ -321,10 +322,6 @@ class OrderlyDelivery(Delivery):
 
     def _resumed(self, now_ms: int) -> None:
         self._begin_waiting(now_ms)
-
-    def _stop_resting(self, assigned: AssignedQueue) -> None:
-        if self._resting.pop(assigned.queue, None) is not None:
-            assigned.delivering = False
 
     def apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""

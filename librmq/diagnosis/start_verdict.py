@@ -317,7 +317,7 @@ class _Judge:
             read.start = start = self._start_of_walk(log)
             if start is None:
                 return log.third_last_file()
-            read.bytes = max(0, self._last_byte(log) - start)
+            read.bytes = max(0, log.begin + log.sequence.data_behind(log.begin) - start)
             read.rate = self._rate(log, start, read.bytes, clock)
             read.is_whole = read.bytes <= _MOST_WALKED
             return start if read.is_whole else log.third_last_file()
@@ -352,10 +352,6 @@ class _Judge:
         read.end = end.physical_offset
         read.cut = self._cut(log, end.physical_offset, end.damage)
         return read
-
-    def _last_byte(self, log: CommitLog) -> int:
-        """Return the end of the last byte in the log that is not zero."""
-        return log.begin + log.sequence.data_behind(log.begin)
 
     def _start_of_walk(self, log: CommitLog) -> int | None:
         """Return the file from which a broker reads the log; None if RocksDB decides."""

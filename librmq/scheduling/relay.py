@@ -1,13 +1,8 @@
 """Delivery at any time by delay levels: a message is sent again in hops, each as long as a level.
 
-::
-
-    simple    level 1 again and again          10 h 1 s by 4.9's levels: 36,001 hops
-    best      the longest level that is not    10 h 1 s: 5 × 2 h and 1 s, 6 hops
-              longer than what remains, else level 1
-
-Both deliver late by less than level 1 (1 s) plus one tick of the schedule (100 ms), for any number of hops: each hop is
-computed from the current time, so lateness does not add up. Messages are never early.
+Each hop takes the longest level that is not longer than what remains, else level 1: by 4.9's levels 10 h 1 s are 6
+hops, 5 × 2 h and 1 s. Messages are late by less than level 1 (1 s) plus one tick of the schedule (100 ms), for any
+number of hops: each hop is computed from the current time, so lateness does not add up. Messages are never early.
 
 `HopProxy` does this. A message that must wait goes to topic ``SYSTEM_SCHEDULE_MSG``, with its time and its own topic
 and queue as properties. The proxy sends it on by level, and finally to its own topic without those properties.
@@ -16,8 +11,8 @@ and queue as properties. The proxy sends it on by level, and finally to its own 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Final
 
 from librmq.config import check_now
 from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
@@ -52,24 +47,6 @@ _READ: Final = 32
 _RETRY_MS: Final = 10_000
 _SENDING: Final = ("sending on",), "sending on"
 
-Choose = Callable[[int, DelayLevels], int]
-"""Returns the level of the next hop for the remaining milliseconds, which are above 0."""
-
-
-class HopPlan(NamedTuple):
-    """The hops for a delay, by one way of choosing levels."""
-
-    hops: int
-    overshoot_ms: int
-    """By how much the hops are longer than the delay, in milliseconds."""
-
-
-def simple_level(remaining_ms: int, levels: DelayLevels = DEFAULT_LEVELS) -> int:
-    """Return the first level; `ConfigError` if it has no delay."""
-    if not levels.delays_ms or levels.delays_ms[0] <= 0:
-        raise ConfigError("delay level 1: expected a delay above 0 s for hops, found 0 s")
-    return 1
-
 
 def best_level(remaining_ms: int, levels: DelayLevels = DEFAULT_LEVELS) -> int:
     """Return the longest level that is not longer than the remaining time, or the first if all are.
@@ -78,28 +55,11 @@ def best_level(remaining_ms: int, levels: DelayLevels = DEFAULT_LEVELS) -> int:
         ConfigError: The first level has no delay.
     """
     fits = [(delay_ms, -level) for level, delay_ms in enumerate(levels.delays_ms, 1) if 0 < delay_ms <= remaining_ms]
-    return -max(fits)[1] if fits else simple_level(remaining_ms, levels)
-
-
-def hops(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose = best_level) -> Iterator[int]:
-    """Yield the levels of the hops for a delay; none for a delay of 0 or less."""
-    remaining_ms = delay_ms
-    while remaining_ms > 0:
-        level = choose(remaining_ms, levels)
-        yield level
-        remaining_ms -= levels.delay_ms(level)
-
-
-def hop_plan(delay_ms: int, levels: DelayLevels = DEFAULT_LEVELS, choose: Choose = best_level) -> HopPlan:
-    """Return the number of hops for a delay, and how much longer they are. The cost depends on the levels only."""
-    remaining_ms, count = delay_ms, 0
-    while remaining_ms > 0:
-        level_ms = levels.delay_ms(choose(remaining_ms, levels))
-        # The same level is chosen while the remaining time is not shorter than it.
-        times = max(1, remaining_ms // level_ms)
-        count += times
-        remaining_ms -= times * level_ms
-    return HopPlan(count, -remaining_ms if delay_ms > 0 else 0)
+    if fits:
+        return -max(fits)[1]
+    if not levels.delays_ms or levels.delays_ms[0] <= 0:
+        raise ConfigError("delay level 1: expected a delay above 0 s for hops, found 0 s")
+    return 1
 
 
 def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:

@@ -183,7 +183,7 @@ def may_have_readers(path: str, files: Files) -> bool:
 
 def describe_holder(part: UnreadInFile, path: str) -> str:
     """Return which messages keep a log file of the store in ``path``, and how to free it."""
-    reader, count = part.reader, "1 message" if part.messages == 1 else f"{part.messages} messages"
+    reader, count = part.reader, _count(part.messages)
     place = f"from queue offset {part.queue_offset} of {reader.topic}/{reader.queue_id} on"
     discard = "delete the file together with them by keep_unconsumed=False"
     if reader.topic == SCHEDULE_TOPIC or reader.topic.startswith(SYSTEM_PREFIX):

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from librmq.cli import fields
-from librmq.cli.fields import Row, input_size, parse_object, standard_input
+from librmq.cli.fields import Row, parse_object, standard_input
 from librmq.cli.output import Output, ProgressBar, complain
 from librmq.cli.stores import files_and_config, read_config
 from librmq.clock import ManualClock, SystemClock
@@ -81,7 +81,7 @@ def load(arguments: argparse.Namespace, output: Output) -> int:
     def warn(reason: str) -> None:
         complain(f"librmq load: {reason}")
 
-    with ProgressBar("load", input_size(), quiet=output.is_on_terminal) as bar:
+    with ProgressBar("load", 0, quiet=output.is_on_terminal) as bar:
         run(arguments.store, config, bar.track(standard_input(), len), write, warn=warn, timer=timer)
     return 0
 

@@ -164,10 +164,7 @@ class CopyWriter:
             RecordError: The bytes are no record.
         """
         lane = self._appender.lanes.get(target[:2]) or self._appender.lane(*target[:2])
-        return prepare_again(record, target, lane, self._max_size())
-
-    def _max_size(self) -> int:
-        return self._appender.log.file_size - record_format.BLANK_SIZE
+        return prepare_again(record, target, lane, self._appender.log.file_size - record_format.BLANK_SIZE)
 
     def append(self, copies: Sequence[Prepared]) -> list[AppendResult]:
         """Append what `prepare` or `prepare_again` made, side by side; return at once, whatever the durability.

@@ -179,11 +179,10 @@ class BrokerTables:
         if self._files.size(table.path) is not None or self._files.size(table.path + _BACKUP) is not None:
             return True
         if not self.topics.is_stored:  # a store without a broker has no tables, and no retries either
-            return any(map(_is_of_group, self._topics_with_queues()))
+            # Only a broker stores retries and dead letters.
+            topics = self._files.names(os.path.join(os.path.dirname(self._folder), CONSUMEQUEUE))
+            return any(topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)) for topic in topics)
         return is_likely or not has_abort(self._files, os.path.dirname(self._folder))
-
-    def _topics_with_queues(self) -> list[str]:
-        return list(self._files.names(os.path.join(os.path.dirname(self._folder), CONSUMEQUEUE)))
 
     def _user_groups(self) -> set[str]:
         topics = self.topics.rows
@@ -355,11 +354,6 @@ def group_row(group: str, retry_max_times: int = 16) -> dict[str, object]:
         "retryQueueNums": 1,
         "whichBrokerWhenConsumeSlowly": 1,
     }
-
-
-def _is_of_group(topic: str) -> bool:
-    """Return whether a topic has the retries or dead letters of a group, which only a broker stores."""
-    return topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
 
 
 def _lacks(table: ConfigTable) -> str:

@@ -290,7 +290,7 @@ class TimerLog:
         if at + UNIT_SIZE > file.size:
             return None
         unit = Unit._make(_UNIT.unpack_from(file.buffer, at))
-        return unit if _is_unit(unit) else None
+        return unit if unit.size == UNIT_SIZE and 0 < unit.magic < 8 else None
 
     def items(self) -> Iterator[tuple[int, Unit | int]]:
         """Yield every unit with its position, and the size of every blank, up to the first place with neither."""
@@ -345,10 +345,6 @@ class TimerLog:
     def flush(self) -> None:
         """Flush all units to the device."""
         self._files.flush()
-
-
-def _is_unit(unit: Unit) -> bool:
-    return unit.size == UNIT_SIZE and 0 < unit.magic < 8
 
 
 def timer_log_size(store: str, files: Files) -> int | None:

@@ -67,7 +67,7 @@ def to_jepsen(history: HistoryEvents) -> JepsenHistory:
         number, kind = len(steps), _TYPES[send.outcome]
         is_known = send.outcome == "ok"
         answered = f"[[:send {key} [{offset} {value}]]]" if is_known else f"[[:send {key} {value}]]"
-        named = f", :queue {_text(_name(queue))}, :id {_text(send.id)}"
+        named = f", :queue {_text('/'.join(map(str, queue)))}, :id {_text(send.id)}"
         asked = f"[[:send {key} {value}]]"
         steps.append(_Step(send.begin_ms, True, number, send.process, ":invoke", ":send", asked, named))
         steps.append(_Step(send.end_ms, False, number, send.process, kind, ":send", answered))
@@ -105,10 +105,6 @@ def _lines(steps: list[_Step]) -> Iterator[str]:
 
 def _invoked_first(step: _Step) -> tuple[Any, ...]:
     return step.at_ms, not step.is_invoked, step.number
-
-
-def _name(queue: Queue) -> str:
-    return "/".join(map(str, queue))
 
 
 def _text(value: object) -> str:
