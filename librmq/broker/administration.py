@@ -179,7 +179,7 @@ class Administration:
 
     def set_group(self, request: SetGroup) -> None:
         """Make a consumer group, or change it."""
-        self._groups.change_group(request.group, request.settings)
+        self._groups.change_group(request.group, request.settings, request.like)
 
     def delete_group(self, request: DeleteGroup) -> None:
         """Delete a consumer group, with its progress if that is asked for."""

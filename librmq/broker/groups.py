@@ -165,10 +165,11 @@ class Groups:
             )
         return group
 
-    def change_group(self, name: str, settings: Mapping[str, object]) -> GroupSettings:
+    def change_group(self, name: str, settings: Mapping[str, object], like: str | None = None) -> GroupSettings:
         """Make a group, or change some of its settings, by their names in ``subscriptionGroup.json``.
 
-        Settings that no row of 4.9 has are ignored, as there, and so is a name: ``name`` is the group's.
+        Settings that no row of 4.9 has are ignored, as there, and so is a name: ``name`` is the group's. A new group
+        has the other settings of the group ``like``, also those of 5.x.
         """
         validate_group(name)
         changes = {key: value for key, value in settings.items() if key in _DEFAULTS and key != "groupName"}
@@ -177,7 +178,8 @@ class Groups:
             former = (self._table.rows.get(name) or {}).get(_ATTRIBUTES)
             named = {key.removeprefix("+"): value for key, value in attributes.items()}
             changes[_ATTRIBUTES] = {**(former if isinstance(former, Mapping) else {}), **named}
-        self._table.set(name, {**(self._table.rows.get(name) or group_row(name)), **changes})
+        row = self._table.rows.get(name) or self._table.rows.get(like) or group_row(name)
+        self._table.set(name, {**row, "groupName": name, **changes})
         self._save(self._table, self._now_ms())
         group = self.by_name[name] = self._group(name)
         return group

@@ -22,7 +22,7 @@ from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, 
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
-from librmq.store.format.directory import COMMITLOG, MISSING_LOG, check_config, check_kind, infer_config
+from librmq.store.format.directory import COMMITLOG, MISSING_LOG, broker_names, check_config, check_kind, infer_config
 from librmq.store.format.documents import OWN_FOLDER
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
@@ -475,7 +475,10 @@ def open_broker(arguments: argparse.Namespace, *, makes_store: bool = False) -> 
     if makes_store and not files.is_folder(os.path.join(arguments.store, COMMITLOG)):
         complain(f"note: {arguments.store} had no store: a new one is made there")
     runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # time stands still for a command
-    with Broker.open(arguments.store, runner=runner, files=files, store_config=config) as broker:
+    name, cluster = broker_names(arguments.store, files)  # with others it would make topics of its own
+    with Broker.open(
+        arguments.store, name=name, cluster_name=cluster, runner=runner, files=files, store_config=config
+    ) as broker:
         yield broker
 
 

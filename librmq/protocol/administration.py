@@ -276,6 +276,8 @@ class SetGroup(Request[None]):
     group: str
     settings: Mapping[str, object]
     """By their names in ``subscriptionGroup.json``; omitted settings keep their values."""
+    like: str | None = None
+    """The group whose other settings a new group gets; None means the defaults."""
 
 
 @value

@@ -140,6 +140,26 @@ def test_a_copied_group_continues_where_the_other_stands(shell: Shell) -> None:
     assert shell("lag", "store", "--group", "billing").rows == []
 
 
+def test_a_copied_group_has_the_settings_of_a_later_version_too(shell: Shell) -> None:
+    path = shell.folder / "store" / "config" / "subscriptionGroup.json"
+    path.write_text(
+        path.read_text().replace('"groupName":"CG_order"', '"groupName":"CG_order","consumeTimeoutMinute":7')
+    )
+    assert shell("group", "copy", "store", "CG_order", "--to", "billing").status == 0
+    rows = tables(shell).groups.rows
+    assert rows["CG_order"]["consumeTimeoutMinute"] == 7
+    assert rows["billing"] == {**rows["CG_order"], "groupName": "billing"}
+
+
+def test_no_command_makes_topics_of_a_broker_of_another_name(shell: Shell) -> None:
+    with Broker.open("named", name="broker-7", cluster_name="shops", runner=ManualRunner()) as broker:
+        broker.create_topic("orders", 2)
+        before = set(broker.topics())
+    assert shell("topic", "create", "named", "bills").status == 0
+    with Broker.open("named", name="broker-7", cluster_name="shops", runner=ManualRunner()) as broker:
+        assert set(broker.topics()) == before | {"bills"}
+
+
 # --- progress
 
 

@@ -157,7 +157,7 @@ def _copy(broker: StoreRoute, name: str, new: str | None, groups: tuple[str, ...
     validate_group(new)
     if new in groups:
         raise InputError(f"--to: group {new!r} exists; expected a new name")
-    broker.call(SetGroup(new, broker.tables.groups.rows.get(name) or {}))
+    broker.call(SetGroup(new, {}, like=name))
     topics = []
     for topic, offsets in sorted(_progress_of(broker, name)):
         if topic != retry_topic(name):

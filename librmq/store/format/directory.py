@@ -35,7 +35,7 @@ from typing import Any, Final
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
 from librmq.files.interface import File, Files, FolderEntry, confine, numbered_files
-from librmq.message.topics import validate_topic
+from librmq.message.topics import reply_topic, validate_topic
 from librmq.runtime import lazy_numpy as np
 from librmq.store.format.documents import OWN_FOLDER, is_kept_as_own, read_kept_config, read_retention
 from librmq.store.format.indexfile import ENTRY_SIZE as INDEX_ENTRY_SIZE
@@ -85,6 +85,7 @@ _OF_TIMERS: Final = (
 )
 
 _QUEUE_IDS: Final = 1 << 31
+_INHERITED: Final = 7  # readable, writable, and a default for new topics
 _MAX_FILE_SIZE: Final = 1 << 31
 _BLANK_SIZE: Final = 8  # bytes that stay behind the last record of a log file
 _MAX_SLOTS: Final = 1 << 29
@@ -312,11 +313,31 @@ def list_queues(path: str, files: Files, *, ext: bool = False) -> list[tuple[str
 
 def known_topics(path: str, files: Files) -> set[str]:
     """Return the topics in the broker's ``topics.json``, none if it is unreadable."""
+    return set(_topic_rows(path, files))
+
+
+def _topic_rows(path: str, files: Files) -> dict[str, Any]:
     config = os.path.join(path, CONFIG, "topics.json")
     if files.size(config):
         with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, CorruptionError):
-            return set(json.loads(files.read(config)).get("topicConfigTable", {}))
-    return set()
+            return dict(json.loads(files.read(config)).get("topicConfigTable", {}))
+    return {}
+
+
+def broker_names(path: str, files: Files) -> tuple[str, str]:
+    """Return the names of the broker and its cluster, after which it names topics of its own; else those of librmq."""
+    rows, suffix = _topic_rows(path, files), reply_topic("")
+    clusters = [topic.removesuffix(suffix) for topic in rows if topic.endswith(suffix)]
+    brokers = [
+        topic
+        for topic, row in rows.items()
+        if isinstance(row, dict) and (row.get("perm"), row.get("writeQueueNums")) == (_INHERITED, 1)
+    ]
+    return _only(brokers, "broker-a"), _only(clusters, "DefaultCluster")
+
+
+def _only(names: list[str], otherwise: str) -> str:
+    return names[0] if len(names) == 1 and names[0] and names[0].isprintable() else otherwise
 
 
 def _topics(path: str, name: str, files: Files) -> Iterator[tuple[str, str]]:

@@ -153,7 +153,8 @@ def _describe_groups(broker: AskedBroker, request: DescribeGroups) -> dict[str, 
 
 def _set_group(broker: AskedBroker, request: SetGroup) -> None:
     """Change a group: a broker gives settings that a request leaves out their defaults."""
-    row = group_rows(broker).get(request.group, {})
+    rows = group_rows(broker)
+    row = rows.get(request.group) or {**rows.get(request.like or "", {}), "groupName": request.group}
     check(broker.request(FORMS[SetGroup].write(SetGroup(request.group, {**row, **request.settings}))))
 
 
