@@ -233,8 +233,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _advice(error: CorruptionError) -> str:
     """Return the end of a message about damage: what to do."""
-    if os.path.basename(os.path.dirname(error.file)) == "config":
-        return "; restore the file from a copy, or move it away: the store then lacks what it holds"
+    folder = os.path.basename(os.path.dirname(error.file))
+    if folder == "config":
+        return ""  # the error of a table says it
+    if folder == "librmq":
+        return "; move the file away: no message is in it, and librmq and a broker start without it"
     if error.kind == "size" and any(f"{os.sep}{kind}{os.sep}" in error.file for kind in ("consumequeue", "index")):
         return "; the log has the messages: librmq recover makes the file again"
     return "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"

@@ -243,9 +243,11 @@ def damage_finding(
     if damage:
         file = os.path.relpath(damage[0].file, path) if path else damage[0].file
         error = error or f"{file} at {damage[0].offset}: {damage[0].what}"
+    is_of_tables = bool(damage) and all(place.kind == "config" for place in damage)
     return Finding(
         "damage", "error", subject, f"{what}; the first: {error}." if damage else f"{what}: {error}.",
-        {"places": len(damage), "kinds": sorted({place.kind for place in damage}), "error": error}, _NEXT,
+        {"places": len(damage), "kinds": sorted({place.kind for place in damage}), "error": error},
+        "Run librmq verify STORE, which says what to do about each file." if is_of_tables else _NEXT,
     )  # fmt: skip
 
 

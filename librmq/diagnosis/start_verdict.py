@@ -43,7 +43,7 @@ from librmq.message.record import MESSAGE_MAGIC, MESSAGE_MAGIC_V2
 from librmq.runtime.event_log import counted
 from librmq.store import MessageStore
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.broker_tables import BrokerTables, repair_advice
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.directory import StoreKind
 from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader
@@ -214,13 +214,9 @@ class _Judge:
                 self._add("repairs", place, f"{state}, so {name}.bak is read in its place: it can be a save older",
                           f"to keep it, compare both, and copy {name}.bak over {name}")  # fmt: skip
             elif "damaged" in backup and state in ("is missing", "is empty"):
-                self._add("refuses", f"{place}.bak", f"{backup}, and {name} {state}",
-                          f"copy {name} from a backup of the store, or move {name}.bak away: then the broker starts "
-                          "with an empty table")  # fmt: skip
+                self._add("refuses", f"{place}.bak", f"{backup}, and {name} {state}", repair_advice(place, self._files))
             elif "damaged" in backup:
-                self._add("refuses", place, f"{state}, and {name}.bak {backup}",
-                          f"copy {name} from a backup of the store, or move both away: then the broker starts with an "
-                          "empty table")  # fmt: skip
+                self._add("refuses", place, f"{state}, and {name}.bak {backup}", repair_advice(place, self._files))
             else:
                 self._add("loses", place, f"{state}, and {name}.bak {backup}: the broker starts with an empty table",
                           f"copy {name} from a backup of the store before the start")  # fmt: skip

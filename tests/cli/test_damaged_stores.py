@@ -567,8 +567,24 @@ def test_keys_of_a_missing_older_index_file_are_found(shell: Shell, lost: int) -
 
 
 def test_tables_that_no_broker_can_open_are_unsound(shell: Shell, orders: Path) -> None:
-    for name in ("consumerOffset.json", "consumerOffset.json.bak"):
+    for name in ("consumerOffset.json", "consumerOffset.json.bak", "topics.json"):
         (orders / "config" / name).write_text('{"offsetTable":{')
     answer = shell("verify", orders)
     assert (answer.status, answer.rows[0]["sound"]) == (1, False)
-    assert "a broker can't open the store" in answer.rows[0]["damage"][0]["what"]
+    topics, progress = answer.rows[0]["damage"]
+    assert "a broker can't open the store" in progress["what"]
+    assert "a broker starts without what the file had" in topics["what"]
+    progress_advice = (
+        "copy consumerOffset.json from a backup of the store, or move consumerOffset.json and consumerOffset.json.bak "
+        "away: then groups begin where their consumers' consume_from says"
+    )
+    assert f"next: {progress_advice}" in answer.said
+    assert "next: copy topics.json from a backup of the store, or move topics.json away" in answer.said
+    assert "librmq recover" not in answer.said  # which does not touch tables
+    (orders / "config" / "topics.json").unlink()
+    assert progress_advice in shell("lag", orders).said
+    with pytest.raises(CorruptionError, match=r"or move consumerOffset\.json and"):
+        Broker.open(orders, store_config=CONFIG)
+    for name in ("consumerOffset.json", "consumerOffset.json.bak"):
+        (orders / "config" / name).unlink()
+    assert shell("verify", orders).status == 0

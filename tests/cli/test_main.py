@@ -69,12 +69,7 @@ def raiser(error: BaseException) -> Callable[[argparse.Namespace, Output], int]:
     ("error", "status", "said"),
     [
         (CorruptionError("f", 7, "size", "too short"), 1, f"librmq queues: f: at 7: too short{NEXT}\n"),
-        (
-            CorruptionError("s/config/topics.json", 0, "table", "expected a value"),
-            1,
-            "librmq queues: s/config/topics.json: at 0: expected a value; restore the file from a copy, or move it "
-            "away: the store then lacks what it holds\n",
-        ),
+        (CorruptionError("s/config/x.json", 0, "config", "cut"), 1, "librmq queues: s/config/x.json: at 0: cut\n"),
         (RecordError("bad"), 1, "librmq queues: bad (at byte 0 of the record)\n"),
         (NotAStoreError("no store"), 2, "librmq queues: no store\n"),
         (ConfigError("wrong \x1b[2J"), 2, "librmq queues: wrong \\u001b[2J\n"),

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 def verify(arguments: argparse.Namespace, output: Output) -> int:
     """Print the damage of a store, without changing it."""
     from librmq.cli.rows import verify_row
+    from librmq.store.format.broker_tables import repair_advice
     from librmq.store.recovery import verify
 
     files, config = files_and_config(arguments)
@@ -48,7 +49,10 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
     output.close()
     for note in verdict.notes:
         complain(f"note: {note}")
-    if not verdict.sound:
+    for damage in verdict.damage:
+        if damage.kind == "config":
+            complain(f"next: {repair_advice(damage.file, files)}")
+    if any(damage.kind != "config" for damage in verdict.damage):
         cut = "copy the folder, then `librmq recover STORE --dry-run` shows what a recovery would cut, and "
         database = tables_database(os.path.join(arguments.store, CONFIG), files)
         if database is not None or recognise(arguments.store, files).derives_queues:

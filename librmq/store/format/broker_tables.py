@@ -61,6 +61,25 @@ _ATTRIBUTES: Final = "attributes"
 _TOPIC_TYPE: Final = "message.type"
 
 
+_WITHOUT: Final = {
+    "topics.json": "topics must be created again",
+    "subscriptionGroup.json": "groups have default settings",
+    "consumerOffset.json": "groups begin where their consumers' consume_from says",
+    "delayOffset.json": "delayed messages are delivered again",
+    "consumerFilter.json": "consumers must subscribe with their filters again",
+}
+"""What follows from the loss of a table."""
+
+
+def repair_advice(path: str, files: Files) -> str:
+    """Return what to do about the table in ``path``, or its backup, that nothing can read."""
+    path = path.removesuffix(_BACKUP)
+    name = os.path.basename(path)
+    present = [name + end for end in ("", _BACKUP) if files.size(path + end) is not None]
+    effect = _WITHOUT.get(name, "the store lacks what it held")
+    return f"copy {name} from a backup of the store, or move {' and '.join(present)} away: then {effect}"
+
+
 def progress_export(folder: str) -> str:
     """Return the command that exports the progress in a RocksDB in ``folder`` to the file that `BrokerTables` reads."""
     return f"mqadmin rocksDBConfigToJson -p {folder} -t consumerOffsets -e {folder}/consumerOffsets.json"
@@ -500,7 +519,8 @@ class ConfigTable:
             self.is_stored = True
             return document
         if damage is not None:
-            raise damage
+            advice = repair_advice(self.path, self._files)
+            raise CorruptionError(damage.file, damage.offset, damage.kind, f"{damage.what}; {advice}") from damage
         return self._complete({})
 
     def _complete(self, document: object) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, MissingExtraError, RecordError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
-from librmq.files.memory import MemoryFiles
+from librmq.files.memory import MemoryFiles, OverlayFiles
 from librmq.files.rolling import MappingPool
 from librmq.java.lang import java_decode
 from librmq.message.batch import inner_messages, is_batch
@@ -106,15 +106,10 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
         notes.append(f"queue {queue_id} of topic {topic} was deleted: {count} of its records are still in the log")
     if has_abort(files, path) and writer is None:
         notes.append("there is an abort marker: the store was not closed")
-    try:
-        tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
-        notes += tables.replaced()
-        notes += map(compaction_note, sorted(topic for topic, row in tables.topics.rows.items() if is_compacted(row)))
-    except CorruptionError as error:
-        has_backup = files.size(error.file if error.file.endswith(".bak") else f"{error.file}.bak")
-        effect = "a broker can't open the store" if has_backup else "a broker starts without what the file had"
-        what = f"{effect}: {error.what}: restore the file from a copy, or move it away"
-        damage.append(Damage(error.file, error.offset, error.kind, what))
+    tables, damaged_tables = _read_tables(os.path.join(path, directory.CONFIG), files)
+    damage += damaged_tables
+    notes += tables.replaced()
+    notes += map(compaction_note, sorted(topic for topic, row in tables.topics.rows.items() if is_compacted(row)))
     if writer is not None:
         notes.append(f"{writer} is writing: queues and index may be behind the log")
         damage = [item for item in damage if item.kind not in ("missing", "ahead", "tail")]
@@ -123,6 +118,23 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
                 again = set(_StoreCheck(path, config, files, **{**options, "closed": False}).damage())
                 damage = [item for item in damage if item in again]
     return Verdict(tuple(damage), tuple(notes))
+
+
+def _read_tables(folder: str, files: Files) -> tuple[BrokerTables, list[Damage]]:
+    """Return the broker's tables, without those that can't be read, and the damage of these."""
+    overlay = OverlayFiles(files)
+    damage: list[Damage] = []
+    while True:
+        try:
+            return BrokerTables.open(folder, files=overlay), damage
+        except CorruptionError as error:
+            path = error.file.removesuffix(".bak")
+            if not any(map(overlay.size, (path, f"{path}.bak"))):
+                raise
+            effect = "can't open the store" if files.size(f"{path}.bak") else "starts without what the file had"
+            damage.append(Damage(error.file, error.offset, error.kind, f"a broker {effect}: {error.what}"))
+            for place in (path, f"{path}.bak"):
+                overlay.delete(place)
 
 
 class _StoreCheck:
