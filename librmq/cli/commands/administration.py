@@ -214,11 +214,13 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
             for queue, queue_offset in after.items():
                 broker = route.endpoint(only or queue.broker_name)
                 broker.call(MoveGroup(group, topic, queue_offset, queue[-1]))
-    for queue, offsets in queues.items():  # the changes are saved
-        progress = before.get(queue)
-        row = _moved_row(arguments, queue[-1], offsets, None if progress is None else progress.offset, after[queue])
-        output.row(named(view.broker_name(queue), row))
-        _note_limited(arguments, queue[-1], after[queue])
+        rows = []
+        for queue, offsets in queues.items():
+            progress = before.get(queue)
+            row = _moved_row(arguments, queue[-1], offsets, None if progress is None else progress.offset, after[queue])
+            rows.append(named(view.broker_name(queue), row))
+            _note_limited(arguments, queue[-1], after[queue])
+    output.rows_of(rows)  # the changes are saved
     return 0
 
 
