@@ -14,7 +14,7 @@ from librmq.broker.context import BrokerContext
 from librmq.broker.handlers.in_flight import Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
-from librmq.message.dead_letters import record_cause
+from librmq.message.dead_letter_cause import record_cause
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import parse_host
 from librmq.message.properties import (

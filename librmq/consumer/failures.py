@@ -29,7 +29,7 @@ from librmq.consumer.instance import ConsumerCounts, Instance, PushInstance
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
-from librmq.message.dead_letters import record_cause
+from librmq.message.dead_letter_cause import record_cause
 from librmq.message.message import Message, MessageQueue
 from librmq.message.properties import (
     PROPERTY_DELAY,

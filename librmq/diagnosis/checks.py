@@ -44,7 +44,7 @@ from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_export
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.recovery.state import judge_begin
+from librmq.store.recovery.saved_state import judge_begin
 
 if TYPE_CHECKING:
     from librmq.diagnosis.survey.model import DamagedPlace
@@ -196,7 +196,7 @@ def unverified_damage(view: StoreView) -> Iterator[Finding]:
 
 def _missing_key_findings(view: StoreView) -> Iterator[Finding]:
     """Yield a finding if a part of the log has keys that the index lacks, as a broker's own recovery can leave it."""
-    from librmq.store.recovery.check import missing_keys
+    from librmq.store.recovery.reconciliation import missing_keys
 
     store = view.store
     gap = missing_keys(store.index, store.log, store.levels)

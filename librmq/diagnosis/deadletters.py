@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped
 from librmq.diagnosis.view import Source, StoreView, View, viewed
-from librmq.message.dead_letters import cause_of
+from librmq.message.dead_letter_cause import cause_of
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_RETRY_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, retry_topic

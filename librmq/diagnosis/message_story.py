@@ -36,7 +36,7 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.filter.filters import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
 from librmq.message import record
-from librmq.message.dead_letters import recorded_cause
+from librmq.message.dead_letter_cause import recorded_cause
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.message.properties import (

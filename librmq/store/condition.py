@@ -31,7 +31,7 @@ from librmq.files.interface import Damage, Files
 from librmq.store.engine.store_parts import Parts
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.recovery.salvage import find_record
-from librmq.store.recovery.state import judge_begin, read_mark
+from librmq.store.recovery.saved_state import judge_begin, read_mark
 
 
 class Wholeness(enum.Enum):

@@ -43,7 +43,7 @@ from librmq.store.format.keyindex import KeyIndex
 from librmq.store.read_only_view import Moment, ReadOnlyView
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import describe_recovery, load
-from librmq.store.recovery.state import MarkWriter, delete_mark, write_closed_state
+from librmq.store.recovery.saved_state import MarkWriter, delete_mark, write_closed_state
 from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.retention import DISK_CHECK_MS, Readers, Retention
 

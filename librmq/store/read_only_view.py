@@ -7,7 +7,7 @@
                   walked through from where a recovery would begin        again, follows the log's begin
     is free       the result of a recovery, in memory                     checks whether a writer has been there
     either        for a store of 5.x whose queues are not in files:       as beside a writer
-                  what the log says, `librmq.store.derived_queues`
+                  what the log says, `librmq.store.queues_in_memory`
 
 Nothing is locked, and no byte of a file changes. A refresh notices a writer that began or ended; replaced parts stay as
 they were. `librmq.store.live_tail` reads the files beside a writer.
@@ -39,13 +39,13 @@ from librmq.files.rolling import file_name
 from librmq.message.delays import DelayLevels
 from librmq.runtime.locks import Lock
 from librmq.store.condition import Condition, Wholeness, condition_of
-from librmq.store.derived_queues import DerivedParts, DerivedQueue
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
+from librmq.store.queues_in_memory import DerivedParts, DerivedQueue
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import load
 

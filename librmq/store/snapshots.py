@@ -51,7 +51,7 @@ from librmq.store.format.rocksdb import is_database
 from librmq.store.format.timerfiles import TimerCheckpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import settle
-from librmq.store.recovery.state import read_closed_state
+from librmq.store.recovery.saved_state import read_closed_state
 
 _PART: Final = ".part"
 _STILL_WRITTEN: Final = 2  # files of the log that a writer or its recovery can still change

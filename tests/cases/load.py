@@ -55,7 +55,7 @@ from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.recovery.state import delete_mark
+from librmq.store.recovery.saved_state import delete_mark
 from librmq.txn import TransactionConfig, Transactions
 
 _BORN_TIMESTAMP_MS: Final = 1_700_000_000_000

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from librmq.store.recovery import state
+from librmq.store.recovery import saved_state
 
 
 @pytest.fixture
 def mark_each_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave a mark at each flush, not only after many bytes."""
-    monkeypatch.setattr(state, "WORTH_A_MARK", 1)
+    monkeypatch.setattr(saved_state, "WORTH_A_MARK", 1)

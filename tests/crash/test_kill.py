@@ -56,10 +56,10 @@ from collections import deque
 from dataclasses import replace
 
 from librmq import Message, MessageStore
-from librmq.store.recovery import state
+from librmq.store.recovery import saved_state
 from tests.crash.test_kill import CONFIG, body_of
 
-state.WORTH_A_MARK = 1  # each flush leaves a mark
+saved_state.WORTH_A_MARK = 1  # each flush leaves a mark
 
 path, mode, life, thread_count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 sync = mode == "sync" or (mode == "pipelined" and life % 2 == 0)

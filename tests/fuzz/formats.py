@@ -122,7 +122,7 @@ def index(data: bytes) -> None:
     from librmq.errors import StoreError
     from librmq.store.format.indexfile import IndexFile, file_length
     from librmq.store.format.keyindex import KeyIndex
-    from librmq.store.recovery.check import find_flaw
+    from librmq.store.recovery.reconciliation import find_flaw
 
     length = file_length(8, 32)
     files = _files("/index", b"", 1)
@@ -161,7 +161,7 @@ def checkpoint(data: bytes) -> None:
     """Open bytes as a checkpoint, and as the states that librmq saves when it closes and flushes a store."""
     from librmq.errors import StoreError
     from librmq.store.format.checkpoint import CHECKPOINT_SIZE, Checkpoint
-    from librmq.store.recovery.state import MarkError, read_closed_state, take_mark
+    from librmq.store.recovery.saved_state import MarkError, read_closed_state, take_mark
 
     files = _files("/store", b"", 1)
     short = data if data[:1] == b"\xff" else (data + bytes(CHECKPOINT_SIZE))[:CHECKPOINT_SIZE]

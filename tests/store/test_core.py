@@ -44,7 +44,7 @@ def needs_core(test: Any) -> Any:
 
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the store run its Python code."""
-    for module in ("message.frames", "store.engine.dispatch", "store.recovery.check"):
+    for module in ("message.frames", "store.engine.dispatch", "store.recovery.reconciliation"):
         monkeypatch.setattr(f"librmq.{module}.CORE", compiled_core.PURE)
 
 
@@ -136,8 +136,10 @@ def test_verdicts_are_equal(sizes: list[int], flips: list[tuple[str, int, int]],
     for compared in (16, COMPARED):
         with pytest.MonkeyPatch.context() as patch:
             without_core(patch)
-            patch.setattr("librmq.store.recovery.check.COMPARED", compared)  # fewer, so that arrays are worth it
-            patch.setattr("librmq.store.recovery.check._LEAST_APART", 1)
+            patch.setattr(
+                "librmq.store.recovery.reconciliation.COMPARED", compared
+            )  # fewer, so that arrays are worth it
+            patch.setattr("librmq.store.recovery.reconciliation._LEAST_APART", 1)
             assert verify("/store", config, files) == compiled
 
 

@@ -13,7 +13,7 @@ from librmq.columns.arrow_columns import LAST_MS
 from librmq.diagnosis.deadletters import OF_A_LETTER, ORIGIN_TOPIC, VARIABLE_PARTS
 from librmq.diagnosis.whatif import Consumption, estimate
 from librmq.errors import AllocationError
-from librmq.message.dead_letters import AT_ONCE, IN_ORDER, USED_UP
+from librmq.message.dead_letter_cause import AT_ONCE, IN_ORDER, USED_UP
 from librmq.message.delays import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import MessageQueue
 from librmq.message.properties import (

@@ -2,8 +2,8 @@
 
 After a clean exit the walk covers the last three files of the log, or only the last record if librmq closed the store
 and nothing has changed since. After an unclean exit, which the abort marker shows, it begins at the newest file whose
-first record the checkpoint covers, or at the mark of the last flush (`librmq.store.recovery.state`), which any doubt
-overrules. Mirrors 4.9.4's ``DefaultMessageStore.load``.
+first record the checkpoint covers, or at the mark of the last flush (`librmq.store.recovery.saved_state`), which any
+doubt overrules. Mirrors 4.9.4's ``DefaultMessageStore.load``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.recovery.check import UncleanQueues
 from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings
-from librmq.store.recovery.state import Mark, MarkError, StoreState, read_closed_state, take_mark
+from librmq.store.recovery.reconciliation import UncleanQueues
+from librmq.store.recovery.saved_state import Mark, MarkError, StoreState, read_closed_state, take_mark
 
 _T = TypeVar("_T")
 

@@ -38,8 +38,8 @@ from librmq.store.format.broker_tables import BrokerTables, compaction_note, is_
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
-from librmq.store.recovery.check import Reconciliation, Scope
-from librmq.store.recovery.state import judge_begin, read_closed_state
+from librmq.store.recovery.reconciliation import Reconciliation, Scope
+from librmq.store.recovery.saved_state import judge_begin, read_closed_state
 
 _T = TypeVar("_T")
 
