@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import shutil
@@ -193,6 +194,49 @@ def test_owners_killed_again_and_again_break_no_promise(tmp_path: Path, slow_bud
                 missing.discard(arrived.get(timeout=20))
 
 
+FIRST_OPENER = """
+import sys
+import librmq
+
+print("ready", flush=True)
+for line in sys.stdin:
+    with librmq.share(line.strip()) as shared:
+        shared.create_topic("orders", 1)
+        librmq.Producer(shared, "shop").send("orders", sys.argv[1].encode())
+        print("opened", flush=True)
+        sys.stdin.readline()
+    print("closed", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_open_a_new_folder_at_once(tmp_path: Path, slow_budget: SlowBudget) -> None:
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(start_program(FIRST_OPENER, number)) for number in range(4)]
+
+        def expect(word: str) -> None:
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.readline().strip() == word
+
+        def write(line: str) -> None:
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write(f"{line}\n")
+                process.stdin.flush()
+
+        expect("ready")
+        for number in slow_budget.rounds(200, "new folders that four processes open at once", at_least=20):
+            folder = tmp_path / str(number)
+            write(str(folder))
+            expect("opened")
+            write("close")
+            expect("closed")
+            with MessageStore.open(folder, read_only=True) as store:
+                assert sorted(message.body for message in store.topic_messages("orders")) == [b"0", b"1", b"2", b"3"]
+            shutil.rmtree(folder)
+
+
 # ---- one process after the other
 
 
@@ -349,8 +393,17 @@ def test_a_command_names_nothing(tmp_path: Path) -> None:
         ('{"version": 1, "store": {}, "broker": {"timers": {"slots_total": 1}}}', ConfigError, "delete the file"),
         ('{"version": 1, "store": {}, "broker": {"hops": "yes"}}', ConfigError, "hops.*delete the file"),
         ('{"version": 2, "store": {}, "broker": {}}', CorruptionError, "version 2"),
+        ('{"version": 1, "store": {"flush_interval_s": NaN}, "broker": {}}', ConfigError, "found nan; delete the file"),
+        ('{"version": 1, "store": {"max_message_size": 1e999}, "broker": {}}', ConfigError, "found inf; delete"),
+        (f'{{"version": 1, "store": {{"max_message_size": {"9" * 4000}}}, "broker": {{}}}}', ConfigError, "found 9999"),
+        (f'{{"version": 1, "store": {{"a": {"9" * 5000}}}, "broker": {{}}}}', CorruptionError, "settings.json"),
+        ('{"version": 1, "store": {"message_delay_level": ["1s"]}, "broker": {}}', ConfigError, "delete the file"),
+        ('{"version": 1, "store": [], "broker": {}}', CorruptionError, r"found \[\] as store"),
         ("[", CorruptionError, "settings.json"),
+        ("[" * 200_000, CorruptionError, "settings.json"),
+        (" " * (100 << 20), CorruptionError, "at most 1048576 bytes"),
     ],
+    ids=range(13),
 )
 def test_a_hostile_file_is_refused(tmp_path: Path, text: str, error: type[Exception], match: str) -> None:
     owned(tmp_path, store_config=SYNC)
@@ -360,3 +413,20 @@ def test_a_hostile_file_is_refused(tmp_path: Path, text: str, error: type[Except
         librmq.share(tmp_path)
     file.unlink()
     assert owned(tmp_path)[0].durability == "async", "without the file settings are named again"
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "link to nothing", "link to a device"])
+def test_what_is_no_file_of_settings_is_refused(tmp_path: Path, kind: str) -> None:
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere.json"
+    owned(store, store_config=SYNC)
+    file = store / "librmq" / "settings.json"
+    file.rename(elsewhere)
+    before = elsewhere.read_bytes()
+    if kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to({"link": elsewhere, "link to nothing": tmp_path / "absent"}.get(kind, Path("/dev/zero")))
+    for opens in (librmq.share, librmq.Broker.open):
+        with pytest.raises(CorruptionError, match=r"settings\.json.*(a symbolic link|expected a regular file)"):
+            opens(store)
+    assert elsewhere.read_bytes() == before
