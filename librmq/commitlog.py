@@ -603,8 +603,7 @@ class CommitLog(Closing, LogState):
 
     def release_read_pages(self, begin: int, end: int) -> None:
         """Release mapped pages that a scan has read, so that it does not hold those of the whole log."""
-        if not self._sequence.writable:
-            self._sequence.unmap_pages(begin, end)
+        self._sequence.release_read_pages(begin, end)
 
     def follow(self, until: int | None = None) -> Iterator[tuple[int, int, bytes]]:
         """Yield the records that another process has written after `end`; the caller moves `end` past each of them.

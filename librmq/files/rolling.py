@@ -352,6 +352,11 @@ class MappedFileQueue:
         """Call `Files.no_read_ahead` for the file at ``start`` from byte ``begin`` to its end."""
         self._files.no_read_ahead(self.file(start), begin, self.file_size)
 
+    def release_read_pages(self, begin: int, end: int) -> None:
+        """Unmap positions ``begin`` to ``end`` that were read once; a writer of shared files keeps its pages."""
+        if not (self.writable and self._files.is_shared):
+            self.unmap_pages(begin, end)
+
     def unmap_pages(self, begin: int, end: int) -> None:
         """Call `Files.unmap` for positions ``begin`` to ``end`` in mapped files."""
         for start in range(begin - begin % self.file_size, end, self.file_size):

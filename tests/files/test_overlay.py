@@ -128,10 +128,25 @@ def test_a_read_only_scan_leaves_no_pages_in_memory(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path, read_only=True) as store:
         for _ in range(2):
             assert [message.body[0] for message in store] == list(range(60))
-            maps = Path("/proc/self/smaps").read_text()
-            sizes = re.findall(rf"{re.escape(str(tmp_path))}/commitlog/(?:.*\n)+?Rss: *(\d+) kB", maps)
-            assert sizes
-            assert sum(map(int, sizes)) < 200
+            assert resident_kb(tmp_path / "commitlog") < 200
+
+
+def resident_kb(folder: Path) -> int:
+    maps = Path("/proc/self/smaps").read_text()
+    sizes = re.findall(rf"{re.escape(str(folder))}/(?:.*\n)+?Rss: *(\d+) kB", maps)
+    assert sizes
+    return sum(map(int, sizes))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not list the pages of a mapping")
+def test_a_look_at_a_killed_store_holds_few_pages_of_its_log(tmp_path: Path) -> None:
+    store = MessageStore.open(tmp_path, StoreConfig(commitlog_file_size=4 << 20), background=False)
+    for number in range(600):
+        store.append(Message("T", bytes((number % 256,)) * 50_000))
+    store.abandon()
+    with MessageStore.open(tmp_path, read_only=True) as reader:
+        assert reader.queues["T", 0].max_offset == 600
+        assert resident_kb(tmp_path / "commitlog") < 9_000
 
 
 def test_the_lock_of_another_process_is_respected(tmp_path: Path) -> None:
