@@ -113,6 +113,8 @@ class CommitLog(Closing, LogState):
         """Begin of this handle's last write, of one record or several."""
         self.check_owner: Callable[[], object] = _no_check
         """Called before a write reaches another file; raises if another process may write here too."""
+        self.unreadable: CorruptionError | None = None
+        """The first place that was left out because no record is there, as a caller knew of one."""
 
     @classmethod
     def open(
@@ -498,9 +500,14 @@ class CommitLog(Closing, LogState):
         """Return the store time of the record at ``physical_offset``, None if there is no record."""
         try:
             raw = self.read(physical_offset, size)
-        except CorruptionError:
+        except CorruptionError as error:
+            self.leave_out(error)
             return None
         return None if raw is None or len(raw) < record.FIXED_SIZE else record.store_timestamp_ms(raw)
+
+    def leave_out(self, error: CorruptionError) -> None:
+        """Note that a caller reads on behind a damaged record, so that its user learns of it at the end."""
+        self.unreadable = self.unreadable or error
 
     def scan(self, begin: int | None = None, end: int | None = None, *, check_body: bool = True) -> Iterator[LogItem]:
         """Yield records and blanks from ``begin``, by default the oldest, up to ``end``, by default the log's end.
@@ -635,12 +642,13 @@ class CommitLog(Closing, LogState):
 
     def first_store_timestamp_ms(self, start: int) -> int | None:
         """Return the store time of the first record of the file at ``start``, None if the file starts without one."""
-        if not self._sequence.data_end(start):  # reading a hole would fill it in a file system that lies in memory
-            return None
-        raw = self._sequence.file(start).buffer[: min(96, self.file_size)]
-        if len(raw) < record.FIXED_SIZE or SIZE_AND_MAGIC.unpack_from(raw)[1] not in MAGICS:
-            return None
-        return record.store_timestamp_ms(raw)
+        # Reading a hole would fill it in a file system that lies in memory.
+        raw = self._sequence.file(start).buffer[: min(96, self.file_size)] if self._sequence.data_end(start) else b""
+        if len(raw) >= record.FIXED_SIZE and SIZE_AND_MAGIC.unpack_from(raw)[1] in MAGICS:
+            return record.store_timestamp_ms(raw)
+        if start < self.end:
+            self.leave_out(CorruptionError(self._sequence.path(start), start, "record", "the file begins with none"))
+        return None
 
     def file_before(self, timestamp_ms: int) -> int:
         """Return the start of the newest file whose first record was stored by a time; the log's begin if none."""

@@ -274,7 +274,7 @@ def _call(arguments: argparse.Namespace) -> int:
         status = 0
     finally:
         output.close()
-    if hasattr(arguments, "conditions"):
+    if hasattr(arguments, "opened"):
         from librmq.cli.stores import check_closed
 
         check_closed(arguments)

@@ -16,7 +16,7 @@ from librmq.cli.options import UNIT_MS
 from librmq.cli.output import Output, complain
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.config import nearest
-from librmq.errors import BodyCompressionError, InputError, MissingExtraError, StoreError
+from librmq.errors import BodyCompressionError, CorruptionError, InputError, MissingExtraError, StoreError
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import is_system_topic, kind_of_topic
 from librmq.runtime import lazy_numpy as np
@@ -230,8 +230,11 @@ class MessageQuery:
             tests.append(lambda message: pattern.search(_text(message)) is not None)
         return lambda message: all(test(message) for test in tests)
 
-    def select_from(self, store: MessageStore) -> Iterator[StoredMessage]:
-        """Yield the selected messages of a store in log order; by queue where topic, key or id are given."""
+    def select_from(self, store: MessageStore, *, reads_on: bool = False) -> Iterator[StoredMessage]:
+        """Yield the selected messages of a store in log order; by queue where topic, key or id are given.
+
+        With ``reads_on`` queues are read on behind damaged records, as `in_queue` does.
+        """
         test = self.test()
         if self.id is not None:
             yield from filter(test, store.find_by_id(self.id))
@@ -240,7 +243,7 @@ class MessageQuery:
         elif self.topic is None:
             yield from filter(test, store)
         else:
-            yield from filter(test, self._in_queues(store))
+            yield from filter(test, self._in_queues(store, reads_on=reads_on))
 
     def select_at(self, view: ClusterView) -> Iterator[StoredMessage]:
         """Yield the selected messages of a cluster, oldest first."""
@@ -295,19 +298,42 @@ class MessageQuery:
                 ranges[name] = range(begin, end)
         return ranges
 
-    def _in_queues(self, store: MessageStore) -> Iterator[StoredMessage]:
+    def _in_queues(self, store: MessageStore, *, reads_on: bool) -> Iterator[StoredMessage]:
         matching = store.matching(tags=self.tags)
-        streams = [in_queue(store, name, offsets, matching) for name, offsets in self.ranges(store).items()]
+        streams = [
+            in_queue(store, name, offsets, matching, reads_on=reads_on) for name, offsets in self.ranges(store).items()
+        ]
         return heapq.merge(*streams, key=lambda message: message.physical_offset)
 
 
 def in_queue(
-    store: MessageStore, name: QueueName, offsets: range, matching: MessageFilter | None = None
+    store: MessageStore,
+    name: QueueName,
+    offsets: range,
+    matching: MessageFilter | None = None,
+    *,
+    reads_on: bool = False,
 ) -> Iterator[StoredMessage]:
-    """Yield the messages of a queue with the wanted queue offsets."""
-    at = offsets.start
+    """Yield the messages of a queue with the wanted queue offsets.
+
+    With ``reads_on`` a damaged record is left out and noted in the log, which the command reports at its end.
+
+    Raises:
+        CorruptionError: A record is damaged, without ``reads_on``.
+    """
+    at, step = offsets.start, _READ
     while at < offsets.stop:
-        result = store.read(*name, at, min(_READ, offsets.stop - at), matching)
+        try:
+            result = store.read(*name, at, min(step, offsets.stop - at), matching)
+        except CorruptionError as error:
+            if not reads_on:
+                raise
+            if step == 1:
+                store.log.leave_out(error)
+                at, step = at + 1, _READ
+            else:
+                step = 1
+            continue
         yield from (message for message in result.messages if message.queue_offset < offsets.stop)
         if result.next_offset <= at:
             return

@@ -388,14 +388,16 @@ def check_opened(arguments: argparse.Namespace, store: MessageStore) -> None:
     for damage in condition.damage:
         report_cut(arguments, damage)
     _note_begin(arguments, condition)
-    arguments.conditions = [*getattr(arguments, "conditions", ()), condition]
+    arguments.opened = [*getattr(arguments, "opened", ()), (condition, store.log)]
 
 
 def check_closed(arguments: argparse.Namespace) -> None:
-    """Report the damage of queues that a command has opened after `check_opened`."""
-    for condition in getattr(arguments, "conditions", ()):
+    """Report the damage that a command has met after `check_opened`: of queues, and of records that it left out."""
+    for condition, log in getattr(arguments, "opened", ()):
         for damage in condition.derived:
             report_cut(arguments, damage)
+        if log.unreadable is not None:
+            report_record(arguments, log.unreadable.offset, log.unreadable.what)
 
 
 def check_queues(arguments: argparse.Namespace, files: Files, config: StoreConfig) -> None:
@@ -445,14 +447,14 @@ def report_cut(arguments: argparse.Namespace, damage: Damage) -> None:
     complain(f"librmq {arguments.command.name}: {arguments.store}: {what}")
 
 
-def report_checksum(arguments: argparse.Namespace, physical_offset: int) -> None:
-    """Report once that a printed message has another body than its checksum says."""
+def report_record(arguments: argparse.Namespace, physical_offset: int, what: str) -> None:
+    """Report once that a record is damaged, which the command has left out, or printed as it is."""
     reported = vars(arguments).setdefault("is_cut_short", set())
-    if "checksum" not in reported:
-        reported.add("checksum")
+    if "record" not in reported:
+        reported.add("record")
         complain(
-            f"librmq {arguments.command.name}: {arguments.store}: the body at {physical_offset} does not match its "
-            "checksum (crc_ok is false): librmq verify lists the damage"
+            f"librmq {arguments.command.name}: {arguments.store}: the record at {physical_offset} is damaged: {what}; "
+            "librmq verify lists the damage"
         )
 
 

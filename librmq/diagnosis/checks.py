@@ -87,6 +87,14 @@ def _damage_findings(view: StoreView, check: bool | None) -> Iterator[Finding]:
         yield finding if view.store.queues.has_files else finding._replace(next_step=_SALVAGE)
 
 
+def refused_store(path: str) -> Finding | None:
+    """Return the finding of `verify` about a store that cannot be opened, or whose tables cannot be read."""
+    from librmq.store.recovery.verify import verify
+
+    places = verify(path).damage
+    return damage_finding(f"store {path}", places, path) if places else None
+
+
 def not_verified(subject: str, limit: int) -> Finding:
     """Return the finding that a check of at most ``limit`` messages has not compared queues and index with the log."""
     return Finding(

@@ -73,6 +73,8 @@ def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int 
         if sys_flag & BORN_HOST_V6:
             time_ms = store_timestamp_ms(buffer, at)
         times.append(time_ms if stated == place and time_ms >= 0 else None)
+        if stated != place:
+            _leave_out(log, place)
     return times
 
 
@@ -93,7 +95,14 @@ def store_times(log: CommitLog, physical_offsets: Ints) -> Ints:
         )
         if file is not None and len(rows):
             times[rows] = _of_file(np.frombuffer(file.buffer, np.uint8), start, physical_offsets[rows])
+            unknown = rows[times[rows] == UNKNOWN]
+            if len(unknown):
+                store_times_at(log, physical_offsets[unknown[:1]].tolist())  # notes it, if no record is there
     return times
+
+
+def _leave_out(log: CommitLog, place: int) -> None:
+    log.leave_out(CorruptionError(log.sequence.path_at(place), place, "record", "an entry leads here, to no record"))
 
 
 def _of_file(raw: npt.NDArray[np.uint8], start: int, physical_offsets: Ints) -> Ints:

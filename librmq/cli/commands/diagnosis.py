@@ -17,7 +17,7 @@ from librmq.cli.output import LimitReached, Output, complain, watching_bar
 from librmq.cli.selection import note_message, note_part, note_topic, read_ranges
 from librmq.cli.stores import is_url, local_copy, locate, open_view, storage_options
 from librmq.diagnosis.findings import Finding, Thresholds
-from librmq.errors import InputError, RmqError, StoreError
+from librmq.errors import CorruptionError, InputError, RmqError, StoreError
 from librmq.runtime.compiled_core import CORE_STATE
 from librmq.runtime.event_log import counted
 
@@ -35,6 +35,17 @@ _HAS_ERRORS: Final = 1
 
 def diagnose(arguments: argparse.Namespace, output: Output) -> int:
     """Print the findings, worst first, or the topics by size; status 1 if there is an error among the findings."""
+    from librmq.diagnosis.checks import refused_store
+
+    try:
+        return _diagnose(arguments, output)
+    except CorruptionError:
+        if arguments.volumes or arguments.design or (finding := refused_store(arguments.store)) is None:
+            raise
+        return _print([finding], output)
+
+
+def _diagnose(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.checks import design_check, diagnose, topic_volumes
 
     with open_view(arguments) as view:
@@ -151,7 +162,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
         if summary.skipped:
             arguments.is_cut_short = True
             complain(
-                f"librmq report: {summary.path}: the log is damaged, and the numbers can leave out messages: librmq "
+                f"librmq report: {summary.path}: the store is damaged, and the numbers can leave out messages: librmq "
                 "verify lists the damage, and librmq salvage saves what can be read"
             )
     return 0

@@ -23,7 +23,7 @@ from librmq.cli.selection import (
     select,
     user_queue,
 )
-from librmq.cli.stores import check_queues, files_and_config, open_source, open_store, report_checksum, report_cut
+from librmq.cli.stores import check_queues, files_and_config, open_source, open_store, report_cut, report_record
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
@@ -166,7 +166,11 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.diagnosis.view import StoreView
 
     with open_source(arguments) as view:
-        messages = selection.select_from(view.store) if isinstance(view, StoreView) else selection.select_at(view)
+        messages = (
+            selection.select_from(view.store, reads_on=True)
+            if isinstance(view, StoreView)
+            else selection.select_at(view)
+        )
         for message in messages:
             _print_checked(arguments, output, shown_row(message, view.levels, arguments.body))
         if not output.rows and selection.topic is not None:
@@ -179,7 +183,7 @@ def _print_checked(arguments: argparse.Namespace, output: Output, row: Row) -> N
     """Print the row of a message; one whose body does not match its checksum makes the answer a short one."""
     output.row(row)
     if not row["crc_ok"]:
-        report_checksum(arguments, row["phys"])
+        report_record(arguments, row["phys"], "its body does not match its checksum (crc_ok is false)")
 
 
 def _show_log(arguments: argparse.Namespace, selection: MessageQuery, output: Output) -> None:
@@ -275,7 +279,7 @@ def _last(store: MessageStore, selection: MessageQuery, count: int, *, everythin
         complete_from = 0
         for name, offsets in ranges.items():
             begin = max(offsets.start, offsets.stop - window)
-            messages += filter(test, in_queue(store, name, range(begin, offsets.stop), matching))
+            messages += filter(test, in_queue(store, name, range(begin, offsets.stop), matching, reads_on=True))
             if begin > offsets.start:
                 entry = store.queues[name].entry(begin)
                 complete_from = max(complete_from, 0 if entry is None else entry.physical_offset)

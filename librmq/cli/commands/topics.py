@@ -14,10 +14,11 @@ from typing import Any, Final
 from librmq.cli.output import Output, ProgressBar, complain, log_bar, watching_bar
 from librmq.cli.rows import entry_rows, queue_row
 from librmq.cli.selection import TOPICS, MessageQuery, near, note_topic_of, select
-from librmq.cli.stores import open_source, open_store, open_view, recorded_settings
+from librmq.cli.stores import open_source, open_store, open_view, recorded_settings, report_cut
 from librmq.diagnosis.findings import id_ranges
 from librmq.diagnosis.view import StoreView, topic_summaries
 from librmq.errors import InputError
+from librmq.files.interface import Damage
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.properties import tags_code
@@ -117,8 +118,14 @@ def queue(arguments: argparse.Namespace, output: Output) -> int:
             ids = [number for name, number in store.queues if name == topic]
             hint = f"; its queues are {id_ranges(ids)}" if ids else near(topic, topics, TOPICS)
             raise InputError(f"unknown queue: there is no queue {queue_id} of topic {topic!r}{hint}")
+        before = 0
         for row in entry_rows(topic, queue_id, consume_queue):
             output.row(row)
+            if row["phys"] < before:  # a later message is at a later place
+                path, position = consume_queue.place_of(row["offset"])
+                what = f"the entry leads to {row['phys']}, the one before it to {before}"
+                report_cut(arguments, Damage(path, position, "entry", what))
+            before = row["phys"]
     return 0
 
 

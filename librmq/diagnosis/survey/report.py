@@ -13,6 +13,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from librmq.commitlog import CommitLog
 from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis.checks import (
     damage_finding,
@@ -239,7 +240,7 @@ def survey_findings(view: StoreView, name: str, scope: ReportScope, *, limits: T
     return ReportPart(
         summary=StoreSummary(
             name, path, view.owner, view.now_ms, not damage if check else None, None, 0, 0, None, None,
-            skipped=bool(view.store.condition.lost) or any(finding.file.startswith(COMMITLOG) for finding in damage),
+            skipped=bool(view.store.condition.damage) or any(_is_inside(view.store.log, place) for place in damage),
         ),
         damage=damage,
         findings=(*_damage_findings(name, damage, None), *findings, *unchecked),
@@ -248,6 +249,12 @@ def survey_findings(view: StoreView, name: str, scope: ReportScope, *, limits: T
         waiting=tuple(_waiting(view, name, scope)),
         log_files=tuple(log_file_uses(view, name, group_lag)),
     )  # fmt: skip
+
+
+def _is_inside(log: CommitLog, place: DamagedPlace) -> bool:
+    """Return whether a damaged place is in the log, and not where a recovery ends it."""
+    folder, name = os.path.split(place.file)
+    return folder == COMMITLOG and (not name.isdigit() or max(int(name), place.offset) < log.end)
 
 
 # ---------------------------------------------------------------------------------------------------------- findings
