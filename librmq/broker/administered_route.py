@@ -77,6 +77,7 @@ from librmq.protocol import (
 from librmq.protocol.client_requests import NOT_SENT_HERE, SentMessage, cancel_request
 from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.runner import Runner
+from librmq.scheduling.waiting import WAITING_TOPICS
 from librmq.store.format.documents import LetterIdentity, letter_identity
 
 if TYPE_CHECKING:
@@ -469,7 +470,7 @@ class AdministeredRoute(Route, AsyncClosing):
         messages = [
             message
             for topic in self.topics()
-            if not is_system_topic(topic)
+            if not is_system_topic(topic) or topic in WAITING_TOPICS
             for message in self.find_by_key(topic, message_id)
             if message.unique_key == message_id
         ]

@@ -134,6 +134,10 @@ def test_messages_are_found(place: Place, tmp_path: Path) -> None:
             message = route.find_by_id(message_id)
             assert message is not None
             assert message.body == b"2"
+        waiting = producer.send("orders", b"later", delay_level=18)
+        message = route.find_by_id(waiting.message_id)
+        assert message is not None
+        assert message.body == b"later"
         assert route.find_by_id("0" * 32) is None
         assert sum(bounds.max_offset - bounds.min_offset for bounds in route.queues("orders").values()) == 4
 

@@ -304,8 +304,7 @@ def decide(arguments: argparse.Namespace, output: Output) -> int:
 def cancel(arguments: argparse.Namespace, output: Output) -> int:
     """Cancel a message that waits for its time."""
     with open_running(arguments) as broker:
-        # Of the store, because a route does not look among the messages that wait.
-        if next(iter(broker.store.find_by_id(arguments.id)), None) is None:
+        if broker.find_by_id(arguments.id) is None:
             raise InputError(
                 f"there is no message with the id {arguments.id!r:.200}: expected a unique id or an offset id, as "
                 "`librmq pending` and `librmq show` print them"
