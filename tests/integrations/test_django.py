@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from librmq.testing import Kit
-from tests.programs import POSIX, Process, environment
+from tests.programs import POSIX, Process, environment, run_program
 from tests.wire.stub import wait_until
 
 if find_spec("django") is None or (sys.version_info < (3, 12) and find_spec("django_tasks") is None):
@@ -477,3 +478,61 @@ def test_a_killed_process_of_a_worker_is_replaced(other_process: Project) -> Non
         worker.terminate()
         worker.communicate(timeout=60)
     assert (result.status, result.attempts, worker.returncode) == ("SUCCESSFUL", 2, 0)
+
+
+RELOADED = """
+import os
+import django
+django.setup()
+from shop.tasks import version
+result = version.enqueue()
+while not result.is_finished:
+    os.sched_yield()
+    result.refresh()
+print(result.return_value)
+"""
+
+
+@POSIX
+@pytest.mark.slow
+@pytest.mark.platform
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_worker_begins_again_when_the_code_of_a_task_changes(tmp_path: Path, processes: str) -> None:
+    """With several processes none of its own imports the tasks."""
+    from librmq.integrations.django import tasks
+
+    site, app = Project(tmp_path), tmp_path / "shop"
+    with (tmp_path / "settings.py").open("a") as file:
+        file.write('INSTALLED_APPS.append("shop")\n')
+    app.mkdir()
+    (app / "__init__.py").touch()
+    package = "django.tasks" if tasks.Task.__module__.startswith("django.") else "django_tasks"
+
+    def write(version: str) -> None:
+        code = f"from {package} import task\n@task\ndef version():\n    return {version!r}\n"
+        (app / "new").write_text(code)
+        (app / "new").replace(app / "tasks.py")
+
+    def run_task() -> str:
+        places = environment(str(tmp_path))["PYTHONPATH"]
+        done = run_program(RELOADED, PYTHONPATH=places, DJANGO_SETTINGS_MODULE="settings")
+        assert not done.returncode, done.stderr
+        return done.stdout.strip()
+
+    write("old")
+    with site.start("--reload", "--processes", processes) as worker:
+        output = worker.stdout
+        assert output is not None
+        assert run_task() == "old"
+
+        def has_noticed() -> bool:
+            write("new")
+            return bool(select.select([output], [], [], 0)[0])
+
+        wait_until(has_noticed, "the change is noticed")
+        while "runs tasks of" not in (line := output.readline()):
+            assert line.endswith("ended\n")
+        assert run_task() == "new"
+        worker.terminate()
+        worker.communicate(timeout=60)
+    assert worker.returncode == 0

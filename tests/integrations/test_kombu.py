@@ -130,7 +130,7 @@ def test_a_put_looks_twice_whether_bindings_have_changed(share: Connect, monkeyp
     with share() as connection:
         queue = connection.SimpleQueue("tasks")
         queue.put("first")
-        read = Mock(side_effect=FolderBindings.read, autospec=True)
+        read = Mock(side_effect=FolderBindings.read)
         monkeypatch.setattr(FolderBindings, "read", lambda bindings: read(bindings))
         queue.put("second")
         assert read.call_count == 2

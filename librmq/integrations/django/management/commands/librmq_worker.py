@@ -10,9 +10,11 @@ import threading
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import django
+from django.apps import apps
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError
@@ -56,6 +58,7 @@ class Command(BaseCommand):
         if unknown:
             raise CommandError(f"QUEUES has no {', '.join(unknown)}: expected some of {', '.join(backend.queues)}")
         if options["reload"] and not options["burst"]:
+            autoreload.autoreload_started.connect(_watch_apps)
             autoreload.run_with_reloader(self._run, options)
         else:
             self._run(options)
@@ -100,6 +103,14 @@ def _backend(alias: str) -> LibrmqBackend:
     if not isinstance(backend, LibrmqBackend):
         raise CommandError(f"TASKS[{alias!r}] is a {type(backend).__name__}, not a LibrmqBackend: give --backend")
     return backend
+
+
+def _watch_apps(sender: autoreload.BaseReloader, **_: object) -> None:
+    """Watch the project's apps, because other processes import their tasks."""
+    for app in apps.get_app_configs():
+        folder = Path(app.path)
+        if "site-packages" not in folder.parts:
+            sender.watch_dir(folder, "**/*.py")
 
 
 def _stop_at_signals(party: Worker | _Crew) -> None:
