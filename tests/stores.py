@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -107,9 +108,20 @@ def derived(found: Contents) -> Contents:
     return {path: data for path, data in found.items() if path.startswith(("commitlog/", "consumequeue", "index/"))}
 
 
+def store_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "librmq-store"]
+
+
+F = TypeVar("F", bound=Files)
+
+
 def in_memory(found: Mapping[str, bytes | None]) -> MemoryFiles:
     """Return files in memory with these contents: the store as another process finds it after a crash."""
-    files = MemoryFiles()
+    return with_contents(MemoryFiles(), found)
+
+
+def with_contents(files: F, found: Mapping[str, bytes | None]) -> F:
+    """Write the contents of a store into ``files``, and return them."""
     files.make_folder(ROOT)
     for path, data in found.items():
         if data is None:

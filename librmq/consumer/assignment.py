@@ -199,7 +199,8 @@ class ProcessQueue:
         self.size = self.lined_up = 0
         self._largest = -1
 
-    def _check(self) -> None:
+    def check_invariants(self) -> None:
+        """Check what holds between two calls; tests do so after each step."""
         offsets = [*self._begun, *(message.queue_offset for message in self._waiting)]
         assert offsets == sorted(set(offsets))
         assert not offsets or offsets[-1] <= self._largest

@@ -166,7 +166,9 @@ def test_rests_and_weights_lose_nothing(one_queue: Kit) -> None:
     send(one_queue, *"abcd", tags="free")
     send(one_queue, *"ABCD", tags="paid")
     one_queue.advance(seconds=2)
-    state = consumer._state().queues[0]
+    (instance,) = one_queue.broker.instances("g").values()
+    assert instance is not None
+    state = instance.queues[0]
     assert begun[3] == "down"
     assert (state.waiting, state.running) == (8 - 3 - len(begun[4:]), 0)
     one_queue.advance(seconds=10)

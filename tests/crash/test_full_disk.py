@@ -34,7 +34,7 @@ from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.store.recovery.verify import verify
 from tests.conftest import SlowBudget
-from tests.stores import ROOT, SMALL, START_MS
+from tests.stores import ROOT, SMALL, START_MS, store_threads
 
 CONFIG = StoreConfig(
     commitlog_file_size=256 << 10,
@@ -203,19 +203,17 @@ def test_readers_and_the_store_thread_survive_a_full_disk(disk: Path) -> None:
         reader = threading.Thread(target=follow)
         reader.start()
         append_until_full(store, results)
-        thread = store.handle.thread._background
+        (thread,) = store_threads()
         ballast.unlink()
         append_until_full_or(store, results, 400)
         acknowledgement = store.submit(Message("last", b""))
         while not acknowledgement.done:  # the store's thread does it
-            assert store.handle.thread._background is thread
+            assert store_threads() == [thread]
         stop.set()
         reader.join()
         assert errors == []
         assert read > 0
-        assert store.handle.thread._background is thread
-        assert thread is not None
-        assert thread._thread.is_alive()
+        assert store_threads() == [thread]
 
 
 def append_until_full_or(store: MessageStore, results: dict[int, AppendResult], count: int) -> None:

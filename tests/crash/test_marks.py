@@ -22,7 +22,20 @@ from librmq.store.format.indexfile import ENTRY_SIZE, HEADER, HEADER_SIZE, Index
 from librmq.testing import CrashImages, Event, FailingFiles
 from tests.budget import examples, many, some
 from tests.crash.runs import BusyFiles, Recorded, record
-from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, apply, contents, fill, in_memory, opened, served
+from tests.stores import (
+    ROOT,
+    SMALL,
+    SMALL_EXT,
+    START_MS,
+    Contents,
+    apply,
+    contents,
+    fill,
+    in_memory,
+    opened,
+    served,
+    with_contents,
+)
 
 pytestmark = pytest.mark.usefixtures("mark_each_flush")
 MARK = "librmq/flushed.json"
@@ -59,8 +72,8 @@ class Found(NamedTuple):
 
 def on_machine(found: Contents, machine: str = "here") -> BusyFiles:
     """Return files with these contents on a machine."""
-    files = BusyFiles()
-    files._files, files._folders = (made := in_memory(found))._files, made._folders
+    files = with_contents(BusyFiles(), found)
+    files.trace.clear()
     files.machine = machine
     return files
 

@@ -133,7 +133,7 @@ def index(data: bytes) -> None:
         opened = KeyIndex.open("/index", slots=8, entries=32, files=files, now_ms=lambda: 1_700_000_000_000)
         for key_hash in range(8):
             with suppress(StoreError):
-                assert len(opened._list[0].entries()) <= 32
+                assert len(opened.files[0].entries()) <= 32
                 opened.files[0].query(key_hash, 0, 1 << 62, 50, [])
         opened.append_many([(opened.end_physical_offset + 1, 1_700_000_000_000, [1, 2, 3])])
         opened.delete_before(1 << 50)

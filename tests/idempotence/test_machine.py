@@ -81,9 +81,9 @@ class GuardMachine(RuleBasedStateMachine):
         """Return whether the worker's effect has happened."""
         self.consumed_at: dict[int, int] = {}
         self.acknowledged: set[int] = set()
-        self.guards = [self._guard(worker) for worker in range(WORKERS)]
+        self.guards = [self.guard(worker) for worker in range(WORKERS)]
 
-    def _guard(self, worker: int) -> DedupListener:
+    def guard(self, worker: int) -> DedupListener:
         async def listener(message: Delivery) -> None:
             await paused(lambda: self._effect(worker), of_store=False)
 
@@ -296,7 +296,7 @@ def test_a_store_that_is_wrong_is_found(kind: type[MemoryDedupStore], schedule: 
     for store in (MemoryDedupStore(), kind()):
         machine = GuardMachine()
         machine.store = store
-        machine.guards = [machine._guard(worker) for worker in range(WORKERS)]
+        machine.guards = [machine.guard(worker) for worker in range(WORKERS)]
         schedule(machine)
         if isinstance(store, kind):
             with pytest.raises(AssertionError):

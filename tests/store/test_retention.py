@@ -606,13 +606,13 @@ def test_log_and_queues_are_durable_before_a_deletion() -> None:
     kept.append([MIDNIGHT] * 4)
     kept.store.log.sequence.mark_dirty(12 * FILE)
     dirty = kept.store.queues["A", 0]
-    dirty._files.mark_dirty(dirty._files.starts[-1])
+    dirty.write_again(dirty.max_offset - 1)
     files.trace.clear()
     kept.retention.delete_before(10 * FILE)
     log = f"{ROOT}/commitlog"
     calls = [(event.call, event.path) for event in files.trace]
     first = calls.index(("delete", f"{log}/{0:020d}"))
-    assert {call for call, _ in calls[:first]} == {"flush"}
+    assert {call for call, _ in calls[:first]} == {"flush", "flush_folder"}
     assert {path.removeprefix(ROOT).split("/")[1] for _, path in calls[:first]} == {"commitlog", "consumequeue"}
     expected = [
         step for number in range(10) for step in (("delete", f"{log}/{number * FILE:020d}"), ("flush_folder", log))
@@ -722,7 +722,7 @@ def test_a_failed_call_is_logged_and_retried(call: str, number: int) -> None:
     config = replace(SMALL, max_total_size=2 * FILE)
     kept = Kept(by_files(*[MIDNIGHT] * 12), config, files=files)
     for queue in kept.store.queues.values():
-        queue._files.mark_dirty(queue._files.starts[-1])
+        queue.write_again(queue.max_offset - 1)
     before = files.calls[call]
     files.fail(call, number, 5)
     failures: list[str] = []

@@ -80,7 +80,7 @@ class FakeServer(_Listener):
     """A name server and broker named ``fake``, whose other answers a test gives: a frame, bytes or nothing."""
 
     def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+        self.answer = answer
         self.asked: list[Frame] = []
         super().__init__()
         self.broker: str | None = self.address
@@ -95,7 +95,7 @@ class FakeServer(_Listener):
         while received := connected.recv(1 << 16):
             for frame in reader.feed(received):
                 self.asked.append(frame)
-                found = self._usual(frame) or self._answer(frame)
+                found = self._usual(frame) or self.answer(frame)
                 if found is not None and not frame.is_one_way:
                     connected.sendall(found if isinstance(found, bytes) else encode(found))
 

@@ -130,7 +130,7 @@ def test_a_slave_that_lacks_a_message_is_not_asked_in_a_loop() -> None:
         slave.pulled = lambda frame: answer_to(  # type: ignore[method-assign]
             frame, 20, fields={"nextBeginOffset": "5", "minOffset": "0", "maxOffset": "3", "suggestWhichBrokerId": "0"}
         )
-        slave._answer = slave.pulled
+        slave.answer = slave.pulled
         slave.slaves = {1: slave.address}
         slave.broker = None
         with librmq.connect(slave.address) as route:
