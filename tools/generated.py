@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ _MARK = re.compile(
     r"^<!-- generated: ([A-Za-z ]+?)(?: (librmq\.[\w.]+))? -->$(?:\n((?:(?!<!-- generated)[\s\S])*?)^<!-- end -->$)?",
     re.MULTILINE,
 )
+_DRAWING = re.compile(r"(?:^    .*\n(?:\n+(?=    ))?)+", re.MULTILINE)
 _WRITES = re.compile(r"\b_?log\.(debug|info|warning|error|exception|log)$")
 _FIELD = re.compile(r"%\(_?(\w+)\)[.\d]*[sdfr]")
 _SHOWN = re.compile(r"{(\w+)}")
@@ -207,7 +209,8 @@ def default_of(field: dataclasses.Field[typing.Any]) -> str:
 def format_text(path: str) -> str:
     """Return what a module of a format says below the first line of its docstring."""
     text = inspect.getdoc(importlib.import_module(path)) or ""
-    return re.sub(r"::$", ":", text.partition("\n\n")[2].removeprefix("::\n\n"), flags=re.MULTILINE)
+    text = re.sub(r"::$", ":", text.partition("\n\n")[2].removeprefix("::\n\n"), flags=re.MULTILINE)
+    return _DRAWING.sub(lambda drawing: f"```text\n{textwrap.dedent(drawing[0]).strip()}\n```\n", f"{text}\n")
 
 
 def fill(markdown: str, *, written: bool = False) -> str:

@@ -25,6 +25,8 @@ import generated
 CHECKOUT = Path(__file__).resolve().parent.parent
 DOCS = CHECKOUT / "docs"
 PROJECT_PAGES = ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
+WIDTH = 96
+"""Columns of code that fit into a window of 1,280 pixels."""
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 """The head of a page that the search leaves out: code that other pages link to."""
 LANGUAGES = {".py": "python", ".mjs": "javascript", ".json": "json", ".ipynb": "json"}
@@ -53,7 +55,10 @@ def pages() -> dict[str, str]:
     sources: dict[Path, str] = {}
     for path, name in names.items():
         text = _VERSION.sub(r"## \1", generated.fill(path.read_text("utf-8")))  # a changelog's
-        parts = (part if part.startswith("```") else relinked(part, path, name, sources) for part in _FENCE.split(text))
+        parts = (
+            shrunk(part) if part.startswith("```") else relinked(part, path, name, sources)
+            for part in _FENCE.split(text)
+        )  # fmt: skip
         texts[name] = "".join(parts)
     for path, name in sources.items():
         if path not in names:
@@ -70,6 +75,12 @@ def place_of(path: Path) -> str:
     if path.name in PROJECT_PAGES:
         return f"project/{path.stem.lower()}.md"
     return f"source/{path.relative_to(CHECKOUT).as_posix().removesuffix('.md')}.md"
+
+
+def shrunk(block: str) -> str:
+    """Return a block of code; a drawing that is wider than the page gets smaller letters."""
+    is_wide = block.startswith("```text") and max(map(len, block.splitlines())) > WIDTH
+    return f'<div class="drawing" markdown>\n\n{block}\n\n</div>' if is_wide else block
 
 
 def relinked(text: str, origin: Path, name: str, sources: dict[Path, str]) -> str:
