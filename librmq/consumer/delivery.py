@@ -605,6 +605,7 @@ class ConcurrentDelivery(Delivery):
         for message in messages:
             message.count_failure()
             message.consume_start_timestamp_ms = None  # it is not in a listener
+        # All of them wait for the same time, so the deque is in order of the due times.
         due_ms = self.runner.now_ms() + REDELIVERY_MS
         assigned.messages.lined_up += len(messages)
         for batch in _batches(assigned, messages, self.batch_size(assigned)):

@@ -300,6 +300,7 @@ class SharedBroker(AdministeredRoute):
                 change_settings=settings.changes,
             )
             undo.callback(broker.close)
+            # Record the promises only now: if the store can't be opened, nothing is promised.
             Promises.read(self.path, settings.files).record(self.path, settings.files, promises)
             # Peers of a former owner join again in a moment. Wait for them before queues are shared out, so that their
             # consumers keep their queues.
@@ -311,6 +312,8 @@ class SharedBroker(AdministeredRoute):
 
     def _settle(self, link: StoreOwner | StorePeer) -> None:
         """Continue with an owner: register clients there, then let all calls through."""
+        # Register clients without a lock first, because each registration waits for the owner's answer. Clients that
+        # come meanwhile are few, and are registered below under the lock, so that none is missed.
         beats = self._beats.copy()
         link.register(beats, self._closing.is_set)
         for topic in self._topics:

@@ -271,6 +271,7 @@ class Dispatcher(DispatchState):
         self._put_block(key_block(remaining))
 
     def _put_block(self, block: KeyBlock) -> None:
+        # Set before the call. If it fails, some of the keys may be in the index, and `_resume` asks how many.
         self._indexing = True
         self._index.append_block(*block)
         self._drop_indexed(len(block.physical_offsets))
