@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from librmq.clock import ManualClock
 from librmq.config import to_seconds, wrong_kind
@@ -285,10 +285,32 @@ async def _until_death(work: Work, coroutine: Coroutine[Any, Any, object]) -> ob
     return await _steps_until_death(work, coroutine)
 
 
+class _DiedWaiting(ProcessDied, asyncio.CancelledError):
+    """`ProcessDied` where asyncio has to see a cancellation."""
+
+
+_END_BY_CANCELLATION: Final = (asyncio.locks.__file__, asyncio.taskgroups.__file__)
+
+
+def _death_of(work: Work, coroutine: Coroutine[Any, Any, object]) -> ProcessDied:
+    """Return the error for a coroutine that waits in a dead process.
+
+    Only a cancellation lets a lock of asyncio go on to the next waiter, which can be in the process that follows, and a
+    group or `wait_for` end its tasks. It is not used elsewhere: a guard would give its claim back.
+    """
+    waiting: Any = coroutine
+    while inspect.iscoroutine(waiting.cr_await):
+        waiting = waiting.cr_await
+    is_cancelled = waiting.cr_code.co_filename in _END_BY_CANCELLATION or waiting.cr_code is asyncio.wait_for.__code__
+    return _DiedWaiting(work.label) if is_cancelled else ProcessDied(work.label)
+
+
 @types.coroutine
 def _steps_until_death(work: Work, coroutine: Coroutine[Any, Any, object]) -> Generator[Any, Any, object]:
     step: Any = coroutine.send
     argument: Any = None
+    if is_dead(work):  # it died before the event loop came to its coroutine
+        step, argument = coroutine.throw, ProcessDied(work.label)
     while True:
         try:
             awaited = step(argument)
@@ -299,7 +321,7 @@ def _steps_until_death(work: Work, coroutine: Coroutine[Any, Any, object]) -> Ge
         except BaseException as error:
             step, argument = coroutine.throw, error
         if is_dead(work):
-            step, argument = coroutine.throw, ProcessDied(work.label)
+            step, argument = coroutine.throw, _death_of(work, coroutine)
 
 
 def group_of(work: Work) -> str:

@@ -8,7 +8,8 @@ import json
 import selectors
 import sqlite3
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -401,6 +402,60 @@ def test_a_coroutine_that_waits_for_a_later_message_is_named() -> None:
             with pytest.raises(NotIdleError, match=r"billing.*orders.*waiting at test_kit.py:\d+: time stands"):
                 await rmq.advance(minutes=1)
             assert rmq.clock.now_ms() == begin
+
+    with asyncio.Runner(loop_factory=_FastLoop) as runner:
+        runner.run(test())
+
+
+async def _within_a_time(lock: asyncio.Lock) -> None:
+    await asyncio.wait_for(lock.acquire(), 1e6)
+
+
+async def _by_a_task(lock: asyncio.Lock) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(lock.acquire())
+
+
+@pytest.mark.parametrize("acquire", [asyncio.Lock.acquire, _within_a_time, _by_a_task])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_dead_coroutine_keeps_no_lock_of_asyncio(
+    acquire: Callable[[asyncio.Lock], Awaitable[object]], is_early: bool
+) -> None:
+    """The process dies before its coroutines begin, or while one has the lock and two wait for it."""
+
+    async def test() -> None:
+        lock, has_begun, crashes = asyncio.Lock(), asyncio.Event(), list[object]()
+        begun = Counter[bytes]()
+        with Kit() as rmq:
+
+            @rmq.consumer("billing").subscribe("orders")
+            async def charge(message: DeliveredMessage) -> None:
+                begun[message.body] += 1
+                await acquire(lock)
+                try:
+                    has_begun.set()
+                    await asyncio.sleep(0 if crashes else 1e6)
+                finally:
+                    lock.release()
+
+            def crash() -> None:
+                crashes.append(rmq.crash(rmq.processes[-1]))
+
+            async def crash_later() -> None:
+                await has_begun.wait()
+                crash()
+
+            for number in range(3):
+                rmq.producer().send("orders", b"%d" % number)
+            resting = rmq.run_until_idle()
+            crashing = asyncio.create_task(crash_later())
+            if is_early:
+                crash()
+                has_begun.set()
+                crashing.cancel()
+            await resting
+            assert Counter(one.outcome for one in rmq.delivered("billing")) == {"died": 3, "returned": 3}
+            assert set(begun.values()) == {1 if is_early else 2}
 
     with asyncio.Runner(loop_factory=_FastLoop) as runner:
         runner.run(test())
