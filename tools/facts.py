@@ -139,7 +139,7 @@ def survived(rows: dict[str, dict[str, Any]], tests: Sequence[str]) -> str:
 
 
 def proof_table() -> str:
-    """Return the table of the counted tests, over all their parameters; empty before the first long run."""
+    """Return the table of the counted tests, over all their parameters."""
     recorded, rows = proofs(), []
     for test in dict.fromkeys(name.partition("[")[0] for name in recorded):
         of_test = [row for name, row in recorded.items() if name.partition("[")[0] == test]
@@ -155,7 +155,9 @@ def proof_table() -> str:
                 f"{failed}" if failed else "",
             )
         )
-    return table(("test", "survived", "hours", "last commit", "failures"), rows) if rows else ""
+    if not rows:
+        return "No long run is recorded yet."
+    return table(("test", "survived", "hours", "last commit", "failures"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

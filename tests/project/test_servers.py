@@ -1,4 +1,4 @@
-"""The recipes of docs/processes.md, run by the servers that they are for: two workers share a store."""
+"""The recipes of the pages on processes and gunicorn, run by their servers: two workers share a store."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ pytestmark = [
 
 @pytest.fixture
 def recipes(tmp_path: Path) -> Path:
-    """A folder with the files of the page."""
-    for block in blocks(DOCS / "processes.md"):
+    """A folder with the files of the pages."""
+    for block in (*blocks(DOCS / "processes.md"), *blocks(DOCS / "howto" / "gunicorn.md")):
         if block.file is not None:
             (tmp_path / block.file).write_text(block.text, "utf-8")
     return tmp_path
