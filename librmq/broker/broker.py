@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 
-from librmq.broker.administered_route import StoreRoute, check_id, check_key, check_names
+from librmq.broker.administered_route import StoreRoute, check_id, check_key
 from librmq.broker.administration import ResetHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
@@ -294,8 +294,9 @@ class Broker(StoreRoute):
     # ---- administration, where the store is at hand
 
     def _check_open(self) -> None:
-        with self._life.errors():
-            self._life.check_open()
+        if self._life.dead:
+            with self._life.errors():
+                self._life.check_open()
 
     def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
         yield self.name, self  # also a closed broker, whose refusal says so
@@ -349,8 +350,8 @@ class Broker(StoreRoute):
 
     def consumer_offset(self, group: str, topic: str, queue_id: int = 0) -> int | None:
         """Return a group's stored progress in a queue: the queue offset of its next message, None if there is none."""
-        check_names(group=group, topic=topic)
-        self._check_open()
+        if self._life.dead or type(group) is not str or type(topic) is not str:
+            return super().consumer_offset(group, topic, queue_id)  # which refuses it
         # Without a request, because the wire and the kit ask for each queue.
         return self._context.offsets.consumer_offset(topic, group, queue_id)
 
