@@ -417,9 +417,10 @@ class Receive(Request[ReceiveResponse]):
 
     A message that is not acknowledged by then comes again, as one more attempt; after the group's retries it becomes a
     dead letter. If there is none yet, and ``notify`` is given, the broker calls it once, under the runner's lock, when
-    the client should ask again; `CancelReceive` ends the wait.
+    the client should ask again; `CancelReceive` ends the wait. With ``max_messages`` 0 and ``notify`` no
+    message is handed out, and ``notify`` is called when a receive can find one.
 
-    Mirrors ``PopMessageRequestHeader`` of 5.x.
+    Mirrors ``PopMessageRequestHeader`` and ``NotificationRequestHeader`` of 5.x.
 
     Raises:
         BrokerError: The topic does not exist or may not be read, the group may not consume, the filter does not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
@@ -11,6 +12,8 @@ import librmq
 from librmq import BrokerError
 from librmq.clock import SystemClock
 from librmq.errors import ReceiptError
+from librmq.protocol import CancelReceive, Receive, ReceiveResponse
+from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to
 from librmq.wire.remoting.headers import RequestCode
 from tests.wire.fake_servers import FakeServer
@@ -60,6 +63,70 @@ def test_a_wait_ends_with_a_message(served: Served) -> None:
         assert consumer.receive(1, invisible=30, wait=0) == []
         send(served, b"later")
         assert [message.body for message in consumer.receive(1, invisible=30, wait=10)] == [b"later"]
+
+
+def notified(served: Served, poll_ms: int, group: str = "g") -> Frame:
+    """Send a NOTIFICATION, and return its answer."""
+    fields = {"consumerGroup": group, "topic": "orders", "queueId": "-1", "pollTime": str(poll_ms), "bornTime": "0"}
+    return served.route.broker(served.broker.name).request(Frame(RequestCode.NOTIFICATION, fields))
+
+
+def test_a_notification_says_whether_a_receive_finds_messages_and_takes_none(served: Served) -> None:
+    assert notified(served, 0).fields["hasMsg"] == "false"
+    send(served, b"a")
+    assert notified(served, 10_000).fields["hasMsg"] == "true"
+    with consumer_of(served) as consumer:
+        (message,) = consumer.receive(16, invisible=30, wait=0)
+        assert (message.body, message.attempt) == (b"a", 1)
+        assert notified(served, 1).fields["hasMsg"] == "false", "what is in flight is not there"
+
+
+def test_a_receive_that_no_longer_waits_takes_no_message(served: Served) -> None:
+    broker, woken = served.route.broker(served.broker.name), threading.Event()
+
+    def receive() -> ReceiveResponse:
+        return broker.call(Receive("c", "g", "orders", 1, 30_000, notify=notify))
+
+    def notify() -> None:
+        woken.set()
+
+    assert receive().is_held
+    broker.call(CancelReceive(notify))
+    assert receive().is_held, "joins the notification that the broker holds"
+    send(served, b"a")
+    assert woken.wait(10)
+    (received,) = receive().messages
+    assert (received.message.body, received.attempt) == (b"a", 1)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_a_receive_says_whether_its_group_is_in_order(is_ordered: bool) -> None:
+    def answer(frame: Frame) -> Frame:
+        if frame.code != RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG:
+            return answer_to(frame, 210, "no message")
+        groups = {"g": {"groupName": "g", "consumeMessageOrderly": is_ordered}}
+        return answer_to(frame, body=write_body({"subscriptionGroupTable": groups}))
+
+    broker = FakeServer(answer)
+    route = librmq.connect(broker.address)
+    with broker, route, librmq.SimpleConsumer(route, "g") as consumer:
+        consumer.subscribe("orders")
+        assert consumer.receive(1, wait=0) == []
+    (pop,) = [frame for frame in broker.asked if frame.code == RequestCode.POP_MESSAGE]
+    assert pop.fields["order"] == str(is_ordered).lower()
+
+
+def test_a_group_in_order_receives_in_order(served: Served) -> None:
+    served.broker.create_topic("orders", 1)
+    served.broker.set_group("g", is_ordered=True)
+    send(served, b"a", b"b", b"c")
+    with consumer_of(served) as consumer:
+        got = []
+        while batch := consumer.receive(1, invisible=30, wait=0):
+            assert consumer.receive(1, invisible=30, wait=0) == [], "the queue waits for an acknowledgement"
+            got += [message.body for message in batch]
+            consumer.ack(*batch)
+    assert got == [b"a", b"b", b"c"]
 
 
 def test_a_message_comes_again_after_its_time_was_changed(served: Served) -> None:

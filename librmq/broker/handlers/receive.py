@@ -119,6 +119,8 @@ class ReceiveHandler:
         received, has_more = self._read_queues(request, group, queues, selection)
         if received or notify is None:
             return ReceiveResponse(tuple(received))
+        if not request.max_messages:
+            has_more = any(self._has_unread(group, queue) for queue in queues)
         if not has_more:
             selections = {queue: selection if queue[0] == request.topic else ALL for queue in queues}
             self._held.hold_receive(request.client_id, request.group, selections, notify)
@@ -177,7 +179,7 @@ class ReceiveHandler:
 
     def _check_receive(self, request: Receive) -> tuple[GroupSettings, list[tuple[str, int]], Selection]:
         """Refuse an invalid receive; return the group, the queues in turn, and the selection."""
-        _check_number("max_messages", request.max_messages, 1, MAX_RECEIVED)
+        _check_number("max_messages", request.max_messages, 1 if request.notify is None else 0, MAX_RECEIVED)
         _check_number("invisible_ms", request.invisible_ms, 1, MAX_INVISIBLE_MS)
         if request.max_attempts is not None:
             _check_number("max_attempts", request.max_attempts, 1, 1 << 31)
@@ -259,6 +261,15 @@ class ReceiveHandler:
             self._metrics.count("messages_out", len(received), topic=request.topic, group=group.name)
             self._metrics.count("bytes_out", size, topic=request.topic, group=group.name)
         return received, has_more
+
+    def _has_unread(self, group: GroupSettings, name: tuple[str, int]) -> bool:
+        """Return whether a receive can find messages in a queue."""
+        if name not in self._store.queues:
+            return False
+        queue = self._queue(group.name, *name)
+        if group.is_ordered and queue.is_locked(self._runner.now_ms()):
+            return False
+        return queue.next_offset < self._store.queues[name].max_offset
 
     def _read_queue(
         self, request: Receive, group: GroupSettings, key: QueueKey, room: int, selection: Selection

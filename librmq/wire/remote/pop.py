@@ -1,14 +1,20 @@
 """Receives with an invisible time at a broker of RocketMQ 5, by its POP requests.
 
-A receive is never held at the broker: messages that it handed to a client that no longer waits would be invisible. A
-consumer that waits asks again after half a second.
+A POP is never held at the broker: messages that it handed to a client that no longer waits would be invisible. A
+consumer that waits sends a NOTIFICATION, which the broker holds until a POP can find messages, and which takes none::
+
+    POP ──> nothing ──> NOTIFICATION, held        its answer ──> notify ──> POP ──> messages
+
+A broker without that request, and one that answers it at once again and again, is asked again after half a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
+from librmq.errors import RmqError
 from librmq.protocol import (
     Acknowledge,
     CancelMessage,
@@ -20,6 +26,7 @@ from librmq.protocol import (
     ReceiveResponse,
     ResponseCode,
     SendBack,
+    Subscription,
 )
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting.codec import FORMS
@@ -29,6 +36,7 @@ from librmq.wire.remoting.pop import (
     ack_frame,
     all_of,
     change_frame,
+    notification_frame,
     pop_frame,
     read_acked,
     read_changed,
@@ -39,6 +47,24 @@ from librmq.wire.remoting.pop import (
 )
 
 _AGAIN_MS: Final = 500
+_POLL_MS: Final = 15_000
+_ANSWER_WITHIN_MS: Final = 30_000
+"""After this time a notification is asked for again; its answer is lost."""
+_MOST_QUICK: Final = 3
+_Key = tuple[str, ...]
+"""Group, topic and filter."""
+
+
+class _Notification:
+    """A request that a broker holds, and the waits that its answer ends."""
+
+    def __init__(self, sent_ms: int, quick: int) -> None:
+        self.sent_ms = sent_ms
+        self.quick = quick
+        """The ones before it that were answered at once, one after the other."""
+        self.waiting: list[Callable[[], None]] = []
+
+
 _TO_DEAD_LETTERS: Final = -1
 
 
@@ -50,15 +76,32 @@ class PopReceives:
         broker_name: str,
         now_ms: Callable[[], int],
         ask: Callable[[Frame], Frame],
+        send: Callable[[Frame, Callable[[Frame | RmqError], None]], None],
+        later: Callable[[Callable[[], None]], None],
         run_at: Callable[[Callable[[], None], int], None],
+        is_ordered: Callable[[str], bool],
     ) -> None:
-        """``ask(frame)`` returns an answer, and ``run_at(call, due_ms)`` runs a function under the runner's lock."""
+        """Receive from one broker.
+
+        Args:
+            broker_name: Names it in errors.
+            now_ms: The time.
+            ask: Returns the answer to a frame.
+            send: Sends a frame whose answer may come late; the function gets it.
+            later: Runs a function under the runner's lock, soon.
+            run_at: Runs a function at a time; called under the runner's lock.
+            is_ordered: Returns whether a group receives in order.
+        """
         self._broker_name = broker_name
         self._now_ms = now_ms
         self._request = ask
+        self._send = send
+        self._later = later
         self._run_at = run_at
+        self._is_ordered = is_ordered
         self._lock = Lock()
-        self._waiting: list[Callable[[], None]] = []
+        self._held: dict[_Key, _Notification] = {}
+        self._quick: dict[_Key, int] = {}
 
     def _ask(self, kind: str, frame: Frame) -> Frame:
         """Return an answer; raise the error that names the version of a broker without POP."""
@@ -68,38 +111,65 @@ class PopReceives:
         return answer
 
     def receive(self, request: Receive) -> ReceiveResponse:
-        """Return messages; without one, let a client that waits ask again soon.
+        """Return messages; without one, let a client that waits ask again when the broker has some.
 
         Raises:
             BrokerError: The broker refuses the receive, or has no POP.
             BrokerUnreachableError: It can't be reached.
             MalformedError: Its answer can't be read.
         """
-        answer = self._ask("POP (receives with an invisible time)", pop_frame(request, self._now_ms()))
+        is_ordered = self._is_ordered(request.group)
+        frame = pop_frame(request, self._now_ms(), is_ordered=is_ordered)
+        answer = self._ask("POP (receives with an invisible time)", frame)
         response = read_popped(request, self._broker_name, answer)
-        notify = request.notify
+        notify, subscription = request.notify, request.subscription or Subscription(request.topic)
+        key = request.group, request.topic, subscription.expression_type, subscription.expression
         if response.messages or notify is None:
+            self._quick.pop(key, None)
             return response
+        now_ms = self._now_ms()
         with self._lock:
-            self._waiting.append(notify)
-        self._run_at(lambda: self._wake(notify), self._now_ms() + _AGAIN_MS)
+            held = self._held.get(key)
+            is_new = held is None or not 0 <= now_ms - held.sent_ms < _ANSWER_WITHIN_MS
+            if held is None or is_new:
+                held = self._held[key] = _Notification(now_ms, self._quick.get(key, 0))
+            held.waiting.append(notify)
+        if is_new:
+            asked = notification_frame(request, now_ms, _POLL_MS, is_ordered=is_ordered)
+            try:
+                self._send(asked, partial(self._answered, key, held))
+            except BaseException:
+                self._end(key, held)
+                raise
         return ReceiveResponse(is_held=True)
 
-    def _wake(self, notify: Callable[[], None]) -> None:
-        if self._remove(notify):
+    def _answered(self, key: _Key, held: _Notification, outcome: Frame | RmqError) -> None:
+        """Let the waits that a notification ends ask again."""
+        now_ms = self._now_ms()
+        is_quick = now_ms - held.sent_ms < _AGAIN_MS
+        self._quick[key] = held.quick + 1 if is_quick else 0
+        is_known = isinstance(outcome, RmqError) or outcome.code == 0
+        paused = not is_known or (is_quick and held.quick >= _MOST_QUICK)
+        wake = partial(self._wake, key, held)
+        # The thread that reads the connection must not wait for the lock of a step that waits for an answer.
+        self._later(partial(self._run_at, wake, now_ms + _AGAIN_MS) if paused else wake)
+
+    def _wake(self, key: _Key, held: _Notification) -> None:
+        for notify in self._end(key, held):
             notify()
+
+    def _end(self, key: _Key, held: _Notification) -> list[Callable[[], None]]:
+        with self._lock:
+            if self._held.get(key) is held:
+                del self._held[key]
+            waiting, held.waiting = held.waiting, []
+        return waiting
 
     def cancel(self, request: CancelReceive) -> None:
         """Let a client wait no longer."""
-        self._remove(request.notify)
-
-    def _remove(self, notify: Callable[[], None]) -> bool:
         with self._lock:
-            for at, waiting in enumerate(self._waiting):
-                if waiting is notify:
-                    del self._waiting[at]
-                    return True
-        return False
+            for held in self._held.values():
+                held.waiting = [notify for notify in held.waiting if notify is not request.notify]
 
     def acknowledge(self, request: Acknowledge) -> tuple[bool, ...]:
         """Acknowledge messages, one by one; return for each whether its receipt was valid."""

@@ -184,25 +184,26 @@ class RemoteBroker:
         self._beats: dict[str, Heartbeat] = {}
         self._knows: dict[str, Transport] = {}  # the connection on which the broker has a client's heartbeat
         self._delays: tuple[Transport, BrokerDelays] | None = None  # what it said on which connection
-        # Retry limits that groups announced, and on which connection.
-        self._retries: dict[str, tuple[Transport, int | None]] = {}
+        # The settings of groups, and on which connection they came.
+        self._groups: dict[str, tuple[Transport, Mapping[str, Any]]] = {}
         self._silent_until_ms = 0
         self.has_receives = False
         """Whether the broker is librmq's, which has receives with an invisible time."""
         self._receives = HeldReceives(name, self._of_client, timeout_s)
-        self._pops = PopReceives(name, runner.now_ms, self._ask_any, self._run_at_locked)
+        self._pops = PopReceives(
+            name, runner.now_ms, self._ask_any, self._send_any, later, self._run_at, self._is_ordered
+        )
         self._requests = ClientRequests(name, self._beats.get, self._receives.notify, later, name_servers)
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s, self._run_at)
 
     def _run_at(self, call: Callable[[], None], due_ms: int) -> None:
         self._runner.wake(Step(f"{self.name} pulls again", lambda now_ms: call()), due_ms)
 
-    def _run_at_locked(self, call: Callable[[], None], due_ms: int) -> None:
-        with self._runner.lock:
-            self._run_at(call, due_ms)
-
     def _ask_any(self, frame: Frame) -> Frame:
         return self._ask(frame, self._connections.get(self.address))
+
+    def _send_any(self, frame: Frame, ended: Callable[[Frame | RmqError], None]) -> None:
+        self._connections.get(self.address).send(frame, ended)
 
     @property
     def clock(self) -> Clock:
@@ -359,16 +360,35 @@ class RemoteBroker:
             return None
         return SentBack(request.reconsume_times >= max_times, max_times)
 
-    def _retries_of(self, group: str) -> int | None:
-        """Return the redeliveries that the settings of a group allow; they are asked for once a connection."""
+    def _settings_of(self, group: str) -> Mapping[str, Any]:
+        """Return the settings of a group, empty without any; they are asked for once a connection."""
+        transport = self._connections.get(self.address)
+        learnt = self._groups.get(group)
+        if learnt is None or learnt[0] is not transport:
+            answer = check(self._ask(frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), transport))
+            rows = table_in(read_body(answer.body, "the groups"), "subscriptionGroupTable")
+            learnt = transport, rows.get(group, {})
+            if learnt[1]:
+                self._groups[group] = learnt
+        return learnt[1]
+
+    def _is_ordered(self, group: str) -> bool:
+        """Return whether a group receives in order; a broker that does not show its groups has no POP, or forbids it.
+
+        Raises:
+            BrokerError: The client may not see it, so that order could be lost.
+        """
         try:
-            transport = self._connections.get(self.address)
-            learnt = self._retries.get(group)
-            if learnt is None or learnt[0] is not transport:
-                answer = check(self._ask(frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), transport))
-                rows = table_in(read_body(answer.body, "the groups"), "subscriptionGroupTable")
-                max_times = rows.get(group, {}).get("retryMaxTimes")
-                learnt = self._retries[group] = transport, max_times if type(max_times) is int else None
+            return self._settings_of(group).get("consumeMessageOrderly") is True
+        except BrokerError as error:
+            if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
+                return False
+            raise
+
+    def _retries_of(self, group: str) -> int | None:
+        """Return the redeliveries that the settings of a group allow."""
+        try:
+            max_times = self._settings_of(group).get("retryMaxTimes")
         except (ClientError, MalformedError) as error:
             _log.debug(
                 "%(broker)s: the settings of %(group)s are unknown: %(error)s",
@@ -377,7 +397,7 @@ class RemoteBroker:
                 error=error,
             )
             return None
-        return learnt[1]
+        return max_times if type(max_times) is int else None
 
     # ---- clients
 

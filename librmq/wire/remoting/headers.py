@@ -115,6 +115,7 @@ class RequestCode(enum.IntEnum):
     RECALL_MESSAGE = 370  # of 5.x, like POP
     GET_TOPIC_CONFIG = 351  # of 5.x, whose tools ask for it before a topic's statistics
     POP_MESSAGE = 200_050
+    NOTIFICATION = 200_054
     ACK_MESSAGE = 200_051
     CHANGE_MESSAGE_INVISIBLETIME = 200_053
     # librmq's own, which 4.x lacks and 5.x has in another form, if at all
@@ -695,6 +696,29 @@ class PoppedHeader:
 
 
 @value
+class NotificationHeader:
+    """Asks to be told when a receive can find messages; the broker holds it for ``poll_time`` ms."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    poll_time: int
+    born_time: int
+    order: bool = False
+    attempt_id: str | None = None
+    exp_type: str | None = None
+    exp: str | None = None
+
+
+@value
+class NotifiedHeader:
+    """The answer."""
+
+    has_msg: bool = False
+    polling_full: bool = False
+
+
+@value
 class PopAckHeader:
     """An acknowledgement of one message."""
 
@@ -813,6 +837,7 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.RECEIVE: RequestForm(ReceiveHeader, ReceivedHeader),
     **dict.fromkeys((RequestCode.CANCEL_RECEIVE, RequestCode.NOTIFY_RECEIVE), RequestForm(HoldHeader)),
     RequestCode.POP_MESSAGE: RequestForm(PopHeader, PoppedHeader),
+    RequestCode.NOTIFICATION: RequestForm(NotificationHeader, NotifiedHeader),
     RequestCode.ACK_MESSAGE: RequestForm(PopAckHeader),
     RequestCode.CHANGE_MESSAGE_INVISIBLETIME: RequestForm(PopChangeHeader, PopChangedHeader),
     RequestCode.RECALL_MESSAGE: RequestForm(RecallHeader, RecalledHeader),

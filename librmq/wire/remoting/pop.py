@@ -5,6 +5,8 @@
     POP_MESSAGE  group, topic, queue (-1: any), number, invisible time (ms)
        answer    time of the receive, invisible time, revive queue; for each queue, by a mark of its topic (0 the topic
                  itself, 1 and 2 the group's retry topic), the first queue offset and those of the messages; records
+    NOTIFICATION  group, topic, queue, poll time (ms): held until a POP can find messages
+       answer    whether it can
     ACK_MESSAGE, CHANGE_MESSAGE_INVISIBLETIME
                  group, topic of the record, queue, queue offset, and as ``extraInfo`` what names the receive
     RECALL_MESSAGE  topic, and the handle in the answer to the send of a message with a delivery time
@@ -18,11 +20,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Final, NamedTuple, Self
 
 from librmq.broker import Broker
-from librmq.errors import BrokerError, MalformedError
+from librmq.errors import BrokerError, MalformedError, RmqError
 from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties, encode_properties
 from librmq.message.record import decode_record, encode_record
@@ -30,6 +34,7 @@ from librmq.message.topics import receive_retry_topic
 from librmq.protocol import (
     Acknowledge,
     CancelMessage,
+    CancelReceive,
     CancelResult,
     ChangeInvisible,
     Receive,
@@ -38,11 +43,14 @@ from librmq.protocol import (
     ResponseCode,
     Subscription,
 )
+from librmq.runtime.runner import Step
 from librmq.wire.remoting.bodies import messages_of, records_body
 from librmq.wire.remoting.channels import Handlers, RemotingCall
 from librmq.wire.remoting.codec import check, frame_of
 from librmq.wire.remoting.frames import Frame, from_fields
 from librmq.wire.remoting.headers import (
+    NotificationHeader,
+    NotifiedHeader,
     PopAckHeader,
     PopChangedHeader,
     PopChangeHeader,
@@ -60,6 +68,8 @@ _NO_MESSAGE: Final = 208
 _ILLEGAL: Final = 604
 _ANY_QUEUE: Final = -1
 _FROM_FIRST: Final = 0
+_LONGEST_POLL_MS: Final = 60_000
+_MOST_NOTIFICATIONS: Final = 10_000
 _FIELDS: Final = 9
 
 
@@ -112,8 +122,8 @@ class PopReceipt(NamedTuple):
 # ---- at the client
 
 
-def pop_frame(request: Receive, now_ms: int) -> Frame:
-    """Return the frame of a receive that is not held."""
+def pop_frame(request: Receive, now_ms: int, *, is_ordered: bool) -> Frame:
+    """Return the frame of a receive that is not held; ``is_ordered`` says that the group receives in order."""
     subscription = request.subscription or Subscription(request.topic)
     header = PopHeader(
         request.group,
@@ -126,10 +136,20 @@ def pop_frame(request: Receive, now_ms: int) -> Frame:
         _FROM_FIRST,
         subscription.expression_type,
         subscription.expression,
-        False,
+        is_ordered,
         request.attempt_id or None,
     )
     return frame_of(RequestCode.POP_MESSAGE, header)
+
+
+def notification_frame(request: Receive, now_ms: int, poll_ms: int, *, is_ordered: bool) -> Frame:
+    """Return the frame that asks when a receive can find messages."""
+    subscription = request.subscription or Subscription(request.topic)
+    header = NotificationHeader(
+        request.group, request.topic, _ANY_QUEUE, poll_ms, now_ms, is_ordered, None, subscription.expression_type,
+        subscription.expression,
+    )  # fmt: skip
+    return frame_of(RequestCode.NOTIFICATION, header)
 
 
 def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveResponse:
@@ -245,13 +265,15 @@ def recall_handle(topic: str, broker_name: str, deliver_ms: int, message_id: str
 class PopRequests:
     """Answers POP and recall by the broker's own receives and cancellation. Thread-safe.
 
-    A receive that finds nothing is answered at once, whatever its poll time.
+    A receive that finds nothing is answered at once, whatever its poll time; NOTIFICATION is held.
     """
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
+        self._held = 0
         self.handlers: Handlers = {
             RequestCode.POP_MESSAGE: self._pop,
+            RequestCode.NOTIFICATION: self._notify,
             RequestCode.ACK_MESSAGE: self._acknowledge,
             RequestCode.CHANGE_MESSAGE_INVISIBLETIME: self._change,
             RequestCode.RECALL_MESSAGE: self._recall,
@@ -287,6 +309,44 @@ class PopRequests:
             ),
         )
         return call.answer(answer, body=records_body(records))
+
+    def _notify(self, call: RemotingCall) -> bytes | None:
+        """Answer when a receive can find messages, or the poll time is over."""
+        header: NotificationHeader = call.header
+        runner, poll_ms = self._broker.runner, min(header.poll_time, _LONGEST_POLL_MS)
+        is_answered = False
+
+        def end(has_message: bool) -> None:
+            nonlocal is_answered
+            if not is_answered:
+                is_answered = True
+                self._held -= 1
+                if not has_message:
+                    call.call_broker(CancelReceive(notify))
+                call.channel.run_later(partial(call.channel.write, call.answer(NotifiedHeader(has_message))))
+
+        def notify() -> None:
+            end(True)
+
+        def give_up(now_ms: int) -> None:
+            with suppress(RmqError):  # the client has left, or the broker is closed
+                end(False)
+
+        subscription = Subscription(header.topic, header.exp or "*", header.exp_type or "TAG")
+        with runner.lock:
+            if self._held >= _MOST_NOTIFICATIONS:
+                return call.answer(NotifiedHeader(polling_full=True))
+            self._held += 1
+            try:
+                call.call_broker(Receive("", header.consumer_group, header.topic, 0, 1, subscription, notify=notify))
+            except BaseException:
+                self._held -= 1
+                raise
+            if poll_ms <= 0:
+                give_up(0)
+            elif not is_answered:
+                runner.wake(Step(f"{self._broker.name}: notifications", give_up), runner.now_ms() + poll_ms)
+        return None
 
     def _acknowledge(self, call: RemotingCall) -> bytes:
         header: PopAckHeader = call.header
