@@ -40,6 +40,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
 from librmq.runtime.event_log import counted
+from librmq.store.condition import Wholeness
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_export
@@ -79,9 +80,7 @@ def _damage_findings(view: StoreView, check: bool | None) -> Iterator[Finding]:
         yield from unverified_damage(view)
         yield not_verified(f"store {path}", AT_ONCE)
         return
-    from librmq.store.recovery.verify import verify
-
-    places = [place for place in verify(path, files=view.store.files).damage if place.kind != directory.MISSING_LOG]
+    places = verified_damage(view)
     if places:
         finding = damage_finding(f"store {path}", places, path)
         yield finding if view.store.queues.has_files else finding._replace(next_step=_SALVAGE)
@@ -93,6 +92,24 @@ def refused_store(path: str) -> Finding | None:
 
     places = verify(path).damage
     return damage_finding(f"store {path}", places, path) if places else None
+
+
+def verified_damage(view: StoreView) -> list[Damage]:
+    """Return what `verify` finds, but for the missing begin of the log, which is a finding of its own.
+
+    Of a killed store that lacks nothing, what a recovery cuts is no damage: bytes behind the log's end, and entries.
+    """
+    from librmq.store.recovery.verify import verify
+
+    store = view.store
+    folder, is_cut = os.path.join(store.path, directory.COMMITLOG), store.condition.kind is Wholeness.AS_RECOVERED
+    return [
+        place
+        for place in verify(store.path, files=store.files).damage
+        if place.kind != directory.MISSING_LOG
+        and not (is_cut and place.kind == "ahead")
+        and not (is_cut and os.path.dirname(place.file) == folder and place.offset >= store.log.end)
+    ]
 
 
 def not_verified(subject: str, limit: int) -> Finding:

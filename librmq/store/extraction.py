@@ -48,6 +48,7 @@ from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable
+from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.documents import (
     JOB_NOTES_FOLDER,
     OWN_FOLDER,
@@ -219,9 +220,15 @@ def make_store(
 
 
 def _sound(path: str, files: Files, keep: Callable[[StoredMessage], bool]) -> Iterator[StoredMessage]:
+    gap, is_killed = None, has_abort(files, path)
     for item in salvage.log_records(path, files):
+        is_end = is_killed and gap is None  # what a kill leaves, and a recovery cuts, if no record follows
         if isinstance(item, Gap):
-            raise CorruptionError(item.file, item.physical_offset, "record", f"{item.what}: run librmq salvage first")
+            gap = item
+        if gap is not None and not (is_end and gap is item):
+            raise CorruptionError(gap.file, gap.physical_offset, "record", f"{gap.what}: run librmq salvage first")
+        if isinstance(item, Gap):
+            continue
         try:
             messages = inner_messages(item)
         except RecordError as error:

@@ -237,6 +237,23 @@ def test_a_torn_end_is_read_as_recovery_leaves_it(filled: Path, shell: Shell) ->
     assert shell("count", path).rows[0]["messages"] == MESSAGES - 1
 
 
+@pytest.mark.parametrize(
+    "garbage", [b"\xda" * 300, bytes(500) + b"late", b"\0\0\0\x6a\xda\xa3\x20\xa7torn"], ids=["bytes", "late", "torn"]
+)
+def test_bytes_behind_the_end_of_a_killed_store_are_its_end(filled: Path, shell: Shell, garbage: bytes) -> None:
+    path = shutil.copytree(filled / "one-file", shell.folder / "torn")
+    with MessageStore.open(path, read_only=True) as store:
+        end = store.log.end
+    log = min((path / "commitlog").iterdir())
+    raw = log.read_bytes()
+    log.write_bytes(raw[:end] + garbage + raw[end + len(garbage) :])
+    assert "damage" in kinds(shell, path, "--verify")
+    (path / "abort").touch()
+    assert "damage" not in kinds(shell, path, "--verify")
+    assert shell("extract", path, "-o", "small").rows[0]["messages"] == MESSAGES
+    assert [shell(words[0], path, *words[1:]).status for words in READS] == [0] * len(READS)
+
+
 @pytest.mark.parametrize("kind", ["consumequeue", "index"])
 def test_a_truncated_file_of_a_queue_or_index_is_made_again(shell: Shell, orders: Path, kind: str) -> None:
     whole = shell("lag", orders).rows

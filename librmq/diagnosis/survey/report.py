@@ -22,6 +22,7 @@ from librmq.diagnosis.checks import (
     not_verified,
     registered_filters,
     unverified_damage,
+    verified_damage,
 )
 from librmq.diagnosis.deadletters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.findings import Finding, Thresholds, finding_order
@@ -153,10 +154,10 @@ def find_time_range(view: StoreView, scope: ReportScope) -> tuple[int, int] | No
 
 def _verify(path: str, name: str, view: StoreView | None = None) -> tuple[DamagedPlace, ...]:
     """Return what ``verify`` finds, with files relative to the store."""
-    result = verify(path, files=None if view is None else view.store.files)
+    places = verify(path).damage if view is None else verified_damage(view)
     return tuple(
         DamagedPlace(name, os.path.relpath(place.file, path), place.offset, place.kind, place.what)
-        for place in result.damage
+        for place in places
         if place.kind != MISSING_LOG  # a finding of its own
     )
 
