@@ -106,6 +106,8 @@ class Recorder:
         self._earlier_attempts: dict[tuple[str, str], int] = {}
         """The attempts of other groups that a dead letter's record counts, by group that reads it and message."""
         self._flights: dict[str, tuple[Event, int]] = {}  # receives by receipt, with the end of their time
+        self._lapsed: set[tuple[str, MessageQueue]] = set()
+        """Groups and queues in which such a time has ended."""
 
     def add_event(self, kind: str, /, **fields: object) -> Event:
         """Record an event."""
@@ -287,6 +289,11 @@ class Recorder:
             process, group, message, received.topic, queue, message.queue_offset, received.attempt - 1
         )
         self.end_invisible_times(event)
+        if received.attempt > 1 and (group, queue) in self._lapsed:
+            # A group in order: the queue is read again from its first message without an acknowledgement, and those
+            # behind it that have one come again too.
+            self._lapsed.discard((group, queue))
+            self.assigned("revoke", process, group, queue)
         self._sink.delivers([event], [message], calls_listener=False)
         self._flights[received.receipt] = event, received.visible_timestamp_ms
 
@@ -297,6 +304,8 @@ class Recorder:
             is_again = again is not None and (event["id"], event["group"]) == (again["id"], again["group"])
             if visible_ms <= now_ms or is_again:
                 self._end_flight(receipt, "died", min(visible_ms, now_ms))
+                if "stored_in" not in event:  # a retry of a group without order, which reads nothing again
+                    self._lapsed.add((event["group"], MessageQueue(event["topic"], event["broker"], event["queue_id"])))
 
     def _end_flight(self, receipt: str, outcome: str, at_ms: int | None = None) -> None:
         flight = self._flights.pop(receipt, None)

@@ -518,6 +518,23 @@ def test_batches_are_shown_message_by_message(rmq: Kit) -> None:
     assert [one.body for one in rmq.delivered("billing")] == [b"0", b"1", b"2"]
 
 
+def test_acknowledged_messages_of_a_group_in_order_may_come_again(rmq: Kit) -> None:
+    """Behind one that is not acknowledged in time, which becomes a dead letter; each delivery is in the history."""
+    rmq.broker.create_topic("orders", 1)
+    rmq.broker.set_group("billing", is_ordered=True, retry_max_times=1)
+    for number in range(3):
+        rmq.producer().send("orders", b"%d" % number)
+    with SimpleConsumer(rmq.route, "billing") as consumer:
+        consumer.subscribe("orders")
+        for most in (1, 2, 3):
+            for message in consumer.receive(most):
+                if message.body != b"0":
+                    consumer.ack(message)
+            rmq.advance(minutes=1)
+    assert bodies(rmq) == [b"0", b"0", b"1", b"1", b"2"]
+    assert [letter.body for letter in rmq.dead_letters("billing")] == [b"0"]
+
+
 # ---- requested faults
 
 
