@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.files.disk import DiskFiles
 from tests.cli.stand import Shell
+from tests.cli.test_rocksdb_tables import tables_of
 from tests.pop_store import PopStore
+from tests.rocksdb_stores import FORMS, write_tables
 from tests.s3_server import serving
 from tests.stores import from_disk
 from tests.stores_of_5 import KINDS, keep_queues_elsewhere
@@ -219,3 +222,38 @@ def test_a_store_of_5_behind_a_url(shell: Shell, kind: str) -> None:
     keep_queues_elsewhere(shell.folder / "store", kind)
     url = put(shell.folder / "store")
     assert [shell(*(word.replace("STORE", url) for word in words)).out for words in commands] == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tables_in_rocksdb_behind_a_url(shell: Shell, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rocksdict")
+    store, names = shell.folder / "store", ("topics.json", "subscriptionGroup.json", "consumerOffset.json")
+    commands = (
+        "groups {} --all",
+        "lag {}",
+        "topics {}",
+        "pending {}",
+        "progress {}",
+        "expiring {} --reserved 1ms --within 1ms",
+    )
+
+    def printed(place: object) -> list[tuple[int, str]]:
+        return [shell(*words.format(place).split())[:2] for words in commands]
+
+    write_tables(store / "config", form, tables_of(store / "config"))
+    for path in (store / "config" / f"{name}{end}" for name in names for end in ("", ".bak")):
+        path.unlink(missing_ok=True)
+    expected = printed("store")
+    assert any(json.loads(line)["lag"] for line in expected[1][1].splitlines())
+    url = put(store)
+    assert printed(url) == expected
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "rocksdict", None)
+        for command in ("lag", "groups"):
+            status, _, said = shell(command, url)
+            assert (status, "pip install 'librmq[rocksdb]'" in said) == (0, True)
+    for manifest in (store / "config").rglob("MANIFEST-*"):
+        manifest.write_bytes(b"\x01" + manifest.read_bytes()[1:])
+    put(store)
+    status, out, said = shell("lag", url)
+    assert (status, out, "can't be read" in said) == (0, "", True)
