@@ -34,6 +34,8 @@ _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#]+\.\w+|LICENSE)((?:#[^)\s]*)?)\)")
 _ROW = re.compile(r"^\|.*$", re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
+_TEST = re.compile(r"\[`(test_\w+)`\]\(")
+"""The name of a test, which may be broken after its underscores."""
 _VERSION = re.compile(r"^## \[(.+?)\]", re.MULTILINE)
 
 
@@ -97,7 +99,7 @@ def relinked(text: str, origin: Path, name: str, sources: dict[Path, str]) -> st
 
     # GitHub wants bars in the code of a table escaped, and MkDocs would show the escape.
     bare = _ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), text)
-    return _LINK.sub(relink, bare)
+    return _TEST.sub(lambda name: f"[<code>{name[1].replace('_', '&#95;<wbr>')}</code>](", _LINK.sub(relink, bare))
 
 
 def reference() -> Iterator[tuple[str, str]]:
