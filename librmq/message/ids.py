@@ -5,6 +5,7 @@
     unique id    address 4 or 16 | process 2 | maker 4 | ms since the month began 4 | counter 2      in hex
     host         address 4 or 16 | port 4
     message id   address 4 or 16 | port 4 | physical offset 8      in upper-case hex: 32 or 56 digits
+    handle       v1 topic broker time id                           in base64: recalls a message of 5.x
 
 Mirrors ``MessageExt.socketAddress2ByteBuffer``, ``MessageDecoder.createMessageId`` and ``decodeMessageId``, and for
 unique ids ``MessageClientIDSetter``. There RocketMQ 4.9 fills the maker's bytes with a class loader's hash and starts
@@ -14,6 +15,7 @@ UTC here; RocketMQ takes the time zone of its machine.
 
 from __future__ import annotations
 
+import base64
 import os
 import socket
 import struct
@@ -206,3 +208,27 @@ def _id_bytes(kind: str, text: str) -> bytes:
         if len(text) in (32, 56) and text.isalnum():
             return bytes.fromhex(text)
     raise MalformedError(f"expected a {kind} id of 32 or 56 hex digits, found {text[:80]!r}")
+
+
+class RecallHandle(NamedTuple):
+    """What a client of 5.x returns to recall a message with a delivery time."""
+
+    topic: str
+    broker_name: str
+    deliver_ms: int
+    message_id: str
+
+    def text(self) -> str:
+        """Return the handle as clients get it."""
+        return base64.urlsafe_b64encode(" ".join(("v1", *map(str, self))).encode()).decode()
+
+    @classmethod
+    def parse(cls, text: str) -> RecallHandle:
+        """Return the handle in a text; `MalformedError` if it has none."""
+        try:
+            version, topic, *name, deliver, message_id = base64.urlsafe_b64decode(text.encode()).decode().split(" ")
+            if version != "v1" or not deliver.isdecimal() or len(deliver) > 18:
+                raise ValueError(text)
+        except ValueError:
+            raise MalformedError(f"{text!r:.80} is no recall handle: pass one as it came") from None
+        return cls(topic, " ".join(name), int(deliver), message_id)

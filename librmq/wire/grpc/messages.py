@@ -5,7 +5,6 @@ Mirrors ``SendMessageActivity`` and ``GrpcConverter`` of 5.3.3's proxy.
 
 from __future__ import annotations
 
-import base64
 import enum
 import gzip
 import hashlib
@@ -296,19 +295,3 @@ def group_queue(message_group: str, queues: int) -> int:
         if not 0 <= following < queues:
             return candidate
         candidate = following
-
-
-def recall_handle(topic: str, broker_name: str, deliver_ms: int, message_id: str) -> str:
-    """Return the text by which a timed message is recalled."""
-    return base64.urlsafe_b64encode(f"v1 {topic} {broker_name} {deliver_ms} {message_id}".encode()).decode()
-
-
-def recalled(handle: str) -> tuple[str, str, int, str]:
-    """Return topic, broker name, time (ms) and message id of a recall handle."""
-    try:
-        version, topic, *name, deliver, message_id = base64.urlsafe_b64decode(handle.encode()).decode().split(" ")
-        if version != "v1" or not deliver.isdecimal() or len(deliver) > 18:
-            raise ValueError(handle)
-    except ValueError as error:
-        raise Refusal(Code.INTERNAL_SERVER_ERROR, f"{handle!r:.80} is no recall handle: pass one as it came") from error
-    return topic, " ".join(name), int(deliver), message_id

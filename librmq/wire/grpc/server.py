@@ -16,8 +16,8 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
-from librmq.errors import ConfigError, MissingExtraError, RmqError
-from librmq.message.ids import format_host
+from librmq.errors import ConfigError, MalformedError, MissingExtraError, RmqError
+from librmq.message.ids import RecallHandle, format_host
 from librmq.message.message import Message
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
@@ -45,8 +45,6 @@ from librmq.wire.grpc.messages import (
     message_of,
     message_type_of,
     milliseconds,
-    recall_handle,
-    recalled,
 )
 from librmq.wire.grpc.protocol import (
     SEND_CODES,
@@ -207,7 +205,7 @@ class SendCalls:
             self._sessions.sent_half(session, entry.transaction_id, topic, answer.queue_offset, answer.physical_offset)
         elif DELIVER_MS in message.properties:
             deliver_ms = int(message.properties[DELIVER_MS])
-            entry.recall_handle = recall_handle(topic, self._broker.name, deliver_ms, system.message_id)
+            entry.recall_handle = RecallHandle(topic, self._broker.name, deliver_ms, system.message_id).text()
         entry.status.code = code = SEND_CODES[answer.status]
         entry.status.message = code.name
 
@@ -216,7 +214,10 @@ class SendCalls:
         """Cancel a message with a delivery time."""
         endpoint = self._endpoints(client_id_of(context))
         topic = check_topic(request.topic.name)
-        named, broker_name, deliver_ms, message_id = recalled(request.recall_handle)
+        try:
+            named, broker_name, deliver_ms, message_id = RecallHandle.parse(request.recall_handle)
+        except MalformedError as error:
+            raise Refusal(Code.INTERNAL_SERVER_ERROR, str(error)) from error
         if named != topic or broker_name != self._broker.name:
             raise Refusal(Code.INTERNAL_SERVER_ERROR, f"the recall handle is of topic {named!r} at {broker_name!r}")
         now_ms = self._runner.now_ms()

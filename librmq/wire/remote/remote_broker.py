@@ -191,16 +191,13 @@ class RemoteBroker:
         """Whether the broker is librmq's, which has receives with an invisible time."""
         self._receives = HeldReceives(name, self._of_client, timeout_s)
         self._pops = PopReceives(
-            name, runner.now_ms, self._ask_any, self._send_any, later, self._run_at, self._is_ordered
+            name, runner.now_ms, self.request, self._send_any, later, self._run_at, self._is_ordered
         )
         self._requests = ClientRequests(name, self._beats.get, self._receives.notify, later, name_servers)
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s, self._run_at)
 
     def _run_at(self, call: Callable[[], None], due_ms: int) -> None:
         self._runner.wake(Step(f"{self.name} pulls again", lambda now_ms: call()), due_ms)
-
-    def _ask_any(self, frame: Frame) -> Frame:
-        return self._ask(frame, self._connections.get(self.address))
 
     def _send_any(self, frame: Frame, ended: Callable[[Frame | RmqError], None]) -> None:
         self._connections.get(self.address).send(frame, ended)
@@ -522,7 +519,7 @@ class RemoteBroker:
                 f"group {request.group!r}: brokers do not note which dead letters were sent again: name them, such as "
                 f"letters=route.dead_letters({request.group!r})"
             )
-        version = version_name(self._ask_any(frame_of(RequestCode.GET_BROKER_RUNTIME_INFO)).version)
+        version = version_name(self.request(frame_of(RequestCode.GET_BROKER_RUNTIME_INFO)).version)
         raise unsupported(type(request).__name__, self.name, version)
 
     def _subscriptions(self, request: GroupSubscriptions) -> dict[str, dict[str, Subscription]]:

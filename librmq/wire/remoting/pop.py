@@ -18,7 +18,6 @@ A receipt has the nine fields that librmq's own receipts have (`librmq.broker.ha
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +26,7 @@ from typing import Final, NamedTuple, Self
 
 from librmq.broker import Broker
 from librmq.errors import BrokerError, MalformedError, RmqError
+from librmq.message.ids import RecallHandle
 from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties, encode_properties
 from librmq.message.record import decode_record, encode_record
@@ -257,11 +257,6 @@ def read_recalled(answer: Frame) -> CancelResult:
 # ---- at the server
 
 
-def recall_handle(topic: str, broker_name: str, deliver_ms: int, message_id: str) -> str:
-    """Return the text by which a message with a delivery time is recalled."""
-    return base64.urlsafe_b64encode(f"v1 {topic} {broker_name} {deliver_ms} {message_id}".encode()).decode()
-
-
 class PopRequests:
     """Answers POP and recall by the broker's own receives and cancellation. Thread-safe.
 
@@ -365,11 +360,10 @@ class PopRequests:
     def _recall(self, call: RemotingCall) -> bytes:
         header: RecallHeader = call.header
         try:
-            parts = base64.urlsafe_b64decode(header.recall_handle.encode()).decode().split(" ")
-            version, topic, *_, message_id = parts
-        except ValueError:
-            version, topic, message_id = "", "", ""
-        if version != "v1" or topic != header.topic:
+            topic, _, _, message_id = RecallHandle.parse(header.recall_handle)
+        except MalformedError as error:
+            raise BrokerError(_ILLEGAL, f"recall failed, {error}") from error
+        if topic != header.topic:
             raise BrokerError(_ILLEGAL, f"recall failed, {header.recall_handle!r:.80} is no handle of {header.topic!r}")
         result = self._broker.call(CancelMessage(message_id, topic))
         if not result.cancelled:

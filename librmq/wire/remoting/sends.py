@@ -17,7 +17,7 @@ from librmq.broker import Broker
 from librmq.clock import moves_by_itself
 from librmq.errors import BrokerBusyError, BrokerUnreachableError, MalformedError, MessageIllegalError, RmqError
 from librmq.message.batch import check_batch_size, decode_batch
-from librmq.message.ids import Host, format_host
+from librmq.message.ids import Host, RecallHandle, format_host
 from librmq.message.message import Message
 from librmq.message.properties import (
     PROPERTY_PUSH_REPLY_TIME,
@@ -51,7 +51,6 @@ from librmq.wire.remoting.headers import (
     SentHeader,
 )
 from librmq.wire.remoting.known_headers import NUMBER, PLAIN_TEXT, TEXT, HeaderPattern, KnownFrame
-from librmq.wire.remoting.pop import recall_handle
 from librmq.wire.remoting.rates import Rates
 
 # ---- fast paths
@@ -203,7 +202,9 @@ class Sends:
         deliver_ms, message_id = properties[DELIVER_MS], properties.get(PROPERTY_UNIQUE_KEY, "")
         if not deliver_ms.isdecimal() or not message_id:
             return response
-        return replace(response, recall_handle=recall_handle(topic, self._broker.name, int(deliver_ms), message_id))
+        return replace(
+            response, recall_handle=RecallHandle(topic, self._broker.name, int(deliver_ms), message_id).text()
+        )
 
     def _read_send(self, channel: Channel, frame: Frame) -> SendMessage | SendBatch:
         if isinstance(frame, KnownFrame):
