@@ -42,13 +42,7 @@ _MOST_SAMPLES: Final = 4096
 """Most entries of a store to look at, about."""
 
 
-def plan(
-    options: ReadOptions,
-    files: Files | None = None,
-    *,
-    bytes_a_part: int = PARTITION_BYTES,
-    is_portable: bool = False,
-) -> list[Part]:
+def plan(options: ReadOptions, files: Files | None = None, *, is_portable: bool = False) -> list[Part]:
     """Plan a read of each store in ``options``.
 
     A part of a remote store needs the mirror in ``files``, unless it ``is_portable``: then it has its entries, and
@@ -71,12 +65,10 @@ def plan(
             if options.view == "log":
                 # In other modes a damaged entry can give a wrong place.
                 times = options.selection if options.mode == "FAILFAST" else ReadSelection()
-                of_store += log_parts(store, times, min_parts, bytes_a_part=bytes_a_part)
+                of_store += log_parts(store, times, min_parts)
             else:
                 ranges = _pruned(store, list(store.narrowed().items()))
-                of_store += queue_parts(
-                    store, ranges, min_parts, entries_only=options.view == "queues", bytes_a_part=bytes_a_part
-                )
+                of_store += queue_parts(store, ranges, min_parts, entries_only=options.view == "queues")
             if is_portable and isinstance(files, RemoteFiles):
                 of_store = [_portable(part, store, files) for part in of_store]
             parts += of_store
@@ -89,18 +81,17 @@ def queue_parts(
     min_parts: int,
     *,
     entries_only: bool = False,
-    bytes_a_part: int = PARTITION_BYTES,
 ) -> list[Part]:
     """Cut the entries in ``ranges`` into at least ``min_parts`` tasks, unless there are too few entries.
 
     With ``entries_only`` a task gets more entries, because it reads no messages.
     """
-    samples = _samples(store, ranges, max(min_parts, (store.log_end - store.log_begin) // bytes_a_part))
+    samples = _samples(store, ranges, max(min_parts, (store.log_end - store.log_begin) // PARTITION_BYTES))
     rows = sum(len(offsets) for _, offsets in ranges)
     if not rows:
         return []
     size = sum(size * weight for _, size, weight in samples)
-    count = max(min_parts, -(-rows // PARTITION_ENTRIES) if entries_only else -(-size // bytes_a_part))
+    count = max(min_parts, -(-rows // PARTITION_ENTRIES) if entries_only else -(-size // PARTITION_BYTES))
     shares = _shares(store, ranges, _quantiles([(place, weight) for place, _, weight in samples], count))
     return [_part(store, slices) for slices in shares if slices]
 

@@ -12,13 +12,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
 from librmq.broker import Broker
 from librmq.clock import SystemClock
-from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, RmqError
 from librmq.files.interface import FileLock
 from librmq.files.lock import lock_process
@@ -51,6 +49,8 @@ from librmq.wire.unix_sockets import (
 )
 
 _log = EventLog("librmq.wire")
+_TIMEOUT_S: Final = 3
+"""Time for each answer to a command."""
 _STOPPED_S: Final = 0.2
 """Between two looks whether the owner is stopped."""
 
@@ -297,17 +297,10 @@ class StorePeer:
         self.route.close()
 
 
-def connect_to_owner(
-    path: str | os.PathLike[str], *, timeout: float | timedelta = 3, runner: ThreadRunner | None = None
-) -> RemoteRoute:
-    """Return a route to the process that owns a store; close it after its clients.
-
-    Args:
-        path: The store's folder.
-        timeout: Time for each answer, in seconds or as a `timedelta`.
-        runner: Runs listeners and steps; None makes one, which is closed with the route.
+def connect_to_owner(path: str | os.PathLike[str]) -> RemoteRoute:
+    """Return a route to the process that owns the store in a folder; close it after its clients.
 
     Raises:
         BrokerUnreachableError: No process that shares the store owns it, or it does not answer.
     """
-    return StorePeer(os.path.abspath(os.fspath(path)), to_seconds("timeout", timeout), runner).route
+    return StorePeer(os.path.abspath(os.fspath(path)), _TIMEOUT_S, None).route

@@ -56,14 +56,11 @@ def _svg(kind: str, width: float, height: float, what: str, inside: str, max_wid
     )
 
 
-def bar(value: float, scale: Scale, what: str, part: float = 0) -> Markup:
-    """Draw a horizontal bar on its grid; the part of the value given by ``part`` is lighter."""
+def bar(value: float, scale: Scale, what: str) -> Markup:
+    """Draw a horizontal bar on its grid."""
     grid = "".join(f'<path class="grid" d="M{at * 1000:.1f} 0V10"/>' for at in scale.ticks())
     width = scale.share(value) * 1000
     inside = f'<rect class="fill" y="1" width="{width:.1f}" height="8"/>'
-    if part > 0:
-        inside += f'<rect class="soft" y="1" x="{width - scale.share(part) * 1000:.1f}" ' \
-                  f'width="{scale.share(part) * 1000:.1f}" height="8"/>'  # fmt: skip
     return _svg("bar", 1000, 10, what, grid + inside)
 
 

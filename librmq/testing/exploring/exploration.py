@@ -235,7 +235,7 @@ def as_decided(decisions: Sequence[Decision]) -> Strategy:
     return Strategy(choose, lambda label: any(usual_label.startswith(f"{label}: ") for usual_label in pausing))
 
 
-def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> Strategy:
+def at_random(seed: str, probability: float) -> Strategy:
     """Deviate from the usual choice with ``probability``, in half of the kinds; faults more rarely, and few.
 
     The random choices depend only on the seed and the place, so they stay when the test is edited elsewhere.
@@ -258,7 +258,7 @@ def at_random(seed: str, probability: float, most_faults: int = MOST_FAULTS) -> 
             return 0
         index = 1 + drawn // 10_000 % (len(labels) - 1)
         if labels[index].startswith(FAULT):
-            if faults >= most_faults:
+            if faults >= MOST_FAULTS:
                 return 0
             faults += 1
         return index
