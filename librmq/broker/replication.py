@@ -132,7 +132,6 @@ class Replication:
             waited_for.set()
 
     def _notify_followers(self) -> None:
-        """Notify the replicas that wait for an append."""
         notified, now_ms = [], self._now_ms()
         with self._guard:
             self._is_watched = False

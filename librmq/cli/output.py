@@ -307,7 +307,6 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with lists and objects as JSON."""
     return {
         name: json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
         for name, value in row.items()

@@ -182,8 +182,6 @@ def _line(event: Event) -> bytes:
 
 
 class _RecordedEndpoint:
-    """A broker whose requests are recorded."""
-
     def __init__(self, recorder: Recorder, process: str, broker_name: str, behind: Endpoint) -> None:
         self.behind = behind
         self._recorder = recorder

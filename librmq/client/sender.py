@@ -691,7 +691,6 @@ class Sender:
         response: SendResponse,
         batch: tuple[Message, ...] | None = None,
     ) -> SendResult:
-        """Return the result of a try whose message is stored."""
         if self._metrics is not None or self.latencies is not None:
             self._record_attempt(queue, request, response.status.value)
         if batch is None:

@@ -35,8 +35,6 @@ R = TypeVar("R")
 
 
 class _SiteLink:
-    """A site's connection to one broker."""
-
     __slots__ = ("_broker_name", "_call", "_cut", "_site", "behind")
 
     def __init__(self, behind: Endpoint, broker_name: str, site: str, cut: set[str]) -> None:

@@ -106,7 +106,6 @@ class Properties:
 
     @cached_property
     def _row(self) -> Ints:
-        """The row of each segment."""
         if self._width:
             return np.repeat(np.arange(self.rows), self._width)
         segments = np.diff(np.searchsorted(self._ends, self._row_ends), prepend=-1)

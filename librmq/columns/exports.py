@@ -83,8 +83,6 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The checked settings of an export."""
-
     path: str
     form: str
     partition_by: Sequence[str]

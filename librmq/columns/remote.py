@@ -234,7 +234,6 @@ class RemoteStore:
             self._copy(path, self._whole([*queues, *index, *logs]))
 
     def _files(self) -> Iterator[tuple[str, int]]:
-        """Yield the files of the store and their lengths."""
         try:
             listed = self._system.find(self._root, detail=True)
         except FileNotFoundError:

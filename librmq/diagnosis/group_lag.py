@@ -123,8 +123,6 @@ _AT_ONCE: Final = 64  # entries
 
 
 class _Queues(NamedTuple):
-    """The queues of a topic, as columns."""
-
     ids: tuple[int, ...]
     begins: tuple[int, ...]
     ends: tuple[int, ...]

@@ -157,7 +157,6 @@ def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingM
 
 
 def _origin_of_half(half: StoredMessage) -> tuple[str, str]:
-    """Return the producer group and the topic of a half message."""
     return half.properties.get(PROPERTY_PRODUCER_GROUP, ""), half.properties.get(PROPERTY_REAL_TOPIC, "")
 
 

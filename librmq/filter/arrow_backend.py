@@ -226,8 +226,6 @@ class _MapColumns:
 
 
 class _BatchColumns:
-    """The columns of a record batch, one a property."""
-
     def __init__(self, batch: Any) -> None:
         self.rows = batch.num_rows
         self._batch = batch

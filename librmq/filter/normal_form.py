@@ -284,8 +284,6 @@ _FLIPPED: Final[dict[Order, Order]] = {"=": "=", "<": ">", "<=": ">=", ">": "<",
 
 @dataclass(frozen=True, slots=True)
 class _Literal:
-    """An operand with a known value."""
-
     value: Value
 
 

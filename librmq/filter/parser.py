@@ -394,7 +394,6 @@ class _Run:
         return None
 
     def expected(self) -> list[str]:
-        """Return the terminals that can follow."""
         return list(self._tables.steps[self._states[-1]])
 
     def _reduce(self, rule: _Rule) -> None:

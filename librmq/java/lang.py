@@ -97,7 +97,6 @@ def boolean_hash(value: bool) -> int:
 
 
 def _hash(text: str) -> int:
-    """Return the unsigned hash of any text."""
     code = 0
     if text.isascii():
         for at in range(0, len(text), _CHUNK):

@@ -63,7 +63,6 @@ class UniqueIds:
         _live.add(self)
 
     def _begin(self) -> None:
-        """Draw the random values."""
         maker, first = self._settings
         self._maker = os.urandom(4) if maker is None else (maker & 0xFFFFFFFF).to_bytes(4, "big")
         start = int.from_bytes(os.urandom(2)) if first is None else first

@@ -136,7 +136,6 @@ class ThreadRunner(Runner):
         return True
 
     def _wake_worker(self) -> None:
-        """Make one more worker search for work."""
         if self._parked:
             _release_turn(self._parked[-1])
             self._is_worker_woken = True

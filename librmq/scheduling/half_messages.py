@@ -447,7 +447,6 @@ class CheckPass:
         return True
 
     def _read_ops(self) -> None:
-        """Read the next op messages."""
         batch = self._store.read(OP_TOPIC, QUEUE, self._next_op, _OPS_READ)
         self._last_born_ms = batch.messages[-1].born_timestamp_ms if batch.messages else None
         if _is_illegal(batch):
@@ -673,7 +672,6 @@ class CheckSchedule:
         return self._due() if self._pass is None else save_ms
 
     def _due(self) -> int | None:
-        """Return the time of the next pass."""
         if not self._has_new():
             self._next_ms = None
         elif self._next_ms is None:

@@ -69,8 +69,6 @@ def discard(folder: str) -> None:
 
 
 class _Task:
-    """The two files of a task."""
-
     def __init__(self, folder: str, staged: Staged) -> None:
         path = os.path.join(folder, staged.name)
         try:

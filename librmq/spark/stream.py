@@ -262,7 +262,6 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         }
 
     def _refreshed_stores(self) -> Mapping[str, PlannedStore]:
-        """Return the stores in their present state."""
         for path in self._options.paths:
             store = self._stores.get(path)
             if store is None:

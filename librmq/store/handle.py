@@ -307,7 +307,6 @@ class StoreHandle:
             self._file_lock.check()
 
     def _accept_calls(self) -> None:
-        """Accept calls of users from now on."""
         self.closed = None
         self.appender.accepts = not self.read_only and self.replica_of is None
         if self._in_background:

@@ -307,7 +307,6 @@ class DerivedParts(FollowedParts):
         return queue
 
     def _derive_light(self, derived: Derived) -> None:
-        """Collect the entries of light queues."""
         place, size, _, topic, queue_id, _, code, _, properties, _, _ = derived
         for name, light_id, queue_offset in light_queues(topic, queue_id, properties):
             queue = self._queues.queue(name, light_id)

@@ -338,8 +338,6 @@ class Evidence:
 
 
 class _Observed(Protocol):
-    """The parts of the kit that its observer uses."""
-
     clock: ManualClock
     runner: KitRunner
     faults: Faults

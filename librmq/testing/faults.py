@@ -30,16 +30,12 @@ _METHODS = {
 
 
 class _Runner(Protocol):
-    """The parts of a runner that faults use."""
-
     def choose(self, kind: str, options: Sequence[str]) -> str: ...
 
     def after(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None: ...
 
 
 class _Host(Protocol):
-    """The parts of the kit that faults use."""
-
     clock: ManualClock
     network: Network
 

@@ -47,8 +47,6 @@ class _Observer(Protocol):
 
 
 class _Kit(Protocol):
-    """The parts of the kit that its runner uses."""
-
     faults: Faults
     network: Network
     process_table: ProcessTable

@@ -193,7 +193,6 @@ class _Repetition:
 
     @property
     def was_skipped(self) -> bool:
-        """Whether the last run was skipped."""
         return any(report.skipped and not hasattr(report, "wasxfail") for report in self.reports)
 
     def report(self, run_all: Callable[[], None]) -> None:

@@ -83,8 +83,6 @@ Repeated = Literal["request", "answer"]
 
 
 class _Observer(Protocol):
-    """What processes report to: `KitObserver`."""
-
     def place(self, topic: str, broker_name: str, queue_id: int) -> str: ...
 
     def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None: ...
@@ -103,8 +101,6 @@ class _Observer(Protocol):
 
 
 class _Kit(Protocol):
-    """The parts of the kit that a process uses."""
-
     clock: ManualClock
     files: Files
     path: str
@@ -312,8 +308,6 @@ class _Masters(Route):
 
 
 class _Connection:
-    """A process's connection to a broker."""
-
     def __init__(self, kit: _Kit, process: Process, broker_name: str) -> None:
         self._kit = kit
         self._process = process

@@ -61,8 +61,6 @@ R = TypeVar("R")
 
 
 class _Host(Protocol):
-    """The parts of the kit that a replica uses."""
-
     clock: ManualClock
     files: Files
     path: str

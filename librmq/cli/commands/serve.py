@@ -554,7 +554,6 @@ class Control:
 
 
 def _body(handler: BaseHTTPRequestHandler) -> dict[str, Any]:
-    """Return the fields of a request; none without a body."""
     length = handler.headers.get("Content-Length", "0")
     if not length.isdecimal() or int(length) > _MOST_BYTES:
         raise _Refused(400, f"Content-Length: expected at most {_MOST_BYTES}, found {length:.80}")

@@ -196,7 +196,6 @@ _SEPARATE: Final = {"topics": 0, "subscriptionGroups": 1, "consumerOffsets": 2}
 
 
 def _table(database: Database, family: str, version_family: str, number: int) -> StoredTable:
-    """Read a table of JSON values."""
     table = StoredTable()
     for key, value in database.rows(family):
         row = _json(database, key, value)

@@ -154,8 +154,6 @@ def load(  # noqa: PLR0913 (one call for each way to open)
 
 
 class _Opening:
-    """One opening of the parts of a store, by `load`."""
-
     checkpoint: Checkpoint
     cuts: list[Damage]
     """Everything that was cut or rewritten."""

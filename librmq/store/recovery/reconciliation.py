@@ -473,7 +473,6 @@ class IndexCheck:
         return True
 
     def _compare_record(self, record: RawPending) -> None:
-        """Compare the keys of the next record with the entries."""
         physical_offset, store_timestamp_ms, prefix_hash, raw_unique_key, raw_keys = record
         run = self._run
         if run is None:

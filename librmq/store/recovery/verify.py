@@ -338,7 +338,6 @@ class _QueuesOfLog:
         return offsets, places, sizes
 
     def names(self) -> set[tuple[str, int]]:
-        """Return topic and id of each queue."""
         return set(self._queues)
 
 

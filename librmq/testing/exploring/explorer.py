@@ -61,8 +61,6 @@ STUCK_S: Final = 10.0
 
 
 class _Thread:
-    """A thread that waits for a call to run."""
-
     def __init__(self) -> None:
         self.turn = Lock()
         self.turn.acquire()
@@ -383,7 +381,6 @@ class Explorer(KitRunner):
             turn.at = None
 
     def _possible_faults(self) -> list[tuple[str, Callable[[], object]]]:
-        """Return the faults that are possible now, as label and call."""
         kit = self.kit
         faults: list[tuple[str, Callable[[], object]]] = []
         living = [process for process in kit.processes if not process.is_test and not process.dead and process.clients]

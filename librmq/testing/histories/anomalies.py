@@ -100,8 +100,6 @@ def _order(anomaly: Anomaly) -> tuple[object, ...]:
 
 
 class _Check:
-    """One check of a history, rule by rule."""
-
     def __init__(self, history: HistoryEvents) -> None:
         self._history = HistoryRows(history)
         self._groups = self._history.groups
@@ -120,7 +118,6 @@ class _Check:
         """What progress has passed, by group and message: when, its send and the commit."""
 
     def anomalies(self) -> Iterator[Anomaly]:
-        """Yield the anomalies by their kinds."""
         for rule in (self._phantoms, self._aborted, self._offset_conflicts, self._early):
             named: list[Anomaly] = list(rule())
             yield from named

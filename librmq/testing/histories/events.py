@@ -29,8 +29,6 @@ _PLACE: Final = ("broker", "queue_id", "queue_offset")
 
 
 class _Schema(NamedTuple):
-    """The fields of a kind of event."""
-
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     words: Mapping[str, Sequence[str]] = {}
@@ -346,8 +344,6 @@ def span_of(event: Mapping[str, Any]) -> tuple[int, int | None]:
 
 
 class _Field(NamedTuple):
-    """What may stand in a field of an event."""
-
     name: str
     is_required: bool
     types: frozenset[type]

@@ -529,8 +529,6 @@ class GrpcServer(Closing):
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """The calls by their names."""
-
     def __init__(self, service: Service, calls_of_address: int) -> None:
         self._by_name: dict[str, Any] = {}
         self._called = service.sessions.called

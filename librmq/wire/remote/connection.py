@@ -755,8 +755,6 @@ _Key = tuple[str, str]
 
 
 class _Line:
-    """What is known of one connection, open or not."""
-
     __slots__ = ("is_dropped", "lock", "opened_at", "opening", "rest", "transport")
 
     def __init__(self) -> None:

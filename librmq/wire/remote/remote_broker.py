@@ -383,7 +383,6 @@ class RemoteBroker:
             raise
 
     def _retries_of(self, group: str) -> int | None:
-        """Return the redeliveries that the settings of a group allow."""
         try:
             max_times = self._settings_of(group).get("retryMaxTimes")
         except (ClientError, MalformedError) as error:

@@ -209,8 +209,6 @@ class Form(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """How a result is written and read."""
-
     reply: Callable[[Any, Any], Reply]
     read: Callable[[Any, Frame], Any]
 

@@ -301,7 +301,6 @@ def _messages(requests: Iterable[object]) -> list[SendMessage]:
 
 
 def _refused(channel: Channel, frame: Frame, error: Exception, topic: str) -> bytes:
-    """Return the bytes of the answer to a refused send."""
     if isinstance(error, BrokerBusyError):
         return refused(channel, frame, error)
     code = _code_of_topic(topic) if isinstance(error, MessageIllegalError) else None
