@@ -340,7 +340,8 @@ class _Pump:
                 with self._condition:
                     self._arrived.extend(received)
                     self._wanted = None
-                self.write_signal()
+            if received or self._error is not None or not wanted.is_full:
+                self.write_signal()  # an idle hub looks once a second whether its worker is to stop
 
 
 class Transport(virtual.Transport):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ if sys.platform == "win32":
     pytest.skip("librmq.share is not for Windows yet", allow_module_level=True)
 
 import kombu
+from kombu.asynchronous import Hub
 from kombu.exceptions import ChannelError
 
 import librmq
@@ -134,6 +136,18 @@ def test_a_put_looks_twice_whether_bindings_have_changed(share: Connect, monkeyp
         monkeypatch.setattr(FolderBindings, "read", lambda bindings: read(bindings))
         queue.put("second")
         assert read.call_count == 2
+
+
+@pytest.mark.slow
+def test_a_hub_without_messages_is_woken(share: Connect) -> None:
+    """A worker of Celery looks between two polls of its hub whether it is to stop."""
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with share() as connection, kombu.Consumer(connection, [queue]):
+        hub = Hub()
+        connection.register_with_event_loop(hub)
+        for look in list(hub.on_tick):
+            look()
+        assert select.select(list(hub.readers), [], [], 60)[0]
 
 
 def test_size_purge_and_delete(connect: Connect) -> None:
