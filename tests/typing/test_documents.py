@@ -13,7 +13,7 @@ from tests.project.test_docs import DOCUMENTS, blocks, name_of
 from tests.reference import CHECKOUT
 from tests.typing.test_pyright import errors_of_pyright
 
-UNTYPED = ("columns.md", "spark.md", "tutorials/django.md", "howto/celery.md")
+UNTYPED = ("columns.md", "spark.md", "tutorials/django.md", "howto/celery.md", "howto/django.md")
 """These pages use packages that have no types or may not be installed."""
 AS_ON_A_PAGE = (
     *("--allow-untyped-defs", "--allow-incomplete-defs", "--allow-untyped-calls", "--allow-untyped-decorators"),
