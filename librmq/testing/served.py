@@ -297,20 +297,26 @@ class ServedKit(Closing):
                 )
             clock.wait(never, _LOOK_S)
 
-    def _missing_groups(self) -> Iterator[str]:
-        """Yield the groups of a killed process that are not back and could get a message.
+    def _missing_groups(self) -> list[str]:
+        """Return the groups of a killed process that are not back and could get a message.
 
         The store does not know subscriptions, so a group could get what is in any topic in which it has no progress.
         """
-        broker = self.kit.broker
+        broker, groups = self.kit.broker, self._lost_groups
         with self.kit.runner.lock:
-            for group in sorted(self._lost_groups):
-                topics = broker.topics()
-                for topic in topics:
-                    retries = topic.startswith(RETRY_PREFIX) and group_of_retries(topic, self._lost_groups, topics)
-                    if (is_user_topic(topic) or retries == group) and _is_behind(broker, group, topic):
-                        yield f"group {group}, whose server was killed"
-                        break
+            topics = broker.topics() if groups else {}
+            readers = {
+                topic: groups if is_user_topic(topic) else {group_of_retries(topic, groups, topics)} & groups
+                for topic in topics
+                if is_user_topic(topic) or topic.startswith(RETRY_PREFIX)
+            }
+            missing = set[str]()
+            for topic, queue_id in broker.store.queues if groups else ():
+                bounds = broker.store.queue_range(topic, queue_id)
+                for group in readers.get(topic, set()) - missing if bounds[0] < bounds[1] else ():
+                    if queue_lag(broker.consumer_offset(group, topic, queue_id), *bounds):
+                        missing.add(group)
+            return [f"group {group}, whose server was killed" for group in sorted(missing)]
 
     def advance(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> None:
         """Let time pass hop by hop; after each, wait until the clients are settled, as `settle` does.
@@ -365,15 +371,6 @@ def _groups(broker: Broker) -> set[str]:
     """Return the groups that have settings or progress in the store."""
     groups = {group for topic in broker.topics() for group in broker.groups_of(topic)}
     return {group for group in groups.union(broker.groups()) if not is_own_group(group)}
-
-
-def _is_behind(broker: Broker, group: str, topic: str) -> bool:
-    """Return whether a group has not passed all messages of a topic."""
-    offsets = broker.consumer_offsets(group, topic)
-    return any(
-        queue_lag(offsets.get(queue.queue_id), bounds.min_offset, bounds.max_offset)
-        for queue, bounds in broker.queues(topic).items()
-    )
 
 
 # ---- the server of the 4.x protocol
