@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
@@ -169,7 +168,8 @@ class _Judge:
         read = self._log(clock)
         self._index(read.start)
         librmq, cuts = self._by_librmq(clock)
-        broker = _worst([reason.verdict for reason in self._reasons if reason.opener == "broker"])
+        verdicts = [reason.verdict for reason in self._reasons if reason.opener == "broker"]
+        broker: Start = max(verdicts, key=_ORDER.index, default="starts")
         if broker == "starts" and not self._was_closed:
             broker = "repairs"
         return StartVerdict(
@@ -494,10 +494,6 @@ class _Judge:
             return list(parts.cuts)
         finally:
             parts.close()
-
-
-def _worst(verdicts: Sequence[Start]) -> Start:
-    return max(verdicts, key=_ORDER.index, default="starts")
 
 
 _DOES: Final[dict[Start, str]] = {

@@ -158,9 +158,7 @@ class Negation(Question):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class All(Question):
-    """AND from the left: a FALSE hides the errors after it."""
-
+class _Chain(Question):
     terms: tuple[Question, ...]
 
     def __post_init__(self) -> None:
@@ -168,13 +166,13 @@ class All(Question):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AnyOf(Question):
+class All(_Chain):
+    """AND from the left: a FALSE hides the errors after it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnyOf(_Chain):
     """OR from the left: a TRUE hides the errors after it."""
-
-    terms: tuple[Question, ...]
-
-    def __post_init__(self) -> None:
-        _set(self, any(term.may_fail for term in self.terms), any(term.may_be_unknown for term in self.terms))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

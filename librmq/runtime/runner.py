@@ -228,7 +228,24 @@ class Runner:
             work.done(result, error)
 
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Begin the coroutine of a work in an event loop, by `_run`."""
         raise NotImplementedError
+
+    async def _run(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
+        result: object = None
+        error: Exception | None = None
+        try:
+            result = await coroutine
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:
+            self._cancelled(work, raised)
+            raise
+        self._finish(work, result, error)
+
+    def _cancelled(self, work: Work, error: BaseException) -> None:
+        """End a work whose coroutine was cancelled, or left by what is no `Exception`."""
+        self.running.discard(work)
 
     def _signal(self, at: int) -> None:
         """Note that a step is due at ``at``."""
@@ -483,18 +500,6 @@ class ManualRunner(Runner):
             coroutine.close()  # a task that was cancelled before its first step has not awaited it
 
         task.add_done_callback(ended)
-
-    async def _run(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
-        result: object = None
-        error: Exception | None = None
-        try:
-            result = await coroutine
-        except Exception as raised:
-            error = raised
-        except BaseException:
-            self.running.discard(work)
-            raise
-        self._finish(work, result, error)
 
     def shutdown(self, timeout: float | timedelta = 0) -> bool:
         """Close the event loop; return whether all work has ended. Does not wait."""

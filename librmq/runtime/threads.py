@@ -356,19 +356,7 @@ class ThreadRunner(Runner):
             _log.exception(_NOT_APPLIED, work=work.label)
 
     def _launch(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
-        async def run() -> None:
-            result: object = None
-            error: Exception | None = None
-            try:
-                result = await coroutine
-            except Exception as raised:
-                error = raised
-            except BaseException as raised:
-                self._finish(work, None, _failure(work, raised))
-                raise
-            self._finish(work, result, error)
-
-        running = run()
+        running = self._run(work, coroutine)
         try:
             loop = work.loop
             if loop is None or loop.is_closed():
@@ -378,6 +366,9 @@ class ThreadRunner(Runner):
             running.close()
             coroutine.close()
             raise
+
+    def _cancelled(self, work: Work, error: BaseException) -> None:
+        self._finish(work, None, _failure(work, error))
 
     async def offload(self, call: Callable[[], _T]) -> _T:
         """Run a function that can wait for a disk, without blocking the event loop of the caller."""
