@@ -237,6 +237,20 @@ def test_dead_letters_are_sent_again(shell: Shell, application: Sharing) -> None
     assert application("broker.resend_dead_letters('billing')") == 0
 
 
+def test_dead_letters_of_an_unlisted_topic_are_sent_once(shell: Shell) -> None:
+    with Broker.open("letters") as broker:
+        broker.create_topic("orders", 1)
+        for number in range(3):
+            broker.store.append(Message("%DLQ%billing", b"%d" % number, unique_key=f"U{number}"))
+    with librmq.share("letters") as route:  # its table of topics does not list that of the letters
+        route.topics()
+        resend = ["dead-letters", "letters", "--group", "billing", "--resend"]
+        assert [row["unique_key"] for row in shell(*resend).rows] == ["U0", "U1", "U2"]
+        answer = shell(*resend)
+        assert (answer.status, answer.out, "were sent before" in answer.said) == (0, "", True)
+        assert len(list(route.messages("%RETRY%billing"))) == 3
+
+
 @pytest.mark.slow
 def test_reading_commands_have_the_present(shell: Shell, application: Sharing) -> None:
     application("broker.reset_group('billing', 'orders', 4) and None")

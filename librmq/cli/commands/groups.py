@@ -26,7 +26,7 @@ from librmq.diagnosis.view import StoreView, View, group_summaries
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import HALF_TOPIC
+from librmq.message.topics import HALF_TOPIC, dead_letter_topic
 from librmq.store.format import directory
 from librmq.store.format.directory import check_kind
 
@@ -424,7 +424,9 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
         }
         unsent = [
             message
-            for message in broker.dead_letters(arguments.group)
+            for message in broker.store.topic_messages(
+                dead_letter_topic(arguments.group)
+            )  # also without its topic's row
             if (letter := selected.get(message.physical_offset))
             and (letter.resent_at_ms is None or arguments.id is not None)
         ]
