@@ -24,7 +24,7 @@ from librmq.runtime.event_log import advance
 
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
-    from librmq.diagnosis.group_lag import Ints
+    from librmq.diagnosis.lag_report import Ints
     from librmq.diagnosis.view import ClusterView
     from librmq.store import MessageStore
     from librmq.store.engine.read import MessageFilter
@@ -366,7 +366,7 @@ def end_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: rang
 
 def _times(store: MessageStore, queue: ConsumeQueue, begin: int, end: int) -> Iterator[tuple[int, Ints]]:
     """Yield blocks of the store times of a queue's messages, with the first queue offset of each."""
-    from librmq.diagnosis.group_lag import store_times  # few selections need this import
+    from librmq.diagnosis.lag_report import store_times  # few selections need this import
 
     if begin < end:
         for at, block in queue.blocks(begin, end):

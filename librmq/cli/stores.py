@@ -165,7 +165,7 @@ def _counts_receives(store: RemoteStore, arguments: argparse.Namespace) -> bool:
 
 def _fetch_times(store: RemoteStore, arguments: argparse.Namespace) -> None:
     """Fetch the records whose store times a command prints, all at once."""
-    from librmq.diagnosis.group_lag import first_place, lag
+    from librmq.diagnosis.lag_report import first_place, lag
     from librmq.diagnosis.view import StoreView
 
     with StoreView.open(store.path) as view:

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from librmq.diagnosis.deadletters import dead_letters as dead_letters
     from librmq.diagnosis.findings import Finding as Finding
     from librmq.diagnosis.findings import Thresholds as Thresholds
-    from librmq.diagnosis.group_lag import GroupLag as GroupLag
-    from librmq.diagnosis.group_lag import GroupRate as GroupRate
-    from librmq.diagnosis.group_lag import Lag as Lag
-    from librmq.diagnosis.group_lag import QueueLag as QueueLag
-    from librmq.diagnosis.group_lag import TopicLag as TopicLag
-    from librmq.diagnosis.group_lag import TopicProgress as TopicProgress
-    from librmq.diagnosis.group_lag import lag as lag
     from librmq.diagnosis.instances import HeldProgress as HeldProgress
     from librmq.diagnosis.instances import held_progress as held_progress
     from librmq.diagnosis.kept_progress import KeptProgress as KeptProgress
     from librmq.diagnosis.kept_progress import progress_history as progress_history
+    from librmq.diagnosis.lag_report import GroupLag as GroupLag
+    from librmq.diagnosis.lag_report import GroupRate as GroupRate
+    from librmq.diagnosis.lag_report import Lag as Lag
+    from librmq.diagnosis.lag_report import QueueLag as QueueLag
+    from librmq.diagnosis.lag_report import TopicLag as TopicLag
+    from librmq.diagnosis.lag_report import TopicProgress as TopicProgress
+    from librmq.diagnosis.lag_report import lag as lag
     from librmq.diagnosis.message_story import StoryEvent as StoryEvent
     from librmq.diagnosis.message_story import story as story
     from librmq.diagnosis.pending import ExpiringMessages as ExpiringMessages
@@ -81,7 +81,7 @@ else:
             "librmq.diagnosis.checks": ("TopicVolume", "design_check", "diagnose", "topic_volumes"),
             "librmq.diagnosis.deadletters": ("DeadLetterCause", "GivenUpMessage", "dead_letter_causes", "dead_letters"),
             "librmq.diagnosis.findings": ("Finding", "Thresholds"),
-            "librmq.diagnosis.group_lag": (
+            "librmq.diagnosis.lag_report": (
                 "GroupLag",
                 "GroupRate",
                 "Lag",

@@ -13,7 +13,7 @@ from librmq.config import check_arguments, to_seconds
 from librmq.diagnosis.checks import diagnose
 from librmq.diagnosis.findings import Finding, Thresholds, grouped, worst_first
 from librmq.diagnosis.formatting import duration
-from librmq.diagnosis.group_lag import Lag, lag
+from librmq.diagnosis.lag_report import Lag, lag
 from librmq.diagnosis.pending import waiting_retries
 from librmq.diagnosis.view import StoreView
 from librmq.errors import ConfigError

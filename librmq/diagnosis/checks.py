@@ -26,9 +26,9 @@ from librmq.diagnosis.findings import (
     worst_first,
 )
 from librmq.diagnosis.formatting import duration
-from librmq.diagnosis.group_lag import lag, lag_findings
 from librmq.diagnosis.instances import consistency_findings, stuck_findings
 from librmq.diagnosis.kept_progress import kept_progress_findings
+from librmq.diagnosis.lag_report import lag, lag_findings
 from librmq.diagnosis.pending import half_findings, kind_of, never_read_topics
 from librmq.diagnosis.pop import pop_findings
 from librmq.diagnosis.view import Source, StoreView, viewed

@@ -18,7 +18,7 @@ from librmq.broker import GroupConnections
 from librmq.broker.groups import TopicDifference, comparable, group_differences
 from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped, id_ranges, sample_evidence
 from librmq.diagnosis.formatting import duration
-from librmq.diagnosis.group_lag import Lag, QueueLag, is_uneven, lag
+from librmq.diagnosis.lag_report import Lag, QueueLag, is_uneven, lag
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
 from librmq.message.message import StoredMessage

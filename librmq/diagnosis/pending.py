@@ -26,7 +26,7 @@ from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
 from librmq.diagnosis.findings import Finding, Thresholds, grouped
 from librmq.diagnosis.formatting import duration
-from librmq.diagnosis.group_lag import QueueLag, lag
+from librmq.diagnosis.lag_report import QueueLag, lag
 from librmq.diagnosis.pop import PopHolds, pop_holds
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError

@@ -10,7 +10,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from librmq.diagnosis.group_lag import QueueLag, lag, no_progress
+from librmq.diagnosis.lag_report import QueueLag, lag, no_progress
 from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves, waiting_retries
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, MalformedError, TransactionRefusedError

@@ -24,8 +24,8 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 from librmq.client.allocation import AllocationStrategy, allocate_averagely
 from librmq.config import Between, Config
-from librmq.diagnosis.group_lag import lag, no_progress
 from librmq.diagnosis.instances import instances
+from librmq.diagnosis.lag_report import lag, no_progress
 from librmq.diagnosis.view import Source, viewed
 from librmq.message.message import MessageQueue
 

@@ -21,7 +21,7 @@ from librmq.cli.stores import note_replaced, open_running, open_source, open_sto
 from librmq.clock import SystemClock
 from librmq.diagnosis import deadletters
 from librmq.diagnosis.formatting import moment
-from librmq.diagnosis.group_lag import GroupRate, Lag, TopicProgress, lag_of_view
+from librmq.diagnosis.lag_report import GroupRate, Lag, TopicProgress, lag_of_view
 from librmq.diagnosis.view import StoreView, View, group_summaries
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles

@@ -26,7 +26,7 @@ from librmq.diagnosis.checks import (
 )
 from librmq.diagnosis.deadletters import dead_letter_causes, dead_letters, sum_up_causes
 from librmq.diagnosis.findings import Finding, Thresholds, finding_order
-from librmq.diagnosis.group_lag import Lag, lag
+from librmq.diagnosis.lag_report import Lag, lag
 from librmq.diagnosis.pending import PendingMessage, pending_messages
 from librmq.diagnosis.survey.message_sums import (
     KeyCounts,
