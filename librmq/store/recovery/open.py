@@ -291,6 +291,13 @@ class _Opening:
         if trusted.queues.keys() == set(names) and trusted.has_index(index):
             log.last_write = trusted.last_record
             return
+        if self._mode is RecoveryMode.PREVIEW:
+            for name in trusted.queues.keys() - set(names):
+                folder = directory.queue_folder(self._path, *name)
+                self.repairs.append(Damage(folder, 0, "missing", "the folder of a queue is missing"))
+            if not trusted.has_index(index):
+                what = "the key index is not as it was at the close"
+                self.repairs.append(Damage(index.folder, 0, "missing", what))
         # Queues whose files changed since the state was written are compared with the log one by one.
         self._changed_queues = frozenset(trusted.queues.keys() ^ set(names))
         if not self._writable:
