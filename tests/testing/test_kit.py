@@ -461,6 +461,34 @@ def test_a_dead_coroutine_keeps_no_lock_of_asyncio(
         runner.run(test())
 
 
+def test_a_dead_coroutine_passes_on_the_lock_that_it_was_just_given() -> None:
+    async def test() -> None:
+        lock, crashes = asyncio.Lock(), list[object]()
+        with Kit() as rmq:
+
+            @rmq.consumer("billing").subscribe("orders")
+            async def charge(message: DeliveredMessage) -> None:
+                async with lock:
+                    await asyncio.sleep(1)  # meanwhile all others wait
+                if not crashes:
+                    crashes.append(None)
+                    rmq.crash(rmq.processes[1])
+
+            @rmq.consumer("shipping").subscribe("orders")
+            async def ship(message: DeliveredMessage) -> None:
+                async with lock:
+                    pass
+
+            for number in range(2):
+                rmq.producer().send("orders", b"%d" % number)
+            await rmq.run_until_idle()
+            assert [one.outcome for one in rmq.delivered("billing")] == ["died", "died", "returned", "returned"]
+            assert [one.outcome for one in rmq.delivered("shipping")] == ["returned", "returned"]
+
+    with asyncio.Runner(loop_factory=_FastLoop) as runner:
+        runner.run(test())
+
+
 def test_coroutines_that_never_began_leave_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     async def charge(message: DeliveredMessage) -> None:
         raise AssertionError
