@@ -178,8 +178,8 @@ class Groups:
             former = (self._table.rows.get(name) or {}).get(_ATTRIBUTES)
             named = {key.removeprefix("+"): value for key, value in attributes.items()}
             changes[_ATTRIBUTES] = {**(former if isinstance(former, Mapping) else {}), **named}
-        row = self._table.rows.get(name) or self._table.rows.get(like) or group_row(name)
-        self._table.set(name, {**row, "groupName": name, **changes})
+        new = {**(self._table.rows.get(like) or group_row(name)), "groupName": name}
+        self._table.set(name, {**(self._table.rows.get(name) or new), **changes})
         self._save(self._table, self._now_ms())
         group = self.by_name[name] = self._group(name)
         return group
