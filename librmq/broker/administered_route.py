@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Protocol, Self, TypeVar, cast
 
 from librmq.broker.groups import group_settings
-from librmq.broker.topics import check_topic_settings
+from librmq.broker.topics import check_topic_settings, refuse_own_topic
 from librmq.config import Seconds, suggest, to_seconds, to_timestamp_ms
 from librmq.errors import (
     BrokerError,
@@ -191,6 +191,7 @@ class AdministeredRoute(Route, AsyncClosing):
         """
         write = queues if write_queues is None else write_queues
         check_topic_settings(topic, queues, write, permission, message_type)
+        refuse_own_topic(topic)
         self._check_open()
         brokers = self._endpoints() if broker_name is None else [(broker_name, self.endpoint(broker_name))]
         for _, broker in brokers:
@@ -202,6 +203,7 @@ class AdministeredRoute(Route, AsyncClosing):
         The files of its queues stay until `clean_unused_topics`.
         """
         validate_topic(topic)
+        refuse_own_topic(topic)
         self._delete(DeleteTopic(topic), ResponseCode.TOPIC_NOT_EXIST)
 
     def _delete(self, request: DeleteTopic | DeleteGroup, absent: ResponseCode) -> None:
@@ -479,8 +481,8 @@ class AdministeredRoute(Route, AsyncClosing):
     def find_by_key(self, topic: str, key: str, *, max_messages: int = 64) -> list[StoredMessage]:
         """Return the last messages of a topic with ``key`` as unique id or among their keys, in order of the log.
 
-        A broker returns at most 64. The messages of several brokers are merged by their store times, which are as exact
-        as the brokers' clocks.
+        A broker returns at most 64; `librmq.MessageStore.find_by_key` has no such limit. The messages of several
+        brokers are merged by their store times, which are as exact as the brokers' clocks.
         """
         check_key(topic, key, max_messages)
         request = QueryMessages(topic, key, max_messages)

@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 
-from librmq.broker.administered_route import StoreRoute, check_id, check_key
+from librmq.broker.administered_route import StoreRoute, check_id
 from librmq.broker.administration import ResetHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
 from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
@@ -311,12 +311,6 @@ class Broker(StoreRoute):
         check_id(message_id)
         with self._life.errors():
             return next(iter(self.store.find_by_id(message_id)), None)
-
-    def find_by_key(self, topic: str, key: str, *, max_messages: int = 64) -> list[StoredMessage]:
-        """Return the messages of a topic with ``key`` as unique id or among their keys, in log order."""
-        check_key(topic, key, max_messages)
-        with self._life.errors():
-            return self.store.find_by_key(topic, key, max_messages=max_messages)
 
     def instances(self, group: str) -> dict[str, InstanceState | None]:
         """Return what the running instances of a consumer group report about themselves, by client id.

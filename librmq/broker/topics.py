@@ -127,6 +127,16 @@ def check_topic_settings(
         )
 
 
+def refuse_own_topic(name: str, own_topics: Container[str] = ()) -> None:
+    """Refuse to change a topic that RocketMQ reserves, or one of the broker's ``own_topics``.
+
+    Raises:
+        MessageIllegalError: It is one of these.
+    """
+    if name in own_topics or is_system_topic(name):
+        raise MessageIllegalError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
+
+
 class Topics:
     """All topics of one broker."""
 
@@ -271,7 +281,7 @@ class Topics:
     ) -> None:
         """Make or change a topic for an administrator."""
         check_topic_settings(name, read_queues, write_queues, permission, message_type)
-        self._refuse_own_topic(name)
+        refuse_own_topic(name, self._own_topics)
         if read_queues < write_queues:
             _log.warning(
                 "topic %(topic)s: producers write to %(write_queues)s queues, and consumers read only %(read_queues)s: "
@@ -284,7 +294,7 @@ class Topics:
 
     def delete(self, name: str) -> None:
         """Delete a topic; `BrokerError` if it does not exist, `MessageIllegalError` for one of the broker's own."""
-        self._refuse_own_topic(name)
+        refuse_own_topic(name, self._own_topics)
         if self.by_name.pop(name, None) is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {name!r} does not exist")
         with self._lock:
@@ -292,10 +302,6 @@ class Topics:
             self.version = next(_versions)
             self._save(self._table, self._now_ms())
         self._changed()
-
-    def _refuse_own_topic(self, name: str) -> None:
-        if name in self._own_topics or is_system_topic(name):
-            raise MessageIllegalError(f"topic {name!r} is the broker's own: it can't be created, changed or deleted")
 
     def _set_row(
         self,

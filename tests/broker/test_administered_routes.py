@@ -332,6 +332,17 @@ def test_what_does_not_exist_is_named_with_what_may_be_meant(place: Place, tmp_p
 
 
 @everywhere
+def test_the_last_messages_of_a_key_are_found(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
+        route.create_topic("one", 1, broker_name=route.broker_names()[0])
+        for number in range(66):
+            producer.send("one", b"%d" % number, keys="k")
+        found = [int(message.body) for message in route.find_by_key("one", "k", max_messages=1000)]
+        assert found == list(range(2, 66))
+        assert [int(message.body) for message in route.find_by_key("one", "k", max_messages=2)] == [64, 65]
+
+
+@everywhere
 def test_an_id_is_not_looked_for_among_keys(place: Place, tmp_path: Path) -> None:
     with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
         route.create_topic("orders", 1)
@@ -352,6 +363,8 @@ def test_wrong_arguments_are_refused_alike(place: Place, tmp_path: Path) -> None
             (lambda: route.create_topic("refused", permission=99), BrokerError),
             (lambda: route.create_topic("refused", message_type=cast(Any, "fifo")), BrokerError),
             (lambda: route.delete_topic(cast(Any, 5)), MessageIllegalError),
+            (lambda: route.create_topic("TBW102"), MessageIllegalError),
+            (lambda: route.delete_topic("SCHEDULE_TOPIC_XXXX"), MessageIllegalError),
             (lambda: route.set_group("a b"), MessageIllegalError),
             (lambda: route.group_settings(cast(Any, None)), MessageIllegalError),
             (lambda: route.delete_group(cast(Any, None)), MessageIllegalError),
@@ -374,7 +387,7 @@ def test_wrong_arguments_are_refused_alike(place: Place, tmp_path: Path) -> None
             (lambda: route.find_by_key("orders", "k", max_messages=cast(Any, "2")), ConfigError),
         ]
         for call, error in wrong:
-            with pytest.raises(error, match=r"expected|may only contain"):
+            with pytest.raises(error, match=r"expected|may only contain|the broker's own"):
                 call()
         with pytest.raises(BrokerError, match="priority_factor: expected a whole number from 0 to 100, found 200"):
             route.set_group("refused", priority_factor=200)
