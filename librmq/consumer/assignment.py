@@ -187,6 +187,10 @@ class ProcessQueue:
                 return message
         return None
 
+    def holds(self, message: DeliveredMessage) -> bool:
+        """Return whether a message that has begun is still here; it is not after the consume timeout."""
+        return self._begun.get(message.queue_offset) is message
+
     def peek(self) -> StoredMessage | None:
         """Return the next message to begin."""
         return self._waiting[0] if self._waiting else None

@@ -589,7 +589,9 @@ class ConcurrentDelivery(Delivery):
             self.count_messages(
                 assigned, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped"
             )
-            unaccepted = self.retries.send_back(assigned, failed, error, self.max_times())
+            # One that exceeded consume_timeout has been sent back, and would come twice.
+            failed = [message for message in failed if assigned.messages.holds(message)]
+            unaccepted = self.retries.send_back(assigned, failed, error, self.max_times()) if failed else []
             if unaccepted:
                 ended = [message for message in messages if message not in unaccepted]
                 self._postpone(assigned, unaccepted)

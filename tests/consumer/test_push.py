@@ -165,6 +165,20 @@ def test_as_many_listeners_at_once_as_threads(one_queue: Kit) -> None:
 # ----------------------------------------------------------------------------------------------------------- failures
 
 
+def test_a_failure_after_the_consume_timeout_sends_nothing_back(one_queue: Kit) -> None:
+    """The message went back at the timeout already, and would come twice."""
+
+    def fail_at_first(message: DeliveredMessage) -> None:
+        if not message.reconsume_times:
+            raise ReconsumeLater
+
+    one_queue.consumer("g").subscribe("t", fail_at_first)
+    one_queue.faults.slow_listener("g", 3600)
+    send(one_queue, "a")
+    one_queue.advance(hours=5)
+    assert [delivery.attempt for delivery in one_queue.delivered("g")] == [0, 1]
+
+
 def test_retries_then_dead_letter(rmq: Kit) -> None:
     """After 10 s, 30 s, 1 min, … 2 h, and then as a dead letter."""
     times = Noted(rmq, {"a": 17})
