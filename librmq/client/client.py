@@ -226,6 +226,7 @@ class Client:
         self._states = StateLog(_log.with_fields(client=self.client_id), self.client_id)
         self._unwatch: Callable[[], None] | None = None
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
+        route.noted_client(self)
 
     def join(self, member: Member) -> None:
         """Add a producer or consumer and notify the brokers.

@@ -96,6 +96,10 @@ class RecordedRoute(Route):
         """Call ``changed`` when brokers, topics or queues change."""
         return self._route.watch(changed)
 
+    def noted_client(self, client: Any) -> None:  # noqa: ANN401 (as the route has it)
+        """Note a client that was made on this route."""
+        self._route.noted_client(client)
+
     def noted_consumer(self, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
         """Record a consumer that was made on this route."""
         consumer.recorder = self.recorder.for_consumer(self._process, consumer)

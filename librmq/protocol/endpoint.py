@@ -157,6 +157,10 @@ class Route(Protocol):
         """Return the host and name of the next client, if the route gives its clients the same in each run."""
         return None
 
+    def noted_client(self, client: object) -> None:
+        """Note a client that was made on this route, if it dies with a simulated process."""
+        return None  # noqa: RET501 (without a statement a protocol's method counts as abstract)
+
     def noted_consumer(self, consumer: object) -> None:
         """Note a consumer that was made on this route, if the route records what its clients do."""
         return None  # noqa: RET501 (without a statement a protocol's method counts as abstract)

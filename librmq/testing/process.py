@@ -154,6 +154,7 @@ class Process(Route):
         self.clients: dict[Client, None] = {}
         """Its clients that brokers know, in order; two can have one id."""
         self.consumers: list[PushConsumer] = []
+        self._made_clients: list[Client] = []
         """The consumers made by `consumer`."""
         self.made: list[Consumer[Any]] = []
         """All consumers in it, including those that its code made itself."""
@@ -218,6 +219,10 @@ class Process(Route):
         host = self._host if instance_name is None else self._first_host
         return host, self.label if self._named == 1 else f"{self.label}.{self._named}"
 
+    def noted_client(self, client: Any) -> None:  # noqa: ANN401 (any client)
+        """Note a client that was made in the process, and dies with it, although no broker has heard of it."""
+        self._made_clients.append(client)
+
     def noted_consumer(self, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
         """Note a consumer that was made in the process."""
         self.made.append(consumer)
@@ -267,7 +272,7 @@ class Process(Route):
     def die(self) -> None:
         """End all its turns, and make its calls raise `ProcessDied`."""
         self.dead = True
-        for client in (*self.clients, *(consumer.client for consumer in self.consumers)):
+        for client in self._made_clients:
             client.dead = True
 
     def shut_down(self) -> None:

@@ -635,6 +635,21 @@ def test_a_crash_before_progress_was_saved_delivers_again(rmq: Kit) -> None:
     assert [one.process for one in rmq.delivered("billing")] == ["shop", "shop~2"]
 
 
+def test_a_process_that_began_while_no_broker_was_up_dies_whole(rmq: Kit) -> None:
+    """No broker has heard of its client, and no turn of it runs on."""
+
+    def reader(process: Process) -> PullConsumer:
+        consumer = PullConsumer(process, "audit")
+        consumer.subscribe("orders")
+        return consumer.start()
+
+    rmq.crash_broker(down=3600)
+    audit = rmq.app("audit", reader)
+    rmq.crash(audit)
+    assert audit.state.client.dead
+    rmq.advance(hours=2)
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "coroutine"])
 def test_a_crash_in_a_listener_ends_the_listener(rmq: Kit, is_async: bool) -> None:
     """The listener's code does not continue, and a guard in front of it does not mark the message as consumed."""
