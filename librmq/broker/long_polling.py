@@ -368,6 +368,11 @@ class Arrivals:
         self.wake_by_topic: dict[str, Callable[[], None]] = {}
         """The step that handles messages of a topic."""
 
+    def refused(self) -> None:
+        """Note a message that the store had no room for: its step looks for room, for what the broker delivers."""
+        if self._wake_flush is not None:
+            self._wake_flush()
+
     def stored(
         self,
         topic: str,

@@ -389,6 +389,10 @@ class StoreHandle:
             self.appender.lock.check_reentry()
             with critical:
                 self._update_acceptance()
+            # The step of retention looks for room again. Otherwise what the broker itself delivers would stay refused
+            # until a producer sends.
+            self.housekeeping.expire_soon()
+            self.thread.wake()
 
     def delete_expired(self) -> None:
         """Delete expired log files soon; see `MessageStore.delete_expired`."""

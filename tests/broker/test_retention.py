@@ -270,6 +270,21 @@ def test_a_disk_that_others_fill_costs_no_unread_message(caplog: pytest.LogCaptu
     assert warnings(caplog) == []
 
 
+def test_delayed_messages_go_on_when_the_disk_has_room_again() -> None:
+    """Although no producer sends, which would look at the disk."""
+    shop = Shop(KEEP)
+    shop.producer.send("orders", BODY, delay=7200)
+    shop.runner.advance(7_000_000)
+    shop.files.disk_used_ratio = 0.95
+    with pytest.raises(DiskFullError):
+        shop.producer.send("orders", BODY)
+    shop.runner.advance(600_000)
+    assert shop.consume("bills", 100) == 0
+    shop.files.disk_used_ratio = 0.5
+    shop.runner.advance(60_000)
+    assert shop.consume("bills", 100) == 1
+
+
 def test_a_device_without_blocks_is_a_full_disk_to_a_producer() -> None:
     files = FailingFiles(MemoryFiles())
     with (

@@ -177,7 +177,7 @@ class SendHandler:
         if topic is None or not topic.is_ready:
             topic = self._for_send(name, request)
         if not topic.is_retry:  # a retry lets a group continue
-            self._store.check_room()
+            self._check_room()
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
@@ -281,7 +281,7 @@ class SendHandler:
         topic = self._topics.get(first.topic)
         if topic is None or not topic.is_ready:
             topic = self._for_send(first.topic, request)
-        self._store.check_room()
+        self._check_room()
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
@@ -427,6 +427,13 @@ class SendHandler:
         )
         self._arrivals.stored(message.topic, queue_id, message.properties, result)
         return result
+
+    def _check_room(self) -> None:
+        try:
+            self._store.check_room()
+        finally:
+            if not self._store.appender.accepts:
+                self._arrivals.refused()
 
     def _submit(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:  # noqa: ANN401 (of `append`)
         return self._store.submit(message, queue_id, **fields).result
