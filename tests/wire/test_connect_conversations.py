@@ -69,7 +69,7 @@ class Replay(FakeServer):
     """A server whose next answer is a recorded one."""
 
     def __init__(self) -> None:
-        self.answer: Side | None = None
+        self.side: Side | None = None
         self.pushed: bytes | None = None
         """A request of the broker that follows the answer to a heartbeat."""
         self.is_names = False
@@ -86,7 +86,7 @@ class Replay(FakeServer):
     def _recorded(self, frame: Frame) -> bytes | None:
         if frame.is_answer:
             return None
-        side = self.answer
+        side = self.side
         if frame.code == RequestCode.HEART_BEAT and self.pushed is not None:
             return encode(answer_to(frame)) + self.pushed
         assert side is not None
@@ -200,7 +200,7 @@ def test_answers_of_the_broker(replay: Replay, route: RemoteRoute) -> None:
             if one.name not in REQUESTS:
                 continue
             build, usual = REQUESTS[one.name]
-            replay.answer = answer
+            replay.side = answer
             replay.knows_no_group = one.name == "UPDATE_AND_CREATE_SUBSCRIPTIONGROUP"
             try:
                 request, is_built = build(one.request.fields, one.request.body), not one.request.is_cut
@@ -355,7 +355,7 @@ def test_answers_to_tools(replay: Replay, route: RemoteRoute) -> None:
             if one.name not in TOOLS:
                 continue
             ask, read, by_code = TOOLS[one.name]
-            replay.answer = answer
+            replay.side = answer
             compared[one.name] += 1
             where = recording, one.at_ms, one.name
             if answer.code and answer.code not in (by_code or {}):
@@ -400,7 +400,7 @@ def test_answers_of_the_name_server(replay: Replay, route: RemoteRoute) -> None:
             for one, answer in to_client(recording, ("namesrv",)):
                 if one.name not in ("GET_ROUTEINFO_BY_TOPIC", "GET_BROKER_CLUSTER_INFO"):
                     continue
-                replay.answer = answer
+                replay.side = answer
                 names = route.name_servers
                 found = names.route_of("t") if one.name == "GET_ROUTEINFO_BY_TOPIC" else names.all_brokers()
                 queues = [(row.broker_name, row.read_queues, row.write_queues, row.permission) for row in found.queues]
