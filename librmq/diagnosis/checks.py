@@ -102,7 +102,8 @@ def verified_damage(view: StoreView) -> list[Damage]:
     from librmq.store.recovery.verify import verify
 
     store = view.store
-    folder, is_cut = os.path.join(store.path, directory.COMMITLOG), store.condition.kind is Wholeness.AS_RECOVERED
+    is_cut = has_abort(store.files, store.path) and store.condition.kind in (Wholeness.SOUND, Wholeness.AS_RECOVERED)
+    folder = os.path.join(store.path, directory.COMMITLOG)
     return [
         place
         for place in verify(store.path, files=store.files).damage
