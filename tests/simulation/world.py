@@ -52,6 +52,8 @@ TAKEN_BY: Final = {
 """The groups that take every message of a topic."""
 _DRAIN_H: Final = 80
 """Hours in which a timer of three days, and then the attempts of a poisoned message, come to their end."""
+_LONG_GAPS: Final = 0.3
+"""The part of the gaps between draws in which nearly all of the time passes; the others last a second at most."""
 _MOST_ATTEMPTS: Final = 5
 _NEVER: Final = timedelta(days=365)
 _CONFIG: Final = StoreConfig.tiny(
@@ -355,10 +357,14 @@ class World:
             AssertionError: A promise is broken; the error names the seed and has the history.
         """
         calls, weights = zip(*self.WORK, *self.FAULTS, strict=True)
-        mean_s = days * 86_400 / steps
+        mean_s = days * 86_400 / (_LONG_GAPS * steps)
         try:
             for call in self.rng.choices(calls, weights, k=steps):
-                gap_s = self.rng.expovariate(1 / mean_s) if self.rng.random() < 0.3 else self.rng.choice((0, 0.05, 1))
+                gap_s = (
+                    self.rng.expovariate(1 / mean_s)
+                    if self.rng.random() < _LONG_GAPS
+                    else self.rng.choice((0, 0.05, 1))
+                )
                 self.kit.advance(seconds=gap_s)
                 self._note_dead_letters()
                 self.counts[call.__name__] += 1
