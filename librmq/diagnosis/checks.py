@@ -198,8 +198,9 @@ def unverified_damage(view: StoreView) -> Iterator[Finding]:
     """Yield the findings about damage that shows without a comparison of queues and index with each record."""
     cut = view.store.cut_short or view.store.check_covered()
     has_files = view.store.queues.has_files
+    missing = list(_missing_queue_findings(view)) if has_files else []
+    yield from missing
     if has_files:
-        yield from _missing_queue_findings(view)
         yield from _missing_key_findings(view)
     if cut is not None:
         path = view.store.path
@@ -210,8 +211,10 @@ def unverified_damage(view: StoreView) -> Iterator[Finding]:
             {"places": 1, "kinds": [cut.kind], "log_end": cut.offset, "bytes": cut.bytes, "error": where},
             _NEXT if has_files else _SALVAGE,
         )  # fmt: skip
+    queues = os.path.join(view.store.path, directory.CONSUMEQUEUE, "")
     for damage in view.store.condition.derived:
-        if damage.kind not in ("entry", "record"):  # those are found above
+        is_missing_queue = damage.kind == "missing" and damage.file.startswith(queues)
+        if damage.kind not in ("entry", "record") and not (missing and is_missing_queue):  # those are found above
             file = os.path.relpath(damage.file, view.store.path)
             yield Finding(
                 "damage", "error", f"store {view.store.path}", f"{file} is damaged: {damage.what}.",

@@ -249,7 +249,7 @@ def test_unknown_fields_of_a_table_are_kept() -> None:
     topics = java_json.loads(files.read("/b/config/topics.json"))["topicConfigTable"]
     assert topics["T"] == {**topic, "readQueueNums": 3, "writeQueueNums": 3}
     groups = java_json.loads(files.read("/b/config/subscriptionGroup.json"))["subscriptionGroupTable"]
-    assert groups["g"] == {"groupName": "g", "brokerId": 7, "retryQueueNums": 0, "retryMaxTimes": 2}
+    assert groups["g"] == {"brokerId": 7, "retryQueueNums": 0, "retryMaxTimes": 2}
 
 
 def test_a_message_sent_back_keeps_its_bytes_and_its_host() -> None:
