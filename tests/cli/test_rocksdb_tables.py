@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from librmq.columns import reader
 from librmq.store.format.broker_tables import BrokerTables
 from tests.cli.stand import Shell
 from tests.rocksdb_stores import FORMS, write_tables
@@ -143,3 +144,19 @@ def test_without_the_extra_the_note_names_it(moved: tuple[Shell, list[Any]], mon
         status, out, said = shell(*command.split())
         assert status in (0, 1)
         assert "pip install 'librmq[rocksdb]'" in out + said, command
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_columns_read_the_same_as_for_files(shell: Shell, form: str) -> None:
+    """Also those of an unclean exit: what is in files is short of nothing because the tables are elsewhere."""
+    store = shell.folder / "store"
+    expected = [reader(store, view=view).read_all() for view in ("queues", "log")]
+    write_tables(store / "config", form, tables_of(store / "config"))
+    for name in ("topics.json", "subscriptionGroup.json", "consumerOffset.json"):
+        for path in (store / "config" / name, store / "config" / f"{name}.bak"):
+            path.unlink(missing_ok=True)
+    before = state_of(store)
+    assert [reader(store, view=view).read_all() for view in ("queues", "log")] == expected
+    assert state_of(store) == before
+    (store / "abort").touch()
+    assert [reader(store, view=view).read_all() for view in ("queues", "log")] == expected
