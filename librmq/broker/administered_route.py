@@ -95,10 +95,10 @@ _RESENT_TOGETHER: Final = 64
 
 
 def check_names(**names: object) -> None:
-    """Refuse the name of a topic or group that is no text. Other names are looked for: brokers can have any.
+    """Refuse names of topics or groups that are not text. Any text passes: brokers can have any name.
 
     Raises:
-        MessageIllegalError: One is none.
+        MessageIllegalError: A name is not text.
     """
     for what, name in names.items():
         if not isinstance(name, str):
@@ -526,7 +526,7 @@ class AdministeredRoute(Route, AsyncClosing):
         requests = [(retry_of(letter, group), letter_identity(letter)) for letter in letters]
         left = requests
         for broker in endpoints.values():  # the one that has a letter notes it
-            sent = _resend(broker, group, [identity for _, identity in left])
+            sent = set(_resend(broker, group, [identity for _, identity in left]))
             left = [(request, identity) for request, identity in left if identity not in sent]
         for request, _ in left:
             names = [data.broker_name for data in self.topic_route(request.message.topic)]

@@ -235,7 +235,7 @@ def _advice(error: CorruptionError) -> str:
     """Return the end of a message about damage: what to do."""
     folder = os.path.basename(os.path.dirname(error.file))
     if folder == "config":
-        return ""  # the error of a table says it
+        return ""  # the error of a table says what to do
     if folder == "librmq":
         return "; move the file away: no message is in it, and librmq and a broker start without it"
     if error.kind == "size" and any(f"{os.sep}{kind}{os.sep}" in error.file for kind in ("consumequeue", "index")):

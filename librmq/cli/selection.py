@@ -255,7 +255,8 @@ class MessageQuery:
         users = (topic for topic in view.topics if kind_of_topic(topic) == "user")
         topics = users if self.topic is None else [self.topic]
         if self.key is not None:
-            yield from filter(test, chain.from_iterable(route.find_by_key(topic, self.key) for topic in topics))
+            found = chain.from_iterable(route.find_by_key(topic, self.key) for topic in topics)
+            yield from filter(test, sorted(found, key=lambda message: message.store_timestamp_ms))
             return
         queues = [
             self._at_queue(view, queue, offsets)

@@ -563,11 +563,13 @@ class ConcurrentDelivery(Delivery):
 
     def _rest(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: DownstreamDown) -> None:
         """Keep messages to begin again after a rest, without counting a failure."""
+        messages = [message for message in messages if assigned.messages.holds(message)]  # none that went back
         self.count_messages(assigned, len(messages), "downstream")
         for message in messages:
             message.consume_start_timestamp_ms = None  # a rest is not time in a listener
         assigned.messages.lined_up += len(messages)
-        self._enqueue(Pulled(assigned, len(messages), messages), is_first=True)
+        if messages:
+            self._enqueue(Pulled(assigned, len(messages), messages), is_first=True)
         self.rests.begin_rest(error, assigned.queue)
 
     def _resumed(self, now_ms: int) -> None:

@@ -87,7 +87,7 @@ def _damage_findings(view: StoreView, check: bool | None) -> Iterator[Finding]:
 
 
 def refused_store(path: str) -> Finding | None:
-    """Return the finding of `verify` about a store that cannot be opened, or whose tables cannot be read."""
+    """Return what `verify` finds in a store that cannot be opened, or whose tables cannot be read; None if nothing."""
     from librmq.store.recovery.verify import verify
 
     places = verify(path).damage

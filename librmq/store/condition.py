@@ -52,7 +52,7 @@ class Condition(NamedTuple):
     begin: Damage | None = None
     """The first files of the log, if they are missing and retention did not delete them."""
     note: str = ""
-    """What may be missing, and may not: see `judge_begin`."""
+    """A note that files may be missing, where a kill explains it too; see `judge_begin`."""
     derived: Sequence[Damage] = ()
     """Damaged files of queues, index and checkpoint, which the view has made again in memory from the log, and
     the ``record`` at which it could not read on. It grows when the view opens another damaged queue."""

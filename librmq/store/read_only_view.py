@@ -366,7 +366,8 @@ class ReadOnlyView:
 
         def rebuild(error: CorruptionError) -> QueueTable:
             whole = previewed(frozenset(parts.queues))
-            parts.repairs += whole.repairs or [Damage(error.file, error.offset, error.kind, error.what)]
+            added = [damage for damage in whole.repairs if damage not in parts.repairs]
+            parts.repairs += added or [Damage(error.file, error.offset, error.kind, error.what)]
             if whole.log.end < parts.log.end:  # the rebuild has met a damaged record
                 parts.repairs += [cut for cut in whole.cuts if cut.kind == "record"]
                 parts.log.end = whole.log.end

@@ -154,8 +154,8 @@ class Process(Route):
         self.clients: dict[Client, None] = {}
         """Its clients that brokers know, in order; two can have one id."""
         self.consumers: list[PushConsumer] = []
-        self._made_clients: list[Client] = []
         """The consumers made by `consumer`."""
+        self._made_clients: list[Client] = []
         self.made: list[Consumer[Any]] = []
         """All consumers in it, including those that its code made itself."""
         self._kit = kit

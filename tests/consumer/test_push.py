@@ -25,7 +25,7 @@ from librmq.errors import (
     GroupMismatchError,
     MessageIllegalError,
 )
-from librmq.listener import DeadLetter, ReconsumeLater
+from librmq.listener import DeadLetter, DownstreamDown, ReconsumeLater
 from librmq.message.message import Message, MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -173,6 +173,20 @@ def test_a_failure_after_the_consume_timeout_sends_nothing_back(one_queue: Kit) 
             raise ReconsumeLater
 
     one_queue.consumer("g").subscribe("t", fail_at_first)
+    one_queue.faults.slow_listener("g", 3600)
+    send(one_queue, "a")
+    one_queue.advance(hours=5)
+    assert [delivery.attempt for delivery in one_queue.delivered("g")] == [0, 1]
+
+
+def test_a_rest_after_the_consume_timeout_keeps_nothing(one_queue: Kit) -> None:
+    """The message went back at the timeout already, and would come twice."""
+
+    def rest_at_first(message: DeliveredMessage) -> None:
+        if not message.reconsume_times:
+            raise DownstreamDown("the bank")
+
+    one_queue.consumer("g").subscribe("t", rest_at_first)
     one_queue.faults.slow_listener("g", 3600)
     send(one_queue, "a")
     one_queue.advance(hours=5)

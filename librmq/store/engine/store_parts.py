@@ -57,6 +57,7 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         """Whether a recovery in memory changed a queue, so that its files are different."""
         self.rebuild: Callable[[CorruptionError], QueueTable] | None = None
         """For a view: returns the queues as the log has them, after an error of opening one."""
+        self._rebuilding = Lock()
 
     def __repr__(self) -> str:
         return f"<QueueTable of {len(self)} queues>"
@@ -69,11 +70,14 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         try:
             return self._opened(name, state)
         except CorruptionError as error:
-            if self.rebuild is None:
-                raise
-            rebuilt, self.rebuild = self.rebuild(error), None
-            self._open, self._closed_states, self.differs = rebuilt._open, rebuilt._closed_states, rebuilt.differs
-            return self._open[name]
+            with self._rebuilding:  # another thread can have met a damaged queue too
+                if self.rebuild is not None:
+                    rebuilt, self.rebuild = self.rebuild(error), None
+                    self._open, self._closed_states = rebuilt._open, rebuilt._closed_states
+                    self.differs = rebuilt.differs
+                elif name not in self._open:
+                    raise
+                return self._open[name]
 
     def _opened(self, name: QueueName, state: QueueState | None) -> ConsumeQueue:
         queue = self._open_queue(*name)

@@ -150,7 +150,7 @@ class QueueCheck:
             if not ((places >= 0) & (places < self._begin) & (sizes > 0) & (sizes < HOLE_SIZE)).all():
                 return None
             if not places[-1]:
-                return None  # it can be torn
+                return None  # a write of zeros that was torn can have left the size alone
             deleted = np.count_nonzero(places < log_begin) if log_begin else 0
             min_offset += int(deleted) if expected or deleted < len(places) else 0
         place, size, _ = ENTRY.unpack_from(stored, len(stored) - ENTRY_SIZE)
@@ -211,9 +211,9 @@ class QueueCheck:
         return len(raw) > ENTRY_SIZE and 0 <= place < self._begin and size != HOLE_SIZE
 
     def _is_torn(self, queue_offset: int) -> bool:
-        """Return whether zeros that end the queue here reached the device in part: the entry's place, but not its size.
+        """Return whether an entry is half of a torn write of zeros: its place is 0 already, its size still the old one.
 
-        Only the log's first record is at place 0, so no entry with a size stands before its entry.
+        Only the log's first record is at place 0, and no other entry with a size stands before its entry.
         """
         raw = self.queue.read(queue_offset, 1)
         place, size, _ = ENTRY.unpack(raw) if raw else (0, 0, 0)

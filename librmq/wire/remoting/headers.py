@@ -697,7 +697,7 @@ class PoppedHeader:
 
 @value
 class NotificationHeader:
-    """Asks to be told when a receive can find messages; the broker holds it for ``poll_time`` ms."""
+    """Asks for an answer when a receive can find messages; the broker holds it for ``poll_time`` ms."""
 
     consumer_group: str
     topic: str
