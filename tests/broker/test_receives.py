@@ -28,7 +28,7 @@ from librmq import (
 )
 from librmq.broker.handlers.in_flight import QueueKey, Receipt
 from librmq.broker.handlers.receive import ReceiveHandler
-from librmq.broker.long_polling import Deadlines
+from librmq.broker.long_polling import Deadlines, HeldRequests
 from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
 from librmq.store import MessageStore, verify
 from librmq.testing import Kit
@@ -228,6 +228,21 @@ def test_held_receive_is_woken_once(rmq: Kit, broker: Broker) -> None:
     send(broker, "b")
     assert len(woken) == 1
     assert bodies(list(broker.call(request).messages)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_message_stored_while_a_receive_is_being_held_ends_it(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    hold, woken = HeldRequests.hold_receive, list[int]()
+
+    def send_first(*arguments: object) -> None:
+        send(broker, "a")
+        hold(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HeldRequests, "hold_receive", send_first)
+    answer = broker.call(Receive("c", "g", "t", most, notify=lambda: woken.append(1)))
+    assert (len(answer.messages), answer.is_held, woken) == ((1, False, []) if most else (0, True, [1]))
 
 
 def test_held_receive_is_woken_by_a_redelivery(rmq: Kit, broker: Broker) -> None:

@@ -116,16 +116,20 @@ class ReceiveHandler:
         if first_ms is not None and first_ms <= now_ms:  # its step has not run yet, such as right after a change to 0
             self._run_due(now_ms)
         notify = request.notify
-        received, has_more = self._read_queues(request, group, queues, selection)
+
+        def read() -> tuple[list[Received], bool]:
+            if not request.max_messages:
+                return [], any(self._has_unread(group, queue) for queue in queues)
+            return self._read_queues(request, group, queues, selection)
+
+        received, has_more = read()
         if received or notify is None:
             return ReceiveResponse(tuple(received))
-        if not request.max_messages:
-            has_more = any(self._has_unread(group, queue) for queue in queues)
         if not has_more:
             selections = {queue: selection if queue[0] == request.topic else ALL for queue in queues}
             self._held.hold_receive(request.client_id, request.group, selections, notify)
             # Read once more, because a writer looks for held receives after its append.
-            received, has_more = self._read_queues(request, group, queues, selection)
+            received, has_more = read()
             if received or has_more:
                 self._held.remove_receive(notify)
         if has_more and not received:
