@@ -125,10 +125,11 @@ class Channel(virtual.Channel):
 
     def queue_delete(self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any) -> None:
         """Delete a queue with its bindings and messages."""
-        if (if_empty and self._size(queue)) or not self._has_queue(queue):
+        if if_empty and self._size(queue):
             return
-        self._purge(queue)
-        self.broker.delete(queue)
+        if self._has_queue(queue):
+            self._purge(queue)
+        self.broker.delete(queue)  # also without its topic: a process that was killed here left the bindings
         self.state.queue_bindings_delete(queue)
 
     def _delete_expired(self, queues: dict[str, dict[str, Any]]) -> bool:
@@ -165,7 +166,7 @@ class Channel(virtual.Channel):
         rows = self.broker.bindings.read()
         table, queues = rows["tables"].get(exchange, []), rows["queues"]
         if self._delete_expired({row[2]: queues[row[2]] for row in table if row[2] in queues}):
-            return self.get_table(exchange)
+            table = self.broker.bindings.read()["tables"].get(exchange, [])
         return list(table)
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str | None, queue: str) -> None:

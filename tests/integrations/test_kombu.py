@@ -24,6 +24,7 @@ import librmq.integrations.kombu
 from librmq.integrations.kombu_broker import FolderBindings, topic_of
 from librmq.wire.remoting import RemotingServer
 from tests.programs import run_program
+from tests.wire.stub import wait_until
 
 Connect = Callable[..., Any]
 
@@ -178,6 +179,22 @@ def test_a_queue_expires_without_consumers_only(share: Connect) -> None:
             kombu.Queue("other")(other.channel()).declare()
         with pytest.raises(ChannelError, match="NOT_FOUND"):
             queue(other.channel()).queue_declare(passive=True)
+
+
+@pytest.mark.parametrize("kind", ["direct", "fanout"])
+def test_a_queue_whose_topic_is_gone_expires(share: Connect, tmp_path: Path, kind: str) -> None:
+    """A kill in the middle of a deletion, and ``librmq topic delete``, leave its bindings."""
+    exchange = kombu.Exchange("replies", type=kind)
+    queue = kombu.Queue("replies", exchange, routing_key="key", expires=0.001)
+    with share() as connection:
+        queue(connection.channel()).declare()
+        broker = connection.transport.broker
+        wait_until(lambda: broker.bindings.is_expired("replies"))
+        broker.route.delete_topic(topic_of("replies"))
+        kombu.Producer(connection, exchange).publish("lost", routing_key="key")
+        assert broker.bindings.read()["queues"] == {}
+        assert broker.bindings.read()["tables"] == {"replies": []}
+        assert not list((tmp_path / "store/librmq/kombu").glob("used-*"))
 
 
 def test_messages_expire(connect: Connect) -> None:
