@@ -481,14 +481,12 @@ def test_a_killed_process_of_a_worker_is_replaced(other_process: Project) -> Non
 
 
 RELOADED = """
-import os
 import django
 django.setup()
 from shop.tasks import version
+from tests.wire.stub import wait_until
 result = version.enqueue()
-while not result.is_finished:
-    os.sched_yield()
-    result.refresh()
+wait_until(lambda: result.refresh() or result.is_finished)
 print(result.return_value)
 """
 
