@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 import pytest
 
 import librmq
-from librmq import BrokerError
+from librmq import BrokerError, BrokerUnreachableError, RmqError
 from librmq.clock import SystemClock
 from librmq.errors import ReceiptError
 from librmq.protocol import CancelReceive, Receive, ReceiveResponse
+from librmq.wire.remote.pop import PopReceives
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to
 from librmq.wire.remoting.headers import RequestCode
@@ -150,6 +151,70 @@ def test_a_received_message_becomes_a_dead_letter(served: Served) -> None:
         consumer.dead_letter(message, "can't be read")
     (letter,) = served.broker.dead_letters("g")
     assert letter.body == b"poison"
+
+
+class Asking:
+    """The receives at a broker that has no messages; ``later`` is what runs soon."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0
+        self.later: list[Callable[[], None]] = []
+        self.sent: list[Callable[[Frame | RmqError], None]] = []
+        self.ends_send: Callable[[], None] | None = None
+        self.receives = PopReceives(
+            "b",
+            lambda: self.now_ms,
+            lambda frame: answer_to(frame, 210, "no message"),
+            self._send,
+            self.later.append,
+            lambda call, due_ms: None,
+            lambda group: False,
+        )
+
+    def _send(self, frame: Frame, ended: Callable[[Frame | RmqError], None]) -> None:
+        self.sent.append(ended)
+        if self.ends_send is not None:
+            self.ends_send()
+
+    def receive(self, notify: Callable[[], None]) -> None:
+        assert self.receives.receive(Receive("c", "g", "orders", notify=notify)).is_held
+
+    def run_later(self) -> None:
+        for call in self.later:
+            call()
+
+
+def test_a_failed_send_wakes_the_waits_that_joined_it() -> None:
+    asking, woken = Asking(), list[str]()
+
+    def fail() -> None:
+        asking.ends_send = None
+        asking.receive(lambda: woken.append("second"))
+        raise BrokerUnreachableError("gone")
+
+    asking.ends_send = fail
+    with pytest.raises(BrokerUnreachableError):
+        asking.receive(lambda: woken.append("first"))
+    asking.run_later()
+    assert (len(asking.sent), woken) == (1, ["second"])
+
+
+def test_the_waits_of_a_lost_notification_move_to_the_next() -> None:
+    asking, woken = Asking(), list[str]()
+
+    def cancelled() -> None:
+        woken.append("cancelled")
+
+    asking.receive(lambda: woken.append("first"))
+    asking.receive(cancelled)
+    asking.now_ms = 30_000
+    asking.receive(lambda: woken.append("second"))
+    asking.receives.cancel(CancelReceive(cancelled))
+    _, answered = asking.sent
+    asking.now_ms = 40_000
+    answered(Frame(0))
+    asking.run_later()
+    assert woken == ["first", "second"]
 
 
 # ---- recall

@@ -124,22 +124,27 @@ class PopReceives:
         response = read_popped(request, self._broker_name, answer)
         notify, subscription = request.notify, request.subscription or Subscription(request.topic)
         key = request.group, request.topic, subscription.expression_type, subscription.expression
-        if response.messages or notify is None:
-            self._quick.pop(key, None)
-            return response
         now_ms = self._now_ms()
         with self._lock:
-            held = self._held.get(key)
-            is_new = held is None or not 0 <= now_ms - held.sent_ms < _ANSWER_WITHIN_MS
-            if held is None or is_new:
+            if response.messages or notify is None:
+                self._quick.pop(key, None)
+                return response
+            former = self._held.get(key)
+            if former is not None and 0 <= now_ms - former.sent_ms < _ANSWER_WITHIN_MS:
+                held = former
+            else:
                 held = self._held[key] = _Notification(now_ms, self._quick.get(key, 0))
+                if former is not None:
+                    held.waiting, former.waiting = former.waiting, []
             held.waiting.append(notify)
-        if is_new:
+        if held is not former:
             asked = notification_frame(request, now_ms, _POLL_MS, is_ordered=is_ordered)
             try:
                 self._send(asked, partial(self._answered, key, held))
             except BaseException:
-                self._end(key, held)
+                for other in self._end(key, held):
+                    if other is not notify:  # it joined meanwhile: let it ask again, and meet the error itself
+                        self._later(other)
                 raise
         return ReceiveResponse(is_held=True)
 
@@ -147,7 +152,8 @@ class PopReceives:
         """Let the waits that a notification ends ask again."""
         now_ms = self._now_ms()
         is_quick = now_ms - held.sent_ms < _AGAIN_MS
-        self._quick[key] = held.quick + 1 if is_quick else 0
+        with self._lock:
+            self._quick[key] = held.quick + 1 if is_quick else 0
         is_known = isinstance(outcome, RmqError) or outcome.code == 0
         paused = not is_known or (is_quick and held.quick >= _MOST_QUICK)
         wake = partial(self._wake, key, held)
