@@ -13,6 +13,7 @@ from librmq import BrokerError, BrokerUnreachableError, RmqError
 from librmq.clock import SystemClock
 from librmq.errors import ReceiptError
 from librmq.protocol import CancelReceive, Receive, ReceiveResponse
+from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.pop import PopReceives
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to
@@ -115,6 +116,43 @@ def test_a_receive_says_whether_its_group_is_in_order(is_ordered: bool) -> None:
         assert consumer.receive(1, wait=0) == []
     (pop,) = [frame for frame in broker.asked if frame.code == RequestCode.POP_MESSAGE]
     assert pop.fields["order"] == str(is_ordered).lower()
+
+
+class Standing(SystemClock):
+    """A clock whose time of day a test moves."""
+
+    def __init__(self) -> None:
+        self.time_ms = super().now_ms()
+
+    def now_ms(self) -> int:
+        return self.time_ms
+
+
+def test_a_group_without_settings_is_not_asked_for_with_each_receive() -> None:
+    table: dict[str, object] = {}
+
+    def answer(frame: Frame) -> Frame:
+        if frame.code != RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG:
+            return answer_to(frame, 210, "no message")
+        return answer_to(frame, body=write_body({"subscriptionGroupTable": table}))
+
+    clock = Standing()
+    runner = ThreadRunner(clock)
+    with FakeServer(answer) as server, librmq.connect(server.address, runner=runner) as route:
+        broker = route.endpoint("fake")
+
+        def receive() -> tuple[int, str]:
+            broker.call(Receive("c", "g", "orders"))
+            codes = [frame.code for frame in server.asked]
+            return codes.count(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), server.asked[-1].fields["order"]
+
+        assert [receive() for _ in range(3)] == [(1, "false")] * 3
+        table["g"] = {"groupName": "g", "consumeMessageOrderly": True}
+        clock.time_ms += 3_000
+        assert receive() == (2, "true")
+        clock.time_ms += 3_600_000
+        assert receive() == (2, "true")
+    assert runner.shutdown()
 
 
 def test_a_group_in_order_receives_in_order(served: Served) -> None:

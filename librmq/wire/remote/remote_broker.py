@@ -184,8 +184,8 @@ class RemoteBroker:
         self._beats: dict[str, Heartbeat] = {}
         self._knows: dict[str, Transport] = {}  # the connection on which the broker has a client's heartbeat
         self._delays: tuple[Transport, BrokerDelays] | None = None  # what it said on which connection
-        # The settings of groups, and on which connection they came.
-        self._groups: dict[str, tuple[Transport, Mapping[str, Any]]] = {}
+        # The settings of groups, and on which connection and when they came.
+        self._groups: dict[str, tuple[Transport, int, Mapping[str, Any]]] = {}
         self._silent_until_ms = 0
         self.has_receives = False
         """Whether the broker is librmq's, which has receives with an invisible time."""
@@ -358,16 +358,19 @@ class RemoteBroker:
         return SentBack(request.reconsume_times >= max_times, max_times)
 
     def _settings_of(self, group: str) -> Mapping[str, Any]:
-        """Return the settings of a group, empty without any; they are asked for once a connection."""
-        transport = self._connections.get(self.address)
+        """Return the settings of a group, empty without any.
+
+        They are asked for once a connection, and those of a group that has none again after a while: it may get some.
+        """
+        transport, now_ms = self._connections.get(self.address), self._runner.now_ms()
         learnt = self._groups.get(group)
-        if learnt is None or learnt[0] is not transport:
-            answer = check(self._ask(frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), transport))
-            rows = table_in(read_body(answer.body, "the groups"), "subscriptionGroupTable")
-            learnt = transport, rows.get(group, {})
-            if learnt[1]:
-                self._groups[group] = learnt
-        return learnt[1]
+        if learnt is not None and learnt[0] is transport and (learnt[2] or 0 <= now_ms - learnt[1] < _REST_MS):
+            return learnt[2]
+        answer = check(self._ask(frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), transport))
+        rows = table_in(read_body(answer.body, "the groups"), "subscriptionGroupTable")
+        settings: Mapping[str, Any] = rows.get(group, {})
+        self._groups[group] = transport, now_ms, settings
+        return settings
 
     def _is_ordered(self, group: str) -> bool:
         """Return whether a group receives in order; a broker that does not show its groups has no POP, or forbids it.
