@@ -268,7 +268,7 @@ class ServedKit(Closing):
 
         After a fault, first wait until each client that was connected before is back. While the broker is down, this
         returns at once. After the kill of another process, wait for a client of each group of the store that could get
-        a message; a group that is not back in time is not awaited again.
+        a message; one that is not back in time, or missed nothing when this returned, is not awaited again.
 
         Raises:
             NotSettledError: They did not within 20 s of wall-clock time, or a client was not back within 60 s.
@@ -281,10 +281,10 @@ class ServedKit(Closing):
             if missing:
                 back = clock.monotonic()
             elif self.server.is_settled():
+                self._await_no_group()
                 return
             if missing and back > begin + _BACK_S:
-                with self.kit.runner.lock:
-                    self._lost_groups.clear()
+                self._await_no_group()
                 raise NotSettledError(
                     f"not back within {_BACK_S:g} s after the fault: {', '.join(missing[:5])}"
                     + (f" and {len(missing) - 5:,} more" if len(missing) > 5 else "")
@@ -296,6 +296,10 @@ class ServedKit(Closing):
                     "finished what it received or does not ask for more, or a producer has not answered a check"
                 )
             clock.wait(never, _LOOK_S)
+
+    def _await_no_group(self) -> None:
+        with self.kit.runner.lock:
+            self._lost_groups.clear()
 
     def _missing_groups(self) -> list[str]:
         """Return the groups of a killed process that are not back and could get a message.

@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from librmq.clock import SystemClock
+from librmq.testing import Kit
 from librmq.testing import served as served_module
 from librmq.testing.served import NotSettledError, ServedKit
 from librmq.wire.grpc.protocol import message_class
@@ -64,6 +65,18 @@ def test_timed_message_comes_when_time_is_moved(served: ServedKit) -> None:
         assert stub.receive("t")[1] == []
         served.advance(minutes=1, seconds=1)
         assert [found.body for found in stub.receive("t")[1]] == [b"later"]
+
+
+def test_a_group_of_a_killed_server_that_missed_nothing_is_not_awaited_later(
+    rmq: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_module, "_BACK_S", 0.0)
+    rmq.broker.create_topic("t", 1)
+    rmq.broker.set_group("g")
+    with ServedKit(rmq, was_killed=True) as served, Stub(served.address) as stub:
+        served.settle()
+        assert stub.send(message("t", b"a")).status.code == 20000
+        served.settle()
 
 
 # ---- faults
