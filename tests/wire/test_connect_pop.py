@@ -13,12 +13,14 @@ from librmq import BrokerError, BrokerUnreachableError, RmqError
 from librmq.clock import SystemClock
 from librmq.errors import ReceiptError
 from librmq.protocol import CancelReceive, Receive, ReceiveResponse
+from librmq.runtime.runner import AT_ONCE, Step
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.pop import PopReceives
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to
 from librmq.wire.remoting.headers import RequestCode
 from tests.wire.fake_servers import FakeServer
+from tests.wire.remoting_client import RawClient
 from tests.wire.test_connect import Served
 
 
@@ -81,6 +83,31 @@ def test_a_notification_says_whether_a_receive_finds_messages_and_takes_none(ser
         (message,) = consumer.receive(16, invisible=30, wait=0)
         assert (message.body, message.attempt) == (b"a", 1)
         assert notified(served, 1).fields["hasMsg"] == "false", "what is in flight is not there"
+
+
+def test_notifications_end_in_turn_by_one_step(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, steps = served.broker.runner, list[Step]()
+    wake = runner.wake
+
+    def note(step: Step, at: int = AT_ONCE) -> None:
+        steps.append(step)
+        wake(step, at)
+
+    monkeypatch.setattr(runner, "wake", note)
+    with RawClient(served.server.port) as client:
+
+        def hold(*polls_ms: int) -> list[int]:
+            known = {"consumer_group": "g", "topic": "orders", "queue_id": -1, "born_time": 0}
+            return [client.send(RequestCode.NOTIFICATION, poll_time=poll_ms, **known) for poll_ms in polls_ms]
+
+        long, short = hold(40, 1)
+        answers = {(answer.opaque, answer.fields["hasMsg"]) for answer in (client.answer(), client.answer())}
+        assert answers == {(short, "false"), (long, "false")}
+        numbers = hold(20_000, 20_000, 20_000)
+        client.beat("c")  # they are held before it is answered
+        send(served, b"a")
+        assert sorted(client.answer().opaque for _ in numbers) == numbers
+    assert len({step for step in steps if "notifications" in step.label}) == 1
 
 
 def test_a_receive_that_no_longer_waits_takes_no_message(served: Served) -> None:

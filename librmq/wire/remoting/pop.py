@@ -18,13 +18,14 @@ A receipt has the nine fields that librmq's own receipts have (`librmq.broker.ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple, Self
 
 from librmq.broker import Broker
+from librmq.broker.long_polling import Deadlines
 from librmq.errors import BrokerError, MalformedError, RmqError
 from librmq.message.ids import RecallHandle
 from librmq.message.message import StoredMessage
@@ -266,6 +267,8 @@ class PopRequests:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._held = 0
+        self._deadlines: Deadlines[Callable[[], None]] = Deadlines()
+        self._step = Step(f"{broker.name}: notifications", self._run_due)
         self.handlers: Handlers = {
             RequestCode.POP_MESSAGE: self._pop,
             RequestCode.NOTIFICATION: self._notify,
@@ -316,6 +319,7 @@ class PopRequests:
             if not is_answered:
                 is_answered = True
                 self._held -= 1
+                self._deadlines.discard(give_up)
                 if not has_message:
                     call.call_broker(CancelReceive(notify))
                 call.channel.run_later(partial(call.channel.write, call.answer(NotifiedHeader(has_message))))
@@ -323,7 +327,7 @@ class PopRequests:
         def notify() -> None:
             end(True)
 
-        def give_up(now_ms: int) -> None:
+        def give_up() -> None:
             with suppress(RmqError):  # the client has left, or the broker is closed
                 end(False)
 
@@ -338,10 +342,17 @@ class PopRequests:
                 self._held -= 1
                 raise
             if poll_ms <= 0:
-                give_up(0)
+                give_up()
             elif not is_answered:
-                runner.wake(Step(f"{self._broker.name}: notifications", give_up), runner.now_ms() + poll_ms)
+                due_ms = runner.now_ms() + poll_ms
+                self._deadlines.set(give_up, due_ms)
+                runner.wake(self._step, due_ms)
         return None
+
+    def _run_due(self, now_ms: int) -> int | None:
+        for give_up in self._deadlines.pop_due(now_ms):
+            give_up()
+        return self._deadlines.first_ms
 
     def _acknowledge(self, call: RemotingCall) -> bytes:
         header: PopAckHeader = call.header
