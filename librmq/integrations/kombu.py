@@ -39,7 +39,6 @@ from librmq.integrations.kombu_broker import (
     brokers,
     topic_of,
 )
-from librmq.runtime.locks import Lock
 
 _clock: Final = SystemClock()
 _Arrived = tuple[str, Delivery]
@@ -268,14 +267,19 @@ class _Pump:
     It receives again only after the hub has looked, because what it delivers changes what the channels take.
     """
 
-    def __init__(self, receive: Callable[[list[str], int, float], list[_Arrived]], arrived: deque[_Arrived]) -> None:
+    def __init__(
+        self,
+        receive: Callable[[list[str], int, float], list[_Arrived]],
+        stop: Callable[[], None],
+        arrived: deque[_Arrived],
+    ) -> None:
         self._receive = receive
+        self._stop = stop
         self._arrived = arrived
         self._condition = threading.Condition()
-        self._receiving = Lock()
         self._wanted: _Wanted | None = None
         self._error: Exception | None = None
-        self._is_closing = False
+        self._is_receiving = self._is_closing = False
         self.leave_loop: Callable[[], None] | None = None
         self.signal, self._write = os.pipe()
         os.set_blocking(self.signal, False)
@@ -307,15 +311,19 @@ class _Pump:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the end of the receive that runs, and hold the next one."""
-        with self._receiving:
+        """End the receive that runs, and hold the next one until the hub has looked."""
+        with self._condition:
+            self._wanted = None
+            while self._is_receiving:
+                self._stop()  # more than once, because it ends nothing before the receive waits
+                self._condition.wait(_FULL_WAIT_S)
             yield
 
     def close(self) -> None:
-        """Leave the hub, end the thread after the receive that runs, and close the pipe."""
+        """Leave the hub, end the thread and its receive, and close the pipe."""
         if self.leave_loop is not None:
             self.leave_loop()
-        with self._condition:
+        with self.paused():
             self._is_closing = True
             self._condition.notify()
         self._thread.join()
@@ -329,18 +337,21 @@ class _Pump:
                     self._condition.wait()
                 if self._is_closing:
                     return
-                wanted = self._wanted
+                wanted, self._is_receiving = self._wanted, True
             assert wanted is not None
-            wait = _FULL_WAIT_S if wanted.is_full else _LONGEST_WAIT_S
+            received: list[_Arrived] = []
             try:
-                with self._receiving:
-                    received = self._receive(wanted.queues, wanted.most, wait)
+                received = self._receive(
+                    wanted.queues, wanted.most, _FULL_WAIT_S if wanted.is_full else _LONGEST_WAIT_S
+                )
             except Exception as error:
-                received, self._error = [], error
-            if received or self._error is not None:
-                with self._condition:
+                self._error = error
+            with self._condition:
+                self._is_receiving = False
+                if received or self._error is not None:
                     self._arrived.extend(received)
                     self._wanted = None
+                self._condition.notify()
             if received or self._error is not None or not wanted.is_full:
                 self.write_signal()  # an idle hub looks once a second whether its worker is to stop
 
@@ -405,6 +416,10 @@ class Transport(virtual.Transport):
             self.receiver.acknowledge(*expired)
         return [(by_topic[delivery.message.topic], delivery) for delivery in deliveries if delivery not in expired]
 
+    def _stop_receive(self) -> None:
+        if self._receiver is not None:
+            self._receiver.stop()
+
     def requeue(self, delivery: Delivery) -> None:
         """Deliver a message again."""
         self.receiver.requeue(delivery)
@@ -418,9 +433,11 @@ class Transport(virtual.Transport):
 
     def leave(self, queue: str) -> None:
         """Stop receiving from a queue, and give back what is not delivered yet."""
-        if self._receiver is None or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return
         with nullcontext() if self._pump is None else self._pump.paused():
+            if self._receiver is None:
+                return
             for pair in [pair for pair in self._arrived if pair[0] == queue]:
                 self._arrived.remove(pair)
                 with suppress(librmq.RmqError):
@@ -463,7 +480,7 @@ class Transport(virtual.Transport):
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Let a thread receive and kombu's hub deliver, so that a worker with busy processes can be controlled."""
-        pump = self._pump = _Pump(self.receive, self._arrived)
+        pump = self._pump = _Pump(self.receive, self._stop_receive, self._arrived)
 
         def arrived() -> None:
             pump.read_signal()

@@ -226,6 +226,9 @@ class Receiver(Protocol):
     def requeue(self, delivery: Delivery) -> None:
         """Deliver a message again, to any consumer."""
 
+    def stop(self) -> None:
+        """End the receive that another thread runs; the next one works. Thread-safe."""
+
     def leave(self, topic: str) -> None:
         """Stop receiving from a topic."""
 
@@ -243,12 +246,18 @@ class _ShareReceiver:
         self._ender = librmq.SimpleConsumer(route, GROUP).start()
 
     def receive(self, topics: frozenset[str], most: int, wait: float) -> list[Delivery]:
-        if topics not in self._consumers:
+        consumer = self._consumers.get(topics)
+        if consumer is None:
             consumer = librmq.SimpleConsumer(self._route, GROUP)
             for topic in topics:
                 consumer.subscribe(topic)
             self._consumers[topics] = consumer.start()
-        messages = self._consumers[topics].receive(min(most, AT_ONCE), invisible=self._visibility_s, wait=wait)
+        try:
+            messages = consumer.receive(min(most, AT_ONCE), invisible=self._visibility_s, wait=wait)
+        except librmq.ClientStateError:
+            if self._consumers.get(topics) is consumer:
+                raise
+            return []  # `stop` came before the receive
         return [Delivery(message, message.attempt) for message in messages]
 
     def acknowledge(self, *deliveries: Delivery) -> None:
@@ -261,14 +270,17 @@ class _ShareReceiver:
         with suppress(librmq.ReceiptError):  # its time is over: it is delivered again already
             self._ender.extend(delivery.message, 0)  # type: ignore[arg-type]
 
+    def stop(self) -> None:
+        while self._consumers:  # each is gone from here before it is shut down, so that no receive begins with it
+            self._consumers.popitem()[1].shutdown()
+
     def leave(self, topic: str) -> None:
         for topics in [topics for topics in self._consumers if topic in topics]:
             self._consumers.pop(topics).shutdown()
 
     def close(self) -> None:
-        for consumer in (*self._consumers.values(), self._ender):
-            consumer.shutdown()
-        self._consumers.clear()
+        self.stop()
+        self._ender.shutdown()
 
 
 class _ClusterReceiver:
@@ -285,9 +297,11 @@ class _ClusterReceiver:
         self._ready: defaultdict[str, deque[Delivery]] = defaultdict(deque)
         self._flights: defaultdict[librmq.MessageQueue, dict[int, bool]] = defaultdict(dict)  # offset: is done
         self._left: set[str] = set()
+        self._stopped = threading.Event()
 
     def receive(self, topics: frozenset[str], most: int, wait: float) -> list[Delivery]:
         deadline = _clock.monotonic() + wait
+        self._stopped.clear()
         while True:
             for topic in topics:
                 self._poll(topic)
@@ -295,9 +309,8 @@ class _ClusterReceiver:
             if ready:
                 return [row.popleft() for row in ready for _ in range(min(len(row), max(1, most // len(ready))))][:most]
             left = deadline - _clock.monotonic()
-            if left <= 0:
+            if left <= 0 or _clock.wait(self._stopped, min(left, _POLL_S)):
                 return []
-            _clock.wait(threading.Event(), min(left, _POLL_S))
 
     def _poll(self, topic: str) -> None:
         self._left.discard(topic)
@@ -342,6 +355,9 @@ class _ClusterReceiver:
         properties = {name: value for name, value in delivery.message.properties.items() if name == _EXPIRES}
         self._producer.send(delivery.message.topic, delivery.message.body, properties=properties)
         self.acknowledge(delivery)
+
+    def stop(self) -> None:
+        self._stopped.set()
 
     def leave(self, topic: str) -> None:
         self._left.add(topic)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,43 @@ def test_a_hub_without_messages_is_woken(share: Connect) -> None:
         for look in list(hub.on_tick):
             look()
         assert select.select(list(hub.readers), [], [], 60)[0]
+
+
+def test_a_receive_that_waits_ends_with_its_consumer_and_its_connection(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of Celery that closes would wait for it three times."""
+    module, bodies, begun = librmq.integrations.kombu, list[Any](), threading.Event()
+    receive = module.Transport.receive
+
+    def note_receive(transport: Any, *arguments: Any) -> Any:
+        assert transport.receiver
+        begun.set()
+        return receive(transport, *arguments)
+
+    def take(body: Any, message: Any) -> None:
+        bodies.append(body)
+        message.ack()
+
+    monkeypatch.setattr(module, "_LONGEST_WAIT_S", 600)
+    monkeypatch.setattr(module.Transport, "receive", note_receive)
+    stays, leaves = kombu.Queue("stays", routing_key="stays"), kombu.Queue("leaves", routing_key="leaves")
+    with connect() as connection, kombu.Consumer(connection, [stays, leaves], callbacks=[take]) as consumer:
+        hub = Hub()
+        connection.register_with_event_loop(hub)
+        for look in list(hub.on_tick):
+            look()
+        assert begun.wait(60)
+        consumer.cancel_by_queue("leaves")
+        with connect() as sending:
+            send(sending, stays, "message")
+        while not bodies:
+            for look in list(hub.on_tick):
+                look()
+            assert select.select(list(hub.readers), [], [], 60)[0]
+            for callback, arguments in list(hub.readers.values()):
+                callback(*arguments)
+    assert bodies == ["message"]
 
 
 def test_size_purge_and_delete(connect: Connect) -> None:
