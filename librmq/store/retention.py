@@ -263,6 +263,7 @@ class Retention:
         self._force_clean = config.disk_force_clean_ratio / 100
         self._refuse = config.disk_refuse_ratio / 100
         self._trimmed_to = 0  # queues and index hold nothing about the log below this offset
+        self._unflushed: set[str] = set()  # folders from which the last round deleted files of queues and index
         self._walked = (-1, 0)  # start of a log file, and the store time of its last record
         self._round_end = 0
         self._round_files = 0
@@ -325,7 +326,9 @@ class Retention:
 
         The file of the last record stays. Return all deleted paths. Errors are those of `run_due`.
         """
-        return self._delete([end for end in self._ends() if end <= physical_offset], f"before {physical_offset}")
+        ends = [end for end in self._ends() if end <= physical_offset]
+        rounds = (ends[at : at + _FILES_A_ROUND] for at in range(0, len(ends), _FILES_A_ROUND))
+        return [path for some in rounds for path in self._delete(some, f"before {physical_offset}")]
 
     def check_disk(self, now_ms: int) -> bool:
         """Look at the disk unless it was seen just before; return whether messages are refused otherwise than before.
@@ -548,6 +551,11 @@ class Retention:
         deleted: list[str] = []
         if ends:
             self._settled_until = self._store.settled()
+            # After a power cut, files of queues and index that are far below the log's begin tell that log files are
+            # lost. So the last round's are off the device before more of the log is.
+            for folder in filter(self._files.is_folder, self._unflushed):
+                self._files.flush_folder(folder)
+            self._unflushed = set()
         for end in ends:
             if end >= self._settled_until:
                 break
@@ -627,6 +635,7 @@ class Retention:
         with self._store.lock:
             deleted += self._index.delete_before(begin)
         self._trimmed_to = begin
+        self._unflushed = {os.path.dirname(path) for path in deleted}
         for path in deleted:
             _log.info("deleted %(file)s: the log begins at %(begin)d", file=path, begin=begin)
         return deleted

@@ -315,7 +315,9 @@ def test_a_closed_store_without_its_last_log_files(path: Path, tmp_path: Path, k
     assert bodies == reader(path, topic="A").read_all()["body"].to_pylist()[: len(bodies)]
     assert bool(bodies) == bool(kept)
     (copy / "abort").touch()  # nor does a crash lose what the checkpoint covers
-    with pytest.raises(CorruptionError, match="the checkpoint covers records up to"):
+    with pytest.raises(
+        CorruptionError, match="the checkpoint covers records up to" if kept else "beyond the log's end"
+    ):
         reader(copy, topic="A", columns=["body"])
 
 
