@@ -423,7 +423,7 @@ class SimpleConsumer(Startable):
             failed += [
                 message
                 for message, is_acknowledged in zip(batch, answers, strict=True)
-                if not is_acknowledged or message.visible_timestamp_ms < now_ms
+                if not is_acknowledged or message.visible_timestamp_ms <= now_ms
             ]
         if failed:
             raise ReceiptError(
