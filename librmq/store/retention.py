@@ -55,6 +55,7 @@ from librmq.store.engine.store_parts import QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.saved_state import FILES_A_ROUND
 
 # ---- unconsumed messages of a log file
 
@@ -202,7 +203,6 @@ def describe_holder(part: UnreadInFile, path: str) -> str:
     )
 
 
-_FILES_A_ROUND: Final = 10
 _ROUND_MS: Final = 10_000
 _BETWEEN_FILES_MS: Final = 100
 _UNSETTLED_MS: Final = 1_000  # as often as queues are flushed
@@ -291,11 +291,11 @@ class Retention:
         self.deleted += self._trim_derived()
         self.is_held = False
         if oversized := self._oversized():
-            self.deleted += self._delete(self._ends()[: min(oversized, _FILES_A_ROUND)], "beyond max_total_size")
+            self.deleted += self._delete(self._ends()[: min(oversized, FILES_A_ROUND)], "beyond max_total_size")
         if self._forced or self._ignores_hours or self.next_cleaning_ms(now_ms) == now_ms:
             if not self._round_end - _ROUND_MS <= now_ms < self._round_end:
                 self._round_end, self._round_files = now_ms + _ROUND_MS, 0
-            if self._round_files < _FILES_A_ROUND:
+            if self._round_files < FILES_A_ROUND:
                 deleted = self.expire(now_ms, at_most=1, forced=self._forced)
                 self._round_files += bool(deleted)
                 self.deleted += deleted
@@ -309,7 +309,7 @@ class Retention:
         """Let the next calls of `run_due` delete all files that have expired, at any hour. Any thread may call this."""
         self._is_requested = True
 
-    def expire(self, now_ms: int, *, at_most: int = _FILES_A_ROUND, forced: bool = False) -> list[str]:
+    def expire(self, now_ms: int, *, at_most: int = FILES_A_ROUND, forced: bool = False) -> list[str]:
         """Delete at most ``at_most`` expired log files, at any hour, and return all deleted paths.
 
         ``forced`` deletes the oldest files even if they have not expired. Errors are those of `run_due`.
@@ -327,7 +327,7 @@ class Retention:
         The file of the last record stays. Return all deleted paths. Errors are those of `run_due`.
         """
         ends = [end for end in self._ends() if end <= physical_offset]
-        rounds = (ends[at : at + _FILES_A_ROUND] for at in range(0, len(ends), _FILES_A_ROUND))
+        rounds = (ends[at : at + FILES_A_ROUND] for at in range(0, len(ends), FILES_A_ROUND))
         return [path for some in rounds for path in self._delete(some, f"before {physical_offset}")]
 
     def check_disk(self, now_ms: int) -> bool:
@@ -540,7 +540,7 @@ class Retention:
                 return allowed
         if ends[0] >= self._settled_until:
             return now_ms + _UNSETTLED_MS
-        if not self._oversized() and self._round_files >= _FILES_A_ROUND:
+        if not self._oversized() and self._round_files >= FILES_A_ROUND:
             return self._round_end
         return now_ms + _BETWEEN_FILES_MS
 

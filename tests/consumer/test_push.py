@@ -165,28 +165,15 @@ def test_as_many_listeners_at_once_as_threads(one_queue: Kit) -> None:
 # ----------------------------------------------------------------------------------------------------------- failures
 
 
-def test_a_failure_after_the_consume_timeout_sends_nothing_back(one_queue: Kit) -> None:
-    """The message went back at the timeout already, and would come twice."""
+@pytest.mark.parametrize("error", [ReconsumeLater(), DownstreamDown("the bank")], ids=["failure", "rest"])
+def test_a_message_that_went_back_at_the_consume_timeout_comes_once(one_queue: Kit, error: Exception) -> None:
+    """Its listener ends later by an error, which neither sends it back nor keeps it once more."""
 
     def fail_at_first(message: DeliveredMessage) -> None:
         if not message.reconsume_times:
-            raise ReconsumeLater
+            raise error
 
     one_queue.consumer("g").subscribe("t", fail_at_first)
-    one_queue.faults.slow_listener("g", 3600)
-    send(one_queue, "a")
-    one_queue.advance(hours=5)
-    assert [delivery.attempt for delivery in one_queue.delivered("g")] == [0, 1]
-
-
-def test_a_rest_after_the_consume_timeout_keeps_nothing(one_queue: Kit) -> None:
-    """The message went back at the timeout already, and would come twice."""
-
-    def rest_at_first(message: DeliveredMessage) -> None:
-        if not message.reconsume_times:
-            raise DownstreamDown("the bank")
-
-    one_queue.consumer("g").subscribe("t", rest_at_first)
     one_queue.faults.slow_listener("g", 3600)
     send(one_queue, "a")
     one_queue.advance(hours=5)

@@ -49,7 +49,7 @@ _MARK_KINDS: Final = {**_STATE_KINDS, "index_file": (str, NoneType), "machine": 
 _LARGEST_FILE: Final = 256 << 20
 WORTH_A_MARK: Final = 8 << 20
 """Bytes of the log after which a flush leaves a mark; recovering them takes a fraction of a second."""
-_FILES_A_ROUND: Final = 10
+FILES_A_ROUND: Final = 10
 """The most log files that a round of retention deletes, a broker's and librmq's, before it trims queues and index."""
 _MARKS_APART: Final = 8 * WORTH_A_MARK
 """Bytes of the log behind a mark from which it is an old one: a broker has gone on without it, and deleted files."""
@@ -194,7 +194,7 @@ class LogBegin(NamedTuple):
 def judge_begin(path: str, log: CommitLog, files: Files, config: StoreConfig, *, was_closed: bool) -> LogBegin:
     """Return whether the log has lost its first files, as far as a note of librmq or a queue or index file tells.
 
-    Retention deletes up to `_FILES_A_ROUND` log files, then the files of queues and index that are only about them. So
+    Retention deletes up to `FILES_A_ROUND` log files, then the files of queues and index that are only about them. So
     one that is further below the log's begin tells that files are missing. Without one nothing does.
     """
     closed, mark = read_closed_state(path, files), None if was_closed else read_mark(path, files)
@@ -210,7 +210,7 @@ def judge_begin(path: str, log: CommitLog, files: Files, config: StoreConfig, *,
     if any(known is not None and known.log_begin == begin for known in (closed, mark and mark.state)):
         return LogBegin()
     with suppress(CorruptionError, StoreIOError):  # other damage, which is found where it is read
-        limit = begin - _FILES_A_ROUND * log.file_size
+        limit = begin - FILES_A_ROUND * log.file_size
         if (old := _untrimmed_file(path, files, config, limit)) is not None:
             return LogBegin(Damage(place, begin, directory.MISSING_LOG, _describe(begin, old, limit)))
         if (old := _untrimmed_file(path, files, config, begin)) is not None:
