@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import FolderEntry
 from librmq.files.memory import MemoryFiles
 from librmq.store import MessageStore
 from librmq.store.format import directory
@@ -97,6 +98,45 @@ def test_a_file_is_not_a_store() -> None:
     files.write(ROOT, b"text")
     with pytest.raises(NotAStoreError, match="expected the folder of a store, found a file"):
         directory.recognise(ROOT, files)
+
+
+class ChangingFolder(DiskFiles):
+    """The files of a folder in which another process makes a store, beginning with one of the looks at it."""
+
+    def __init__(self, path: Path, first_look: int, steps_a_look: int) -> None:
+        super().__init__()
+        self.looks, self.first_look, self.steps_a_look = 0, first_look, steps_a_look
+        names = ("", "config", "consumequeue/T/0", "commitlog", "index", "librmq/share")
+        self.folders = [path / name for name in names]
+
+    def look(self) -> None:
+        self.looks += 1
+        if self.looks >= self.first_look:
+            for folder in self.folders[: self.steps_a_look]:
+                folder.mkdir(parents=True, exist_ok=True)
+            del self.folders[: self.steps_a_look]
+
+    def size(self, path: str) -> int | None:
+        self.look()
+        return super().size(path)
+
+    def is_folder(self, path: str) -> bool:
+        self.look()
+        return super().is_folder(path)
+
+    def list(self, path: str) -> list[FolderEntry]:
+        self.look()
+        return super().list(path)
+
+
+@pytest.mark.parametrize("steps_a_look", [1, 2, 3, 6])
+def test_a_store_that_another_process_makes_is_never_refused(tmp_path: Path, steps_a_look: int) -> None:
+    first_look, looks = 1, 1
+    while first_look <= looks:
+        path = tmp_path / str(first_look)
+        files = ChangingFolder(path, first_look, steps_a_look)
+        assert directory.check_kind(str(path), files, writable=True) in (StoreKind.NEW, StoreKind.V4)
+        first_look, looks = first_look + 1, files.looks
 
 
 @pytest.mark.parametrize("starts", [(0, 1000, 3000), (0, 2000), (0, 1000, 2000, 5000)])

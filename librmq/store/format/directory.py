@@ -126,7 +126,8 @@ def recognise(path: str, files: Files) -> StoreKind:
             part of a log that is spread over several paths.
     """
     if not files.is_folder(path):
-        if files.size(path) is not None:
+        # Look again before refusing, because another process may have made the folder after the first look.
+        if files.size(path) is not None and not files.is_folder(path):
             raise NotAStoreError(f"{path}: expected the folder of a store, found a file")
         return StoreKind.NEW
     names = {entry.name: entry for entry in _listed(path, files)}
