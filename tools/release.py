@@ -38,9 +38,16 @@ USES = {
     "": "from librmq import Broker, Producer\nwith Broker.temporary() as b, Producer(b, 'g') as p: p.send('t', b'x')",
     "arrow": "from librmq import MessageStore, columns\nMessageStore.open('s').close()\ncolumns.reader('s').read_all()",
     "bloom": "from librmq.idempotence import SeenKeys\nSeenKeys()",
+    "celery": "from celery import Celery\nimport librmq.integrations.kombu\n"
+    "app = Celery('t', broker='librmq:///' + __import__('os').path.abspath('s'))\n"
+    "assert app.send_task('t.mail').id\napp.close()",
     "cli": "from librmq import MessageStore, cli\nMessageStore.open('s').close()\n"
     "assert cli.main(['topics', 's', '--format', 'table']) == 0",
     "compression": "import lz4.frame, zstandard",
+    "django": "import django\nfrom django.conf import settings\n"
+    "settings.configure(TASKS={'default': {'BACKEND': 'librmq.integrations.django.LibrmqBackend', 'OPTIONS': "
+    "{'path': 's'}}})\ndjango.setup()\n"
+    "from librmq.integrations.django.tasks import task_backends\nassert task_backends['default']",
     "fast": "import isal\nfrom librmq.runtime.compiled_core import CORE_STATE\n"
     "assert CORE_STATE == 'compiled core', CORE_STATE",
     "grpc": "from librmq import Broker\nfrom librmq.wire.grpc import GrpcServer\n"
@@ -52,6 +59,7 @@ USES = {
     "remote": "import fsspec\nfrom librmq import columns\nassert fsspec.filesystem('memory') and columns.reader",
     "report": "from librmq import MessageStore\nfrom librmq.diagnosis import render_page, report\n"
     "MessageStore.open('s').close()\nassert render_page(report(['s']))",
+    "rocksdb": "import rocksdict\nfrom librmq import MessageStore\nMessageStore.open('s').close()",
     "spark": "from librmq.spark import register, session",
     "sql": "from librmq.idempotence import SqlDedupStore\nSqlDedupStore('sqlite://').create()",
 }

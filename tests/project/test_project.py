@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ def test_a_tag_names_the_version_of_every_file(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(release, "PLACES", places)
         with pytest.raises(release.ReleaseError, match=rf"{path.name} has 9.9.9"):
             release.check_tag(f"v{librmq.__version__}")
+
+
+def test_a_release_tries_every_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for_users = extras.keys() - {"all", "bench", "dev", "docs", "test", "test-spark"}
+    assert importlib.import_module("release").USES.keys() - {""} == for_users
 
 
 @pytest.mark.spark
