@@ -99,6 +99,7 @@ class Recorder:
         self._sink = sink
         self._describes_groups = describes_groups
         self._groups: set[str] = set()
+        self._named: dict[str, str] = {}  # client ids by stable name
         self._committed: dict[tuple[str, str, str, int], int] = {}
         """The progress that a broker saved last, by group and queue."""
         self._running: dict[int, tuple[Event, StoredMessage]] = {}  # deliveries by identity of the message
@@ -413,8 +414,14 @@ class Recorder:
         self.add_event(name, process=process, group=group, **_place(queue), at_ms=self.now_ms())
 
     def for_consumer(self, process: str, consumer: _Consumer) -> ConsumerRecorder:
-        """Return what records a consumer in a process; the process of its events is its stable name, if it has one."""
-        return ConsumerRecorder(self, consumer.label.partition("@")[2] or process, consumer)
+        """Return what records a consumer in a process; the process of its events is its stable name, if it has one.
+
+        Of clients on several hosts that share a stable name, only the first has it; the others have their ids.
+        """
+        name, client_id = consumer.label.partition("@")[2], consumer.client.client_id
+        if name and self._named.setdefault(name, client_id) != client_id:
+            name = client_id
+        return ConsumerRecorder(self, name or process, consumer)
 
     def joined(self, consumer: _Consumer) -> None:
         """Record a group, once."""
@@ -455,9 +462,16 @@ class _Config(Protocol):
     def batch_size(self) -> int: ...
 
 
+class _Client(Protocol):
+    client_id: str
+
+
 class _Consumer(Protocol):
     group: str
     label: str
+
+    @property
+    def client(self) -> _Client: ...
 
     @property
     def config(self) -> _Config: ...
@@ -471,7 +485,8 @@ class ConsumerRecorder:
 
     def __init__(self, recorder: Recorder, process: str, consumer: _Consumer) -> None:
         self._recorder = recorder
-        self._process = process
+        self.process = process
+        """The process of its events."""
         self._group = consumer.group
         self._consumer = consumer
         self._handed_out: list[StoredMessage] = []
@@ -483,11 +498,11 @@ class ConsumerRecorder:
         self._recorder.joined(self._consumer)
         if stored is None and start > 0 and not self._recorder.has_committed(self._group, queue):
             self._recorder.reset(self._group, queue.topic)
-        self._recorder.assigned("assign", self._process, self._group, queue)
+        self._recorder.assigned("assign", self.process, self._group, queue)
 
     def releases(self, queue: MessageQueue) -> None:
         """Record a queue that the consumer no longer reads."""
-        self._recorder.assigned("revoke", self._process, self._group, queue)
+        self._recorder.assigned("revoke", self.process, self._group, queue)
 
     def resets(self, topic: str) -> None:
         """Record that the progress was moved, as by a seek."""
@@ -497,7 +512,7 @@ class ConsumerRecorder:
 
     def begins(self, queue: MessageQueue, messages: Sequence[StoredMessage]) -> None:
         """Record a call of a listener."""
-        self._recorder.delivered(self._process, self._group, queue, messages, calls_listener=True)
+        self._recorder.delivered(self.process, self._group, queue, messages, calls_listener=True)
 
     def ends(self, messages: Sequence[StoredMessage], consumed: int) -> None:
         """Record the end of a call that has consumed the first ``consumed`` messages."""
@@ -518,7 +533,7 @@ class ConsumerRecorder:
     def hands_out(self, queue: MessageQueue, messages: Sequence[StoredMessage]) -> None:
         """Record messages that a poll has returned."""
         self._handed_out += messages
-        self._recorder.delivered(self._process, self._group, queue, messages)
+        self._recorder.delivered(self.process, self._group, queue, messages)
 
     def passes(self) -> None:
         """Record that what was handed out counts as consumed."""

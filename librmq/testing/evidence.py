@@ -367,14 +367,15 @@ class KitObserver:
 
     def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None:
         """Note a pull; the history gets a line when a process takes over a queue."""
+        if self.evidence.facts.is_broadcasting(request.group):  # each of its instances reads all queues
+            return
         place = request.group, request.topic, broker_name, request.queue_id
         if self._pulled_by.get(place) != process.label:
             before = self._pulled_by.get(place)
             self._pulled_by[place] = process.label
             if before is not None:
-                if not self.evidence.facts.is_broadcasting(request.group):  # two read it after a fault
-                    queue = MessageQueue(request.topic, broker_name, request.queue_id)
-                    self._kit.recorder.assigned("assign", process.label, request.group, queue)
+                queue = MessageQueue(request.topic, broker_name, request.queue_id)
+                self._kit.recorder.assigned("assign", process.label, request.group, queue)  # two read it after a fault
                 where = self.place(request.topic, broker_name, request.queue_id)
                 self._kit.note(f"{request.group}@{process.label}", f"takes over {where} at {request.queue_offset}")
 

@@ -267,7 +267,7 @@ class Process(Route):
 
     def names(self) -> set[str]:
         """Return the names that it has in the history: its own, and those of its consumers."""
-        return {self.label, *(name for consumer in self.made if (name := consumer.label.partition("@")[2]))}
+        return {self.label, *(consumer.recorder.process for consumer in self.made if consumer.recorder is not None)}
 
     def die(self) -> None:
         """End all its turns, and make its calls raise `ProcessDied`."""

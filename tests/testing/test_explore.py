@@ -13,12 +13,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from librmq.consumer import DeliveredMessage
 from librmq.errors import InputError, NotIdleError
 from librmq.files.memory import MemoryFiles
+from librmq.protocol import ConsumeFrom, MessageModel
 from librmq.runtime.locks import Lock
 from librmq.testing import Kit, Process, explore
 from librmq.testing.exploring.exploration import (
@@ -198,6 +200,46 @@ def test_at_least_once() -> None:
 def test_at_least_once_ten_thousand_times(slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(50, "times 200 schedules"):
         explore(deliver_ten, runs=200, seed=str(number))
+
+
+def broadcast(rmq: Kit, orderly: bool) -> None:
+    """Let two instances get all messages, while one dies and starts again with the progress that it has saved."""
+    got: dict[str, set[bytes]] = {}
+    sent: set[bytes] = set()
+
+    def cache(process: Process) -> None:
+        name = process.name.partition("-")[0]  # one that joins is on another host
+        settings: Any = {"instance_name": name, "model": MessageModel.BROADCASTING, "consume_from": ConsumeFrom.FIRST}
+
+        @process.consumer("cache", orderly=orderly, **settings).subscribe("prices")
+        def note(message: DeliveredMessage) -> None:
+            rmq.checkpoint("before")
+            got.setdefault(process.name, set()).add(message.body)
+
+    def send(number: int) -> None:
+        with suppress(ConnectionError):
+            rmq.producer().send("prices", b"%d" % number, queue=number % 2)
+            sent.add(b"%d" % number)
+
+    rmq.broker.create_topic("prices", queues=2)
+    for name in ("c1", "c2"):
+        rmq.app(name, cache)
+    rmq.advance(seconds=7)
+    for number in range(6):
+        if number == 3:
+            rmq.advance(seconds=7)
+            rmq.crash(next(process for process in rmq.processes if process.name == "c1" and not process.dead))
+        send(number)
+    rmq.advance(minutes=3)
+    assert got.keys() >= {"c1", "c2"}
+    assert all(bodies >= sent for bodies in got.values())
+    assert {client_id.partition("@")[2] for client_id in rmq.files.names(f"{rmq.path}.clients")} == {"c1", "c2"}
+
+
+@many
+@pytest.mark.parametrize("orderly", [False, True])
+def test_broadcasting_loses_nothing_over_restarts(orderly: bool) -> None:
+    explore(lambda rmq: broadcast(rmq, orderly), runs=examples(200))
 
 
 # ---- schedules

@@ -128,6 +128,12 @@ SOUND: dict[str, list[Row]] = {
     "again after a reset": [send(), deliver(), reset(7), AGAIN],
     "again in another group": [send(), deliver(), AGAIN | {"group": "h"}],
     "broadcast": [group(broadcast=True), send(), deliver(), AGAIN | {"process": "d"}],
+    "each instance in order": [
+        group(ordered=True, broadcast=True),
+        *PAIR[1:],
+        deliver("n", 1, begin_ms=3, end_ms=9),
+        AGAIN | {"process": "d"},
+    ],
     "progress after a retry": [send(), deliver(outcome="retry"), commit(1, 6)],
     "progress after a dead letter": [send(), dead(6), commit(1, 6)],
     "progress after a reset": [send(), reset(3), commit(1, 3)],
@@ -206,6 +212,12 @@ WRONG: list[tuple[str, list[Row], str | None, Sequence[int]]] = [
         [1, 2, 6],
     ),
     ("repeat", [group(broadcast=True), send(), deliver(), AGAIN], "m", [2, 3, 4]),
+    (
+        "delivery-order",
+        [ORDERED | {"broadcast": True}, *PAIR[1:], deliver("n", 1), deliver(begin_ms=9, end_ms=10)],
+        "m",
+        [1, 2, 3, 4, 5],
+    ),
     ("progress-ahead", [send(), deliver(), commit(1, 5), commit(2, 5)], "m", [1, 3]),
     ("progress-ahead", [send(), deliver(outcome="died"), commit(1, 7)], "m", [1, 3]),
     ("progress-ahead", [send(), commit(1, 5), reset(6)], "m", [1, 2]),
@@ -356,11 +368,14 @@ def test_the_evidence_is_a_history_with_the_anomaly(random: Random) -> None:
 
 
 FREQUENCY = {
-    "phantom": 76, "aborted": 178, "offset-conflict": 25, "early": 27, "send-order": 31, "overlap": 74,
-    "delivery-order": 6, "attempts": 276, "repeat": 74, "progress-ahead": 21, "progress-back": 27, "effect-twice": 34,
+    "phantom": 76, "aborted": 178, "offset-conflict": 25, "early": 27, "send-order": 31, "overlap": 72,
+    "delivery-order": 5, "attempts": 276, "repeat": 74, "progress-ahead": 21, "progress-back": 27, "effect-twice": 34,
     "undecided": 2, "lost": 28,
 }  # fmt: skip
-"""Anomalies of 400 random histories, on which three checkers that were written apart from each other agreed."""
+"""Anomalies of 400 random histories, on which three checkers that were written apart from each other agreed.
+
+They did not yet read each instance of an ordered broadcasting group for itself, which leaves three anomalies out.
+"""
 
 
 def test_random_histories_have_as_many_anomalies_of_each_kind_as_before() -> None:

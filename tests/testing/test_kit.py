@@ -927,6 +927,24 @@ def test_a_broadcasting_process_keeps_its_id(rmq: Kit, again: Callable[[Kit, Pro
     assert before.client_ids == after.client_ids
 
 
+def test_instances_of_one_name_on_two_hosts_are_two_processes_of_a_history(rmq: Kit) -> None:
+    def cache(process: Process) -> None:
+        consumer = process.consumer("cache", instance_name="c1", model=MessageModel.BROADCASTING)
+        consumer.subscribe("prices", lambda message: None)
+
+    first = rmq.app("cache", cache)
+    rmq.join(first)
+    rmq.advance(seconds=1)
+    rmq.producer().send("prices", b"x")
+    rmq.run_until_idle()
+    rmq.crash(first)
+    processes = [event["process"] for event in rmq.events() if event["event"] == "deliver"]
+    assert processes == ["c1", "10.0.1.102@c1"]
+    crashed = [event["process"] for event in rmq.events() if event["event"] == "crash"]
+    assert crashed == ["c1", "cache"]
+    assert "takes over" not in str(rmq.history())
+
+
 def test_a_transaction_whose_end_is_lost_is_asked_about(rmq: Kit) -> None:
     table: dict[str, TransactionState] = {}
 

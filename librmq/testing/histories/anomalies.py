@@ -289,8 +289,12 @@ class _Check:
 
     def _order_of_deliveries(self) -> Iterator[Anomaly]:
         ordered = {name for name, rules in self._groups.items() if rules.ordered}
-        queues = by_key((row for row in self._deliveries if row.group in ordered), lambda row: (row.group, row.queue))
-        for (group, queue), rows in queues.items():
+        queues = by_key(
+            (row for row in self._deliveries if row.group in ordered),
+            # Each instance of a broadcasting group reads each queue for itself.
+            lambda row: (row.group, row.queue, row.process if self._groups[row.group].broadcast else ""),
+        )
+        for (group, queue, _), rows in queues.items():
             longest: Delivery = rows[0]
             for row in rows[1:]:
                 if longest.end_ms > row.begin_ms:

@@ -448,10 +448,10 @@ class SharedQueues:
     Both deliver what they have fetched. So with each delivery from such a queue a recorder says who reads it: `marks`.
     """
 
-    def __init__(self, events: Iterable[Mapping[str, Any]], is_ordered: Callable[[str], bool]) -> None:
+    def __init__(self, events: Iterable[Mapping[str, Any]], leaves_out: Callable[[str], bool]) -> None:
         """Find them in ``events``, of which assignments, revocations and crashes count.
 
-        Queues of ordered groups, which ``is_ordered(group)`` tells, have locks.
+        ``leaves_out(group)`` tells ordered groups, whose queues have locks, and broadcasting ones, which share all.
         """
         moves: dict[_GroupQueue, list[tuple[int, str, str]]] = defaultdict(list)
         crashes = []
@@ -464,7 +464,7 @@ class SharedQueues:
         self._times: dict[_GroupQueue, list[tuple[int, float]]] = {}
         for queue, queue_moves in moves.items():
             times = _times_shared(sorted([*queue_moves, *crashes]))
-            if times and not is_ordered(queue[0]):
+            if times and not leaves_out(queue[0]):
                 self._times[queue] = list(zip(times[::2], [*times[1::2], float("inf")], strict=False))
 
     def marks(self, deliveries: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

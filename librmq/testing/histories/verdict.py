@@ -122,7 +122,7 @@ class Facts:
                 for half in given_up_halves(store):
                     yield {"event": "discard", "id": id_of(half), "at_ms": half.store_timestamp_ms}
         rules = {name: self._rules(name, described) for name, described in self._groups.items()}
-        shared = SharedQueues(events, lambda group: bool(rules.get(group, {}).get("ordered")))
+        shared = SharedQueues(events, lambda group: not {"ordered", "broadcast"}.isdisjoint(rules.get(group, ())))
         yield from shared.marks(event for event in events if event["event"] == "deliver")
         yield from rules.values()
         for name, described in self._groups.items():
