@@ -498,7 +498,9 @@ class AdministeredRoute(Route, AsyncClosing):
         check_names(group=group)
         return list(self.messages(dead_letter_topic(group)))
 
-    def resend_dead_letters(self, group: str, letters: Iterable[StoredMessage] | None = None) -> int:
+    def resend_dead_letters(
+        self, group: str, letters: Iterable[StoredMessage] | None = None, *, only_unsent: bool = False
+    ) -> int:
         """Send dead letters to their group again, with all their retries; return their number.
 
         Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays.
@@ -510,9 +512,11 @@ class AdministeredRoute(Route, AsyncClosing):
             group: The consumer group.
             letters: Some of `dead_letters`, which are sent even if they were sent before. None means all that were not
                 sent yet.
+            only_unsent: Leave out those of ``letters`` that were sent before.
 
         Raises:
-            ConfigError: A message is not a dead letter of the group, or ``letters`` is None at a broker of RocketMQ.
+            ConfigError: A message is not a dead letter of the group; or at a broker of RocketMQ, ``letters`` is None or
+                ``only_unsent`` is given.
             MalformedError: The file of the notes holds something else.
         """
         from librmq.broker.retries import retry_of
@@ -522,12 +526,14 @@ class AdministeredRoute(Route, AsyncClosing):
         endpoints = dict(self._endpoints())
         if letters is None:
             unsent = [(broker, broker.call(ResendLetters(group))) for broker in endpoints.values()]
-            return sum(len(_resend(broker, group, part)) for broker, part in unsent)
+            return sum(len(_resend(broker, group, part, only_unsent=True)) for broker, part in unsent)
         requests = [(retry_of(letter, group), letter_identity(letter)) for letter in letters]
         left = requests
         for broker in endpoints.values():  # the one that has a letter notes it
-            sent = set(_resend(broker, group, [identity for _, identity in left]))
+            sent = set(_resend(broker, group, [identity for _, identity in left], only_unsent=only_unsent))
             left = [(request, identity) for request, identity in left if identity not in sent]
+        if only_unsent:
+            return len(requests) - len(left)
         for request, _ in left:
             names = [data.broker_name for data in self.topic_route(request.message.topic)]
             name = next((name for name in names if name in endpoints), next(iter(endpoints)))
@@ -604,10 +610,12 @@ class StoreRoute(AdministeredRoute):
         return self.endpoint(self.name).call(request)
 
 
-def _resend(broker: Endpoint, group: str, letters: Sequence[LetterIdentity]) -> list[LetterIdentity]:
+def _resend(
+    broker: Endpoint, group: str, letters: Sequence[LetterIdentity], *, only_unsent: bool
+) -> list[LetterIdentity]:
     """Send dead letters to their group again by the broker that has them; return those."""
     parts = (tuple(letters[at : at + _RESENT_TOGETHER]) for at in range(0, len(letters), _RESENT_TOGETHER))
-    return [letter for part in parts for letter in broker.call(ResendLetters(group, part))]
+    return [letter for part in parts for letter in broker.call(ResendLetters(group, part, only_unsent))]
 
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ again. A received message that was not acknowledged goes to a retry topic of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from librmq.broker.context import BrokerContext
@@ -85,6 +85,7 @@ class FailedMessages:
         self._store_host = parse_host(context.store.config.store_host)
         self._offsets = context.offsets
         self._earlier = EarlierCopies(context.store, in_order=False) if context.was_killed else None
+        self._resending: set[LetterIdentity] = set()
         self._saved = {name: dict(row) for name, row in context.tables.offsets.rows.items() if name[:1] == "%"}
 
     def send_back(self, request: SendBack) -> SentBack | None:
@@ -216,20 +217,43 @@ class FailedMessages:
         """
         store, group = self._store, request.group
         if request.letters is None:
-            note_resent_in_log(store, group, self._runner.now_ms())
             times = resent_times(store.path, store.files)
+            unnoted = _sent_without_note(store, group, times)
+            if unnoted and not request.dry_run:
+                self._note_resent(unnoted)
+            before = times.keys() | set(map(letter_identity, unnoted))
             letters = map(letter_identity, store.topic_messages(dead_letter_topic(group)))
-            return tuple(letter for letter in letters if letter not in times)
+            return tuple(letter for letter in letters if letter not in before)
+        with self._runner.lock:
+            claimed = set(request.letters) - self._resending
+            self._resending |= claimed
+        try:
+            if not request.only_unsent:
+                return self._resend(group, request.letters, dry_run=request.dry_run)
+            # The notes are read after the claim: a request that had a letter before has noted it by then.
+            unsent = claimed - resent_times(store.path, store.files).keys()
+            return self._resend(group, sorted(unsent), dry_run=request.dry_run)
+        finally:
+            with self._runner.lock:
+                self._resending -= claimed
+
+    def _resend(self, group: str, letters: Iterable[LetterIdentity], *, dry_run: bool) -> tuple[LetterIdentity, ...]:
         sent: list[StoredMessage] = []
         try:
-            for identity in request.letters:
+            for identity in letters:
                 letter = self._letter(identity)
                 if letter is not None:
-                    self._send(retry_of(letter, group))
+                    if not dry_run:
+                        self._send(retry_of(letter, group))
                     sent.append(letter)
         finally:
-            note_resent(store.path, store.files, sent, self._runner.now_ms(), store.log.begin)
+            if not dry_run:
+                self._note_resent(sent)
         return tuple(map(letter_identity, sent))
+
+    def _note_resent(self, letters: list[StoredMessage]) -> None:
+        store = self._store
+        note_resent(store.path, store.files, letters, self._runner.now_ms(), store.log.begin)
 
     def _letter(self, identity: LetterIdentity) -> StoredMessage | None:
         """Return a dead letter; None if another broker has it, or retention has deleted it."""
@@ -279,20 +303,16 @@ def retry_of(letter: StoredMessage, group: str) -> SendMessage:
     return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host, max_reconsume_times=1)
 
 
-def note_resent_in_log(store: MessageStore, group: str, now_ms: int) -> int:
-    """Note the dead letters whose copies in the log a killed process had not noted; return their number.
+def _sent_without_note(store: MessageStore, group: str, times: Mapping[LetterIdentity, int]) -> list[StoredMessage]:
+    """Return the dead letters whose copies in the log a killed process had not noted in ``times``.
 
     A copy is in the retry topic behind its letter, has its ids, and has failed in no delivery before it was stored,
     unlike a retry. A letter without ids is not recognised: a warning counts such letters and copies.
-
-    Raises:
-        MalformedError: The file of the notes holds something else.
     """
-    times = resent_times(store.path, store.files)
     letters = list(store.messages(dead_letter_topic(group)))
     unnoted = {_ids(letter) for letter in letters if letter_identity(letter) not in times}
     if not unnoted:
-        return 0
+        return []
     waiting: dict[tuple[str | None, str | None], list[StoredMessage]] = {}
     for letter in letters:
         if _ids(letter) in unnoted:  # a message that died twice has several letters
@@ -328,9 +348,7 @@ def note_resent_in_log(store: MessageStore, group: str, now_ms: int) -> int:
             letters=len(waiting[None, None]),
             copies=nameless,
         )
-    if sent:
-        note_resent(store.path, store.files, sent, now_ms, store.log.begin)
-    return len(sent)
+    return sent
 
 
 def _ids(message: StoredMessage) -> tuple[str | None, str | None]:

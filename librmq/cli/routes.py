@@ -38,6 +38,7 @@ from librmq.protocol import (
     QueueData,
     QueueOffsetAt,
     Request,
+    ResendLetters,
     TopicGroups,
     ViewMessage,
 )
@@ -140,8 +141,9 @@ class DryRun:
 
     def call(self, request: Request[Any], /) -> Any:  # noqa: ANN401
         """Answer a request that reads; to one that changes, the answer is empty."""
-        if isinstance(request, CancelMessage):
-            return self._broker.call(replace(request, dry_run=True))
+        if isinstance(request, CancelMessage | ResendLetters):
+            tried: Request[Any] = replace(request, dry_run=True)
+            return self._broker.call(tried)
         if isinstance(request, CreateTopic):
             queues, kind = (request.read_queues, request.write_queues), request.message_type or "MIXED"
             self._created[request.topic] = QueueData(self._name, *queues, request.permission, kind)

@@ -74,7 +74,7 @@ def dead_letters(source: Source, *, group: str | None = None) -> list[GivenUpMes
         MalformedError: The file that notes what was sent again holds something else.
     """
     with viewed(source) as view:
-        return [letter for _, letter in letters_by_queue(view, group, view.resent_times)]
+        return [letter for *_, letter in letters_by_queue(view, group, view.resent_times)]
 
 
 def dead_letter_causes(source: Source, *, group: str | None = None) -> list[DeadLetterCause]:
@@ -85,7 +85,7 @@ def dead_letter_causes(source: Source, *, group: str | None = None) -> list[Dead
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        return sum_up_causes(letter for _, letter in letters_by_queue(view, group))
+        return sum_up_causes(letter for *_, letter in letters_by_queue(view, group))
 
 
 def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
@@ -107,15 +107,15 @@ def sum_up_causes(letters: Iterable[GivenUpMessage]) -> list[DeadLetterCause]:
 
 def letters_by_queue(
     view: View[Any], group: str | None = None, times: Mapping[LetterIdentity, int] = MappingProxyType({})
-) -> Iterator[tuple[Any, GivenUpMessage]]:
-    """Yield the dead letters of all groups, or of one, each with its queue; ``times`` say when letters were resent."""
+) -> Iterator[tuple[Any, StoredMessage, GivenUpMessage]]:
+    """Yield the dead letters of all groups, or of one, with queue and message; ``times`` say when they were resent."""
     for topic in view.topics:
         group_name = topic.removeprefix(DEAD_LETTER_PREFIX)
         if topic.startswith(DEAD_LETTER_PREFIX) and group in (None, group_name):
             for queue, offsets in view.queues(topic).items():
                 for message in view.messages(queue, offsets):
                     resent_at_ms = times.get(letter_identity(message)) if times else None
-                    yield queue, given_up(group_name, message)._replace(resent_at_ms=resent_at_ms)
+                    yield queue, message, given_up(group_name, message)._replace(resent_at_ms=resent_at_ms)
 
 
 def given_up(group: str, message: StoredMessage) -> GivenUpMessage:

@@ -211,11 +211,16 @@ class GroupsBehind(Request[tuple[str, ...]]):
 class ResendLetters(Request[tuple[LetterIdentity, ...]]):
     """Send dead letters to their group again, and note it; return those that the broker has, and has sent.
 
-    Without ``letters`` nothing is sent, and the answer has those that were not sent yet.
+    Without ``letters`` nothing is sent, and the answer has those that were not sent yet. Copies of letters that the
+    log has without a note, because a process was killed, are noted then.
     """
 
     group: str
     letters: tuple[LetterIdentity, ...] | None = None
+    only_unsent: bool = False
+    """Leave out letters that were sent before, or that another request sends now."""
+    dry_run: bool = False
+    """Send and note nothing; answer as if."""
 
 
 @value

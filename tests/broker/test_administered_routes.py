@@ -13,8 +13,10 @@ from typing import Any, cast
 import pytest
 
 import librmq
+from librmq.broker import retries
 from librmq.broker.administered_route import AdministeredRoute
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MessageIllegalError
+from librmq.protocol import SendMessage
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.share_links import connect_to_owner
 
@@ -222,10 +224,33 @@ def test_dead_letters_are_listed_and_sent_again(place: Place, tmp_path: Path) ->
                 route.runner.pass_time(0.05)
         assert seen == [b"1"]
         if place is over_tcp:
-            with pytest.raises(ConfigError, match="brokers do not note which dead letters were sent again"):
-                route.resend_dead_letters("billing")
+            for named in (None, letters):
+                with pytest.raises(ConfigError, match="brokers do not note which dead letters were sent again"):
+                    route.resend_dead_letters("billing", named, only_unsent=True)
         else:
             assert route.resend_dead_letters("billing") == 0  # it is noted
+            assert route.resend_dead_letters("billing", letters, only_unsent=True) == 0
+            assert route.resend_dead_letters("billing", letters) == 1
+
+
+def test_letters_that_another_call_sends_now_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with librmq.Broker.temporary() as broker:
+        broker.create_topic("%DLQ%billing", 1)
+        for number in range(3):
+            broker.store.append(librmq.Message("%DLQ%billing", b"%d" % number, unique_key=f"U{number}"))
+        letters, counts = broker.dead_letters("billing"), list[int]()
+
+        def retry_during_another_call(letter: librmq.StoredMessage, group: str) -> SendMessage:
+            with monkeypatch.context() as inside:
+                inside.setattr(retries, "retry_of", retry_of)
+                counts.append(broker.resend_dead_letters("billing", letters, only_unsent=True))
+            return retry_of(letter, group)
+
+        retry_of = retries.retry_of
+        monkeypatch.setattr(retries, "retry_of", retry_during_another_call)
+        assert broker.resend_dead_letters("billing") == 3
+        assert counts == [0, 0, 0]
+        assert len(list(broker.messages("%RETRY%billing"))) == 3
 
 
 @everywhere

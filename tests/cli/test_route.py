@@ -137,7 +137,7 @@ def test_rows_of_several_brokers_name_theirs(shell: Shell) -> None:
             broker.set_group("billing")
             broker.call(UpdateOffset("billing", "orders", 0, 0))
             broker.create_topic("%DLQ%billing", 1)
-            broker.store.append(Message.from_parts("%DLQ%billing", b"x", 0, {"RETRY_TOPIC": "orders"}))
+            broker.store.append(Message.from_parts("%DLQ%billing", b"x", 0, {"RETRY_TOPIC": "orders", "UNIQ_KEY": "u"}))
             with Producer(broker, "shop") as producer:
                 producer.send("orders", b"x")
             names.others[name] = stack.enter_context(RemotingServer(broker)).address
@@ -150,7 +150,10 @@ def test_rows_of_several_brokers_name_theirs(shell: Shell) -> None:
         assert [(row["group"], row["lag"]) for row in shell("lag", *words, "--by", "group").rows] == [("billing", 2)]
         moved = shell("reset", *words, "--group", "billing", "--topic", "orders", "--to", "end").rows
         assert [(row["broker"], row["after"]) for row in moved] == [("broker-a", 1), ("broker-b", 1)]
-        assert [row["broker"] for row in shell("dead-letters", *words).rows] == ["broker-a", "broker-b"]
+        letters = shell("dead-letters", *words).rows
+        assert [row["broker"] for row in letters] == ["broker-a", "broker-b"]
+        again = ("--group", "billing", "--resend", "--id", "u")
+        assert [row["broker"] for row in shell("dead-letters", *words, *again).rows] == ["broker-a", "broker-b"]
 
 
 @pytest.mark.slow
@@ -173,7 +176,23 @@ def test_what_is_unknown_is_refused(shell: Shell, served: RemotingServer) -> Non
     assert "has no queue 7" in shell(*words, "--group", "billing", "--topic", "orders", "--queue", "7").said
     assert shell("lag", "--route", served.address, "--group", "biling").said.startswith("note: there is no group")
     assert "did you mean 'orders'" in shell("lag", "--route", served.address, "--topic", "order").said
-    assert "--resend works on the folder" in shell("dead-letters", "--route", served.address, "--resend").said
+
+
+def test_named_dead_letters_are_sent_again_over_tcp(shell: Shell, served: RemotingServer) -> None:
+    words = ("dead-letters", "--route", served.address, "--group", "billing")
+    (letter,) = shell(*words).rows
+    for more in ((), ("--cause", "bad"), ("--id", "u", "--unsent")):
+        refused = shell(*words, "--resend", *more)
+        assert (refused.status, refused.out) == (2, "")
+        assert "--id" in refused.said or "which notes what was sent again" in refused.said
+    assert shell(*words, "--resend", "--id", "u", "--dry-run").rows == [{**letter, "resent": False}]
+    with connect(served.address) as route:
+        assert list(route.messages("%RETRY%billing")) == []
+        for _ in range(2):  # what is named is sent each time
+            (sent,) = shell(*words, "--resend", "--id", "u").rows
+            assert sent == {**letter, "resent_at_ms": sent["resent_at_ms"], "resent": True}
+        assert [message.unique_key for message in route.messages("%RETRY%billing")] == ["u", "u"]
+    assert "no such dead letter" in shell(*words, "--resend", "--id", "v").said
 
 
 @pytest.mark.parametrize("words", [(), ("served", "--route", "127.0.0.1:1")])

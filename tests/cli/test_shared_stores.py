@@ -246,8 +246,14 @@ def test_dead_letters_of_an_unlisted_topic_are_sent_once(shell: Shell) -> None:
         route.topics()
         resend = ["dead-letters", "letters", "--group", "billing", "--resend"]
         assert [row["unique_key"] for row in shell(*resend).rows] == ["U0", "U1", "U2"]
-        answer = shell(*resend)
-        assert (answer.status, answer.out, "were sent before" in answer.said) == (0, "", True)
+        notes = Path("letters/librmq/resent.json")
+        notes.unlink()  # as if SIGKILL had come before the note
+        for words in ([*resend, "--dry-run"], resend):
+            assert not notes.exists()
+            answer = shell(*words)
+            assert (answer.status, answer.out, "were sent before" in answer.said) == (0, "", True)
+            assert "had sent 3 dead letters without a note" in answer.said
+        assert None not in {row["resent_at_ms"] for row in shell("dead-letters", "letters").rows}
         assert len(list(route.messages("%RETRY%billing"))) == 3
 
 

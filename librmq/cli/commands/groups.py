@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import named
 from librmq.cli.selection import age_clock, first_at, note_group, note_topic, note_topic_of, parse_time
-from librmq.cli.stores import note_replaced, open_running, open_source, open_store, open_view, view_of
+from librmq.cli.stores import (
+    note_replaced,
+    open_administered,
+    open_running,
+    open_source,
+    open_store,
+    open_view,
+    view_of,
+)
 from librmq.clock import SystemClock
 from librmq.diagnosis import deadletters
 from librmq.diagnosis.formatting import moment
@@ -26,9 +34,11 @@ from librmq.diagnosis.view import StoreView, View, group_summaries
 from librmq.errors import InputError
 from librmq.files.disk import DiskFiles
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import HALF_TOPIC, dead_letter_topic
+from librmq.message.topics import HALF_TOPIC
+from librmq.protocol import ResendLetters
 from librmq.store.format import directory
 from librmq.store.format.directory import check_kind
+from librmq.store.format.documents import LetterIdentity, letter_identity
 
 if TYPE_CHECKING:
     from librmq.diagnosis.pop import PopHolds
@@ -362,29 +372,26 @@ def timers(arguments: argparse.Namespace, output: Output) -> int:
 
 def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     """Print the dead letters, or their causes, or send them to their group again."""
-    if arguments.route is not None:
-        if arguments.resend:
-            raise InputError("--resend works on the folder of a store: brokers of 4.x have no request for it")
-        if arguments.unsent:
-            raise InputError("--unsent works on the folder of a store, which notes what was sent again")
+    if arguments.route is not None and arguments.unsent:
+        raise InputError("--unsent works on the folder of a store, which notes what was sent again")
     if arguments.resend:
         if arguments.causes:
             raise InputError("expected either --causes or --resend")
         return _resend(arguments, output)
-    if arguments.dry_run and arguments.route is None:
+    if arguments.dry_run:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
     is_selected = _selection(arguments)
     with open_source(arguments) as view:
         selected = [
-            pair
-            for pair in deadletters.letters_by_queue(view, arguments.group, view.resent_times)
-            if is_selected(pair[1])
+            row
+            for row in deadletters.letters_by_queue(view, arguments.group, view.resent_times)
+            if is_selected(row[-1])
         ]
         if arguments.causes:
-            causes = deadletters.sum_up_causes(letter for _, letter in selected)
+            causes = deadletters.sum_up_causes(letter for *_, letter in selected)
             output.rows_of(causes)
         else:
-            output.rows_of(named(view.broker_name(queue), letter._asdict()) for queue, letter in selected)
+            output.rows_of(named(view.broker_name(queue), letter._asdict()) for queue, _, letter in selected)
         if arguments.group is not None:
             note_group(arguments.group, view.groups, output)
     return 0
@@ -408,41 +415,33 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
 
     A dry run does the same in memory.
     """
-    if arguments.group is None:
+    group = arguments.group
+    if group is None:
         raise InputError("--resend: name the group with --group")
-    from librmq.broker.retries import note_resent_in_log
-
     is_selected = _selection(arguments)
-    with open_running(arguments) as broker:
-        count = note_resent_in_log(broker.store, arguments.group, broker.runner.now_ms())
-        if count:
+    only_unsent = arguments.id is None or arguments.unsent
+    with open_administered(arguments) as (broker, view):
+        noted, unsent = view.resent_times.keys(), set[LetterIdentity]()
+        for name in broker.broker_names() if only_unsent else ():
+            answer = broker.endpoint(name).call(ResendLetters(group))
+            unsent.update(answer)
+        letters = list(deadletters.letters_by_queue(view, group, view.resent_times))
+        if only_unsent and (count := len({letter_identity(message) for _, message, _ in letters} - noted - unsent)):
             complain(f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now")
-        selected = {
-            message.physical_offset: message
-            for message in deadletters.dead_letters(view_of(broker), group=arguments.group)
-            if is_selected(message)
-        }
-        unsent = [
-            message
-            for message in broker.store.topic_messages(
-                dead_letter_topic(arguments.group)
-            )  # also without its topic's row
-            if (letter := selected.get(message.physical_offset))
-            and (letter.resent_at_ms is None or arguments.id is not None)
-        ]
-        unsent = unsent[: arguments.limit]
-        broker.resend_dead_letters(arguments.group, unsent)
+        selected = [row for row in letters if is_selected(row[-1])]
+        chosen = [row for row in selected if not only_unsent or letter_identity(row[1]) in unsent][: arguments.limit]
+        broker.resend_dead_letters(group, [message for _, message, _ in chosen], only_unsent=only_unsent)
         at_ms = broker.runner.now_ms()
-    if not unsent:
-        why = f"no such dead letter of group {arguments.group!r}"
-        if selected:
-            why = (
-                f"all {len(selected):,} dead letters were sent before, as resent_at_ms in the list says: name one with "
-                "--id to send it once more"
-            )
-        complain(f"note: {why}: nothing is sent")
-    for message in unsent:
-        letter = selected[message.physical_offset]
-        resent_at_ms = letter.resent_at_ms if arguments.dry_run else at_ms
-        output.row({**letter._replace(resent_at_ms=resent_at_ms)._asdict(), "resent": not arguments.dry_run})
+        if not chosen:
+            why = f"no such dead letter of group {group!r}"
+            if selected:
+                why = (
+                    f"all {len(selected):,} dead letters were sent before, as resent_at_ms in the list says: name one "
+                    "with --id to send it once more"
+                )
+            complain(f"note: {why}: nothing is sent")
+        for queue, _, letter in chosen:
+            resent_at_ms = letter.resent_at_ms if arguments.dry_run else at_ms
+            row = {**letter._replace(resent_at_ms=resent_at_ms)._asdict(), "resent": not arguments.dry_run}
+            output.row(named(view.broker_name(queue), row))
     return 0

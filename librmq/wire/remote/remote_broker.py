@@ -515,11 +515,11 @@ class RemoteBroker:
         if isinstance(request, TopicGroups):
             return self._groups_of(request.topic)
         if isinstance(request, ResendLetters):
-            if request.letters is not None:
+            if request.letters is not None and not request.only_unsent:
                 return ()
             raise ConfigError(
                 f"group {request.group!r}: brokers do not note which dead letters were sent again: name them, such as "
-                f"letters=route.dead_letters({request.group!r})"
+                f"letters=route.dead_letters({request.group!r}), or by --id of a command"
             )
         version = version_name(self.request(frame_of(RequestCode.GET_BROKER_RUNTIME_INFO)).version)
         raise unsupported(type(request).__name__, self.name, version)

@@ -544,11 +544,15 @@ def _parse_acknowledge(header: object, raw: bytes) -> Acknowledge:
 
 
 def _resend_row(request: ResendLetters) -> dict[str, object]:
-    return {"group": request.group, "letters": request.letters}
+    flags = {"onlyUnsent": request.only_unsent, "dryRun": request.dry_run}
+    return {"group": request.group, "letters": request.letters, **flags}
 
 
 def _parse_resend(body: dict[str, Any]) -> ResendLetters:
-    return ResendLetters(text_in(body, "group"), None if body.get("letters") is None else letters_in(body))
+    letters = None if body.get("letters") is None else letters_in(body)
+    return ResendLetters(
+        text_in(body, "group"), letters, only_unsent=bool(body.get("onlyUnsent")), dry_run=bool(body.get("dryRun"))
+    )
 
 
 # ---- the table
