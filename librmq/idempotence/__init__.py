@@ -8,10 +8,10 @@ from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.idempotence.dedup_redis import RedisDedupStore as RedisDedupStore
-    from librmq.idempotence.dedup_sql import SeenKeys as SeenKeys
     from librmq.idempotence.dedup_sql import SqlDedupStore as SqlDedupStore
     from librmq.idempotence.outbox import Outbox as Outbox
     from librmq.idempotence.outbox import OutboxSender as OutboxSender
+    from librmq.idempotence.seen_keys import SeenKeys as SeenKeys
     from librmq.idempotence.sqltables import upgrade_tables as upgrade_tables
     from librmq.idempotence.stores import Claim as Claim
     from librmq.idempotence.stores import DedupRecord as DedupRecord
@@ -30,8 +30,9 @@ else:
         __name__,
         {
             "librmq.idempotence.dedup_redis": ("RedisDedupStore",),
-            "librmq.idempotence.dedup_sql": ("SeenKeys", "SqlDedupStore"),
+            "librmq.idempotence.dedup_sql": ("SqlDedupStore",),
             "librmq.idempotence.outbox": ("Outbox", "OutboxSender"),
+            "librmq.idempotence.seen_keys": ("SeenKeys",),
             "librmq.idempotence.sqltables": ("upgrade_tables",),
             "librmq.idempotence.stores": (
                 "Claim",

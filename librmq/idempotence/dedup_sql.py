@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from librmq.clock import Clock
 from librmq.errors import ConfigError, DedupStoreError, MissingExtraError
 from librmq.idempotence.sqltables import StatementResult, is_integrity_error, run, upgrade_tables
 from librmq.idempotence.stores import CLAIMS, Claim, DedupStatements, TableStore
-from librmq.runtime.locks import Lock
 
 # ruff: noqa: D102 (the methods of a store are described at DedupStore)
 
@@ -25,6 +24,8 @@ try:
 except ImportError as error:
     raise MissingExtraError("a dedup store in a SQL database", "sql") from error
 
+if TYPE_CHECKING:  # for types alone, because importing it needs the extra ``bloom``
+    from librmq.idempotence.seen_keys import SeenKeys
 
 _ATTEMPTS: Final = 5
 # Serialization failure, deadlock, a wait for a lock that was too long: by SQLSTATE and by MySQL's numbers.
@@ -217,47 +218,3 @@ def _mysql_claim(table: str) -> str:
         f"owner = IF({free}, :owner, owner), "
         "expires_timestamp_ms = IF(owner = :owner, :expires_at_ms, expires_timestamp_ms)"
     )
-
-
-# ---- a Bloom filter of known keys: extra ``bloom``
-
-try:
-    from pybloom_live import ScalableBloomFilter
-except ImportError as error:
-    raise MissingExtraError("a prefilter of keys", "bloom") from error
-
-
-class SeenKeys:
-    """Remembers at least the last ``capacity`` keys, in a few bytes each, and drops older ones. Thread-safe.
-
-    Its Bloom filter answers "certainly new here" or "perhaps seen". It can't decide for the store: other processes have
-    their own keys, and a restart loses them. It only chooses which statement the store runs first. ``error_rate`` is
-    the fraction of new keys that count as possibly seen.
-    """
-
-    def __init__(self, capacity: int = 1_000_000, error_rate: float = 0.001) -> None:
-        if capacity < 1 or not 0 < error_rate < 1:
-            raise ConfigError(f"expected a capacity of 1 or more and a rate below 1, found {capacity}, {error_rate}")
-        self._capacity = capacity
-        self._error_rate = error_rate
-        self._lock = Lock()
-        self._new: Any = self._filter()
-        self._old: Any = self._filter()
-
-    def _filter(self) -> Any:  # noqa: ANN401 (the library has no types)
-        # A filter that grows, with half of the error rate, because two are searched.
-        return ScalableBloomFilter(min(self._capacity, 1000), self._error_rate / 2)
-
-    def __len__(self) -> int:
-        """Return how many keys are remembered."""
-        return len(self._new) + len(self._old)
-
-    def add(self, key: str) -> bool:
-        """Remember ``key``; return False if it was certainly not remembered before."""
-        with self._lock:
-            if self._new.add(key):
-                return True
-            if len(self._new) >= self._capacity:
-                self._old, self._new = self._new, self._filter()
-                return False
-            return key in self._old

@@ -5,10 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
+import sys
 import tomllib
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import librmq
 from tests.programs import POSIX
@@ -45,11 +50,75 @@ def test_a_tag_names_the_version_of_every_file(monkeypatch: pytest.MonkeyPatch, 
             release.check_tag(f"v{librmq.__version__}")
 
 
+def extras() -> dict[str, list[str]]:
+    """Return what each extra for users requires; "" is the library alone."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]
+    optional = project["optional-dependencies"]
+    not_for_users = {"all", "bench", "dev", "docs", "test", "test-spark"}
+    return {"": project["dependencies"]} | {name: optional[name] for name in optional if name not in not_for_users}
+
+
+def installed_with(requirements: list[str]) -> set[str]:
+    """Return the distributions that an installation of these brings, as far as this environment has them.
+
+    Raises:
+        PackageNotFoundError: One of ``requirements`` is not installed.
+    """
+    found: set[str] = set()
+    waiting = [Requirement(one) for one in requirements]
+    while waiting:
+        one = waiting.pop()
+        name = canonicalize_name(one.name)
+        if name in found or not (one.marker is None or one.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        for below in map(Requirement, metadata.distribution(name).requires or ()):
+            if any(below.marker is None or below.marker.evaluate({"extra": extra}) for extra in ("", *one.extras)):
+                with suppress(metadata.PackageNotFoundError):
+                    metadata.distribution(below.name)
+                    waiting.append(Requirement(f"{below.name}[{','.join(below.extras)}]"))
+    return found
+
+
+WITHOUT_OTHERS = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {missing} else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+
 def test_a_release_tries_every_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(CHECKOUT / "tools")
-    extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    for_users = extras.keys() - {"all", "bench", "dev", "docs", "test", "test-spark"}
-    assert importlib.import_module("release").USES.keys() - {""} == for_users
+    assert importlib.import_module("release").USES.keys() == extras().keys()
+
+
+@pytest.mark.slow
+@pytest.mark.platform
+@pytest.mark.parametrize("extra", extras())
+def test_an_extra_needs_no_other(extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    release = importlib.import_module("release")
+    try:
+        present = installed_with(extras()[""] + extras()[extra])
+    except metadata.PackageNotFoundError as error:
+        pytest.skip(f"{error.name} is not installed")
+    missing = {
+        module
+        for module, of in metadata.packages_distributions().items()
+        if not present & set(map(canonicalize_name, of)) and not module.startswith(("librmq", "_", "pyspark_librmq"))
+    }
+    program = WITHOUT_OTHERS.format(missing=missing) + release.USES[extra]
+    release.run(sys.executable, "-P", "-c", program, folder=tmp_path)
 
 
 @pytest.mark.spark
