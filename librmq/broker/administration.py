@@ -309,7 +309,7 @@ class Progress:
         """Return the topics in which a group has progress, and those to which it subscribes, that exist."""
         connections = self._clients.connections(group)
         topics = set(() if connections is None else connections.subscriptions)
-        topics.update(topic for topic in self._topics.by_name if group in self._offsets.groups(topic))
+        topics.update(self._offsets.topics(group))
         return sorted(topic for topic in topics if topic in self._topics.by_name)
 
     def stored(self, request: ConsumerOffsetsOf) -> dict[int, int]:

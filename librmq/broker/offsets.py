@@ -49,9 +49,10 @@ class GroupOffsets:
         """Return a group's queue offsets in a topic, by queue id; empty without any."""
         return self._rows.get((group, topic)) or self._table.rows.get(f"{topic}@{group}", {})
 
-    def topics(self) -> set[str]:
-        """Return the topics in which any group has progress."""
-        return {name.rpartition("@")[0] for name in list(self._table.rows)}
+    def topics(self, of_group: str | None = None) -> set[str]:
+        """Return the topics in which a group, or any, has progress."""
+        rows = (name.rpartition("@") for name in list(self._table.rows))
+        return {topic for topic, _, group in rows if of_group in (None, group)}
 
     def groups(self, topic: str) -> list[str]:
         """Return the groups that have progress in a topic."""

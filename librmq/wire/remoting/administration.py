@@ -17,7 +17,6 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.errors import BrokerError, ConfigError, MalformedError, MessageIllegalError, RmqError
 from librmq.java.json import ObjectKey
-from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue
 from librmq.message.topics import TRACE_TOPIC, is_system_topic, validate_client_topic
 from librmq.protocol import (
@@ -30,6 +29,9 @@ from librmq.protocol import (
     DeleteExpiredFiles,
     DeleteGroup,
     DeleteTopic,
+    DescribeProgress,
+    DescribeQueues,
+    GroupProgress,
     QueryMessages,
     ResetGroup,
     ResponseCode,
@@ -201,24 +203,11 @@ class AdminRequests:
 
     def _topic_stats(self, call: RemotingCall) -> bytes:
         header: TopicNameHeader = call.header
-        table: dict[ObjectKey, dict[str, int]] = {}
-        for queue in self._queues(header.topic):
-            begin, end = self._broker.store.queue_range(queue.topic, queue.queue_id)
-            updated = max(stored_ms(self._broker, queue.topic, queue.queue_id, end - 1), 0)
-            table[queue_key(queue)] = {"lastUpdateTimestamp": updated, "maxOffset": end, "minOffset": begin}
+        table = {
+            queue_key(queue): {"lastUpdateTimestamp": last_ms, "maxOffset": end, "minOffset": begin}
+            for queue, (begin, end, last_ms) in self._broker.call(DescribeQueues(header.topic)).items()
+        }
         return call.answer(body=write_body({"offsetTable": table}))
-
-    def _queues(self, topic: str) -> list[MessageQueue]:
-        """Return a topic's queues.
-
-        Raises:
-            BrokerError: There is no such topic.
-        """
-        route = self._broker.topic_route(topic)
-        if not route:
-            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic[{topic}] not exist")
-        count = max(route[0].read_queues, route[0].write_queues)
-        return [MessageQueue(topic, self._broker.name, number) for number in range(count)]
 
     def _system_topics(self, call: RemotingCall) -> bytes:
         return call.answer(body=write_body({"topicList": list(filter(is_system_topic, self._broker.topics()))}))
@@ -232,11 +221,10 @@ class AdminRequests:
 
     def _consume_stats(self, call: RemotingCall) -> bytes:
         header: GroupAndTopicHeader = call.header
-        named = [header.topic] if header.topic else self._topics_of(header.consumer_group)
-        topics = [topic for topic in named if self._broker.topic_route(topic)]
-        table = {key: row for topic in topics for key, row in self._progress_rows(header.consumer_group, topic).items()}
+        progress = self._broker.progress(header.consumer_group, header.topic or None)
+        topics = {queue.topic for queue in progress}
         per_second = math.fsum(self._per_second(header.consumer_group, topic) for topic in topics)
-        return call.answer(body=write_body({"consumeTps": per_second, "offsetTable": table}))
+        return call.answer(body=write_body({"consumeTps": per_second, "offsetTable": _progress_rows(progress)}))
 
     def _per_second(self, group: str, topic: str) -> float:
         return self._rates.per_second("get", f"{topic}@{group}", self._broker.runner.now_ms())
@@ -244,45 +232,25 @@ class AdminRequests:
     def _all_consume_stats(self, call: RemotingCall) -> bytes:
         groups, behind = [], 0
         for group in self._broker.groups():
-            tables = {topic: self._progress_rows(group, topic) for topic in self._topics_of(group)}
-            behind += sum(self._lag(group, topic) for topic in tables)
-            stats = [{"consumeTps": self._per_second(group, topic), "offsetTable": tables[topic]} for topic in tables]
+            progress = self._broker.progress(group)
+            behind += sum(row.lag for row in progress.values())
+            topics: dict[str, dict[MessageQueue, GroupProgress]] = {}
+            for queue, row in progress.items():
+                topics.setdefault(queue.topic, {})[queue] = row
+            stats = [
+                {"consumeTps": self._per_second(group, topic), "offsetTable": _progress_rows(rows)}
+                for topic, rows in topics.items()
+            ]
             groups.append({group: stats})
         body = {"brokerAddr": call.channel.broker_address, "consumeStatsList": groups, "totalDiff": behind}
         return call.answer(body=write_body(body))
 
-    def _topics_of(self, group: str) -> list[str]:
-        """Return the topics in which a group has progress, and those to which it subscribes."""
-        connections = self._broker.connections(group)
-        subscribed = set(() if connections is None else connections.subscriptions)
-        with self._broker.runner.lock:
-            names = [str(key).rpartition("@") for key in self._broker.tables.offsets.rows]
-        progressed = {topic for topic, _, name in names if name == group}
-        return sorted(topic for topic in subscribed | progressed if self._broker.topic_route(topic))
-
-    def _lag(self, group: str, topic: str) -> int:
-        offset, store = self._broker.consumer_offset, self._broker.store
-        ids = [queue.queue_id for queue in self._queues(topic)]
-        return sum(queue_lag(offset(group, topic, queue_id), *store.queue_range(topic, queue_id)) for queue_id in ids)
-
-    def _progress_rows(self, group: str, topic: str) -> dict[ObjectKey, dict[str, int]]:
-        """Return a group's progress by queue; without progress it counts from 0, as in the statistics of 4.9."""
-        table: dict[ObjectKey, dict[str, int]] = {}
-        for queue in self._queues(topic):
-            end = self._broker.store.queue_range(topic, queue.queue_id)[1]
-            consumed = self._broker.consumer_offset(group, topic, queue.queue_id)
-            last_ms = max(stored_ms(self._broker, topic, queue.queue_id, consumed - 1), 0) if consumed else 0
-            row = {"brokerOffset": end, "consumerOffset": max(consumed or 0, 0), "lastTimestamp": last_ms}
-            table[queue_key(queue)] = row
-        return table
-
     def _time_spans(self, call: RemotingCall) -> bytes:
         header: GroupOfTopicHeader = call.header
         now_ms, rows = self._broker.runner.now_ms(), []
-        for queue in self._queues(header.topic):
+        for queue, progress in self._broker.call(DescribeProgress(header.group, header.topic)).items():
             at = header.topic, queue.queue_id
-            consumed = self._broker.consumer_offset(header.group, *at) or 0
-            begin, end = self._broker.store.queue_range(*at)
+            begin, consumed, end = progress.min_offset, progress.queue_offset, progress.max_offset
             next_ms = stored_ms(self._broker, *at, consumed)
             times = {
                 "consumeTimeStamp": stored_ms(self._broker, *at, consumed - 1 if consumed else begin),
@@ -312,7 +280,8 @@ class AdminRequests:
         header: CloneOffsetHeader = call.header
         if header.src_group == header.dest_group:
             raise ConfigError(f"srcGroup and destGroup are both {header.src_group!r}: expected two groups")
-        for topic in [header.topic] if header.topic else self._topics_of(header.src_group):
+        topics = {queue.topic for queue in self._broker.progress(header.src_group, header.topic or None)}
+        for topic in sorted(topics):
             for queue_id, offset in self._broker.consumer_offsets(header.src_group, topic).items():
                 self._broker.call(UpdateOffset(header.dest_group, topic, queue_id, offset))
         return call.answer()
@@ -577,6 +546,18 @@ class AdminRequests:
             remark = f"The stats <{header.stats_name}> <{header.stats_key}> not exist"
             raise BrokerError(ResponseCode.SYSTEM_ERROR, remark)
         return call.answer(body=write_body(rows))
+
+
+def _progress_rows(progress: Mapping[MessageQueue, GroupProgress]) -> dict[ObjectKey, dict[str, int]]:
+    """Return a group's progress by queue; without progress it counts from 0, as in the statistics of 4.9."""
+    return {
+        queue_key(queue): {
+            "brokerOffset": row.max_offset,
+            "consumerOffset": row.queue_offset,
+            "lastTimestamp": row.last_timestamp_ms,
+        }
+        for queue, row in progress.items()
+    }
 
 
 def _shown_time(ms: int) -> str:
