@@ -32,6 +32,7 @@ from librmq.message.topics import (
     dead_letter_topic,
     is_own_group,
     is_system_topic,
+    retry_topic,
     validate_group,
     validate_topic,
 )
@@ -435,8 +436,11 @@ class AdministeredRoute(Route, AsyncClosing):
         return self._messages(topic)
 
     def _messages(self, topic: str) -> Iterator[StoredMessage]:
+        return self._merged(topic)
+
+    def _merged(self, *topics: str) -> Iterator[StoredMessage]:
         parts: dict[str, list[Iterator[StoredMessage]]] = {}
-        for queue, bounds in self.queues(topic).items():
+        for queue, bounds in (row for topic in topics for row in self.queues(topic).items()):
             parts.setdefault(queue.broker_name, []).append(
                 self.messages_in(queue, range(bounds.min_offset, bounds.max_offset))
             )
@@ -505,8 +509,9 @@ class AdministeredRoute(Route, AsyncClosing):
 
         Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays.
         ``librmq/resent.json`` of the store notes it. After a kill, up to 64 letters that were sent have no note; the
-        next call without ``letters`` finds their copies in the log, and notes them. A broker of RocketMQ notes nowhere
-        which were sent again, so there ``letters`` must name them.
+        next call without ``letters`` finds their copies in the log, and notes them. While the broker of a letter cannot
+        be reached, another one sends it without a note; a call without ``letters`` finds its copy there. A broker of
+        RocketMQ notes nowhere which were sent again, so there ``letters`` must name them.
 
         Args:
             group: The consumer group.
@@ -526,8 +531,12 @@ class AdministeredRoute(Route, AsyncClosing):
         endpoints = dict(self._endpoints())
         if letters is None:
             unsent = [(broker, broker.call(ResendLetters(group))) for broker in endpoints.values()]
-            return sum(len(_resend(broker, group, part, only_unsent=True)) for broker, part in unsent)
-        requests = [(retry_of(letter, group), letter_identity(letter)) for letter in letters]
+            sent = self._sent_again(group) if any(part for _, part in unsent) else set()
+            parts = [(broker, [letter for letter in part if letter not in sent]) for broker, part in unsent]
+            return sum(len(_resend(broker, group, part, only_unsent=True)) for broker, part in parts)
+        sent = self._sent_again(group) if only_unsent else set()
+        identities = ((retry_of(letter, group), letter_identity(letter)) for letter in letters)
+        requests = [(request, identity) for request, identity in identities if identity not in sent]
         left = requests
         for broker in endpoints.values():  # the one that has a letter notes it
             sent = set(_resend(broker, group, [identity for _, identity in left], only_unsent=only_unsent))
@@ -539,6 +548,15 @@ class AdministeredRoute(Route, AsyncClosing):
             name = next((name for name in names if name in endpoints), next(iter(endpoints)))
             endpoints[name].call(request)
         return len(requests)
+
+    def _sent_again(self, group: str) -> set[LetterIdentity]:
+        """Return the dead letters whose copies the log of any broker has; a single broker looks itself."""
+        from librmq.broker.retries import letters_sent_again
+
+        if len(self.broker_names()) < 2:
+            return set()
+        letters, _ = letters_sent_again(self._merged(dead_letter_topic(group), retry_topic(group)), group)
+        return set(map(letter_identity, letters))
 
     def cancel(self, receipt: SentMessage | str) -> CancelResult:
         """Cancel the delivery of a message that waits in a delay level, the timer or the relay.

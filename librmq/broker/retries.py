@@ -7,6 +7,8 @@ again. A received message that was not acknowledged goes to a retry topic of its
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -313,42 +315,47 @@ def _sent_without_note(store: MessageStore, group: str, times: Mapping[LetterIde
     unnoted = {_ids(letter) for letter in letters if letter_identity(letter) not in times}
     if not unnoted:
         return []
-    waiting: dict[tuple[str | None, str | None], list[StoredMessage]] = {}
-    for letter in letters:
-        if _ids(letter) in unnoted:  # a message that died twice has several letters
-            waiting.setdefault(_ids(letter), []).append(letter)
-    since_ms = max(
-        min(named[0].store_timestamp_ms for named in waiting.values()) - 1, 0
-    )  # of equal times, any is found
+    letters = [letter for letter in letters if _ids(letter) in unnoted]  # a message that died twice has several
+    since_ms = max(min(letter.store_timestamp_ms for letter in letters) - 1, 0)  # of equal times, any is found
     topic = retry_topic(group)
-    copies = [
-        copy
-        for queue_id in sorted(queue_id for name, queue_id in store.queues if name == topic)
-        for copy in store.messages(topic, queue_id, store.queue_offset_at(topic, queue_id, since_ms))
-        if not copy.reconsume_times and _ids(copy) in waiting
-    ]
-    copies.sort(key=lambda copy: copy.physical_offset)  # the first of several letters was sent first
-    sent: list[StoredMessage] = []
-    nameless = 0
-    for copy in copies:
-        named = waiting[_ids(copy)]
-        if not named or named[0].physical_offset > copy.physical_offset:
-            continue
-        if _ids(copy) == (None, None):
-            nameless += 1
-            continue
-        letter = named.pop(0)
-        if letter_identity(letter) not in times:
-            sent.append(letter)
+    retries = (
+        store.messages(topic, queue_id, store.queue_offset_at(topic, queue_id, since_ms))
+        for name, queue_id in store.queues
+        if name == topic
+    )
+    records = heapq.merge(letters, *retries, key=lambda record: record.physical_offset)
+    found, nameless = letters_sent_again(records, group)
+    sent = [letter for letter in found if letter_identity(letter) not in times]
     if nameless:
         _log.warning(
             "group %(group)s: %(letters)d dead letters have no id, and %(copies)d copies without one are in its retry "
             "topic: whether a killed process had sent these letters again is unknown, so those without a note are sent",
             group=group,
-            letters=len(waiting[None, None]),
+            letters=sum(_ids(letter) == (None, None) for letter in letters),
             copies=nameless,
         )
     return sent
+
+
+def letters_sent_again(records: Iterable[StoredMessage], group: str) -> tuple[list[StoredMessage], int]:
+    """Return the dead letters of which there are copies, and the number of copies without ids.
+
+    ``records`` are the dead letters and retries of a group in the order in which they were stored. The first of several
+    letters with equal ids was sent first.
+    """
+    waiting: dict[tuple[str | None, str | None], deque[StoredMessage]] = {}
+    sent: list[StoredMessage] = []
+    nameless = 0
+    for record in records:
+        ids = _ids(record)
+        if record.topic == dead_letter_topic(group):
+            waiting.setdefault(ids, deque()).append(record)
+        elif not record.reconsume_times and waiting.get(ids):
+            if ids == (None, None):
+                nameless += 1
+            else:
+                sent.append(waiting[ids].popleft())
+    return sent, nameless
 
 
 def _ids(message: StoredMessage) -> tuple[str | None, str | None]:

@@ -15,6 +15,7 @@ from librmq.client.allocation import allocate_by_site
 from librmq.cluster import RouteTable
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.files.memory import MemoryFiles
+from librmq.protocol import SendBack
 
 TINY = StoreConfig.tiny()
 
@@ -232,6 +233,29 @@ def test_a_cut_link_concerns_one_site(sites: Cluster, runner: ManualRunner) -> N
         sites.restore(name, site="hz")
     runner.advance(60_000)
     assert near.send("T", b"x").queue.broker_name.startswith("hz-")
+
+
+def test_a_dead_letter_that_another_broker_sent_again_is_not_sent_once_more(
+    sites: Cluster, runner: ManualRunner
+) -> None:
+    """The broker that has the letter was down, so it has no note."""
+    retries = "%RETRY%billing"
+    sites.create_topic("orders", 1)
+    for broker in sites.brokers():
+        Producer(broker, "shop").send("orders", broker.name.encode())
+        (message,) = broker.messages("orders")
+        broker.call(SendBack("billing", message.physical_offset, -1))
+    letters = sites.dead_letters("billing")
+    lost = sites.brokers()[0].name
+    sites.crash(lost)
+    assert sites.resend_dead_letters("billing", [letter for letter in letters if letter.body == lost.encode()]) == 1
+    runner.advance(1000)
+    sites.reopen(lost)
+    runner.advance(60_000)
+    assert sites.resend_dead_letters("billing", letters[:1], only_unsent=True) == 0
+    assert sites.resend_dead_letters("billing") == len(letters) - 1
+    assert sites.resend_dead_letters("billing") == 0
+    assert sorted(copy.body for copy in sites.messages(retries)) == sorted(letter.body for letter in letters)
 
 
 def test_queues_without_consumers_are_taken_and_given_back(sites: Cluster, runner: ManualRunner) -> None:
