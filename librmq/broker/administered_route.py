@@ -93,6 +93,8 @@ _PULLER: Final = "TOOLS_CONSUMER"
 _AT_ONCE: Final = 32
 _RESENT_TOGETHER: Final = 64
 """Dead letters that are sent between two notes."""
+_MOST_OF_AN_ID: Final = 32
+"""Messages that a broker of RocketMQ returns for an id."""
 
 
 def check_names(**names: object) -> None:
@@ -477,8 +479,8 @@ class AdministeredRoute(Route, AsyncClosing):
             message
             for topic in self.topics()
             if not is_system_topic(topic) or topic in WAITING_TOPICS
-            for message in self.find_by_key(topic, message_id)
-            if message.unique_key == message_id
+            for _, broker in self._endpoints()
+            for message in _messages_of_id(broker, topic, message_id)
         ]
         return min(messages, key=lambda message: message.store_timestamp_ms, default=None)
 
@@ -634,6 +636,22 @@ def _resend(
     """Send dead letters to their group again by the broker that has them; return those."""
     parts = (tuple(letters[at : at + _RESENT_TOGETHER]) for at in range(0, len(letters), _RESENT_TOGETHER))
     return [letter for part in parts for letter in broker.call(ResendLetters(group, part, only_unsent))]
+
+
+def _messages_of_id(broker: Endpoint, topic: str, message_id: str) -> Iterator[StoredMessage]:
+    """Yield the messages of a topic with a unique id.
+
+    A broker of RocketMQ answers with the last messages that have the id as a key, so older ones are asked for by time.
+    Its index knows whole seconds: of more messages with that key in one second the first stay unknown.
+    """
+    end_ms = (1 << 63) - 1
+    while True:
+        messages = broker.call(QueryMessages(topic, message_id, end_ms=end_ms, is_unique=True))
+        yield from (message for message in messages if message.unique_key == message_id)
+        if len(messages) < _MOST_OF_AN_ID:
+            return
+        oldest_ms = min(message.store_timestamp_ms for message in messages)
+        end_ms = oldest_ms if oldest_ms < end_ms else end_ms - 1000
 
 
 T = TypeVar("T")

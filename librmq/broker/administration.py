@@ -197,8 +197,9 @@ class Administration:
     def query_messages(self, request: QueryMessages) -> tuple[StoredMessage, ...]:
         """Return messages by key: at most 64, as in 4.9."""
         limit = min(request.max_messages, _MAX_RESULTS)
-        messages = self._store.find_by_key(request.topic, request.key, request.begin_ms, request.end_ms, limit)
-        return tuple(messages)
+        bounds = request.begin_ms, request.end_ms
+        store, is_unique = self._store, request.is_unique
+        return tuple(store.find_by_key(request.topic, request.key, *bounds, limit, is_unique=is_unique))
 
 
 # ---- progress

@@ -302,13 +302,15 @@ class ViewMessage(Request["StoredMessage | None"]):
 
 @value
 class QueryMessages(Request[tuple[StoredMessage, ...]]):
-    """Return messages of a topic by key or unique id, in log order, at most 64."""
+    """Return the last messages of a topic with a key or unique id, in log order, at most 64."""
 
     topic: str
     key: str
     max_messages: int = 64
     begin_ms: int = 0
     end_ms: int = (1 << 63) - 1
+    is_unique: bool = False
+    """Return the first messages whose unique id it is; a broker of RocketMQ returns the last 32 that have the key."""
 
 
 @value

@@ -510,14 +510,20 @@ class MessageStore(Closing):
         max_messages: int = 64,
         *,
         exact: bool = True,
+        is_unique: bool = False,
     ) -> list[StoredMessage]:
         """Return the messages of ``topic`` with this key or unique id, in log order.
 
         The index contains only hashes and whole seconds. ``max_messages`` limits the number of its entries that are
-        used. If ``exact`` is false, the messages of all of them are returned, including collisions and repetitions, as
-        by a broker.
+        used, the newest. If ``exact`` is false, the messages of all of them are returned, including collisions and
+        repetitions, as by a broker. If ``is_unique``, the first ``max_messages`` with this unique id are returned,
+        however many others have it as a key.
         """
-        return find_by_key(self.handle.with_index(), topic, key, begin_ms, end_ms, max_messages, exact)
+        parts = self.handle.with_index()
+        if not is_unique:
+            return list(find_by_key(parts, topic, key, begin_ms, end_ms, max_messages, exact))
+        messages = find_by_key(parts, topic, key, begin_ms, end_ms, 1 << 31, True)
+        return list(itertools.islice((message for message in messages if message.unique_key == key), max_messages))
 
     def find_by_id(self, message_id: str) -> list[StoredMessage]:
         """Return the messages with an id, in log order.

@@ -15,8 +15,9 @@ import pytest
 import librmq
 from librmq.broker import retries
 from librmq.broker.administered_route import AdministeredRoute
+from librmq.broker.administration import Administration
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MessageIllegalError
-from librmq.protocol import SendMessage
+from librmq.protocol import QueryMessages, SendMessage
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.share_links import connect_to_owner
 
@@ -377,6 +378,41 @@ def test_an_id_is_not_looked_for_among_keys(place: Place, tmp_path: Path) -> Non
         assert message is not None
         assert message.body == b"1"
         assert route.find_by_id("k") is None
+
+
+@everywhere
+def test_an_id_is_found_behind_many_messages_with_it_as_a_key(place: Place, tmp_path: Path) -> None:
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
+        route.create_topic("orders", 1)
+        first = producer.send("orders", b"first")
+        for _ in range(70):
+            producer.send("orders", b"about it", keys=first.message_id)
+        message = route.find_by_id(first.message_id)
+        assert message is not None
+        assert message.body == b"first"
+
+
+def test_an_id_is_found_behind_many_keys_at_a_broker_that_returns_the_last_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def query_as_a_broker(self: Administration, request: QueryMessages) -> tuple[librmq.StoredMessage, ...]:
+        bounds = request.begin_ms, request.end_ms
+        store, most = self._store, 32 if request.is_unique else 64
+        return tuple(store.find_by_key(request.topic, request.key, *bounds, most, exact=False))
+
+    monkeypatch.setattr(Administration, "query_messages", query_as_a_broker)
+    runner = librmq.ManualRunner()
+    with (
+        librmq.Broker.temporary(runner=runner) as broker,
+        RemotingServer(broker) as server,
+        librmq.connect(server.address) as route,
+        librmq.Producer(broker, "shop") as producer,
+    ):
+        first = producer.send("orders", b"first")
+        for number in range(300):
+            producer.send("orders", b"about it", keys=first.message_id)
+            runner.advance(0 if number % 20 else 1_700)
+        message = route.find_by_id(first.message_id)
+        assert message is not None
+        assert message.body == b"first"
 
 
 @everywhere

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
@@ -471,12 +471,11 @@ _EVER: Final = (1 << 63) - 1
 
 def find_by_key(
     parts: Parts, topic: str, key: str, begin_ms: int, end_ms: int, max_messages: int, exact: bool
-) -> list[StoredMessage]:
-    """Find messages by key; see `MessageStore.find_by_key`."""
+) -> Iterator[StoredMessage]:
+    """Yield messages by key; see `MessageStore.find_by_key`."""
     for name, value in (("topic", topic), ("key", key)):
         if not isinstance(value, str):
             raise wrong_kind(name, value, "text")
-    messages = []
     last = -1
     if exact and begin_ms == 0:
         begin_ms = -_EVER  # a clock can be before 1970
@@ -492,11 +491,10 @@ def find_by_key(
         has_key = not exact or key == message.unique_key or key in message.keys
         if is_batch(message):
             batch = unwrapped(parts.log, message) if physical_offset != last else []
-            messages += [inner for inner in batch if has_key or key == inner.unique_key or key in inner.keys]
+            yield from (inner for inner in batch if has_key or key == inner.unique_key or key in inner.keys)
         elif has_key:
-            messages.append(message)
+            yield message
         last = physical_offset
-    return messages
 
 
 def _with_records_before_jump(

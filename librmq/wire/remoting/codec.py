@@ -600,7 +600,7 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     QueryMessages: _by_fields(
         QueryMessages,
         _C.QUERY_MESSAGE,
-        "topic key max_num=max_messages begin_timestamp=begin_ms end_timestamp=end_ms",
+        "topic key max_num=max_messages begin_timestamp=begin_ms end_timestamp=end_ms is_unique",
         _MESSAGES,
     ),
     ResetGroup: _by_fields(
