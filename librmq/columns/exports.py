@@ -128,8 +128,8 @@ def export(
     with PlannedStore.open(options.paths[0], options, plan.source_files) as planned:
         total = sum(queue.end - queue.begin for queue in planned.queues.values())
         is_cut_short = planned.is_cut_short
+        batches = batches_of(options, _read_columns(plan), plan.source_files, planned.store)
     make_folders(DiskFiles(), os.path.dirname(plan.path))
-    batches = batches_of(options, _read_columns(plan), plan.source_files)
     with closing(_Steps(batches, plan.pattern, total, drops_damaged=drops)) as source, _unfinished(plan.path) as part:
         if plan.form == "parquet":
             files = _write_parquet(part, source.steps(), plan.schema, plan.partition_by)

@@ -154,10 +154,14 @@ class PlannedStore(Closing):
     _ends_as_recovered: bool = True
     _past_end: int | None = None
     """The end of the log at the moment at which the store is read."""
+    _is_lent: bool = False
+    """Whether the caller opened the store, and closes it."""
 
     @classmethod
-    def open(cls, path: str, options: ReadOptions, files: Files | None = None) -> PlannedStore:
-        """Open the store in ``path``, and plan the queues that ``options`` select.
+    def open(
+        cls, path: str, options: ReadOptions, files: Files | None = None, opened: MessageStore | None = None
+    ) -> PlannedStore:
+        """Open the store in ``path`` unless it is ``opened`` read-only, and plan the queues that ``options`` select.
 
         Raises:
             NotAStoreError: There is no store in ``path``.
@@ -168,14 +172,14 @@ class PlannedStore(Closing):
         fails = options.mode == "FAILFAST"
         damage: list[Damage] = []
         try:
-            store: MessageStore | None = MessageStore.open(path, read_only=True, files=files)
+            store: MessageStore | None = opened or MessageStore.open(path, read_only=True, files=files)
         except CorruptionError as error:
             if fails or directory.recognise(path, files).derives_queues:
                 raise
             store = None
             damage.append(_damage_of(error))
         config = directory.infer_config(path, files) if store is None else store.config
-        planned = cls(path, options, config, 0, 0, {}, damage, store, files)
+        planned = cls(path, options, config, 0, 0, {}, damage, store, files, _is_lent=opened is not None)
         if fails and options.as_recovered and options.checksums and store is not None:
             planned._cut = store.check_covered()
         try:
@@ -250,6 +254,11 @@ class PlannedStore(Closing):
                 self.damage.append(damage)
 
     @property
+    def store(self) -> MessageStore | None:
+        """The open store; None if it is too damaged to be opened."""
+        return self._store
+
+    @property
     def has_batches(self) -> bool:
         """Whether a record of the log can be a batch of messages."""
         return self._store is not None and not self._store.queues.has_files
@@ -265,7 +274,8 @@ class PlannedStore(Closing):
     def close(self) -> None:
         """Close the store, and unmap its files."""
         if self._store is not None:
-            self._store.close()
+            if not self._is_lent:
+                self._store.close()
             self._store = None
         self._close_opened()
 

@@ -26,6 +26,7 @@ from librmq.columns.planned_store import PlannedStore, stored_entries
 from librmq.columns.remote import RemoteFiles
 from librmq.config import ENTRY_SIZE
 from librmq.files.interface import Files
+from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName
 
 PARTITION_BYTES: Final = 64 << 20
@@ -42,8 +43,14 @@ _MOST_SAMPLES: Final = 4096
 """Most entries of a store to look at, about."""
 
 
-def plan(options: ReadOptions, files: Files | None = None, *, is_portable: bool = False) -> list[Part]:
-    """Plan a read of each store in ``options``.
+def plan(
+    options: ReadOptions,
+    files: Files | None = None,
+    *,
+    is_portable: bool = False,
+    opened: MessageStore | None = None,
+) -> list[Part]:
+    """Plan a read of each store in ``options``; the only one may be ``opened`` read-only, which saves its opening.
 
     A part of a remote store needs the mirror in ``files``, unless it ``is_portable``: then it has its entries, and
     another process fetches what it reads of the log.
@@ -58,9 +65,9 @@ def plan(options: ReadOptions, files: Files | None = None, *, is_portable: bool 
     if isinstance(files, RemoteFiles):
         options = files.mirrored(options)
     # Finding the records between entries needs the entries of all queues.
-    opened = replace(options, selection=ReadSelection(internal=True)) if options.view == "log" else options
+    planned = replace(options, selection=ReadSelection(internal=True)) if options.view == "log" else options
     for path in options.paths:
-        with PlannedStore.open(path, opened, files) as store:
+        with PlannedStore.open(path, planned, files, opened) as store:
             of_store = _damage_parts(store, files)
             if options.view == "log":
                 # In other modes a damaged entry can give a wrong place.

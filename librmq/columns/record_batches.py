@@ -33,6 +33,7 @@ from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_option
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files.interface import Files
+from librmq.store import MessageStore
 
 Store = str | os.PathLike[str] | RemoteStore
 Stores = Store | Sequence[Store]
@@ -111,6 +112,11 @@ def reader(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchR
     return batches_of(*selection(store, settings))
 
 
+def reader_of(store: MessageStore, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchReader:
+    """Return what `reader` does of a store that is open read-only, without opening it again."""
+    return batches_of(*selection(store.path, settings), store)
+
+
 def scan(options: ReadOptions, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     """Yield the rows that ``options`` select as record batches, part by part, in this process.
 
@@ -180,9 +186,10 @@ def batches_of(
     options: ReadOptions,
     schema: pa.Schema,
     files: Files | None = None,
+    opened: MessageStore | None = None,
 ) -> pa.RecordBatchReader:
-    """Plan a read, and return its batches as a stream."""
-    parts = plan(options, files)
+    """Plan a read, and return its batches as a stream; the store may be ``opened`` read-only."""
+    parts = plan(options, files, opened=opened)
 
     def batches() -> Iterator[pa.RecordBatch]:
         reading = Reading(options, schema, files)

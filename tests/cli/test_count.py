@@ -203,3 +203,22 @@ def test_hours_that_no_calendar_has_are_milliseconds(shell: Shell) -> None:
         answer = shell("count", "far", "--by", by)
         assert (answer.status, answer.said) == (0, "")
         assert [row[by] for row in answer.rows] == times
+
+
+@pytest.mark.parametrize(
+    "words", [["count", "store"], ["count", "store", "--by", "tag"], ["export", "store", "-o", "out.jsonl"]]
+)
+def test_a_store_is_opened_once(shell: Shell, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """Columns opened it again, which after a kill takes a second recovery in memory."""
+    pytest.importorskip("pyarrow")
+    opened = []
+    usual = MessageStore.open.__func__  # type: ignore[attr-defined]
+
+    def counted(kind: type[MessageStore], path: str, *arguments: Any, **settings: Any) -> MessageStore:
+        opened.append(path)
+        store: MessageStore = usual(kind, path, *arguments, **settings)
+        return store
+
+    monkeypatch.setattr(MessageStore, "open", classmethod(counted))
+    assert shell(*words).status == 0
+    assert len(opened) == 1

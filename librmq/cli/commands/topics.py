@@ -234,7 +234,7 @@ def _by_columns(
     if find_spec("pyarrow") is None:
         return None, False
     by, everything = arguments.by, arguments.all
-    from librmq.columns import ReaderKeywords, reader
+    from librmq.columns.record_batches import ReaderKeywords, reader_of
 
     names = _COLUMNS.get(by, ("storeTimestamp",))
     settings = ReaderKeywords(columns=[*names, "size"], tags=selection.tags, sql=selection.sql, checksums=False)
@@ -253,11 +253,11 @@ def _by_columns(
     is_by_code = arguments.sampled and selection.tags is None and selection.sql is None and SCHEDULE_TOPIC not in topics
     with ProgressBar("count", total, "messages") as bar:
         if is_by_code:
-            codes = reader(store.path, **settings | {"view": "queues", "columns": _OF_CODES})
+            codes = reader_of(store, **settings | {"view": "queues", "columns": _OF_CODES})
             by_tag = _by_codes(store, bar.track(codes, _row_count))
             if by_tag is not None:
                 return by_tag, True
-        for batch in bar.track(reader(store.path, **settings), _row_count):
+        for batch in bar.track(reader_of(store, **settings), _row_count):
             _add(counts, batch, by)
     return counts, False
 
