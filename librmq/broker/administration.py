@@ -326,15 +326,16 @@ class Progress:
         """Return the queue offset of the message stored nearest to a time."""
         return self._store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms)
 
-    def _reset_to(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+    def _reset_to(self, group: str, topic: str, offsets: Mapping[int, int], except_for: str | None = None) -> None:
         """Move a running or stopped group's progress to queue offsets by queue id.
 
-        Running instances are notified and continue from there; the stored progress is set as well.
+        Running instances are notified and continue from there, but for the client ``except_for``; the stored progress
+        is set as well.
         """
         by_queue = {
             MessageQueue(topic, self._broker_name, queue_id): queue_offset for queue_id, queue_offset in offsets.items()
         }
-        self._clients.notify_group(group, ResetOffsets(group, topic, by_queue))
+        self._clients.notify_group(group, ResetOffsets(group, topic, by_queue), except_for)
         for queue_id, queue_offset in offsets.items():
             self._offsets.set_consumer_offset(topic, group, queue_id, queue_offset)
         for hook in self.reset_hooks:
@@ -378,7 +379,7 @@ class Progress:
             else:
                 offsets[queue_id] = end if to_ms == -1 else self._offset_from(name, queue_id, to_ms)
         if offsets:
-            self._reset_to(group, name, offsets)
+            self._reset_to(group, name, offsets, request.client_id)
         self._offsets.mark_started(group, name, self._now_ms())
         return StartOutcome.MOVED if offsets else StartOutcome.NO_QUEUES
 

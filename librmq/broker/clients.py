@@ -377,11 +377,12 @@ class Clients:
                 self._metrics.gauge("clients", len(self.consumers[name].clients), group=name)
             self.notify_group(name, ConsumersChanged(name, self.consumers[name].max_reconsume_times))
 
-    def notify_group(self, name: str, request: Request[None]) -> None:
-        """Send a request to all members of a consumer group."""
+    def notify_group(self, name: str, request: Request[None], except_for: str | None = None) -> None:
+        """Send a request to all members of a consumer group, but not to the client ``except_for``."""
         group = self.consumers.get(name)
-        for client in () if group is None else tuple(group.clients.values()):
-            self._call(client, request)
+        for client_id, client in () if group is None else tuple(group.clients.items()):
+            if client_id != except_for:
+                self._call(client, request)
 
     @staticmethod
     def _call(client: Endpoint, request: Request[None]) -> None:

@@ -59,7 +59,7 @@ class BrokerOffsets:
         at, place = self._start_at, (topic, broker_name)
         if at is None or place in self._started or topic.startswith(RETRY_PREFIX):
             return
-        request = StartGroup(self._group, topic)
+        request = StartGroup(self._group, topic, client_id=self._client.client_id)
         if isinstance(at, datetime):
             request = replace(request, timestamp_ms=max(0, to_timestamp_ms("start_at", at)))
         elif at != "last":

@@ -335,6 +335,8 @@ class StartGroup(Request[StartOutcome]):
     """To the first message stored at or after a time; -1 is the end."""
     queue_offset: int | None = None
     """To this queue offset instead, or the nearest that a queue has."""
+    client_id: str | None = None
+    """The client that starts; it reads the progress after the answer, so it is not told to move."""
 
 
 @value

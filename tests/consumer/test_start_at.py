@@ -19,7 +19,15 @@ from librmq.errors import BrokerError, ConfigError, CorruptionError, MalformedEr
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import MessageQueue
-from librmq.protocol import ConsumeFrom, ResponseCode, StartGroup, UpdateOffset
+from librmq.protocol import (
+    ConsumeFrom,
+    ResetOffsets,
+    ResponseCode,
+    StartGroup,
+    StartOutcome,
+    Subscription,
+    UpdateOffset,
+)
 from librmq.store import snapshot
 from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
 from librmq.testing.replica import ReplicaLink
@@ -27,6 +35,7 @@ from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codec import FORMS
 from librmq.wire.remoting.frames import Frame, answer_to
+from tests.broker.parties import beat
 from tests.budget import examples, some
 
 BEGIN: Final = datetime(2026, 1, 1, tzinfo=UTC)
@@ -114,6 +123,15 @@ def test_further_instances_and_those_that_run(rmq: Kit) -> None:
     rmq.producer().send("t", b"6")
     rmq.advance(minutes=1)
     assert len(seen) == 13
+
+
+def test_the_instance_that_starts_is_not_told_to_move() -> None:
+    """Over a connection it would hear that after it has read messages, and read them again."""
+    with open_broker(MemoryFiles()) as broker:
+        fill(broker)
+        starting, running = (beat(broker, Subscription("t"), client_id=client_id) for client_id in ("c1", "c2"))
+        assert broker.call(StartGroup("g", "t", queue_offset=0, client_id="c1")) is StartOutcome.MOVED
+        assert [sum(isinstance(one, ResetOffsets) for one in client.heard) for client in (starting, running)] == [0, 1]
 
 
 def test_a_topic_that_comes_later_and_a_new_queue(rmq: Kit) -> None:

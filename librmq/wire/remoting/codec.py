@@ -595,7 +595,7 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     ViewMessage: _by_fields(ViewMessage, _C.VIEW_MESSAGE_BY_ID, "offset=physical_offset", _VIEWED),
     CancelMessage: _by_fields(CancelMessage, _C.CANCEL_MESSAGE, "message_id topic dry_run", _CANCELLED),
     StartGroup: _by_fields(
-        StartGroup, _C.START_GROUP, "group topic timestamp=timestamp_ms offset=queue_offset", _STARTED
+        StartGroup, _C.START_GROUP, "group topic timestamp=timestamp_ms offset=queue_offset client_id", _STARTED
     ),
     QueryMessages: _by_fields(
         QueryMessages,

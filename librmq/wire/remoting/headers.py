@@ -157,6 +157,7 @@ class StartHeader:
     topic: str
     timestamp: int
     offset: int | None = None
+    client_id: str | None = None
 
 
 @value
