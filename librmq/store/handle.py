@@ -181,12 +181,7 @@ class StoreHandle:
     def open(self, config: StoreConfig | None, *, thorough: bool, wait_s: float) -> None:
         """Lock, open and recover the store; see `MessageStore.open`."""
         path, files = self.path, self.files
-        kind = directory.check_kind(path, files, writable=not self.read_only)
-        mark = None if self.read_only else read_mark(path, files)
-        if mark is not None and self.replica_of is None:
-            raise ReadOnlyError(_no_writes(path, mark.master))
-        if mark is None and self.replica_of is not None and directory.recognise(path, files).has_log:
-            raise ReplicaError(f"{path}: expected a new folder or a replica, found a store of its own")
+        kind, mark = self._look()  # before a byte is written
         was_killed, begin_ms = False, 0
         try:
             if not self.read_only:
@@ -194,6 +189,8 @@ class StoreHandle:
                     with critical:
                         make_folders(files, path)
                 self._file_lock = lock_store(self, path, files, wait_s)
+                # Look again, because another process may have made or changed the store before this one had the lock.
+                kind, mark = self._look()
                 was_killed, begin_ms = has_abort(files, path), self.clock.now_ms()
             self.is_own = not self.read_only and directory.is_made_by_librmq(path, files)
             if config is not None:
@@ -238,6 +235,23 @@ class StoreHandle:
         self._accept_calls()
         _open_handles.add(self)
         _report_python()
+
+    def _look(self) -> tuple[directory.StoreKind, ReplicaMark | None]:
+        """Return what is in the folder.
+
+        Raises:
+            NotAStoreError: The folder contains something else, or a kind of store that this handle can't open.
+            ReadOnlyError: The store is a replica, and is not opened as one.
+            ReplicaError: The store is not a replica, and is opened as one.
+        """
+        path, files = self.path, self.files
+        kind = directory.check_kind(path, files, writable=not self.read_only)
+        mark = None if self.read_only else read_mark(path, files)
+        if mark is not None and self.replica_of is None:
+            raise ReadOnlyError(_no_writes(path, mark.master))
+        if mark is None and self.replica_of is not None and kind.has_log:
+            raise ReplicaError(f"{path}: expected a new folder or a replica, found a store of its own")
+        return kind, mark
 
     def _configure(self, config: StoreConfig) -> None:
         self.config = config

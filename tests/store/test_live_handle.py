@@ -11,7 +11,7 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.errors import ConfigError, StoreLockedError
+from librmq.errors import ConfigError, NotAStoreError, ReadOnlyError, ReplicaError, StoreLockedError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import FileLock, FolderEntry
 from librmq.files.memory import MemoryFiles
@@ -79,6 +79,59 @@ def test_a_wait_that_is_not_a_duration_is_refused(tmp_path: Path, wait: Any) -> 
     with pytest.raises(ConfigError, match="wait: expected seconds"):
         MessageStore.open(tmp_path / "s", wait=wait)
     assert not (tmp_path / "s").exists()
+
+
+class ChangingBeforeTheLock(MemoryFiles):
+    """Files of a folder in which another process does something after the first look, just before the lock is taken."""
+
+    def __init__(self, change: Callable[[MemoryFiles], object]) -> None:
+        super().__init__()
+        self.change: Callable[[MemoryFiles], object] | None = change
+
+    def lock(self, path: str) -> FileLock:
+        change, self.change = self.change, None
+        if change is not None:
+            change(self)
+        return super().lock(path)
+
+
+def make_replica(files: MemoryFiles) -> None:
+    MessageStore.open("/s", files=files, replica_of="master").close()
+
+
+def make_store(files: MemoryFiles) -> None:
+    with MessageStore.open("/s", StoreConfig.tiny(), files=files) as store:
+        store.append(Message("T", b"x"))
+
+
+def make_tables_in_rocksdb(files: MemoryFiles) -> None:
+    make_store(files)
+    files.make_folder("/s/config/consumerOffsets")
+    files.write("/s/config/consumerOffsets/CURRENT", b"MANIFEST-000001\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "replica_of", "error"),
+    [
+        (make_replica, None, ReadOnlyError),
+        (make_store, "master", ReplicaError),
+        (make_tables_in_rocksdb, None, NotAStoreError),
+    ],
+)
+def test_a_store_that_became_another_before_the_lock_is_refused(
+    change: Callable[[MemoryFiles], object], replica_of: str | None, error: type[Exception]
+) -> None:
+    files = ChangingBeforeTheLock(change)
+    with pytest.raises(error):
+        MessageStore.open("/s", files=files, replica_of=replica_of)
+    assert files.lock_holder("/s/lock") is None
+
+
+def test_a_store_that_was_made_before_the_lock_keeps_its_sizes() -> None:
+    files = ChangingBeforeTheLock(make_store)
+    with MessageStore.open("/s", files=files) as store:
+        assert store.config.commitlog_file_size == StoreConfig.tiny().commitlog_file_size
+        assert [message.body for message in store] == [b"x"]
 
 
 def test_a_config_of_another_type_is_named() -> None:
