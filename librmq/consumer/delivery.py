@@ -14,7 +14,7 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from contextlib import suppress
 from threading import get_ident
 from typing import Any, Final
 
@@ -91,6 +91,9 @@ class Delivery:
     def take_queue(self, assigned: AssignedQueue) -> None:
         """Note that a queue was taken."""
 
+    def settle(self) -> None:
+        """Apply the results of all listeners that have ended, before progress is stored."""
+
     def release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Note that a queue is released; return False while its listener has to end first."""
         return True
@@ -146,10 +149,12 @@ class Delivery:
 
     def submit(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         """Submit a call of the listener; `apply_result` gets its result or exception."""
-        listener = self.listener_for(assigned, messages[0])
+        self._submit(DeliveryCall(self, self.listener_for(assigned, messages[0]), assigned, messages), len(messages))
+
+    def _submit(self, call: DeliveryCall, count: int) -> None:
         self.running += 1
-        self.counts.delivered += len(messages)
-        self.runner.submit(DeliveryCall(self, listener, assigned, messages))
+        self.counts.delivered += count
+        self.runner.submit(call)
 
     def count_running(self) -> None:
         """Count the listeners again that run or are about to, after an interrupted `submit`."""
@@ -176,7 +181,7 @@ class Delivery:
 
     def listener_calls(self) -> tuple[ListenerCall, ...]:
         """Return the listeners that threads run now, and where each stands."""
-        return listener_calls(self.calls, Delivery._call_with_hooks.__code__)
+        return listener_calls(self.calls, (Delivery._call.__code__, Delivery._call_with_hooks.__code__))
 
     def _call(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
         """Call the listener, without the lock."""
@@ -188,8 +193,16 @@ class Delivery:
         # A listener that moves time in a test runs other listeners in its own thread, so calls of one thread can nest.
         outer = calls.get(thread)
         calls[thread] = assigned, messages
+        consumer = self.consumer
         try:
-            return self._call_with_hooks(listener, assigned, messages)
+            if (
+                consumer.hooks
+                or consumer.metrics is not None
+                or consumer.recorder is not None
+                or consumer.before_last_attempt is not None
+            ):
+                return self._call_with_hooks(listener, assigned, messages)
+            return listener.function(messages if listener.as_list else messages[0])
         finally:
             if outer is None:
                 del calls[thread]
@@ -201,8 +214,6 @@ class Delivery:
         if consumer.recorder is not None:
             consumer.recorder.begins(assigned.queue, messages)
         metrics = consumer.metrics
-        if not consumer.hooks and consumer.before_last_attempt is None and metrics is None:
-            return listener.function(messages if listener.as_list else messages[0])
         max_times = self.max_times()
         if consumer.before_last_attempt is not None and max_times is not None:
             for message in messages:
@@ -251,7 +262,6 @@ class DeliveryCall(Work):
         assigned: AssignedQueue,
         messages: list[DeliveredMessage],
     ) -> None:
-        self.call = partial(delivery._call, listener, assigned, messages)
         self.delivery = delivery
         consumer = delivery.consumer
         self.group = consumer.group
@@ -261,7 +271,10 @@ class DeliveryCall(Work):
         self.assigned = assigned
         self.messages = messages
 
-    def done(self, result: object, error: Exception | None) -> None:  # noqa: D102 (`Work` says it)
+    def call(self) -> object:  # noqa: D102 (`Work` says it)
+        return self.delivery._call(self.listener, self.assigned, self.messages)
+
+    def done(self, result: object, error: Exception | None) -> None:  # noqa: D102
         self.delivery.call_ended()
         self.delivery.apply_result(self, result, error)
 
@@ -273,6 +286,57 @@ class DeliveryCall(Work):
     def about(self) -> Sequence[tuple[str, int]]:  # type: ignore[override]  # noqa: D102
         broker_name = self.assigned.queue.broker_name
         return [(broker_name, message.physical_offset) for message in self.messages]
+
+
+class Run(DeliveryCall):
+    """Calls of a fast listener, one after the other in one thread, whose results are applied together.
+
+    A message is in ``following``, then in ``messages``, then in ``ended``. The thread moves it on without the runner's
+    lock. Others take messages out under the lock, by steps that are atomic.
+    """
+
+    __slots__ = ("ended", "following", "is_seen")
+
+    def __init__(
+        self, delivery: Delivery, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]
+    ) -> None:
+        super().__init__(delivery, listener, assigned, messages[:1])
+        self.following = deque(messages[1:])
+        """What the listener gets next."""
+        self.ended: list[DeliveredMessage] = []
+        """What the listener has consumed, and is not part of the progress yet."""
+        self.is_seen = False
+        """Whether it has been looked at, so that it takes long if it is seen again."""
+
+    def call(self) -> object:  # noqa: D102
+        delivery, listener, following, ended = self.delivery, self.listener, self.following, self.ended
+        result = delivery._call(listener, self.assigned, self.messages)
+        while following and not delivery.consumer.stopping and (result is True or not listener.must_return):
+            if result is not None and inspect.iscoroutine(result):
+                break
+            try:
+                message = following.popleft()
+            except IndexError:  # another thread has taken the rest
+                break
+            ended.append(self.messages[0])
+            self.messages = [message]
+            result = delivery._call(listener, self.assigned, self.messages)
+        return result
+
+    def take_ended(self) -> list[DeliveredMessage]:
+        """Return what has been consumed since the last call."""
+        ended = self.ended.copy()
+        del self.ended[: len(ended)]
+        return ended
+
+    def take_following(self) -> list[DeliveredMessage]:
+        """Return what the listener has not got, which it does not get any more."""
+        following: list[DeliveredMessage] = []
+        with suppress(IndexError):
+            while True:
+                following.append(self.following.pop())
+        following.reverse()
+        return following
 
 
 async def _after(result: Awaitable[object], callbacks: list[Callable[[object, Exception | None], None]]) -> object:
@@ -335,6 +399,12 @@ def consume_directly(consumer: PushInstance, request: ConsumeDirectly) -> None:
 
 # ---- concurrent consumption
 
+RUN: Final = 32
+"""The most messages of a run. Listeners count as fast when so many end in `RUN_S`."""
+RUN_S: Final = 0.001
+LOOK_MS: Final = 5
+"""Time between two looks at a run, the interpreter's switch interval. A slow run is seen twice, or follows another that
+was seen."""
 EXPIRED_LEVEL: Final = 3
 MAX_EXPIRED: Final = 16
 
@@ -421,6 +491,14 @@ class ConcurrentDelivery(Delivery):
         self._backlog = Backlog()
         self._postponed: deque[tuple[int, Pulled]] = deque()
         self._resting: list[Pulled] = []
+        # The run under way. The other threads are free meanwhile; if it is slow, they get what it has not begun.
+        self._run: Run | None = None
+        self.is_fast = False
+        """Whether listeners end so fast that they get runs."""
+        self._was_run_seen = False
+        self._ended_calls = 0  # since this time:
+        self._count_began = 0.0
+        self._watching = Step(f"{consumer.label} slow listener", self._divide_slow_run, consumer.client)
         self._expiring = Step(f"{consumer.label} consume timeout", self._expire, consumer.client)
         self._redelivery = Step(f"{consumer.label} deliver again", self._deliver_postponed, consumer.client)
 
@@ -507,7 +585,7 @@ class ConcurrentDelivery(Delivery):
             backlog.lanes.clear()
             return
         lanes = backlog.lanes
-        while lanes and self.running < limit and not self.rests.is_whole:
+        while lanes and self.running < limit and self._run is None and not self.rests.is_whole:
             # Without weights the first message in order is next, and asking the lanes for their turns is left out.
             first = lanes[1][0] if len(lanes) == 1 and 1 in lanes else backlog.first()
             assigned = first.assigned
@@ -520,13 +598,15 @@ class ConcurrentDelivery(Delivery):
                 backlog.remove(first)
                 self._resting.append(first)
                 continue
+            run_listener = None
             if first.messages is not None:
                 messages = first.messages
                 assigned.messages.lined_up -= len(messages)
                 backlog.remove(first)
                 backlog.charge(first.weight, len(messages))
             else:
-                count, batch = first.count, self.batch_size(assigned)
+                count, run_listener = first.count, self._run_listener(assigned) if self.is_fast else None
+                batch = self.batch_size(assigned) if run_listener is None else RUN
                 messages = assigned.messages.take(count if count < batch else batch)
                 first.count = count = count - len(messages)
                 if count <= 0 or not messages:
@@ -535,7 +615,13 @@ class ConcurrentDelivery(Delivery):
                     continue
             for message in messages:
                 message.consume_start_timestamp_ms = now_ms
-            self.submit(assigned, messages)
+            if run_listener is None or len(messages) == 1:
+                self.submit(assigned, messages)
+            else:
+                self._run = Run(self, run_listener, assigned, messages)
+                self._submit(self._run, len(messages))
+                if self._watching.at is None:
+                    self.runner.wake(self._watching, now_ms + LOOK_MS)
             self._watch_timeouts(now_ms)
 
     def _watch_timeouts(self, now_ms: int) -> None:
@@ -546,6 +632,8 @@ class ConcurrentDelivery(Delivery):
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
         assigned, messages = call.assigned, call.messages
         consumed, error = outcome(call.listener, len(messages), result, error)
+        if isinstance(call, Run):
+            self._end_run(call)
         if self.consumer.recorder is not None:
             self.consumer.recorder.ends(messages, consumed)
         # The result for a released queue is dropped: its messages belong to the queue's next reader, and progress or a
@@ -559,17 +647,79 @@ class ConcurrentDelivery(Delivery):
             if messages:
                 self._apply(assigned, messages, consumed, error)
         if self._backlog.lanes:
+            if not self.is_fast:
+                self._count_ended()
             self._begin_waiting(self.runner.now_ms())
+
+    # ---- runs of fast listeners
+
+    def _count_ended(self) -> None:
+        """Note that a listener has ended while messages wait; if many did in a short time, runs begin."""
+        self._ended_calls += 1
+        if self._ended_calls >= RUN:
+            now, began = self.runner.clock.monotonic(), self._count_began
+            self._ended_calls, self._count_began = 0, now
+            # By hand, and in a history, each call is a turn of its own.
+            self.is_fast = self.runner.begins_at_once and now - began < RUN_S and self.consumer.recorder is None
+
+    def _run_listener(self, assigned: AssignedQueue) -> Listener | None:
+        """Return the listener of all messages of a queue, None if it can't have a run of them."""
+        listener = None if self.rests.is_probing else self.consumer.listeners.sole_listener(assigned.queue.topic)
+        return None if listener is None or listener.as_list or listener.is_async else listener
+
+    def _end_run(self, run: Run) -> None:
+        if self._run is run:
+            self._run = None
+            self.is_fast, self._was_run_seen = not (run.is_seen and self._was_run_seen), run.is_seen
+        self._divide(run)
+
+    def _divide_slow_run(self, now_ms: int) -> int | None:
+        """Look at the run under way; let all threads have what a slow one has not begun."""
+        run = self._run
+        if run is None:
+            return None
+        if not run.is_seen:
+            run.is_seen = True
+            return now_ms + LOOK_MS
+        self._run, self.is_fast = None, False
+        self._divide(run)
+        self._begin_waiting(now_ms)
+        return None
+
+    def _divide(self, run: Run) -> None:
+        """Apply the results of a run up to now, and let what it has not begun wait again."""
+        following = run.take_following()
+        self.counts.delivered -= len(following)
+        if not run.assigned.released:
+            self._settle(run)
+            if following:
+                self._begin_later(run.assigned, following)
+
+    def settle(self) -> None:
+        """Apply the results of all listeners that have ended, before progress is stored."""
+        if self._run is not None:
+            self._settle(self._run)
+
+    def _settle(self, run: Run) -> None:
+        ended = run.take_ended()
+        if ended:
+            self._apply(run.assigned, ended, len(ended), None)
+
+    def _begin_later(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
+        """Let messages that were taken from their queue wait again, before all others."""
+        for message in messages:
+            message.consume_start_timestamp_ms = None
+        assigned.messages.lined_up += len(messages)
+        self._enqueue(Pulled(assigned, len(messages), messages), is_first=True)
+
+    # ---- rests
 
     def _rest(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: DownstreamDown) -> None:
         """Keep messages to begin again after a rest, without counting a failure."""
         messages = [message for message in messages if assigned.messages.holds(message)]  # none that went back
         self.count_messages(assigned, len(messages), "downstream")
-        for message in messages:
-            message.consume_start_timestamp_ms = None  # a rest is not time in a listener
-        assigned.messages.lined_up += len(messages)
         if messages:
-            self._enqueue(Pulled(assigned, len(messages), messages), is_first=True)
+            self._begin_later(assigned, messages)
         self.rests.begin_rest(error, assigned.queue)
 
     def _resumed(self, now_ms: int) -> None:
@@ -628,6 +778,7 @@ class ConcurrentDelivery(Delivery):
         """Send back the first messages of each queue that a listener has had for longer than the consume timeout."""
         if self.consumer.stopping:
             return None
+        self.settle()
         for assigned in list(self.consumer.assigned.values()):
             for _ in range(MAX_EXPIRED):
                 first = assigned.messages.first_started()

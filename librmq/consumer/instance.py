@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import NamedTuple, Protocol
@@ -194,10 +194,10 @@ RunningCalls = dict[int, tuple[AssignedQueue, Sequence[DeliveredMessage]]]
 """The queue and the messages of each listener that is running, by the thread that runs it."""
 
 
-def listener_calls(running: RunningCalls, caller: CodeType) -> tuple[ListenerCall, ...]:
+def listener_calls(running: RunningCalls, callers: Collection[CodeType]) -> tuple[ListenerCall, ...]:
     """Return the listeners that threads are running, and where each stands.
 
-    ``caller`` is the code that calls listeners; a stack is shown from there on.
+    ``callers`` have the code that calls listeners; a stack is shown from the last of them on.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
@@ -205,7 +205,7 @@ def listener_calls(running: RunningCalls, caller: CodeType) -> tuple[ListenerCal
     for ident, (assigned, messages) in running.copy().items():  # threads begin and end calls meanwhile
         top: FrameType | None = frames.get(ident)
         frame = top
-        while frame is not None and frame.f_code is not caller:
+        while frame is not None and frame.f_code not in callers:
             frame = frame.f_back
         if top is None or frame is None or frame is top:  # the call has ended, or not begun
             continue

@@ -245,6 +245,11 @@ class Listeners:
                 return topic
         return None
 
+    def sole_listener(self, topic: str) -> Listener | None:
+        """Return the listener of all messages of a topic; None if there are none or several."""
+        by_tag = self._by_topic.get(topic, {})
+        return next(iter(by_tag.values()), None) if _has_one_listener(by_tag) else None
+
     def share_batches(self, topic: str, is_retry: bool) -> bool:
         """Return whether one listener gets all messages of a queue, so that they can share a batch."""
         if is_retry:  # a retry topic has messages of all topics

@@ -609,6 +609,10 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self.delivery.take_queue(assigned)
         self.fetcher.start(assigned)
 
+    def _changed(self, queues: Iterable[AssignedQueue]) -> list[AssignedQueue]:
+        self.delivery.settle()
+        return super()._changed(queues)
+
     def _may_store(self, assigned: AssignedQueue) -> bool:
         # While a reset waits, listeners of the queue's earlier messages end. Their progress must not be stored over the
         # chosen one.
