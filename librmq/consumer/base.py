@@ -39,6 +39,7 @@ from librmq.protocol import (
     Request,
     ResetOffsets,
     Route,
+    SaveProgress,
     Subscription,
 )
 from librmq.runtime.event_log import EventLog, StateLog
@@ -441,6 +442,8 @@ class Consumer(Startable, Generic[C]):
             self._reset_offsets(request.topic, request.offsets)
         elif isinstance(request, ConsumerOffsets):
             result = self.progress(request.topic)
+        elif isinstance(request, SaveProgress):
+            self.runner.wake(self._saving)
         elif isinstance(request, DescribeInstance):
             result = self._state()
         else:

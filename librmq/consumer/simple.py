@@ -56,6 +56,7 @@ from librmq.protocol import (
     ResetOffsets,
     ResponseCode,
     Route,
+    SaveProgress,
     Subscription,
 )
 from librmq.runtime.event_log import EventLog, StateLog
@@ -475,6 +476,8 @@ class SimpleConsumer(Startable):
             self._wake_all()
         elif isinstance(request, ConsumerOffsets):
             result = {}
+        elif isinstance(request, SaveProgress):  # the broker has it
+            pass
         else:
             raise ClientStateError(f"{self._life.what} answers no {type(request).__name__}")
         return cast(R, result)

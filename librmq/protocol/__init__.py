@@ -49,6 +49,7 @@ from librmq.protocol.administration import QueueBounds as QueueBounds
 from librmq.protocol.administration import ResendLetters as ResendLetters
 from librmq.protocol.administration import ResetGroup as ResetGroup
 from librmq.protocol.administration import ResetOffsets as ResetOffsets
+from librmq.protocol.administration import SaveProgress as SaveProgress
 from librmq.protocol.administration import SetGroup as SetGroup
 from librmq.protocol.administration import TopicDescription as TopicDescription
 from librmq.protocol.administration import ViewMessage as ViewMessage

@@ -357,6 +357,13 @@ class ConsumerOffsets(Request[Mapping[MessageQueue, int]]):
 
 
 @value
+class SaveProgress(Request[None]):
+    """Send the broker the progress of a group soon, instead of within seconds; a process asks its own clients."""
+
+    group: str
+
+
+@value
 class HeldQueue:
     """A queue of an instance, as the instance has it in memory."""
 

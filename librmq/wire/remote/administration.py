@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 from librmq.broker.groups import settings_in
 from librmq.clock import Clock
 from librmq.config import to_timestamp_ms
-from librmq.errors import BrokerError, BrokerUnreachableError, MalformedError
+from librmq.errors import BrokerError, BrokerUnreachableError, ClientStateError, MalformedError
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
@@ -32,6 +33,7 @@ from librmq.protocol import (
     GroupProgress,
     GroupsBehind,
     GroupSettings,
+    Heartbeat,
     MessageModel,
     MoveGroup,
     PullMessage,
@@ -42,6 +44,7 @@ from librmq.protocol import (
     Request,
     ResetGroup,
     ResponseCode,
+    SaveProgress,
     SetGroup,
     Subscription,
     UpdateOffset,
@@ -88,6 +91,10 @@ class AskedBroker(Protocol):
 
     def groups_of(self, topic: str) -> list[str]:
         """Return the groups that consume a topic or have progress in it."""
+        ...
+
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """Return the last heartbeat of each client of this process, by id."""
         ...
 
 
@@ -218,8 +225,17 @@ def _offsets_of(broker: AskedBroker, request: ConsumerOffsetsOf) -> dict[int, in
     return {int(queue_id): queue_offset for queue_id, queue_offset in row.items()}
 
 
+def _save_progress(broker: AskedBroker) -> None:
+    """Let the clients of this process save progress for the next look; those of others do so within seconds."""
+    for beat in broker.heartbeats().values():
+        for data in beat.consumers:
+            with suppress(ClientStateError):  # it is leaving
+                beat.client.call(SaveProgress(data.group))
+
+
 def _groups_behind(broker: AskedBroker, request: GroupsBehind) -> tuple[str, ...]:
-    """Compare stored progress with the queues: clients report it with each pull, so it follows within seconds."""
+    """Compare stored progress with the queues."""
+    _save_progress(broker)
     if broker.has_receives:
         frame = frame_of(RequestCode.GROUPS_BEHIND)
         return read_answer(broker, frame, "the groups that are behind", lambda body: tuple(map(str, body["behind"])))
@@ -313,6 +329,7 @@ def _reset_running(broker: AskedBroker, request: ResetGroup) -> dict[MessageQueu
                 raise
             is_online = broker.clients_of(request.group) is not None
             if is_online and clock.monotonic() < deadline:
+                _save_progress(broker)
                 clock.wait(never, _LOOK_S)
                 continue
             what_next = "try again when they have" if is_online else "start a consumer of the group first"

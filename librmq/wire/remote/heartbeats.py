@@ -23,11 +23,12 @@ from librmq.protocol import (
     Heartbeat,
     Request,
     ResetOffsets,
+    SaveProgress,
     Unregister,
 )
 
 _R = TypeVar("_R")
-_OF_CONSUMERS = ConsumersChanged | ResetOffsets | ConsumerOffsets | DescribeInstance | ConsumeDirectly
+_OF_CONSUMERS = ConsumersChanged | ResetOffsets | ConsumerOffsets | SaveProgress | DescribeInstance | ConsumeDirectly
 
 
 class _ClientsOfOneId:
