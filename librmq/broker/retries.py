@@ -249,7 +249,7 @@ class FailedMessages:
                         self._send(retry_of(letter, group))
                     sent.append(letter)
         finally:
-            if not dry_run:
+            if sent and not dry_run:
                 self._note_resent(sent)
         return tuple(map(letter_identity, sent))
 

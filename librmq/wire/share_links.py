@@ -297,10 +297,12 @@ class StorePeer:
         self.route.close()
 
 
-def connect_to_owner(path: str | os.PathLike[str]) -> RemoteRoute:
+def connect_to_owner(path: str | os.PathLike[str], *, timeout_s: float = _TIMEOUT_S) -> RemoteRoute:
     """Return a route to the process that owns the store in a folder; close it after its clients.
+
+    ``timeout_s`` is the time for each answer.
 
     Raises:
         BrokerUnreachableError: No process that shares the store owns it, or it does not answer.
     """
-    return StorePeer(os.path.abspath(os.fspath(path)), _TIMEOUT_S, None).route
+    return StorePeer(os.path.abspath(os.fspath(path)), timeout_s, None).route

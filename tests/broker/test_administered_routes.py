@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import pytest
 
@@ -20,6 +20,9 @@ from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, Grou
 from librmq.protocol import QueryMessages, SendMessage
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.share_links import connect_to_owner
+
+PATIENT_S: Final = 60
+"""Longer than the disk of a busy machine takes for a flush; a call waits for several."""
 
 
 @contextlib.contextmanager
@@ -36,28 +39,31 @@ def temporary(folder: Path) -> Iterator[AdministeredRoute]:
 
 @contextlib.contextmanager
 def by_coroutine(folder: Path) -> Iterator[AdministeredRoute]:
-    with librmq.share(folder), ThreadPoolExecutor(1) as thread:  # the test may have an event loop of its own
-        peer = thread.submit(asyncio.run, librmq.share_async(folder)).result()
+    with (
+        librmq.share(folder, timeout=PATIENT_S),
+        ThreadPoolExecutor(1) as thread,
+    ):  # the test may have an event loop of its own
+        peer = thread.submit(asyncio.run, librmq.share_async(folder, timeout=PATIENT_S)).result()
         yield peer
         thread.submit(asyncio.run, peer.__aexit__(None, None, None)).result()
 
 
 @contextlib.contextmanager
 def as_owner(folder: Path) -> Iterator[AdministeredRoute]:
-    with librmq.share(folder) as shared:
+    with librmq.share(folder, timeout=PATIENT_S) as shared:
         yield shared
 
 
 @contextlib.contextmanager
 def as_peer(folder: Path) -> Iterator[AdministeredRoute]:
-    with librmq.share(folder), librmq.share(folder) as peer:
+    with librmq.share(folder, timeout=PATIENT_S), librmq.share(folder, timeout=PATIENT_S) as peer:
         assert not peer.is_owner
         yield peer
 
 
 @contextlib.contextmanager
 def to_owner(folder: Path) -> Iterator[AdministeredRoute]:
-    with librmq.share(folder), connect_to_owner(folder) as route:
+    with librmq.share(folder, timeout=PATIENT_S), connect_to_owner(folder, timeout_s=PATIENT_S) as route:
         yield route
 
 
@@ -66,7 +72,7 @@ def over_tcp(folder: Path) -> Iterator[AdministeredRoute]:
     with (
         librmq.Broker.open(folder) as broker,
         RemotingServer(broker) as server,
-        librmq.connect(server.address) as route,
+        librmq.connect(server.address, timeout=PATIENT_S) as route,
     ):
         yield route
 
