@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -256,9 +256,10 @@ def test_what_is_refused(shop: Shop) -> None:
         ):
             raise AssertionError("begun")
     assert list(shop.broker.messages("RMQ_SYS_TRANS_HALF_TOPIC")) == []
-    for database in ("sqlite:///shop.db", shop.place.connect()):
-        with pytest.raises(ConfigError, match="expected an Engine or a function"):
-            LocalTransactions(database)
+    with closing(shop.place.connect()) as connection:
+        for database in ("sqlite:///shop.db", connection):
+            with pytest.raises(ConfigError, match="expected an Engine or a function"):
+                LocalTransactions(database)
     with pytest.raises(ConfigError, match="letters, digits"):
         LocalTransactions(shop.place.engine, table="my table")
 
