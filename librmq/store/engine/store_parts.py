@@ -90,6 +90,10 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
             path, position = queue.place_of(min(queue.max_offset, state.max_offset))
             mismatch = f"expected the end at queue offset {state.max_offset}, as closed, found {queue.max_offset}"
             raise CorruptionError(path, position, "entry", f"{mismatch}: run librmq recover")
+        if state.min_offset < min(queue.stored_begin, state.max_offset):  # retention keeps what the log has
+            path, position = queue.place_of(state.min_offset)
+            mismatch = f"expected the begin at queue offset {state.min_offset}, as closed, found {queue.stored_begin}"
+            raise CorruptionError(path, position, "missing", f"{mismatch}: run librmq recover")
         queue.min_offset = max(queue.min_offset, state.min_offset)
         return self._open.setdefault(name, queue)
 

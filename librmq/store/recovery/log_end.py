@@ -30,7 +30,7 @@ from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
 from librmq.store.recovery.queue_check import GapError
-from librmq.store.recovery.reconciliation import Reconciliation, Scope, UncleanQueues, missing_keys
+from librmq.store.recovery.reconciliation import Reconciliation, Scope, UncleanQueues, lacking_queues, missing_keys
 from librmq.store.recovery.saved_state import Mark, MarkError
 
 # ---- plan
@@ -177,6 +177,8 @@ class Recovery:
 
     end: LogEnd
     """Planned end of the log."""
+    lacking: frozenset[QueueName] = frozenset()
+    """Queues that lack a file: `lacking_queues`."""
 
     def __init__(
         self,
@@ -339,6 +341,9 @@ class Recovery:
         for queue in parts.queues.opened():
             self.cut_queue(queue)
         begin, scope = self._reconcile_from()
+        self.lacking = self._lacking_queues(scope)
+        if self.lacking:
+            begin, scope = self._widened(scope, self.lacking)
         if begin < parts.log.end or self._mode.is_thorough or not self._clean:
             self._reconcile(begin, scope)
         if self._is_preview:
@@ -449,6 +454,19 @@ class Recovery:
         begin = min(begin, self._drop_index(ahead, "the log's end"))
         return max(begin, log.begin), scope
 
+    def _lacking_queues(self, scope: Scope) -> frozenset[QueueName]:
+        """Return the queues that lack a file, which a comparison of this scope would not see."""
+        if self._mode.is_thorough or self._mark is not None:  # the mark knows the files
+            return frozenset()
+        parts, whole = self._parts, (lambda _: False) if self._clean else self._unclean.has_begin_and_end
+        names = lacking_queues(self._path, self._files, parts.log, parts.queues, parts.levels, scope.begin, whole)
+        return names - scope.all_of
+
+    def _widened(self, scope: Scope, names: frozenset[QueueName]) -> tuple[int, Scope]:
+        """Return the log's begin, and a scope with all records of some queues."""
+        begin = self._parts.log.begin
+        return begin, replace(scope, all_of=scope.all_of | names) if self._clean else Scope(begin)
+
     def _drop_behind_gap(self) -> None:
         """Delete the index files behind a missing one, whose keys only a rebuild from there on returns."""
         parts = self._parts
@@ -496,8 +514,7 @@ class Recovery:
             except GapError as gap:
                 if self._mark is not None:
                     raise MarkError("queue {1} of topic {0} lacks entries".format(*gap.name)) from None
-                begin = parts.log.begin
-                scope = replace(scope, all_of=scope.all_of | {gap.name}) if self._clean else Scope(begin)
+                begin, scope = self._widened(scope, frozenset([gap.name]))
                 continue
             except CorruptionError as error:
                 path = parts.log.sequence.path_at(error.offset)

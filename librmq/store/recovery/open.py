@@ -391,6 +391,9 @@ class _Opening:
             raise
         for name, state in self._unclean.states.items():
             parts.queues.expect(name, state)
+        if mode is RecoveryMode.PREVIEW:
+            folders = {directory.queue_folder(path, *name) for name in recovery.lacking}
+            self.repairs += [cut for cut in parts.cuts if os.path.dirname(cut.file) in folders]
 
 
 def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_ms: int, why_whole: str = "") -> str:
