@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import get_ident
 from typing import Any, Final
 
@@ -195,12 +196,9 @@ class Delivery:
         calls[thread] = assigned, messages
         consumer = self.consumer
         try:
-            if (
-                consumer.hooks
-                or consumer.metrics is not None
-                or consumer.recorder is not None
-                or consumer.before_last_attempt is not None
-            ):
+            if consumer.recorder is not None:
+                consumer.recorder.begins(assigned.queue, messages)
+            if consumer.hooks or consumer.metrics is not None or consumer.before_last_attempt is not None:
                 return self._call_with_hooks(listener, assigned, messages)
             return listener.function(messages if listener.as_list else messages[0])
         finally:
@@ -211,8 +209,6 @@ class Delivery:
 
     def _call_with_hooks(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
         consumer = self.consumer
-        if consumer.recorder is not None:
-            consumer.recorder.begins(assigned.queue, messages)
         metrics = consumer.metrics
         max_times = self.max_times()
         if consumer.before_last_attempt is not None and max_times is not None:
@@ -262,6 +258,7 @@ class DeliveryCall(Work):
         assigned: AssignedQueue,
         messages: list[DeliveredMessage],
     ) -> None:
+        self.call = partial(delivery._call, listener, assigned, messages)
         self.delivery = delivery
         consumer = delivery.consumer
         self.group = consumer.group
@@ -271,10 +268,7 @@ class DeliveryCall(Work):
         self.assigned = assigned
         self.messages = messages
 
-    def call(self) -> object:  # noqa: D102 (`Work` says it)
-        return self.delivery._call(self.listener, self.assigned, self.messages)
-
-    def done(self, result: object, error: Exception | None) -> None:  # noqa: D102
+    def done(self, result: object, error: Exception | None) -> None:  # noqa: D102 (`Work` says it)
         self.delivery.call_ended()
         self.delivery.apply_result(self, result, error)
 
@@ -307,21 +301,7 @@ class Run(DeliveryCall):
         """What the listener has consumed, and is not part of the progress yet."""
         self.is_seen = False
         """Whether it has been looked at, so that it takes long if it is seen again."""
-
-    def call(self) -> object:  # noqa: D102
-        delivery, listener, following, ended = self.delivery, self.listener, self.following, self.ended
-        result = delivery._call(listener, self.assigned, self.messages)
-        while following and not delivery.consumer.stopping and (result is True or not listener.must_return):
-            if result is not None and inspect.iscoroutine(result):
-                break
-            try:
-                message = following.popleft()
-            except IndexError:  # another thread has taken the rest
-                break
-            ended.append(self.messages[0])
-            self.messages = [message]
-            result = delivery._call(listener, self.assigned, self.messages)
-        return result
+        self.call = partial(_call_run, delivery, listener, assigned, self.messages, self.following, self.ended)
 
     def take_ended(self) -> list[DeliveredMessage]:
         """Return what has been consumed since the last call."""
@@ -337,6 +317,29 @@ class Run(DeliveryCall):
                 following.append(self.following.pop())
         following.reverse()
         return following
+
+
+def _call_run(
+    delivery: Delivery,
+    listener: Listener,
+    assigned: AssignedQueue,
+    messages: list[DeliveredMessage],
+    following: deque[DeliveredMessage],
+    ended: list[DeliveredMessage],
+) -> object:
+    """Call the listener for the one in ``messages`` and then for those that follow, up to one that is not consumed."""
+    result = delivery._call(listener, assigned, messages)
+    while following and not delivery.consumer.stopping and (result is True or not listener.must_return):
+        if result is not None and inspect.iscoroutine(result):
+            break
+        try:
+            message = following.popleft()
+        except IndexError:  # another thread has taken the rest
+            break
+        ended.append(messages[0])
+        messages[0] = message
+        result = delivery._call(listener, assigned, messages)
+    return result
 
 
 async def _after(result: Awaitable[object], callbacks: list[Callable[[object, Exception | None], None]]) -> object:
