@@ -23,8 +23,6 @@ NOT_OVER_TCP: Final = {
         "test_the_redeliveries_of_a_group_that_changes": _NEXT_TURN,
     },
     "tests/testing/test_kit.py": {
-        "test_acknowledged_messages_of_a_group_in_order_may_come_again": "an answer to POP has no attempts of "
-        "a queue in order, so the history cannot tell why they come again",
         "test_a_lost_member_delivers_what_it_has": _COMES_BACK,
         "test_a_lost_member_is_back_after_thirty_seconds": _COMES_BACK,
         "test_a_skewed_clock_stamps_other_times": "with a manual clock the server stamps births itself",

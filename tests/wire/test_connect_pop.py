@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -11,14 +12,15 @@ import pytest
 import librmq
 from librmq import BrokerError, BrokerUnreachableError, RmqError
 from librmq.clock import SystemClock
-from librmq.errors import ReceiptError
+from librmq.errors import MalformedError, ReceiptError
 from librmq.protocol import CancelReceive, Receive, ReceiveResponse
 from librmq.runtime.runner import AT_ONCE, Step
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.pop import PopReceives
 from librmq.wire.remoting.bodies import write_body
-from librmq.wire.remoting.frames import Frame, answer_to
+from librmq.wire.remoting.frames import Frame, answer_to, encode
 from librmq.wire.remoting.headers import RequestCode
+from librmq.wire.remoting.pop import pop_frame, read_popped
 from tests.wire.fake_servers import FakeServer
 from tests.wire.remoting_client import RawClient
 from tests.wire.test_connect import Served
@@ -193,6 +195,28 @@ def test_a_group_in_order_receives_in_order(served: Served) -> None:
             got += [message.body for message in batch]
             consumer.ack(*batch)
     assert got == [b"a", b"b", b"c"]
+
+
+def test_an_answer_of_a_group_in_order_counts_attempts(served: Served) -> None:
+    """By message, as brokers of 5.3 say it, else by queue, as older ones do."""
+    served.broker.create_topic("orders", 1)
+    served.broker.set_group("g", is_ordered=True)
+    send(served, b"a", b"b", b"c")
+    request = Receive("", "g", "orders", 3, 30_000)
+    client = RawClient(served.server.port)
+    served.stack.callback(client.close)
+    client.write(encode(pop_frame(request, 0, is_ordered=True)))
+    answer = client.answer()
+    assert answer.fields["orderCountInfo"] == "0 0 0", "received for the first time"
+
+    def attempts(counts: str) -> list[int]:
+        told = replace(answer, fields={**answer.fields, "orderCountInfo": counts})
+        return [part.attempt for part in read_popped(request, "b", told).messages]
+
+    assert attempts("0 qo0%0 2;0 0 0") == [3, 1, 1]
+    assert attempts("0 0 4") == [5, 5, 5]
+    with pytest.raises(MalformedError, match="orderCountInfo: '0 x'"):
+        attempts("0 x")
 
 
 def test_a_message_comes_again_after_its_time_was_changed(served: Served) -> None:

@@ -686,7 +686,7 @@ class PopHeader:
 
 @value
 class PoppedHeader:
-    """The answer; the offsets are lists of a topic's mark, a queue and numbers, see `librmq.wire.remoting.pop`."""
+    """The answer; its lists are of a topic's mark, a queue or message, and numbers: see `librmq.wire.remoting.pop`."""
 
     pop_time: int
     invisible_time: int
@@ -694,6 +694,7 @@ class PoppedHeader:
     rest_num: int
     start_offset_info: str | None = None
     msg_offset_info: str | None = None
+    order_count_info: str | None = None
 
 
 @value

@@ -4,7 +4,9 @@
 
     POP_MESSAGE  group, topic, queue (-1: any), number, invisible time (ms)
        answer    time of the receive, invisible time, revive queue; for each queue, by a mark of its topic (0 the topic
-                 itself, 1 and 2 the group's retry topic), the first queue offset and those of the messages; records
+                 itself, 1 and 2 the group's retry topic), the first queue offset and those of the messages; of a
+                 group in order, how often each message (``qo`` queue ``%`` queue offset) was received before, if it
+                 was, and the least such count of each queue; records
     NOTIFICATION  group, topic, queue, poll time (ms): held until a POP can find messages
        answer    whether it can
     ACK_MESSAGE, CHANGE_MESSAGE_INVISIBLETIME
@@ -163,13 +165,8 @@ def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveRes
     if answer.code in _NOTHING:
         return ReceiveResponse()
     header = from_fields(PoppedHeader, check(answer).fields)
-    first = {}
-    for part in filter(None, (header.start_offset_info or "").split(";")):
-        try:
-            retry, queue_id, offset = part.split(" ")
-            first[retry, int(queue_id)] = int(offset)
-        except ValueError:
-            raise MalformedError(f"startOffsetInfo: {part!r:.80}") from None
+    first = _numbers("startOffsetInfo", header.start_offset_info)
+    counts = _numbers("orderCountInfo", header.order_count_info)
     received = []
     for message in messages_of(answer.body):
         named = message.properties.get(PROPERTY_POP_CK)
@@ -177,15 +174,34 @@ def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveRes
             receipt = PopReceipt.parse(named)
         else:
             retry = _retry_of(request.group, request.topic, message.topic)
-            begin = first.get((retry, message.queue_id), message.queue_offset)
+            begin = first.get((retry, str(message.queue_id)), message.queue_offset)
             receipt = PopReceipt(
                 begin, header.pop_time, header.invisible_time, header.revive_qid, retry, broker_name,
                 message.queue_id, message.queue_offset,
             )  # fmt: skip
         receipt = receipt._replace(physical_offset=message.physical_offset)
         visible_ms = receipt.received_ms + receipt.invisible_ms
-        received.append(Received(message, request.topic, str(receipt), message.reconsume_times + 1, visible_ms))
+        mark = _message_mark(message.queue_id, message.queue_offset)
+        of_queue = counts.get((receipt.retry, str(message.queue_id)), 0)
+        before = counts.get((receipt.retry, mark), of_queue) or message.reconsume_times
+        received.append(Received(message, request.topic, str(receipt), before + 1, visible_ms))
     return ReceiveResponse(received)
+
+
+def _numbers(name: str, text: str | None) -> dict[tuple[str, str], int]:
+    """Return the numbers in a field of an answer, by mark of the topic, and queue or message."""
+    numbers = {}
+    for part in filter(None, (text or "").split(";")):
+        try:
+            retry, key, number = part.split(" ")
+            numbers[retry, key] = int(number)
+        except ValueError:
+            raise MalformedError(f"{name}: {part!r:.80}") from None
+    return numbers
+
+
+def _message_mark(queue_id: int, queue_offset: int) -> str:
+    return f"qo{queue_id}%{queue_offset}"
 
 
 def _retry_of(group: str, topic: str, stored_topic: str) -> str:
@@ -305,6 +321,7 @@ class PopRequests:
             ";".join(
                 f"{retry} {queue_id} {','.join(map(str, numbers))}" for (retry, queue_id), numbers in offsets.items()
             ),
+            _order_counts(response.messages, receipts) if header.order else None,
         )
         return call.answer(answer, body=records_body(records))
 
@@ -380,6 +397,17 @@ class PopRequests:
         if not result.cancelled:
             return call.answer(code=_ILLEGAL, remark=f"recall failed: {result.why}")
         return call.answer(RecalledHeader(message_id))
+
+
+def _order_counts(parts: Iterable[Received], receipts: Iterable[PopReceipt]) -> str:
+    """Return how often messages of a group in order were received before, and the least such count of each queue."""
+    counts, least = list[str](), dict[tuple[str, int], int]()
+    for part, receipt in zip(parts, receipts, strict=True):
+        before, queue = part.attempt - 1, (receipt.retry, receipt.queue_id)
+        least[queue] = min(before, least.get(queue, before))
+        if before:
+            counts.append(f"{receipt.retry} {_message_mark(receipt.queue_id, receipt.queue_offset)} {before}")
+    return ";".join([*counts, *(f"{retry} {queue_id} {count}" for (retry, queue_id), count in least.items())])
 
 
 def _with_receipt(part: Received, receipt: PopReceipt) -> StoredMessage:
