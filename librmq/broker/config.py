@@ -5,7 +5,6 @@ Mirrors the part of 4.9.4's ``BrokerConfig`` that clients notice. `librmq.config
 
 from __future__ import annotations
 
-import errno
 import os
 from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import timedelta
@@ -13,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDic
 
 from librmq.config import Between, NamedConfig, Seconds, StoreConfig, suggest
 from librmq.delay import DelayConfig
-from librmq.errors import ConfigError, StoreIOError
+from librmq.errors import ConfigError
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.directory import infer_config, is_made_by_librmq
 from librmq.store.format.documents import (
     RETENTION,
     SETTINGS_FILE,
+    full_disk_suffered,
     name_retention,
     notes_locked,
     read_document,
@@ -218,10 +218,10 @@ class Promises:
         if other.broker.timers is not None and not self.broker.hops and is_made_by_librmq(path, files):
             present = Promises(present.store, BrokerConfig(timers=TimerConfig()))  # what None means there
         change = f"end process {owner}, which owns it, and all others that share it, then use change_settings=True"
-        with notes_locked(path, files):
+        with full_disk_suffered(path, "the named settings"), notes_locked(path, files):
             recorded = Promises.read(path, files)
             self._refuse(path, recorded.differences(path, other, present=recorded.over(present)), change)
-            recorded.record(path, files, other)
+            recorded._write_over(path, files, other)
 
     def check_alone(self, path: str, other: Promises) -> None:
         """Refuse what `Broker.open` names otherwise, of what binds messages that the store has accepted.
@@ -255,19 +255,18 @@ class Promises:
     def record(self, path: str, files: Files, other: Promises) -> None:
         """Record what ``other`` names beside these recorded settings, or instead of them.
 
-        A full disk does not prevent opening the store; the next opening tries again.
+        What another process has recorded since these were read stays. A full disk does not prevent opening the store;
+        the next opening tries again.
         """
+        if other.over(self).named() != self.named():
+            with full_disk_suffered(path, "the named settings"), notes_locked(path, files):
+                Promises.read(path, files)._write_over(path, files, other)
+
+    def _write_over(self, path: str, files: Files, other: Promises) -> None:
         promises = other.over(self)
-        if promises.named() == self.named():
-            return
-        try:
+        if promises.named() != self.named():
             promises.write(path, files)
-        except StoreIOError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            _log.warning("%(path)s: the named settings are not recorded: %(error)s", error=error, path=path)
-            return
-        _log.info("%(path)s: settings of the store: %(named)s", path=path, named=promises.named())
+            _log.info("%(path)s: settings of the store: %(named)s", path=path, named=promises.named())
 
     def over(self, other: Promises, *, opens: bool = False) -> Promises:
         """Return the settings of ``other`` with those that are named here instead.

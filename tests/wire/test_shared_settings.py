@@ -115,6 +115,18 @@ def test_a_peer_names_nothing_in_silence(tmp_path: Path, named: StoreConfig) -> 
         assert settings_of(tmp_path)["broker"].keys() == {"timers", "transactions"}
 
 
+def test_settings_that_two_processes_record_at_once_both_stay(tmp_path: Path) -> None:
+    """A peer of a former owner records what it names while the next owner opens the store."""
+    path, files = str(tmp_path), DiskFiles()
+    with librmq.share(tmp_path):
+        pass
+    read_by_the_owner = Promises.read(path, files)
+    named_by_a_peer = Promises(StoreConfig(durability="async"))
+    Promises.read(path, files).check_peer(path, named_by_a_peer, files, 1)
+    read_by_the_owner.record(path, files, Promises(StoreConfig(max_message_size=1 << 20)))
+    assert Promises.read(path, files).named()[0] == {"durability": "async", "max_message_size": 1 << 20}
+
+
 def test_a_total_size_below_the_default_file(tmp_path: Path) -> None:
     small = StoreConfig(commitlog_file_size=1 << 20, max_total_size=8 << 20)
     for _ in range(2):

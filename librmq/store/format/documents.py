@@ -153,12 +153,13 @@ def write_kept_config(path: str, config: StoreConfig, files: Files, *, is_own: b
     before = read_kept_config(path, files)
     if settings == before and is_own == is_kept_as_own(path, files):
         return
-    with _full_disk_suffered(path, "sizes and delay levels"):
+    with full_disk_suffered(path, "sizes and delay levels"):
         write_document(os.path.join(path, CONFIG_FILE), files, settings | ({_OWN: True} if is_own else {}), indent=1)
 
 
 @contextmanager
-def _full_disk_suffered(path: str, what: str) -> Iterator[None]:
+def full_disk_suffered(path: str, what: str) -> Iterator[None]:
+    """Let a full disk be no reason to fail: warn that ``what`` is not recorded."""
     try:
         yield
     except StoreIOError as error:
@@ -230,7 +231,7 @@ def write_retention(path: str, config: StoreConfig, files: Files, *, default: Ma
     if stricter:
         changes = ", ".join(f"{name} is {settings[name]} and was {before.settings[name]}" for name in stricter)
         _log.warning("%(path)s: retention deletes more from now on: %(changes)s", path=path, changes=changes)
-    with _full_disk_suffered(path, "settings of retention"):
+    with full_disk_suffered(path, "settings of retention"):
         _write_retention(path, files, settings, before.named)
 
 
