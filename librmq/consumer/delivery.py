@@ -19,6 +19,7 @@ from functools import partial
 from threading import get_ident
 from typing import Any, Final
 
+from librmq.clock import moves_by_itself
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.failures import REDELIVERY_MS, Rests, Retries, cause_of, is_requested, outcome
 from librmq.consumer.instance import (
@@ -663,7 +664,8 @@ class ConcurrentDelivery(Delivery):
             now, began = self.runner.clock.monotonic(), self._count_began
             self._ended_calls, self._count_began = 0, now
             # By hand, and in a history, each call is a turn of its own.
-            self.is_fast = self.runner.begins_at_once and now - began < RUN_S and self.consumer.recorder is None
+            is_by_hand = not moves_by_itself(self.runner.clock)
+            self.is_fast = now - began < RUN_S and not is_by_hand and self.consumer.recorder is None
 
     def _run_listener(self, assigned: AssignedQueue) -> Listener | None:
         """Return the listener of all messages of a queue, None if it can't have a run of them."""

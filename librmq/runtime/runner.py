@@ -133,8 +133,8 @@ class Runner:
 
     now_ms: Callable[[], int]
     """The time of day in milliseconds since 1970 (UTC)."""
-    begins_at_once = False
-    """Whether the turn that stores a message may also begin it for a listener. By hand that takes turns of its own,
+    begins_at_once = True
+    """Whether the turn that stores a message may also begin it for a listener. In a kit that takes turns of its own,
     among which an explorer chooses."""
     progress_home: tuple[str, Any] | None = None
     """Folder, and the `Files` that write it, for the progress that instances keep themselves; None: the user's home."""

@@ -53,8 +53,6 @@ class ThreadRunner(Runner):
     for, which is safe to repeat. Only the threads themselves change the counts.
     """
 
-    begins_at_once = True
-
     def __init__(self, clock: Clock | None = None, *, max_threads: int = 512) -> None:
         super().__init__(clock or SystemClock())
         self._clock_turn = _turn()  # the lock that the clock thread waits for

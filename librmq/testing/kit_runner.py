@@ -79,6 +79,7 @@ class _Kit(Protocol):
 class KitRunner(ManualRunner):
     """A `ManualRunner` that reports user code to a kit, and stops at the first failure."""
 
+    begins_at_once = False
     kit: _Kit
     settles_history = True
     """Whether the history is read after the broker has closed."""
