@@ -433,6 +433,19 @@ def make_folders(files: Files, folder: str) -> None:
         raise
 
 
+def read_replaced(files: Files, path: str) -> bytes:
+    """Return the bytes of a file that another process may replace; none if it is missing or empty.
+
+    A broker of RocketMQ deletes a table before it renames the new one, so the file can be gone after a look at it.
+    """
+    try:
+        return files.read(path) if files.size(path) else b""
+    except StoreIOError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return b""
+
+
 def link_file(files: Files, path: str, target: str) -> bool:
     """Give a file a second name; return False if links are impossible but a copy may work."""
     try:

@@ -185,7 +185,10 @@ def lock_process(path: str) -> int | None:
         if sys.platform == "win32":
             return None
         with named("look at the lock", path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not block
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not block
+            except FileNotFoundError:  # deleted since the look
+                return None
             try:
                 return _conflict(descriptor, status)
             finally:

@@ -33,7 +33,7 @@ from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import ENTRY_SIZE, StoreConfig, to_timestamp_ms
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError
-from librmq.files.interface import Damage, Files
+from librmq.files.interface import Damage, Files, read_replaced
 from librmq.files.memory import OverlayFiles
 from librmq.files.rolling import file_name
 from librmq.message.delays import DelayLevels
@@ -391,7 +391,7 @@ class ReadOnlyView:
     def _read_marks(self) -> tuple[object, ...]:
         """Return the files of the log, the abort marker and the checkpoint."""
         files, checkpoint = self._files, os.path.join(self._path, directory.CHECKPOINT)
-        times = files.read(checkpoint) if files.size(checkpoint) else b""
+        times = read_replaced(files, checkpoint)
         return tuple(files.list(os.path.join(self._path, directory.COMMITLOG))), has_abort(files, self._path), times
 
     def _can_infer_more(self) -> bool:

@@ -214,6 +214,20 @@ def test_one_lock_at_a_time(files: Files, root: str) -> None:
 # --------------------------------------------------------------------------------------------------------- on disk
 
 
+def test_a_lock_file_deleted_after_a_look_has_no_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, look = tmp_path / "lock", os.stat
+    path.write_bytes(b"lock")
+
+    def look_before_deletion(place: Any, *args: Any, **options: Any) -> os.stat_result:
+        status = look(place, *args, **options)
+        if str(place) == str(path):
+            path.unlink()
+        return status
+
+    monkeypatch.setattr(os, "stat", look_before_deletion)
+    assert DiskFiles().lock_holder(str(path)) is None
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="files can't be named within an open folder")
 def test_a_lock_file_is_opened_in_the_folder_that_was_checked(tmp_path: Path) -> None:
     """A link that takes the folder's place meanwhile leads nowhere."""

@@ -9,6 +9,7 @@ import pytest
 from librmq.errors import CorruptionError
 from librmq.files.memory import MemoryFiles
 from librmq.java import json as java_json
+from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, group_row
 
 NAMES = ("consumerFilter", "consumerOffset", "delayOffset", "subscriptionGroup", "topics")
@@ -187,3 +188,28 @@ def test_equal_rows_are_written_each_as_it_is() -> None:
     tables.topics.set("T0", {"order": False})
     tables.persist(0)
     assert BrokerTables.open("/config", files=files).topics.rows["T0"] == {"order": False}
+
+
+class Replacing(MemoryFiles):
+    """The files of a broker that replaces a table after each look at it: the file is gone, and its backup is there."""
+
+    def size(self, path: str) -> int | None:
+        size = super().size(path)
+        if size and path.endswith(".json"):
+            self.write(path + ".bak", self.read(path))
+            self.delete(path)
+        return size
+
+
+def test_a_table_that_a_broker_replaces_is_read_from_its_backup() -> None:
+    files = Replacing()
+    for folder in ("config", "timerwheel", "commitlog"):
+        files.make_folder(f"/s/{folder}")
+    topics = b'{"topicConfigTable":{"T":{"topicName":"T"}}}'
+    files.write("/s/config/topics.json", topics)
+    files.write("/s/config/consumerOffset.json", b'{"offsetTable":{"T@g":{0:7}}}')
+    tables = BrokerTables.open("/s/config", files=files)
+    assert (list(tables.topics.rows), tables.offsets.rows) == (["T"], {"T@g": {0: 7}})
+    for look in (directory.recognise, directory.known_topics, directory.broker_names):
+        files.write("/s/config/topics.json", topics)
+        look("/s", files)

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from librmq.errors import CorruptionError, MalformedError, MissingExtraError
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files
+from librmq.files.interface import Files, read_replaced
 from librmq.java import json as java_json
 from librmq.message.topics import DEAD_LETTER_PREFIX, LIGHT_PREFIX, RETRY_PREFIX, TOPIC_TYPES, TopicType, is_own_group
 from librmq.store.format.checkpoint import has_abort
@@ -438,11 +438,11 @@ class ConfigTable:
 
     def backup_rows(self) -> Rows:
         """Return the rows of the file's backup, which is a save older; none if it is missing or unreadable."""
-        path = self.path + _BACKUP
-        if not self._files.size(path):
+        data = read_replaced(self._files, self.path + _BACKUP)
+        if not data:
             return {}
         try:
-            rows: Rows = self._complete(java_json.loads(self._files.read(path)))[self._name]
+            rows: Rows = self._complete(java_json.loads(data))[self._name]
         except MalformedError:
             return {}
         return rows
@@ -501,11 +501,11 @@ class ConfigTable:
         damage: CorruptionError | None = None
         wrong = "is missing"
         for path in (self.path, self.path + _BACKUP):
-            if not (size := self._files.size(path)):
-                wrong = "is empty" if size == 0 else wrong
+            data = read_replaced(self._files, path)
+            if not data:
+                wrong = "is empty" if self._files.size(path) == 0 else wrong
                 continue
             try:
-                data = self._files.read(path)
                 document = self._complete(java_json.loads(data))
             except MalformedError as error:
                 damage = damage or CorruptionError(path, 0, "config", str(error))

@@ -34,7 +34,7 @@ from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files.interface import File, Files, FolderEntry, confine, numbered_files
+from librmq.files.interface import File, Files, FolderEntry, confine, numbered_files, read_replaced
 from librmq.message.topics import reply_topic, validate_topic
 from librmq.runtime import lazy_numpy as np
 from librmq.store.format.documents import OWN_FOLDER, is_kept_as_own, read_kept_config, read_retention
@@ -151,7 +151,7 @@ def recognise(path: str, files: Files) -> StoreKind:
     if not _has_any(path, _MADE_BY_5, files):
         return StoreKind.V4
     topics = os.path.join(path, CONFIG, "topics.json")
-    return StoreKind.V5_BATCHES if files.size(topics) and b'"BatchCQ"' in files.read(topics) else StoreKind.V5
+    return StoreKind.V5_BATCHES if b'"BatchCQ"' in read_replaced(files, topics) else StoreKind.V5
 
 
 def _recognise_without_log(path: str, name: str, files: Files) -> StoreKind:
@@ -319,9 +319,8 @@ def known_topics(path: str, files: Files) -> set[str]:
 
 def _topic_rows(path: str, files: Files) -> dict[str, Any]:
     config = os.path.join(path, CONFIG, "topics.json")
-    if files.size(config):
-        with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, CorruptionError):
-            return dict(json.loads(files.read(config)).get("topicConfigTable", {}))
+    with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, CorruptionError):
+        return dict(json.loads(read_replaced(files, config)).get("topicConfigTable", {}))
     return {}
 
 
