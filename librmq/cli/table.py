@@ -30,6 +30,8 @@ _GAP: Final = 3
 _LEAST_TEXT: Final = 8
 _LEAST_BODY: Final = 18
 _NARROW: Final = 135
+_WIDEST_RECORD: Final = 80
+"""Cells of a single row that has no declared columns; a wider one is a list of its fields, on any terminal."""
 _ON_ONE_LINE: Final = frozenset(("body", "stored", "when", "min", "max", "oldest", "due"))
 
 
@@ -48,6 +50,14 @@ def _time(name: str) -> Callable[[Row], object]:
         return local_time(time_ms) if isinstance(time_ms, int) else time_ms
 
     return show
+
+
+def _short_time(name: str) -> Callable[[Row], object]:
+    return lambda row: str(_time(name)(row) or "")[5:19]
+
+
+def _place(row: Row) -> str:
+    return f"{row.get('topic')}:{row.get('queue_id')}:{row.get('queue_offset')}"
 
 
 def _duration(name: str) -> Callable[[Row], object]:
@@ -99,13 +109,20 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("id", lambda row: row.get("dispatch_uniq_key") or row.get("msg_id")), "body",
     ],
     "shown, narrow": [
-        ("place", lambda row: f"{row.get('topic')}:{row.get('queue_id')}:{row.get('queue_offset')}"),
-        ("stored", lambda row: str(_time("store_timestamp")(row))[5:19]), ("tags", _property("TAGS")),
+        ("place", _place), ("stored", _short_time("store_timestamp")), ("tags", _property("TAGS")),
         ("keys", _property("KEYS")), "body",
     ],
     "lag, narrow": [
         "group", ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}"), "lag",
         ("oldest", lambda row: str(_time("oldest_timestamp_ms")(row) or "")[:19]),
+    ],
+    "topics, narrow": [
+        "topic", "kind", "queues", "messages",
+        ("min", lambda row: str(_time("min_timestamp_ms")(row) or "")[:16]),
+        ("max", lambda row: str(_time("max_timestamp_ms")(row) or "")[:16]),
+    ],
+    "event, narrow": [
+        ("when", _short_time("at_ms")), "event", "group", ("place", _place), "note",
     ],
     "blank": [("physical offset", "phys"), "size", ("", lambda row: "end of file")],
     "cq": [
@@ -117,7 +134,7 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
     "event": [("when", "at_ms"), "event", "group", *_QUEUE, ("offset", "queue_offset"), "note"],
     "event, several": [
         ("message", "unique_key"), ("when", "at_ms"), "event", "group",
-        ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}:{row.get('queue_offset')}"), "note",
+        ("queue", _place), "note",
     ],
     "scenario": [
         "scenario", ("drained in", _duration("drain_s")), ("at best", _duration("low_s")),
@@ -141,6 +158,7 @@ _BY_FIELD: Final = {
     "event": "event",
     "scenario": "scenario",
     "consumed_per_s": "rate",
+    "max_timestamp_ms": "topics",
 }
 """What rows with a field are."""
 _COMMAND: Final = re.compile(r"(?=\blibrmq [a-z-]+ )")
@@ -164,7 +182,7 @@ class Table:
     """Output that draws rows as tables, some hundreds at a time; rows of another type begin another table."""
 
     def __init__(self, stream: TextIO) -> None:
-        width = None if stream.isatty() else _WIDTH_OF_FILES
+        width = None if stream.isatty() or os.environ.get("COLUMNS") else _WIDTH_OF_FILES
         system: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"  # rich would keep bold
         self._console = _Console(
             file=stream, width=width, highlight=False, markup=False, emoji=False, color_system=system
@@ -225,7 +243,8 @@ class Table:
         cells = [[rich.text.Text(cell, _STYLES.get(cell, "")) for cell in map(_cell, line)] for line in values]
         numbers = [all(isinstance(line[place], int) for line in values) for place in range(len(titles))]
         widths = self._widths(titles, cells, numbers)
-        if widths is None:
+        is_wide = len(rows) == 1 and declared is None and sum(widths or ()) + _GAP * len(titles) > _WIDEST_RECORD
+        if widths is None or is_wide:
             self._draw_lists(titles, cells)
             return
         if kind == "finding" and any(line[-1].cell_len > widths[-1] for line in cells):

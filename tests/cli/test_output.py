@@ -297,6 +297,42 @@ def test_lag_is_a_table_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_topics_and_events_are_tables_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    topic = {
+        "topic": "OrderTopic",
+        "kind": "user",
+        "queues": 4,
+        "messages": 1234567,
+        "min_timestamp_ms": 1,
+        "max_timestamp_ms": 2,
+    }
+    event = {
+        "at_ms": 1_700_000_007_000,
+        "event": "stored",
+        "topic": "T",
+        "queue_id": 1,
+        "queue_offset": 3,
+        "physical_offset": 2604,
+        "group": None,
+    }
+    text = on_a_terminal(monkeypatch, topic, topic)
+    assert text.count("OrderTopic   user        4    1234567   1970-01-01 00:00   1970-01-01 00:00") == 2
+    assert "11-14 22:13:27   stored           T:1:3" in on_a_terminal(monkeypatch, event)
+
+
+def test_a_wide_record_is_a_list_in_a_file() -> None:
+    """A row of a kind that comes once, such as that of `can-start`; columns of several rows stay side by side."""
+    pytest.importorskip("rich")
+    record = {f"field_{number}": number for number in range(12)}
+    for rows, lines in ([record], 12), ([record, record], 4):
+        stream = io.StringIO()
+        output = open_output("table", stream)
+        for row in rows:
+            output.row(row)
+        output.close()
+        assert len([line for line in stream.getvalue().splitlines() if line.strip()]) == lines
+
+
 def test_shown_messages_have_their_key_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     text = on_a_terminal(monkeypatch, MESSAGE | {"body": '{"order": 1, "product": "a coat of wool"}'})
     assert "k1 k2" in text
