@@ -7,7 +7,7 @@ no code with the library, nor with the checker of histories: a mistake in either
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,12 +64,15 @@ def broken_promises(
         ordered: The groups that read each queue in order.
     """
     in_log = {(record.topic, record.queue_id, record.queue_offset): record.message_id for record in log}
+    copies = Counter((topic, message_id) for (topic, _, _), message_id in in_log.items())
     begins: dict[tuple[str, int], int] = {}
     for topic, queue_id, offset in in_log:
         begins[topic, queue_id] = min(offset, begins.get((topic, queue_id), offset))
     return [
         *_missing(events, in_log, begins),
         *_undelivered(events, taken_by),
+        *_undecided(events),
+        *_delivered_again(events, copies),
         *_out_of_order(events, frozenset(ordered)),
     ]
 
@@ -107,6 +110,28 @@ def _undelivered(events: Sequence[Event], taken_by: Mapping[str, Sequence[str]])
             for group in taken_by.get(event["topic"], ()):
                 if event["id"] not in done[group]:
                     yield f"{event['id']} of {event['topic']} was acknowledged, and group {group} never consumed it"
+
+
+def _undecided(events: Sequence[Event]) -> Iterator[str]:
+    """Half messages that have neither ended nor been given up by the broker."""
+    ended = {
+        event["id"]
+        for event in events
+        if event["event"] == "discard" or (event["event"] == "end_transaction" and event["outcome"] != "failed")
+    }
+    for event in events:
+        if event["event"] == "send" and event["outcome"] == "ok" and event.get("half") and event["id"] not in ended:
+            yield f"{event['id']} was sent half, and was neither decided nor given up"
+
+
+def _delivered_again(events: Sequence[Event], copies: Mapping[tuple[str, str], int]) -> Iterator[str]:
+    """Messages for later that were sent once, and that the broker has put into their topic more than once."""
+    sends = [event for event in events if event["event"] == "send"]
+    times = Counter(event["id"] for event in sends)
+    for event in sends:
+        count = copies.get((event["topic"], event["id"]), 0)
+        if "not_before_ms" in event and times[event["id"]] == 1 and count > 1:
+            yield f"{event['id']} of {event['topic']} was sent once, and delivered {count} times"
 
 
 def _out_of_order(events: Sequence[Event], ordered: frozenset[str]) -> Iterator[str]:

@@ -83,7 +83,9 @@ def test_the_second_judge_finds_nothing_in_a_good_run() -> None:
     events = [send("a", 0), send("b", 1), deliver("a", 0, 1, "retry"), deliver("a", 0, 2), deliver("b", 1, 3)]
     assert judged(events, "a", "b") == []
     assert judged([send("a", 0), {"event": "dead_letter", "id": "a", "group": "billing"}], "a") == []
-    assert judged([send("a", 0, half=True)], "a") == [], "undecided halves are not visible"
+    given_up = {"event": "discard", "id": "a", "at_ms": 9}
+    assert judged([send("a", 0, half=True), given_up], "a") == [], "undecided halves are not visible"
+    assert judged([send("a", 0, not_before_ms=1), send("a", 1), deliver("a", 0, 1)], "a", "a") == []
 
 
 @pytest.mark.parametrize(
@@ -92,6 +94,8 @@ def test_the_second_judge_finds_nothing_in_a_good_run() -> None:
         ([send("a", 0), deliver("a", 0, 1)], ["b"], "which holds b"),
         ([send("a", 1), deliver("a", 1, 1)], ["x"], "which holds None"),
         ([send("a", 0), deliver("a", 0, 1, "retry")], ["a"], "never consumed"),
+        ([send("a", 0, half=True)], ["a"], "neither decided nor given up"),
+        ([send("a", 0, not_before_ms=1), deliver("a", 0, 1)], ["a", "a"], "delivered 2 times"),
         ([send("a", 0), send("b", 1), deliver("b", 1, 1), deliver("a", 0, 2)], ["a", "b"], "out of order"),
     ],
 )

@@ -8,8 +8,10 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +24,7 @@ from librmq import (
     MessageModel,
     Producer,
     PullConsumer,
+    ReceivedMessage,
     SendResult,
     SimpleConsumer,
     StoreConfig,
@@ -34,6 +37,7 @@ from librmq.client.transactions import CheckedMessage
 from librmq.errors import RmqError, StoreIOError
 from librmq.files.interface import File
 from librmq.listener import ReconsumeLater
+from librmq.message.topics import CHECK_MAX_TIME_TOPIC
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing import CrashImages, Image, Kit, RecordingFiles
 from librmq.testing.process import Process
@@ -53,7 +57,7 @@ TAKEN_BY: Final = {
 _DRAIN_H: Final = 80
 """Hours in which a timer of three days, and then the attempts of a poisoned message, come to their end."""
 _LONG_GAPS: Final = 0.3
-"""The part of the gaps between draws in which nearly all of the time passes; the others last a second at most."""
+"""The part of the gaps between draws in which nearly all of the time passes; the others last some seconds at most."""
 _MOST_ATTEMPTS: Final = 5
 _NEVER: Final = timedelta(days=365)
 _CONFIG: Final = StoreConfig.tiny(
@@ -148,7 +152,7 @@ class World:
         self._number = 0
         self._timers: list[SendResult] = []
         self._cancelled: set[str] = set()
-        self._letters: set[str] = set()
+        self._given_up: set[str] = set()
 
     # ---- the clients
 
@@ -191,7 +195,9 @@ class World:
             raise ReconsumeLater("as drawn")
 
     def _decision_of(self, message: CheckedMessage) -> TransactionState:
-        if zlib.crc32(message.body[:12]) % 3 == 0 and message.check_times < 3:
+        """Decide at once, after some checks, or never, until the broker gives the message up."""
+        lot = zlib.crc32(message.body[:12])
+        if lot % 11 == 0 or (lot % 3 == 0 and message.check_times < 3):
             return TransactionState.UNKNOWN
         return _decision(message.body)
 
@@ -230,8 +236,11 @@ class World:
 
     def send_delayed(self) -> None:
         """Send a message for later: at a level, or at any time of up to three days."""
-        delay = self.rng.choice((1, 10, 60, 37, 4000, 86_400, 3 * 86_000))
-        sent = self._producer().send("reminders", self._body(), delay=timedelta(seconds=delay))
+        if self.rng.random() < 0.4:
+            sent = self._producer().send("reminders", self._body(), delay_level=self.rng.choice((1, 2, 3, 5)))
+        else:
+            delay = self.rng.choice((1, 10, 60, 37, 4000, 86_400, 3 * 86_000))
+            sent = self._producer().send("reminders", self._body(), delay=timedelta(seconds=delay))
         if self.rng.random() < 0.2:
             self._timers.append(sent)
 
@@ -250,7 +259,7 @@ class World:
             process.state.send_in_transaction(message, execute=lambda _, __: state)
 
     def receive(self) -> None:
-        """Let the simple consumer take what is there, acknowledge most of it, and keep some for longer."""
+        """Let the simple consumer take what is there, acknowledge most of it at once, and some of it late or never."""
         for process in self._living(self.apps[-1:]):
             for message in process.state.receive(16, invisible=30):
                 draw = self.rng.random()
@@ -258,6 +267,12 @@ class World:
                     process.state.ack(message)
                 elif draw < 0.95:
                     process.state.extend(message, 300)
+                    self.kit.later(200, "the mailer has sent a reminder", partial(self._acknowledge, process, message))
+
+    def _acknowledge(self, process: Process, message: ReceivedMessage) -> None:
+        if not process.dead:
+            with suppress(RmqError):  # the broker is down, or had forgotten who has the message
+                process.state.ack(message)
 
     def poll(self) -> None:
         """Let the pull consumer take what is there."""
@@ -296,6 +311,14 @@ class World:
         else:
             faults.skew_clock(self.rng.choice(self._living(self.producers)), self.rng.choice((-3600, 0, 3600)))
 
+    def close_broker(self) -> None:
+        """End the broker's process cleanly; the next one opens its store."""
+        broker = self.kit.broker
+        if not broker.dead:
+            broker.close()
+            # The locks of ordered queues end with it, while clients trust theirs for 30 s. That is no fault here.
+            self._open_later(60, 400)
+
     def kill_broker(self) -> None:
         """Kill the broker's process; the next one opens its store, at times without naming settings."""
         self._reopen(lambda: None)
@@ -309,7 +332,10 @@ class World:
         if not kit.broker.dead:
             kit.crash_broker(down=_NEVER)
             damage()
-            kit.later(self.rng.choice((0.1, 5, 400)), "a process opens the store", self._open)
+            self._open_later(0.1, 5, 400)
+
+    def _open_later(self, *seconds: float) -> None:
+        self.kit.later(self.rng.choice(seconds), "a process opens the store", self._open)
 
     def _open(self) -> None:
         """Open the store with its settings, or as a process that names durability alone; on a full disk try again."""
@@ -345,6 +371,7 @@ class World:
         (crash_client, 4),
         (lose_client, 1),
         (disturb, 5),
+        (close_broker, 2),
         (kill_broker, 2),
         (cut_power, 2),
         (fill_disk, 1),
@@ -363,10 +390,10 @@ class World:
                 gap_s = (
                     self.rng.expovariate(1 / mean_s)
                     if self.rng.random() < _LONG_GAPS
-                    else self.rng.choice((0, 0.05, 1))
+                    else self.rng.choice((0, 0.05, 1, 5))
                 )
                 self.kit.advance(seconds=gap_s)
-                self._note_dead_letters()
+                self._note_given_up()
                 self.counts[call.__name__] += 1
                 try:
                     call(self)
@@ -379,17 +406,21 @@ class World:
             self.kit.abandon()
             raise
 
-    def _note_dead_letters(self) -> None:
-        """Record dead letters while the log has them: retention deletes them, because no group reads them."""
+    def _note_given_up(self) -> None:
+        """Record dead letters and discarded halves while the log has them: retention deletes what no group reads."""
         if self.kit.broker.dead:
             return
         for group in ("billing", "shipping", "bell"):
             for letter in self.kit.broker.dead_letters(group):
                 name = id_of(letter)
-                if name not in self._letters:
-                    self._letters.add(name)
+                if name not in self._given_up:
+                    self._given_up.add(name)
                     at_ms = letter.store_timestamp_ms
                     self.kit.recorder.add_event("dead_letter", group=group, id=name, at_ms=at_ms)
+        for half in self.kit.broker.messages(CHECK_MAX_TIME_TOPIC):
+            if (name := id_of(half)) not in self._given_up:
+                self._given_up.add(name)
+                self.kit.recorder.add_event("discard", id=name, at_ms=half.store_timestamp_ms)
 
     def _drain(self) -> None:
         self.free_disk()
