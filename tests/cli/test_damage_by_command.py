@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -330,10 +330,22 @@ def test_the_page_has_this_table(table: dict[str, dict[str, str]]) -> None:
 
 
 def rendered(table: dict[str, dict[str, str]]) -> str:
-    """Return the table in Markdown; commands with the same answers share a column."""
-    columns: dict[tuple[str, ...], list[str]] = {}
-    for command in (*COMMANDS, "columns"):
-        columns.setdefault(tuple(row[command] for row in table.values()), []).append(command)
-    head = ["damage", *(", ".join(f"`{name}`" for name in names) for names in columns.values())]
-    rows = [[name, *(given[number] for given in columns)] for number, name in enumerate(table)]
+    """Return the table in Markdown; the commands that a row does not name answer as for a sound store."""
+    head = ["damage", "recovered", "short", "refused"]
+    rows = [
+        [
+            name,
+            *(_names([command for command, given in answers.items() if given == kind], answers) for kind in head[1:]),
+        ]
+        for name, answers in table.items()
+        if name != "none"
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _names(commands: list[str], of: Collection[str]) -> str:
+    others = [command for command in of if command not in commands]
+    if not others:
+        return "all"
+    said = commands if len(commands) <= len(others) else others
+    return ("" if said is commands else "all but ") + ", ".join(f"`{command}`" for command in said)
