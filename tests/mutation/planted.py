@@ -4,6 +4,7 @@
 
     python -m tests.mutation.planted              # the table: part, name, program, anomaly
     python -m tests.mutation.planted NAME         # plant one bug, run its program, and print the anomalies
+    python -m tests.mutation.planted NAME 60      # plant one bug, and simulate weeks until one fails, or for 60 s
 
 ``planted.toml`` has the bugs, ``programs.py`` the programs. No file is changed.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 import tomllib
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -96,16 +98,35 @@ class _Finder(MetaPathFinder):
         return spec_from_file_location(fullname, PACKAGE / edit.file, loader=loader)
 
 
-def plant(bug: Bug) -> list[str]:
-    """Run the program of a bug in this process, which has not imported librmq yet; return the kinds of anomalies."""
+def plant(bug: Bug) -> None:
+    """Plant a bug in this process, which has not imported librmq yet."""
     sys.meta_path.insert(0, _Finder(bug.edits))
+    logging.disable(logging.CRITICAL)
+
+
+def run_program(bug: Bug) -> list[str]:
+    """Run the program of a planted bug; return the kinds of anomalies."""
     from tests.mutation.programs import anomalies_of
 
-    logging.disable(logging.CRITICAL)
     anomalies = anomalies_of(bug.program)
     for edit in bug.edits:
         assert edit.module in sys.modules, f"the program {bug.program} does not use {edit.module}"
     return anomalies
+
+
+def simulate(seconds: float) -> str:
+    """Simulate weeks with the planted bug until one fails; return when, and by what."""
+    from tests.simulation.world import World
+
+    begin_s, week = time.process_time(), 0
+    while (spent_s := time.process_time() - begin_s) < seconds:
+        try:
+            World(f"planted {week}", over_share=week % 4 == 3).run()
+        except Exception as error:
+            spent_s = time.process_time() - begin_s
+            return f"found in week {week} after {spent_s:.0f} s: {' '.join(str(error).splitlines()[:2])}"
+        week += 1
+    return f"not found in {week} weeks of {spent_s:.0f} s"
 
 
 if __name__ == "__main__":
@@ -113,4 +134,5 @@ if __name__ == "__main__":
         if not sys.argv[1:]:
             print(f"{bug.part:8}  {bug.name:22}  {bug.program:20}  {bug.anomaly:15}  {bug.what}")
         elif bug.name == sys.argv[1]:
-            print(json.dumps(plant(bug)))
+            plant(bug)
+            print(simulate(float(sys.argv[2])) if sys.argv[2:] else json.dumps(run_program(bug)))
