@@ -65,6 +65,7 @@ def in_ci() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.pop("COLUMNS", None)  # pytest-xdist gives its processes the width of its terminal
     quick = "not slow" in config.option.markexpr
     budget.run = budget.Run(quick, in_ci())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs so
