@@ -52,8 +52,8 @@ def _time(name: str) -> Callable[[Row], object]:
     return show
 
 
-def _short_time(name: str) -> Callable[[Row], object]:
-    return lambda row: str(_time(name)(row) or "")[5:19]
+def _part_of_time(name: str, begin: int, end: int) -> Callable[[Row], object]:
+    return lambda row: str(_time(name)(row) or "")[begin:end]
 
 
 def _place(row: Row) -> str:
@@ -109,20 +109,20 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("id", lambda row: row.get("dispatch_uniq_key") or row.get("msg_id")), "body",
     ],
     "shown, narrow": [
-        ("place", _place), ("stored", _short_time("store_timestamp")), ("tags", _property("TAGS")),
+        ("place", _place), ("stored", _part_of_time("store_timestamp", 5, 19)), ("tags", _property("TAGS")),
         ("keys", _property("KEYS")), "body",
     ],
     "lag, narrow": [
         "group", ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}"), "lag",
-        ("oldest", lambda row: str(_time("oldest_timestamp_ms")(row) or "")[:19]),
+        ("oldest", _part_of_time("oldest_timestamp_ms", 0, 19)),
     ],
     "topics, narrow": [
         "topic", "kind", "queues", "messages",
-        ("min", lambda row: str(_time("min_timestamp_ms")(row) or "")[:16]),
-        ("max", lambda row: str(_time("max_timestamp_ms")(row) or "")[:16]),
+        ("min", _part_of_time("min_timestamp_ms", 0, 16)),
+        ("max", _part_of_time("max_timestamp_ms", 0, 16)),
     ],
     "event, narrow": [
-        ("when", _short_time("at_ms")), "event", "group", ("place", _place), "note",
+        ("when", _part_of_time("at_ms", 5, 19)), "event", "group", ("place", _place), "note",
     ],
     "blank": [("physical offset", "phys"), "size", ("", lambda row: "end of file")],
     "cq": [
