@@ -172,8 +172,9 @@ class DiskFiles:
                     if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(at):
                         raise self._link_refused(at) from None
                     raise
-                os.close(descriptor)
-                descriptor = below
+                # Name the next folder first: after an interrupt here, the end would close this one a second time.
+                descriptor, above = below, descriptor
+                os.close(above)
             yield _Place(name, descriptor)
         finally:
             os.close(descriptor)

@@ -18,7 +18,7 @@ import pytest
 
 from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
 from librmq.files.disk import DiskFiles, TemporaryFolder
-from librmq.files.interface import File, Files, used_end, without_zeros
+from librmq.files.interface import File, Files, confine, used_end, without_zeros
 from librmq.files.lock import DiskLock
 from librmq.files.memory import MemoryFiles, OverlayFiles
 from librmq.testing import Event, FailingFiles, RecordingFiles
@@ -212,6 +212,30 @@ def test_one_lock_at_a_time(files: Files, root: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- on disk
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(os.open not in os.supports_dir_fd, reason="opens no file below a descriptor")
+@pytest.mark.parametrize("interrupted", [1, 2, 3])
+def test_an_interrupt_on_the_way_to_a_file_closes_no_folder_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: int
+) -> None:
+    """A second close fails, or closes what another thread has opened meanwhile."""
+    files = DiskFiles()
+    confine(files, str(tmp_path), "own", "queues")
+    files.make_folder(str(tmp_path / "queues" / "a"))
+    close, closes = os.close, 0
+
+    def close_and_interrupt(descriptor: int) -> None:
+        nonlocal closes
+        close(descriptor)
+        closes += 1
+        if closes == interrupted:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "close", close_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        files.delete(str(tmp_path / "queues" / "a" / "f"))
 
 
 def test_a_lock_file_deleted_after_a_look_has_no_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
