@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, Self
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, RecordError, StoreClosedError
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import Buffer, Files, without_zeros
+from librmq.files.interface import Buffer, File, Files, without_zeros
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import frames, record
 from librmq.message.frames import MAGICS, SIZE_AND_MAGIC, LogItem
@@ -314,7 +314,7 @@ class CommitLog(Closing, LogState):
             items = frames.split(data, self.end)
         else:
             try:
-                items = list(self._items(self._buffer, start, at, at + size, True))
+                items = list(self._items(self._sequence.file(start), start, at, at + size, True))
                 if sum(item[1] for item in items) != size:
                     what = f"expected whole records in {size} copied bytes"
                     raise CorruptionError(self._sequence.path(start), self.end, "record", what)
@@ -531,7 +531,7 @@ class CommitLog(Closing, LogState):
                     return
                 at = self.begin  # files were deleted
                 continue
-            yield self._items(file.buffer, start, at - start, min(limit - start, file_size), check_body)
+            yield self._items(file, start, at - start, min(limit - start, file_size), check_body)
             self.release_read_pages(start, start + file_size)
             at = start + file_size
 
@@ -559,7 +559,7 @@ class CommitLog(Closing, LogState):
     def _file_contains(self, start: int, text: bytes) -> bool:
         """Look for a text in pieces, which overlap, so that no more pages are held than those of one."""
         file = self._sequence.file_at(start)
-        end = 0 if file is None else min(self.end - start, self._sequence.data_end(start))
+        end = 0 if file is None else min(self.end - start, self._sequence.data_end(file))
         for at in range(0, end, _MOST_HELD):
             piece_end = at + _MOST_HELD
             is_found = file is not None and file.buffer.find(text, at, min(piece_end + len(text) - 1, end)) >= 0
@@ -576,8 +576,8 @@ class CommitLog(Closing, LogState):
         sequence = self._sequence
         at, last, released = begin, None, begin
         while (start := sequence.start_of(at)) is not None:
-            buffer = sequence.file(start).buffer
-            items = self._items(buffer, start, at - start, self.file_size, True)
+            file = sequence.file(start)
+            items = self._items(file, start, at - start, self.file_size, True)
             # Only the compiled core's reader can skip.
             skip = None if on_record is not None else getattr(items, "skip", None)
             try:
@@ -600,7 +600,7 @@ class CommitLog(Closing, LogState):
                         on_record(self, last, raw)
             except CorruptionError as error:
                 place = error.offset - start
-                zeros = not any(buffer[place : place + _BLANK_SIZE])
+                zeros = not any(file.buffer[place : place + _BLANK_SIZE])
                 return LogEnd(error.offset, None if zeros else error, last)
             if start + self.file_size not in sequence.starts:
                 break  # the blank of the last file can be written again
@@ -643,7 +643,8 @@ class CommitLog(Closing, LogState):
     def first_store_timestamp_ms(self, start: int) -> int | None:
         """Return the store time of the first record of the file at ``start``, None if the file starts without one."""
         # Reading a hole would fill it in a file system that lies in memory.
-        raw = self._sequence.file(start).buffer[: min(96, self.file_size)] if self._sequence.data_end(start) else b""
+        file = self._sequence.file(start)
+        raw = file.buffer[: min(96, self.file_size)] if self._sequence.data_end(file) else b""
         if len(raw) >= record.FIXED_SIZE and SIZE_AND_MAGIC.unpack_from(raw)[1] in MAGICS:
             return record.store_timestamp_ms(raw)
         if start < self.end:
@@ -658,7 +659,7 @@ class CommitLog(Closing, LogState):
                 return max(start, self.begin)
         return self.begin
 
-    def _items(self, buffer: Buffer, start: int, place: int, end: int, check_body: bool) -> Iterator[LogItem]:
+    def _items(self, file: File, start: int, place: int, end: int, check_body: bool) -> Iterator[LogItem]:
         """Yield the items of the file at ``start``; see `frames.items`."""
-        path, data_end = self._sequence.path(start), self._sequence.data_end(start)
-        return frames.items(buffer, path, start, place, end, self.file_size, check_body, data_end)
+        path, data_end = self._sequence.path(start), self._sequence.data_end(file)
+        return frames.items(file.buffer, path, start, place, end, self.file_size, check_body, data_end)

@@ -80,10 +80,11 @@ def place_at(files: MappedFileQueue, position: int) -> tuple[int, int]:
 def find_end(files: MappedFileQueue) -> int:
     """Return the position after the last entry, by bisection of the last file with an entry."""
     for start in reversed(files.starts):
-        buffer = files.file(start).buffer
+        file = files.file(start)
+        buffer = file.buffer
         if _counts(buffer, 0):
             # entry `low` is valid, entry `high` is not
-            low, high = 0, -(-files.data_end(start) // ENTRY_SIZE)
+            low, high = 0, -(-files.data_end(file) // ENTRY_SIZE)
             while high - low > 1:
                 middle = (low + high) // 2
                 physical_offset, size = PLACE.unpack_from(buffer, middle * ENTRY_SIZE)

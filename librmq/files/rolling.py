@@ -310,9 +310,12 @@ class MappedFileQueue:
         self._reserved[start] = block_end
         return block_end
 
-    def data_end(self, start: int) -> int:
-        """Return a position in the file at ``start`` after which all bytes are known to be zero, without reading."""
-        return min(self._files.data_end(self.file(start), 0), self.file_size)
+    def data_end(self, file: File) -> int:
+        """Return a position in a file, even a deleted one, after which all bytes are known to be zero, without reading.
+
+        The caller gives the file that it reads, because the one at its place may be deleted meanwhile.
+        """
+        return min(self._files.data_end(file, 0), self.file_size)
 
     def used_end(self, start: int, begin: int) -> int:
         """Return the position after the last non-zero byte of the file at ``start``; ``begin`` if none follows it."""
