@@ -333,7 +333,7 @@ def cases() -> Iterator[Case]:
     yield case(one, "one by one", sends("echo"), "an echo over the socket", limit=True)
     yield case(two, "by two peers", target=Target(16_000), unit="/s")
     yield case(two, "by two peers", sends("connect", 2), "TCP", limit=True)
-    yield case(two, "by two peers", lite, "litequeue from two", needs=("litequeue",))
+    yield case(two, "by two peers", lite, "litequeue from two", Target(1.2, 3), needs=("litequeue",))
     yield case(two, "by two peers", sends("huey", 2), "huey from two", Target(2), needs=("huey",))
     for kind, name in (("window", f"{WINDOW} under way"), ("tasks", f"{WINDOW} under way, a task for each message")):
         pipelined = sends("share", kind=kind)
