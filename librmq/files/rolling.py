@@ -266,17 +266,16 @@ class MappedFileQueue:
         changed = {self.folder}
         if not self.starts:
             changed.update(folders_to_name(self._files, self.folder))
-            self._files.make_folder(self.folder)
         path = self.path(start)
         try:
-            file = self._files.create(path, self.file_size, keep_descriptor=self._durable)
-        except StoreIOError as error:
-            if error.errno != errno.EEXIST:
-                raise
-            self._files.delete(path)  # left by an interrupted call; there is only one writer
-            file = self._files.create(path, self.file_size, keep_descriptor=self._durable)
-        with self._guard:
-            self._changed_folders |= changed
+            if not self.starts:
+                self._files.make_folder(self.folder)
+            file = self._create_file(path)
+        finally:
+            # A failed creation can leave new folders, which the next one takes for old ones. So note them in any case.
+            made = {folder for folder in changed if self._files.is_folder(folder)}
+            with self._guard:
+                self._changed_folders |= made
         if self._durable:
             try:
                 self._files.flush(file)
@@ -290,6 +289,15 @@ class MappedFileQueue:
             self.starts = [*self.starts, start]
         self._pool.mapped(self, start)
         return file
+
+    def _create_file(self, path: str) -> File:
+        try:
+            return self._files.create(path, self.file_size, keep_descriptor=self._durable)
+        except StoreIOError as error:
+            if error.errno != errno.EEXIST:
+                raise
+        self._files.delete(path)  # left by an interrupted call; there is only one writer
+        return self._files.create(path, self.file_size, keep_descriptor=self._durable)
 
     def reserve(self, start: int, begin: int, end: int) -> int:
         """Allocate blocks for bytes ``begin`` to ``end`` of the file at ``start``, in growing steps.

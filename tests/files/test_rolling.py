@@ -334,6 +334,18 @@ def test_a_flush_covers_written_data_and_the_folder() -> None:
     assert files.calls[3:] == ["open 128", "flush 128"]
 
 
+def test_a_flush_covers_folders_of_a_failed_creation() -> None:
+    recording = Recording()
+    files = FailingFiles(recording)
+    queue = MappedFileQueue("/s/topic/0", SIZE, files, MappingPool(9), writable=True)
+    files.fail("create", 1, 28)
+    with pytest.raises(StoreIOError, match="No space left"):
+        queue.create(0)
+    queue.create(0)
+    queue.flush()
+    assert recording.calls == ["flush 0", "flush s", "flush topic", "flush 0"]  # the root first, the folder last
+
+
 @pytest.mark.parametrize("failing", ["flush 0", "flush 64", "flush s"])
 def test_unflushed_files_stay_dirty(failing: str) -> None:
     files = Recording()
