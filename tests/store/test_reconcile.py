@@ -274,6 +274,22 @@ def test_a_record_with_a_wrong_address_is_corrected(parts: Parts, wrong: int) ->
     parts.settled()
 
 
+def test_a_power_cut_that_leaves_entries_behind_a_lost_one_moves_no_record(parts: Parts) -> None:
+    """The first checked record is the lost one's, so its offset is below those of the entries that remain."""
+    places = [parts.record(number) for number in range(2)]
+    parts.fill(LOG_SIZE)
+    begin = parts.log.end
+    places += [parts.record(number) for number in range(2, 20)]
+    parts.reconcile()
+    queue = parts.queues["T", 0]
+    for lost in (2, *range(10, 20)):
+        path, position = queue.place_of(lost)
+        parts.files.open(path, writable=True).buffer[position : position + 20] = bytes(20)
+    assert "record" not in {damage.kind for damage in parts.reconcile(begin)}
+    assert parts.entries() == list(enumerate(places))
+    parts.settled()
+
+
 def test_a_gap_is_filled_so_that_the_later_keep_their_offsets(parts: Parts) -> None:
     """The log has room for the lost records, and the progress of groups refers to the offsets behind them."""
     places = {n: parts.record(n) for n in (0, 1)}

@@ -339,7 +339,7 @@ class QueueCheck:
         elif possible:
             points = self._points_at(claimed, entry)
             jumps = following == claimed + 1 if following is not None else points
-            if jumps and not points and not self._can_be_ahead(claimed, entry):
+            if jumps and not points and claimed > due and not self._can_be_ahead(claimed, entry):
                 jumps = self._move_lone_first(claimed, entry)
             due = claimed if jumps else due
         self._checks.strays.remove_stray(claimed, entry.physical_offset)
