@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from librmq.cli.fields import refuse_constant
+from librmq.cli.json_rows import refuse_constant
 from librmq.cli.output import complain
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import BodyCompressionError, MissingExtraError, RecordError

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.fields import parse_object
+from librmq.cli.json_rows import parse_object
 from librmq.cli.output import complain, name_as
 from librmq.cli.selection import age_clock, parse_time
 from librmq.cli.syntax import READING

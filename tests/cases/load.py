@@ -28,8 +28,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from librmq.cli import fields
-from librmq.cli.fields import Row, parse_object, standard_input
+from librmq.cli.json_rows import Row, parse_object, standard_input
 from librmq.cli.output import Output, ProgressBar, complain
 from librmq.cli.stores import files_and_config, read_config
 from librmq.clock import ManualClock, SystemClock
@@ -57,6 +56,7 @@ from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.saved_state import delete_mark
 from librmq.txn import TransactionConfig, Transactions
+from tests.cases import fields
 
 _BORN_TIMESTAMP_MS: Final = 1_700_000_000_000
 _BORN_HOST: Final = ("192.168.1.10", 54321)

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Final
 
-from librmq.cli import fields
-from librmq.cli.fields import read_rows, standard_input
+from librmq.cli.json_rows import read_rows, standard_input
 from librmq.cli.output import Output
 from librmq.cli.rows import Row
 from librmq.cli.stores import open_store
@@ -15,6 +14,7 @@ from librmq.errors import FilterSyntaxError, InputError
 from librmq.filter.filters import TagFilter
 from librmq.store import MessageStore
 from librmq.store.engine.message_filters import ByTags
+from tests.cases import fields
 
 _USUAL_MAX: Final = 64
 _LAST: Final = (1 << 63) - 1

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
-from librmq.cli import fields
 from librmq.cli.commands.filters import read_case
-from librmq.cli.fields import Row, read_rows, standard_input
+from librmq.cli.json_rows import Row, read_rows, standard_input
 from librmq.cli.output import Output
 from librmq.client.allocation import (
     AllocationStrategy,
@@ -36,6 +35,7 @@ from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect, refuse_rest
 from librmq.java.lang import long_hash
 from librmq.message.message import Message, MessageQueue
+from tests.cases import fields
 
 # ---- filters
 

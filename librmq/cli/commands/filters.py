@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 
-from librmq.cli.fields import read_rows, standard_input
+from librmq.cli.json_rows import read_rows, standard_input
 from librmq.cli.output import Output
 from librmq.errors import FilterError, InputError
 from librmq.filter.interpreter import explain, lint

@@ -13,7 +13,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any, BinaryIO, Final
 
-from librmq.cli.fields import parse_object
+from librmq.cli.json_rows import parse_object
 from librmq.cli.output import Output, complain
 from librmq.diagnosis.formatting import visible
 from librmq.errors import InputError

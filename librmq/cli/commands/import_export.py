@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from datetime import datetime
 from typing import Any, Final, NamedTuple, cast
 
-from librmq.cli.fields import parse_object
+from librmq.cli.json_rows import parse_object
 from librmq.cli.output import Output, ProgressBar, complain
 from librmq.cli.selection import age_clock, check_times, note_topic, parse_time
 from librmq.cli.stores import read_moment, settle_config, storage_options
