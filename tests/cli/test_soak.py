@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from librmq import Broker, BrokerError, ConfigError, ManualClock, ManualRunner, record_history
-from librmq.errors import InputError
+from librmq import Broker, ManualClock, ManualRunner, record_history
 from librmq.message.properties import PROPERTY_DELAY
-from librmq.protocol import DeleteTopic, EndTransaction, SendMessage, SendTogether, SetGroup, TransactionState
+from librmq.protocol import EndTransaction, SendMessage, SendTogether, TransactionState
 from librmq.store import verify
 from librmq.testing import check_history
-from librmq.wire.remoting import RemotingServer
-from tests.cli.stand import Shell, errors_of
-from tests.programs import POSIX, environment
-from tests.soak import run as soaks
+from tests.cli.stand import errors_of
+from tests.programs import POSIX
 from tests.soak.run import PREFIX, Soak, SoakPlan, SoakResult
-from tests.soak.worker import LOADS, ClusterAccess, Load, Recording, SoakNames
+from tests.soak.worker import LOADS, Load, Recording, SoakNames
 
 pytestmark = POSIX
 NAMES = SoakNames(f"{PREFIX}test")
@@ -100,15 +92,6 @@ def commits(request: Any, call: Callable[[Any], Any], number: int) -> Any:
     if isinstance(request, EndTransaction):
         object.__setattr__(request, "state", TransactionState.COMMIT)
     return call(request)
-
-
-def refuses(kind: type, error: BrokerError) -> Callable[..., Any]:
-    def refuse(request: Any, call: Callable[[Any], Any], number: int) -> Any:
-        if isinstance(request, kind):
-            raise error
-        return call(request)
-
-    return refuse
 
 
 def break_broker(broker: Broker, how: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,157 +213,3 @@ def test_what_a_fault_does_explains_itself(
     assert sorted(path.name for path in tmp_path.iterdir()) == [result.history, "store"]
     with Broker.open("store") as broker:
         assert not any(PREFIX in name for name in (*broker.topics(), *broker.groups()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("is_served", "role"), [(False, "embedded"), (True, "server"), (True, "client")])
-def test_a_restart_that_fails_names_its_reason_and_ends_all(
-    is_served: bool, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    processes: list[Any] = []
-
-    class Unready(soaks.Process):
-        """A process that is not ready if it is the second one of the role."""
-
-        def __init__(self, name: str, settings: Mapping[str, object], folder: str) -> None:
-            super().__init__(name, settings, folder)
-            self.role = settings["role"]
-            processes.append(self)
-
-        def wait_until_ready(self) -> None:
-            super().wait_until_ready()
-            if [process.role for process in processes].count(role) == 2:
-                raise InputError(f"the {role} is not ready")
-
-    monkeypatch.setattr(soaks, "Process", Unready)
-    plan = SoakPlan(
-        store="store", is_served=is_served, seconds=60, rate=10, workers=1, fault_every_s=0.1,
-        faults=["kill" if role == "client" else "crash"], loads=["plain"],
-    )  # fmt: skip
-    with pytest.raises(InputError, match=f"the {role} is not ready"):
-        soak(plan)
-    assert len(processes) == 2 + is_served
-    assert all(process.process.poll() is not None for process in processes)
-
-
-@contextmanager
-def serving(broker: Broker) -> Iterator[str]:
-    with RemotingServer(broker) as server:
-        yield server.address
-
-
-@pytest.mark.slow
-def test_the_verdict_on_a_broken_cluster(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Broker.temporary() as broker:
-        break_broker(broker, forgets, monkeypatch)
-        with serving(broker) as address:
-            answer = shell(
-                "soak", "--route", address, "--for", "1s", "--rate", "200", "--loads", "plain", "--workers", "1",
-                "--faults", "none", "--settle", "1s", "-o", "history",
-            )  # fmt: skip
-    *_, verdict = answer.rows
-    assert answer.status == 1
-    found = [row for row in answer.rows if row["type"] == "anomaly"]
-    assert verdict["anomalies"] == len(found) > 0
-    assert {row["anomaly"] for row in found} == {"lost"}
-    assert errors_of("soak", *answer.rows) == []
-    again = shell("check-history", "history")
-    assert (again.status, [{"type": "anomaly", **row} for row in again.rows]) == (1, found)
-
-
-@pytest.mark.slow
-def test_what_could_not_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Broker.temporary() as broker:
-        break_broker(broker, refuses(DeleteTopic, BrokerError(1, "topics are not deleted today")), monkeypatch)
-        with serving(broker) as address:
-            plan = SoakPlan(
-                cluster=ClusterAccess(address), seconds=0.5, loads=["plain"], workers=1, faults=(), name="x",
-                history=str(tmp_path / "history"),
-            )  # fmt: skip
-            result = Soak(plan).run(lambda seconds: threading.Event().wait(seconds), lambda row: None)
-    assert result.left.keys() == {f"{PREFIX}x_plain", f"%RETRY%{PREFIX}x_push", f"%RETRY%{PREFIX}x_pull"}
-    assert all("not deleted today" in why for why in result.left.values())
-
-
-@pytest.mark.slow
-def test_an_interrupt_leaves_a_history_with_its_verdict(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tests.soak", "store", "--for", "60s", "--rate", "100", "-o", "history"]
-    with subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    ) as process:
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline())["type"] == "progress"
-        process.send_signal(signal.SIGINT)
-        out, said = process.communicate(timeout=60)
-    verdict = json.loads(out.splitlines()[-1])
-    assert (process.returncode, said) == (130, "")
-    assert (verdict["type"], verdict["interrupted"], verdict["anomalies"]) == ("verdict", True, 0)
-    assert verdict["sent"] == sum(
-        event["event"] == "send" and event["outcome"] == "ok" for event in lines(tmp_path / "history")
-    )
-    with Broker.open(tmp_path / "store") as broker:
-        assert [name for name in broker.topics() if PREFIX in name] == []
-
-
-# ---- refusals
-
-
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        ({"rate": 2_001}, "rate: expected 1 to 2,000, found 2001"),
-        ({"seconds": 0}, "seconds: expected"),
-        ({"seconds": 86_401}, "seconds: expected"),
-        ({"seconds": 3_600}, "at most 200,000 messages"),
-        ({"workers": 17}, "workers: expected 1 to 16"),
-        ({"fault_every_s": 0}, "fault_every_s"),
-        ({"faults": ["kill"]}, "faults: expected some of crash here, found 'kill'"),
-        ({"cluster": ClusterAccess("h:1"), "store": None, "faults": ["crash"]}, "some of kill, cut here"),
-        ({"loads": ["plain", "plane"]}, "loads: .* found 'plane'"),
-        ({"loads": []}, "found none"),
-        ({"name": "a/b"}, "name: "),
-        ({"cluster": ClusterAccess("h:1")}, "either a store or a cluster"),
-    ],
-)
-def test_plans_that_are_refused(settings: dict[str, Any], what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        SoakPlan(**{"store": "store", "rate": 100, **settings})
-
-
-@pytest.mark.parametrize("kind", ["topic", "group", "history"])
-def test_what_is_not_its_own_is_refused_before_any_write(kind: str, shell: Shell) -> None:
-    with Broker.open("own") as broker:
-        broker.create_topic("orders", 1)
-        if kind == "topic":
-            broker.create_topic(f"{PREFIX}x_plain", 1)
-        elif kind == "group":
-            broker.set_group(f"{PREFIX}x_pull")
-        before = broker.topics().keys(), broker.groups(), broker.store.log.end
-    if kind == "history":
-        (shell.folder / "history").touch()
-    listing = sorted(os.listdir())
-    answer = shell("soak", "own", "--name", "x", "-o", "history", "--for", "1s")
-    assert answer.status == 2
-    assert "exists" in answer.said
-    assert sorted(os.listdir()) == listing
-    with Broker.open("own") as broker:
-        assert (broker.topics().keys(), broker.groups(), broker.store.log.end) == before
-
-
-@pytest.mark.parametrize(
-    ("refused", "what"), [(SendMessage, "no message .* no permission"), (SetGroup, "no permission")]
-)
-def test_a_cluster_that_refuses_is_an_error(
-    refused: type, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with Broker.temporary() as broker:
-        break_broker(broker, refuses(refused, BrokerError(16, "no permission")), monkeypatch)
-        with serving(broker) as address:
-            plan = SoakPlan(
-                cluster=ClusterAccess(address), seconds=0.5, loads=["ordered"], workers=1, faults=(),
-                history=str(tmp_path / "history"),
-            )  # fmt: skip
-            with pytest.raises((InputError, BrokerError), match=what):
-                soak(plan)
-        assert [name for name in broker.topics() if PREFIX in name] == []
