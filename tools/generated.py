@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import facts
+from row_types import ROW_TYPES
 
 LIBRARY = Path(__file__).resolve().parent.parent / "librmq"
 _MARK = re.compile(
@@ -118,7 +119,7 @@ Schema = dict[str, typing.Any]
 
 
 def row_schema(forms: Sequence[str]) -> Schema:
-    """Return the JSON Schema of the rows that `librmq.cli.rows` describes by these forms."""
+    """Return the JSON Schema of the rows that `row_types` describes by these forms."""
     schemas = [_form_schema(form.split()) for form in forms]
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
@@ -165,7 +166,7 @@ def _hint_schema(hint: object) -> Schema:
 def row_schemas() -> str:
     """Return a section for each command with the JSON Schema of its rows."""
     parts = []
-    for name, forms in sorted(importlib.import_module("librmq.cli.rows").ROW_TYPES.items()):
+    for name, forms in sorted(ROW_TYPES.items()):
         schema = json.dumps(row_schema(forms))
         parts.append(f"### {name}\n\n```json\n{schema}\n```")
     return "\n\n".join(parts)

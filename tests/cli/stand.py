@@ -14,11 +14,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from librmq.cli import main
-from librmq.cli.rows import ROW_TYPES
 from tests import cases, soak
 from tests.reference import CHECKOUT, COMPACT, unpack_compact
 
-ALL_ROW_TYPES = ROW_TYPES | cases.ROW_TYPES | soak.ROW_TYPES
+
+def tool(name: str) -> Any:
+    """Return a module of the folder ``tools``."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(CHECKOUT / "tools")
+        return importlib.import_module(name)
+
+
+ROW_TYPES: dict[str, tuple[str, ...]] = tool("row_types").ROW_TYPES
 
 
 class Answer(NamedTuple):
@@ -63,9 +70,8 @@ class Shell:
 @cache
 def _validator(command: str) -> Any:
     jsonschema = importlib.import_module("jsonschema")  # not every run has it
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(CHECKOUT / "tools")
-        return jsonschema.Draft202012Validator(importlib.import_module("generated").row_schema(ALL_ROW_TYPES[command]))
+    forms = (ROW_TYPES | cases.ROW_TYPES | soak.ROW_TYPES)[command]
+    return jsonschema.Draft202012Validator(tool("generated").row_schema(forms))
 
 
 def errors_of(command: str, *rows: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""Each line that a command prints has the type that `librmq.cli.rows` gives it, and that the page shows."""
+"""Each line that a command prints has the type that ``tools/row_types.py`` gives it, and that the page shows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import shlex
 
 import pytest
 
-from librmq.cli.rows import ROW_TYPES
 from librmq.cli.syntax import COMMANDS
 from tests import cases
-from tests.cli.stand import Shell, errors_of
+from tests.cli.stand import ROW_TYPES, Shell, errors_of
 from tests.reference import COMPACT, unpack
 
 ROWS = ROW_TYPES | cases.ROW_TYPES
