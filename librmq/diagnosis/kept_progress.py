@@ -40,6 +40,7 @@ from librmq.store.format.timerfiles import (
     TimerLog,
     read_slots,
     timer_log_size,
+    wheel_files,
     wheel_snapshots,
 )
 
@@ -234,7 +235,7 @@ def _timer_findings(view: StoreView) -> Iterator[Finding]:
     read_ms, now_ms = checkpoint.read_time_ms, view.now_ms
     late = beyond = 0
     first_ms = first_beyond = None
-    end = 0
+    end, last_waiting = 0, -1
     for position, block in log.blocks(_POSITION):
         times = block["write_time_ms"].astype(np.int64) + block["delay_ms"]
         waits = times >= read_ms
@@ -248,6 +249,8 @@ def _timer_findings(view: StoreView) -> Iterator[Finding]:
             late += len(overdue)
             if len(overdue):
                 first_ms = int(overdue.min()) if first_ms is None else min(first_ms, int(overdue.min()))
+        if waits.any():
+            last_waiting = position + int(np.flatnonzero(waits)[-1]) * UNIT_SIZE
         end = position + len(block) * UNIT_SIZE
     if late and first_ms is not None and now_ms is not None:
         yield Finding(
@@ -266,31 +269,65 @@ def _timer_findings(view: StoreView) -> Iterator[Finding]:
             "Copy the folder; then, with the broker stopped, delete timerwheel, timerlog/ and config/timercheck: the "
             "broker fills them again from the topic of timers, and delivers again what it had delivered of that.",
         )  # fmt: skip
-    yield from _wheel_findings(view, log, end, read_ms)
+    yield from _wheel_findings(view, log, end, last_waiting, max(0, checkpoint.log_position - size))
 
 
-def _wheel_findings(view: StoreView, log: TimerLog, end: int, read_ms: int) -> Iterator[Finding]:
-    """Yield a finding if slots of the wheel lead nowhere, or if only an older snapshot of the wheel is left."""
+def _wheel_findings(view: StoreView, log: TimerLog, end: int, last_waiting: int, read_again: int) -> Iterator[Finding]:
+    """Yield a finding if slots of the wheel lead nowhere, or if the wheel lacks units that wait.
+
+    ``last_waiting`` is the position of the last unit that is still to be delivered, -1 without one. From ``read_again``
+    on a broker that loads ``timerwheel`` reads the timer log again at its start.
+    """
     store = view.store
-    snapshots = wheel_snapshots(store.path, store.files)
+    wheels = wheel_files(store.path, store.files)
+    for wheel in wheels:
+        if wheel.damage is not None:
+            yield Finding(
+                "stale-wheel", "warning", wheel.name,
+                f"{wheel.name} is no wheel: {wheel.damage.what}. A broker that reads it does not start.",
+                {"slots": 0, "timer_log_end": end, "newest": wheels[0].name,
+                 "snapshots": wheel_snapshots(store.path, store.files)[-NAMED:], "bytes_behind": 0},
+                "Run librmq can-start STORE, which names what to delete.",
+            )  # fmt: skip
+    wheels = [wheel for wheel in wheels if wheel.damage is None]
+    if not wheels:
+        return
+    newest = wheels[0]
     try:
         slots = [slot for _, slot in read_slots(store.path, store.files) if slot.messages > 0]
     except CorruptionError:
-        return  # reported as damage
+        slots = []  # reported above
     wrong = [slot for slot in slots if slot.last >= end or (slot.last >= log.begin and log.unit(slot.last) is None)]
-    has_wheel = bool(store.files.size(os.path.join(store.path, directory.TIMERWHEEL)))
-    behind = end - snapshots[-1] if snapshots and not has_wheel else 0
-    if wrong or behind > 0:
+    itself = next((wheel for wheel in wheels if wheel.position is None), None)
+    behind = max(0, last_waiting - newest.last) if view.owner is None else 0  # a running broker flushes it now and then
+    again = read_again if newest.position is None else newest.position
+    lacks = behind > 0 and newest.last + UNIT_SIZE < again
+    older = itself is not None and itself.last < newest.last
+    by_librmq = "With the broker stopped, librmq serve makes timerwheel from the whole timer log."
+    next_step = "Nothing, if the broker starts; librmq pending STORE --kind timer lists what waits, by the timer log."
+    if wrong:
         what = (
-            f"{counted(len(wrong), 'slot')} of the wheel lead to places that the timer log does not have, up to "
-            f"{max(slot.last for slot in wrong)} of {end}"
-            if wrong
-            else f"the newest snapshot of the wheel is of {snapshots[-1]}, and the timer log goes on for {behind} bytes"
+            f"{counted(len(wrong), 'slot')} of {newest.name} lead to places that the timer log does not have, up to "
+            f"{max(slot.last for slot in wrong)} of {end}: a broker revises the wheel from the timer log at its start."
         )
-        yield Finding(
-            "stale-wheel", "warning", "timer",
-            f"{what[0].upper()}{what[1:]}: a broker revises the wheel from the timer log at its start.",
-            {"slots": len(wrong), "timer_log_end": end, "snapshots": snapshots[-NAMED:],
-             "bytes_behind": max(behind, 0)},
-            "Nothing, if the broker starts; librmq pending STORE --kind timer lists what waits, by the timer log.",
-        )  # fmt: skip
+    elif behind:
+        what = f"{newest.name} ends {behind} bytes before the last timer that waits, and a broker reads the timer log "
+        if lacks:
+            what += f"at its start only from {again} on: it does not deliver the timers between."
+            next_step = f"Copy the folder. {by_librmq}"
+        else:
+            what += "again at its start."
+    elif older:
+        what = (
+            f"timerwheel is older than its snapshot {newest.name}: a broker that reads no snapshots (up to 5.3.3, or "
+            "with timerWheelSnapshotFlush=false) starts with the older one, and can miss timers."
+        )
+        next_step = f"Keep timerWheelSnapshotFlush=true. {by_librmq}"
+    else:
+        return
+    yield Finding(
+        "stale-wheel", "warning" if wrong or lacks else "info", "timer", what,
+        {"slots": len(wrong), "timer_log_end": end, "newest": newest.name,
+         "snapshots": wheel_snapshots(store.path, store.files)[-NAMED:], "bytes_behind": behind},
+        next_step,
+    )  # fmt: skip

@@ -46,6 +46,7 @@ from librmq.store.format.broker_tables import BrokerTables, repair_advice
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.directory import StoreKind
 from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader
+from librmq.store.format.timerfiles import wheel_snapshots
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import clear_leftovers, load
 from librmq.store.recovery.salvage import find_record
@@ -295,6 +296,15 @@ class _Judge:
             self._add("refuses", wheel, f"expected a multiple of 64 bytes, two turns of slots, found {length}",
                       f"{_COPY}, then delete timerwheel, timerlog/ and config/timercheck: the broker makes them again "
                       "from the topic of timers, and delivers those again")  # fmt: skip
+        for position in wheel_snapshots(self._path, self._files)[-1:]:
+            snapshot = f"{wheel}.{position}"
+            length = self._files.size(snapshot) or 0
+            if length % 64:
+                self._add("refuses", snapshot,
+                          f"expected a multiple of 64 bytes, two turns of slots, found {length}; a broker with "
+                          "timerWheelSnapshotFlush=false does not read it",
+                          "move it away: the broker reads the one before it, or timerwheel, and then the timer log",
+                          )  # fmt: skip
         entries = self._files.list(os.path.join(self._path, directory.TIMERLOG))
         lengths = [entry.size for entry in entries if entry.size and not entry.is_folder]
         if lengths:

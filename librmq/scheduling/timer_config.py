@@ -17,7 +17,7 @@ from librmq.message import Message
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_DELAY
 from librmq.store.engine.dispatch import parse_level
-from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE, TimerWheel, timer_log_size
+from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE, timer_log_size, wheel_size
 
 DELAY_SEC: Final = "TIMER_DELAY_SEC"
 DELAY_MS: Final = "TIMER_DELAY_MS"
@@ -91,7 +91,7 @@ class TimerConfig(Config):
         settings = {}
         if size := timer_log_size(path, files):
             settings["timer_log_file_size"] = size
-        if size := files.size(TimerWheel.path_in(path)):
+        if size := wheel_size(path, files):
             settings["slots_total"] = size // SLOT_SIZE // 2
         return cls(**settings) if settings else None
 

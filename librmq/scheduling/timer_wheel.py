@@ -7,6 +7,7 @@ with it. `librmq.store.format.timerfiles` has the formats, `librmq.scheduling.ti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ from librmq.store.format.timerfiles import (
     TimerWheel,
     Unit,
     timer_log_size,
+    wheel_files,
+    wheel_snapshots,
 )
 
 _log = EventLog("librmq.timer")
@@ -93,6 +96,7 @@ class TimerSlots:
         wheel = self._wheel
         if wheel is None:
             if not slots:
+                self._delete_wrong_snapshots()
                 return True
             wheel = self._wheel = TimerWheel.create(self._store, self._slots, files=self._files)
         times = wheel.times()
@@ -103,7 +107,17 @@ class TimerSlots:
             if wheel.slot(time) != slot:
                 wheel.put(slot)
             self._waiting[time % self._slots] = True
+        self._delete_wrong_snapshots()
         return True
+
+    def _delete_wrong_snapshots(self) -> None:
+        """Delete snapshots of the wheel that know units behind the end of the log: others come into these places."""
+        if not wheel_snapshots(self._store, self._files):
+            return
+        for snapshot in wheel_files(self._store, self._files):
+            if snapshot.position is not None and max(snapshot.position, snapshot.last + 1) > self.log.end:
+                self.flush()  # before the deletion, so that a broker finds every slot in one of the files
+                self._files.delete(os.path.join(self._store, snapshot.name))
 
     def _slots_of_log(self, begin: int) -> dict[int, Slot] | None:
         """Return the slots that the log's units make from a time on; None if they do not fit into the wheel."""

@@ -48,7 +48,7 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.documents import JOB_NOTES_FOLDER, OWN_FOLDER
 from librmq.store.format.rocksdb import is_database
-from librmq.store.format.timerfiles import TimerCheckpoint
+from librmq.store.format.timerfiles import TimerCheckpoint, wheel_snapshots
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import settle
 from librmq.store.recovery.saved_state import read_closed_state
@@ -246,7 +246,8 @@ _OF_QUEUES: Final = (
 
 def _copy_files_of_5(path: str, part: str, kind: directory.StoreKind, files: Files) -> None:
     """Copy what a store of 5.x has beside the files of 4.9; databases of RocksDB as a whole."""
-    for name in (*_OF_5, *(_OF_QUEUES if kind.derives_queues else ())):
+    wheels = [f"{directory.TIMERWHEEL}.{position}" for position in wheel_snapshots(path, files)]
+    for name in (*wheels, *_OF_5, *(_OF_QUEUES if kind.derives_queues else ())):
         _copy_below(path, part, name, files)
     for name in files.names(os.path.join(path, directory.CONFIG)):
         if is_database(os.path.join(path, directory.CONFIG, name), files):

@@ -206,6 +206,12 @@ def test_5_deletes_a_last_file_of_length_zero(shell: Shell) -> None:
     (store / "timerwheel").write_bytes(bytes(100))
     row, reasons = can_start(shell, store, 1)
     assert (row["broker"], reasons["timerwheel"]["verdict"]) == ("refuses", "refuses")
+    (store / "timerwheel").unlink()
+    (store / "timerwheel.104").write_bytes(bytes(100))
+    row, reasons = can_start(shell, store, 1)
+    assert (row["broker"], reasons["timerwheel.104"]["verdict"]) == ("refuses", "refuses")
+    (store / "timerwheel.208").write_bytes(bytes(128))  # a broker reads the last one only
+    assert "timerwheel.104" not in can_start(shell, store)[1]
 
 
 def test_the_store_of_a_killed_broker(shell: Shell) -> None:

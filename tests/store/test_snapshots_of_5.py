@@ -113,6 +113,8 @@ def test_databases_are_copied_as_a_whole(tmp_path: Path, form: str) -> None:
 def test_stores_that_a_broker_of_5_wrote(tmp_path: Path, archive: str) -> None:
     unpack(existing("store-5.3.3", archive), tmp_path)
     (path,) = {log.parent for log in tmp_path.rglob("commitlog")}
+    (path / "timerwheel.104").write_bytes(bytes(64))
     snapshot(str(path), str(tmp_path / "copy"))
+    assert (tmp_path / "copy" / "timerwheel.104").read_bytes() == bytes(64)
     assert raws(tmp_path / "copy") == raws(path)
     assert verify(tmp_path / "copy").sound == verify(path).sound

@@ -31,7 +31,7 @@ from librmq.diagnosis import deadletters
 from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.lag_report import GroupRate, Lag, TopicProgress, lag_of_view
 from librmq.diagnosis.view import StoreView, View, group_summaries
-from librmq.errors import InputError
+from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC
@@ -358,12 +358,18 @@ def timers(arguments: argparse.Namespace, output: Output) -> int:
                 output.row({"type": "timerlog_unit", "pos": position, **_fields(item, _UNIT)})
             else:
                 output.row({"type": "timerlog_blank", "pos": position, "size": item})
-    for number, slot in timerfiles.read_slots(store, files):
-        output.row({"type": "wheel_slot", "index": number, **_fields(slot, _SLOT)})
+    damage = None
+    try:
+        for number, slot in timerfiles.read_slots(store, files):
+            output.row({"type": "wheel_slot", "index": number, **_fields(slot, _SLOT)})
+    except CorruptionError as error:
+        damage = error  # raised when everything else is printed
     checkpoint = timerfiles.TimerCheckpoint.read(store, files)
     if checkpoint is not None:
         size = timerfiles.CHECKPOINT_SIZE
         output.row({"type": "timercheck", "file_size": size, **_fields(checkpoint, _CHECKPOINT)})
+    if damage is not None:
+        raise damage
     return 0
 
 

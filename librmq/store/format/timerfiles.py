@@ -7,6 +7,7 @@
                              last position                   8
                              messages, less deletions        4
                              magic                           4   0
+    timerwheel.<n>     the same, as a snapshot of 5.4 for the timer log up to position n
 
     timerlog/<start>   unit  size            4   52
                              previous        8   position of the unit before it in its slot, -1 for none
@@ -38,7 +39,7 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from librmq.errors import CorruptionError
+from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import File, Files, make_folders
 from librmq.files.rolling import MappedFileQueue, MappingPool
@@ -72,6 +73,11 @@ UNIT_DTYPE: Final = np.dtype(
         ("topic_hash", ">i4"),
         ("reserved", ">i8"),
     ]
+)
+
+
+SLOT_DTYPE: Final = np.dtype(
+    [("time", ">i8"), ("first", ">i8"), ("last", ">i8"), ("messages", ">i4"), ("magic", ">i4")]
 )
 
 
@@ -167,8 +173,7 @@ class TimerWheel:
 
     def times(self) -> npt.NDArray[np.int64]:
         """Return a copy of the time of each slot."""
-        slots = np.frombuffer(self._file.buffer, np.dtype([("time", ">i8"), ("rest", "V24")]))
-        return slots["time"].astype(np.int64)
+        return np.frombuffer(self._file.buffer, SLOT_DTYPE)["time"].astype(np.int64)
 
     def flush(self) -> None:
         """Flush the slots to the device; others can be written meanwhile."""
@@ -181,40 +186,83 @@ class TimerWheel:
                 raise
 
 
-def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:
-    """Yield the used slots of a store's wheel with their numbers.
+class WheelFile(NamedTuple):
+    """A file with the slots of a wheel."""
 
-    Without the wheel they are those of ``timerwheel.gz``, or else of its newest snapshot.
+    name: str
+    position: int | None
+    """Position in the timer log that a snapshot has in its name; None for the wheel itself."""
+    last: int
+    """Position of the newest unit that its slots know, -1 if it knows none or is damaged."""
+    damage: CorruptionError | None
+
+
+def wheel_files(store: str, files: Files) -> list[WheelFile]:
+    """Return the wheel of a store and its snapshots, the newest first.
+
+    Versions after 5.3.3 can write the wheel as ``timerwheel.<position in the timer log>``, and a broker that has loaded
+    such a snapshot need not write ``timerwheel`` any more. What the slots lead to shows which file is the newest.
+    """
+    wheels: list[WheelFile] = []
+    for name, position in _wheel_names(store, files).items():
+        try:
+            slots = _read_wheel(store, name, files)
+        except CorruptionError as error:
+            wheels.append(WheelFile(name, position, -1, error))
+        except StoreIOError:
+            if files.size(os.path.join(store, name)) is not None:
+                raise
+            # Otherwise a broker has deleted an old snapshot meanwhile.
+        else:
+            last = np.where(slots["time"] != 0, slots["last"], -1).max(initial=-1)
+            wheels.append(WheelFile(name, position, int(last), None))
+    return sorted(wheels, key=lambda wheel: (wheel.damage is not None, -wheel.last))  # keeps the wheel before snapshots
+
+
+def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:
+    """Yield the used slots of the newest wheel of a store with their numbers.
 
     Raises:
-        CorruptionError: The file is no wheel.
+        CorruptionError: A file is no wheel; the slots of the newest sound one come first.
     """
-    path = TimerWheel.path_in(store)
-    packed = f"{path}.gz"
-    if files.size(path):
-        data: bytes | memoryview = files.read(path, _MAX_WHEEL_SIZE)
-    elif files.size(packed):
-        data = _unpacked(packed, files)
-    elif snapshots := wheel_snapshots(store, files):
-        path = f"{path}.{snapshots[-1]}"
-        data = files.read(path, _MAX_WHEEL_SIZE)
-    else:
-        return
-    if len(data) % SLOT_SIZE:
-        raise CorruptionError(path, 0, "size", f"expected a multiple of {SLOT_SIZE} bytes, found {len(data)}")
-    rows = np.frombuffer(data, np.dtype(f"V{SLOT_SIZE}"))
-    for number in np.flatnonzero(rows != rows.dtype.type(bytes(SLOT_SIZE))).tolist():
-        yield number, Slot._make(_SLOT.unpack_from(data, number * SLOT_SIZE))
+    wheels = wheel_files(store, files)
+    if wheels and wheels[0].damage is None:
+        slots = _read_wheel(store, wheels[0].name, files)
+        rows = slots.view(f"V{SLOT_SIZE}")
+        for number in np.flatnonzero(rows != rows.dtype.type(bytes(SLOT_SIZE))).tolist():
+            yield number, Slot._make(slots[number].item())
+    for wheel in wheels:
+        if wheel.damage is not None:
+            raise wheel.damage
+
+
+def wheel_size(store: str, files: Files) -> int | None:
+    """Return the length of a store's wheel, or else of its last snapshot; None if there is neither."""
+    names = (name for name in _wheel_names(store, files) if not name.endswith(".gz"))
+    return next((files.size(os.path.join(store, name)) for name in names), None)
 
 
 def wheel_snapshots(store: str, files: Files) -> list[int]:
-    """Return the positions in the timer log up to which snapshots of the wheel go, ascending.
-
-    Versions after 5.3.3 can write the wheel as ``timerwheel.<position>``.
-    """
+    """Return the positions in the timer log up to which snapshots of the wheel go, ascending."""
     prefix = f"{TIMERWHEEL}."
     names = (entry.name for entry in files.list(store) if entry.name.startswith(prefix) and entry.size)
-    return sorted(int(name[len(prefix) :]) for name in names if name[len(prefix) :].isdigit())
+    suffixes = [name[len(prefix) :] for name in names]
+    return sorted(int(suffix) for suffix in suffixes if suffix.isdecimal() and suffix == str(int(suffix)))
+
+
+def _wheel_names(store: str, files: Files) -> dict[str, int | None]:
+    """Return the name of a store's wheel, which can be packed, and its snapshots with their positions, last first."""
+    names = [name for name in (TIMERWHEEL, f"{TIMERWHEEL}.gz") if files.size(os.path.join(store, name))]
+    snapshots = {f"{TIMERWHEEL}.{position}": position for position in reversed(wheel_snapshots(store, files))}
+    return {**dict.fromkeys(names[:1]), **snapshots}
+
+
+def _read_wheel(store: str, name: str, files: Files) -> npt.NDArray[Any]:
+    path = os.path.join(store, name)
+    data = _unpacked(path, files) if name.endswith(".gz") else files.read(path, _MAX_WHEEL_SIZE)
+    if len(data) % SLOT_SIZE:
+        raise CorruptionError(path, 0, "size", f"expected a multiple of {SLOT_SIZE} bytes, found {len(data)}")
+    return np.frombuffer(data, SLOT_DTYPE)
 
 
 def _unpacked(path: str, files: Files) -> bytes:
