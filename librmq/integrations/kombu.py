@@ -25,8 +25,6 @@ from typing import Any, Final, NamedTuple
 
 from kombu.transport import TRANSPORT_ALIASES, virtual
 from kombu.transport.base import to_rabbitmq_queue_arguments
-from kombu.utils.json import loads
-from kombu.utils.uuid import uuid
 
 import librmq
 from librmq.clock import SystemClock
@@ -216,8 +214,8 @@ class Channel(virtual.Channel):
 
     def begin(self, delivery: Delivery, no_ack: bool) -> dict[str, Any]:
         """Return a received message as kombu has it; its tag is new, because a fanout shares the sender's."""
-        raw: dict[str, Any] = loads(delivery.message.body)
-        tag = raw["properties"]["delivery_tag"] = uuid()
+        raw = delivery.read()
+        tag = raw["properties"]["delivery_tag"] = self._next_delivery_tag()
         if delivery.attempt > 1:
             raw["redelivered"] = raw["properties"]["delivery_info"]["redelivered"] = True
         if no_ack:
@@ -225,6 +223,9 @@ class Channel(virtual.Channel):
         else:
             self._flights[tag] = delivery
         return raw
+
+    def _next_delivery_tag(self) -> str:
+        return str(next(self._delivery_tags))
 
     def takes_without_ack(self, queue: str) -> bool:
         """Return whether messages of a queue count as acknowledged when they are received."""
@@ -250,7 +251,8 @@ class Channel(virtual.Channel):
     @property
     def queues(self) -> list[str]:
         """The queues that the channel consumes."""
-        return list(self._active_queues)
+        queues: list[str] = self._active_queues
+        return queues
 
 
 class _Wanted(NamedTuple):

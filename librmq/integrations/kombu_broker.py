@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import os
 import re
 import sys
@@ -35,6 +36,7 @@ if sys.platform != "win32":
 _log = EventLog("librmq.integrations")
 _clock: Final = SystemClock()
 _dumps: Final = JSONEncoder().encode
+_loads: Final = json.JSONDecoder().decode
 
 KombuRoute: TypeAlias = "SharedBroker | RemoteRoute"
 GROUP: Final = "kombu"
@@ -210,8 +212,17 @@ class Delivery(NamedTuple):
     @property
     def is_expired(self) -> bool:
         """Whether the message was not received in its time."""
+        if _EXPIRES.encode() not in self.message.raw:  # most have no limit, and decoding all properties takes long
+            return False
         expires_ms = self.message.properties.get(_EXPIRES)
         return expires_ms is not None and int(expires_ms) <= _clock.now_ms()
+
+    def read(self) -> dict[str, Any]:
+        """Return the message as kombu has sent it."""
+        text = self.message.body.decode()
+        # kombu's reader looks at each object for a type that JSON does not have.
+        raw: dict[str, Any] = loads(text) if '"__type__"' in text else _loads(text)
+        return raw
 
 
 class Receiver(Protocol):

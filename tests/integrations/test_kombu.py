@@ -6,6 +6,7 @@ import select
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -78,6 +79,19 @@ def test_messages_arrive_once_and_in_order_in_a_folder(share: Connect) -> None:
         send(connection, queue, *range(40))
         assert drain(connection, queue, 40, prefetch_count=4) == list(range(40))
         assert is_empty(connection, queue)
+
+
+def test_values_that_json_does_not_have_arrive(connect: Connect) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    when = datetime(2026, 1, 2, tzinfo=UTC)
+    with connect() as connection:
+        send(connection, queue, "KOMBU_EXPIRES_MS", headers={"when": when, "plain": [{"a": None}]})
+        messages: list[Any] = []
+        with kombu.Consumer(connection, [queue], on_message=messages.append, no_ack=True):
+            connection.drain_events(timeout=20)
+    (message,) = messages
+    assert message.payload == "KOMBU_EXPIRES_MS"
+    assert message.headers == {"when": when, "plain": [{"a": None}]}
 
 
 def test_what_is_not_acknowledged_comes_again_to_the_next_connection(connect: Connect) -> None:

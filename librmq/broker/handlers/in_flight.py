@@ -15,8 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.offsets import DelayedSave
@@ -28,7 +27,7 @@ from librmq.store.format.broker_tables import ConfigTable
 
 _IN_ORDER: Final = 999
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
-_FIELDS: Final = 9
+_RECEIPT: Final = re.compile("(N) (N) (N) (N) (N) (.*) (N) (N) (N)".replace("N", _NUMBER.pattern), re.DOTALL)
 _SAVED_FIELDS: Final = 6
 
 
@@ -67,8 +66,7 @@ class RetryOwners:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(NamedTuple):
     """Names a delivery for its receiver. As text it has the nine fields of 5.x, separated by blanks."""
 
     received_ms: int
@@ -89,14 +87,11 @@ class Receipt:
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """Return the receipt in a text, None for any other text."""
-        first = text.split(" ", 5)
-        last = first[-1].rsplit(" ", 3)
-        fields = [*first[:-1], *last]
-        numbers = [field for at, field in enumerate(fields) if at != 5]
-        if len(fields) != _FIELDS or not all(map(_NUMBER.fullmatch, numbers)):
+        match = _RECEIPT.fullmatch(text)
+        if match is None:
             return None
-        _, received, invisible, order, retry, queue_id, offset, physical = map(int, numbers)
-        return cls(received, invisible, order == _IN_ORDER, retry != 0, fields[5], queue_id, offset, physical)
+        _, received, invisible, order, retry, name, *place = match.groups()
+        return cls(int(received), int(invisible), int(order) == _IN_ORDER, retry != "0", name, *map(int, place))
 
 
 class Flight:

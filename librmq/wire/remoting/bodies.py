@@ -36,9 +36,16 @@ _FIRST = ("CONSUME_FROM_FIRST_OFFSET", 4)
 _TIMESTAMP = ("CONSUME_FROM_TIMESTAMP", 5)
 
 
+_encode: Final = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
+
+
 def write_body(value: object) -> bytes:
     """Return a body. Keys of type `ObjectKey` are written as objects, numbers as quoted keys."""
-    return _text(value).encode("utf-8", "replace")
+    try:
+        text = _encode(value)
+    except TypeError:  # an `ObjectKey`, or a mapping that is no dict
+        text = _text(value)
+    return text.encode("utf-8", "replace")
 
 
 def _text(value: object) -> str:

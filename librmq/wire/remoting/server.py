@@ -52,7 +52,7 @@ from librmq.wire.remoting.channels import (
     refused,
     served,
 )
-from librmq.wire.remoting.consumer_requests import PULLS, ChannelReceives, ConsumerRequests, Pulls
+from librmq.wire.remoting.consumer_requests import PULLS, ChannelReceives, ConsumerRequests, Pulls, acknowledge_all
 from librmq.wire.remoting.frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
 from librmq.wire.remoting.headers import (
     AddedTopicsHeader,
@@ -360,7 +360,11 @@ class FrameAnswers:
         """Answer frames that came together, by writing to their channel."""
         answers: list[bytes] = []
         size = 0
-        for is_send, together in self._parts(frames):
+        for kind, together in self._parts(frames):
+            is_send = kind == _SEND
+            if kind == _ACKNOWLEDGE:
+                acknowledge_all(channel, together)
+                continue
             answered = (
                 self._sends.send_all(channel, together)
                 if is_send
@@ -377,11 +381,11 @@ class FrameAnswers:
         if answers:
             channel.write(b"".join(answers))
 
-    def _parts(self, frames: list[Frame]) -> Iterator[tuple[bool, list[Frame]]]:
-        """Yield runs of frames that are answered together, and whether they are sends."""
-        for is_send, run in itertools.groupby(frames, _is_send):
-            while together := list(itertools.islice(run, self._most_sends if is_send else None)):
-                yield is_send, together
+    def _parts(self, frames: list[Frame]) -> Iterator[tuple[str, list[Frame]]]:
+        """Yield runs of frames that are answered together, each with its kind."""
+        for kind, run in itertools.groupby(frames, _kind_of):
+            while together := list(itertools.islice(run, self._most_sends if kind == _SEND else None)):
+                yield kind, together
 
     def _answer_frame(self, channel: Channel, frame: Frame) -> tuple[Frame, bytes | None]:
         """Return a frame and the bytes of its answer; None if no answer is expected or if it comes later."""
@@ -396,8 +400,16 @@ class FrameAnswers:
         return frame, answer_of(self._handlers, channel, frame)
 
 
-def _is_send(frame: Frame) -> bool:
-    return frame.code in SENDS and not frame.is_answer
+_SEND: Final = "send"
+_ACKNOWLEDGE: Final = "acknowledge"
+
+
+def _kind_of(frame: Frame) -> str:
+    """Return the kind of a frame that is answered together with others of it; empty for one that is answered alone."""
+    if frame.code in SENDS and not frame.is_answer:
+        return _SEND
+    is_acknowledgement = frame.code == RequestCode.ACKNOWLEDGE and frame.is_one_way and not frame.is_answer
+    return _ACKNOWLEDGE if is_acknowledgement else ""
 
 
 def _is_local(host: str) -> bool:
