@@ -82,6 +82,17 @@ class SendsLater:
     __slots__ = ()
 
 
+class HandsOver:
+    """Base class of endpoints that hand pulled messages to the consumer's function, inherited for the same reason."""
+
+    __slots__ = ()
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether they do: not where something else must see each message."""
+        return True
+
+
 @value
 class QueueData:
     """The queues of a topic in one broker."""
