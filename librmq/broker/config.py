@@ -124,9 +124,7 @@ class Promises:
             CorruptionError: The file is unreadable.
         """
         place, retention = os.path.join(path, SETTINGS_FILE), read_retention(path, files)
-        document: dict[str, Any] = {"store": {}, "broker": {}}
-        if files.size(place):
-            document = read_document(place, files, {"store": (dict,), "broker": (dict,)})
+        document = read_document(place, files, {"store": (dict,), "broker": (dict,)}) or {"store": {}, "broker": {}}
         store = {name: value for name, value in document["store"].items() if name in _IN_FILE}
         broker = {name: value for name, value in document["broker"].items() if name in _OF_BROKER}
         try:
@@ -191,9 +189,9 @@ class Promises:
         return lines
 
     def is_replaced_by(self, recorded: Promises) -> bool:
-        """Return whether a store has recorded other settings since; retention it records by itself."""
+        """Return whether another process has recorded other settings since; values of retention the opening records."""
         before, now = (
-            {name: value for name, value in promises.values().items() if name not in RETENTION}
+            {name: None if name in RETENTION else value for name, value in promises.values().items()}
             for promises in (self, recorded)
         )
         return before != now
@@ -252,15 +250,21 @@ class Promises:
         }
         return Promises(StoreConfig(**_shaped(binding)), BrokerConfig(**broker))
 
-    def record(self, path: str, files: Files, other: Promises) -> None:
-        """Record what ``other`` names beside these recorded settings, or instead of them.
+    def record(self, path: str, files: Files, other: Promises, *, replaces: bool = True) -> None:
+        """Record what ``other`` names beside these recorded settings, or with ``replaces`` instead of them.
 
         What another process has recorded since these were read stays. A full disk does not prevent opening the store;
         the next opening tries again.
+
+        Raises:
+            ConfigError: ``replaces`` is False, and ``other`` names another value than is recorded.
         """
         if other.over(self).named() != self.named():
             with full_disk_suffered(path, "the named settings"), notes_locked(path, files):
-                Promises.read(path, files)._write_over(path, files, other)
+                recorded = Promises.read(path, files)
+                if not replaces:
+                    recorded.check_shared(path, other)
+                recorded._write_over(path, files, other)
 
     def _write_over(self, path: str, files: Files, other: Promises) -> None:
         promises = other.over(self)

@@ -14,6 +14,7 @@ from librmq.diagnosis.lag_report import QueueLag, lag, no_progress
 from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves, waiting_retries
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, MalformedError, TransactionRefusedError
+from librmq.files.interface import read_replaced
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import (
     PROPERTY_DELAY,
@@ -319,10 +320,8 @@ def skipped(source: Source) -> list[Skip]:
     """
     with viewed(source) as view:
         path = os.path.join(view.store.path, OWN_FOLDER, _FILE)
-        if not view.store.files.size(path):
-            return []
         notes = []
-        for number, line in enumerate(view.store.files.read(path).decode().splitlines(), 1):
+        for number, line in enumerate(read_replaced(view.store.files, path).decode().splitlines(), 1):
             try:
                 fields = json.loads(line)
                 queues = tuple(SkippedQueue(**queue) for queue in fields.pop("queues"))
@@ -337,8 +336,7 @@ def _record(broker: StoreRoute, done: Skip) -> None:
     path = os.path.join(folder, _FILE)
     fields = {**done._asdict(), "queues": [queue._asdict() for queue in done.queues]}
     with notes_locked(broker.store.path, files):
-        before = files.read(path) if files.size(path) else b""
-        files.write(path, before + json.dumps(fields, ensure_ascii=False).encode() + b"\n")
+        files.write(path, read_replaced(files, path) + json.dumps(fields, ensure_ascii=False).encode() + b"\n")
 
 
 # ---- retries and halves that wait

@@ -433,13 +433,13 @@ def make_folders(files: Files, folder: str) -> None:
         raise
 
 
-def read_replaced(files: Files, path: str) -> bytes:
-    """Return the bytes of a file that another process may replace; none if it is missing or empty.
+def read_replaced(files: Files, path: str, limit: int = 64 << 20) -> bytes:
+    """Return the bytes of a file that another process may replace or delete; none if it is missing or empty.
 
     A broker of RocketMQ deletes a table before it renames the new one, so the file can be gone after a look at it.
     """
     try:
-        return files.read(path) if files.size(path) else b""
+        return files.read(path, limit) if files.size(path) else b""
     except StoreIOError as error:
         if error.errno != errno.ENOENT:
             raise

@@ -162,10 +162,10 @@ class Cancellations:
 
     def _read(self, path: str) -> tuple[int, dict[tuple[str, str], Cancellation]]:
         """Return the number and the cancellations in a file; 0 and none if it is missing."""
-        if not self._files.size(path):
-            return 0, {}
         kinds = {"messages": (list,), "number": (int, type(None))}
         fields = read_document(path, self._files, kinds, max_size=_MAX_SIZE)
+        if fields is None:
+            return 0, {}
         try:
             return fields.get("number", 0), {row[:2]: row for row in map(_checked, fields["messages"])}
         except (TypeError, ValueError) as error:

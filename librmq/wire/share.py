@@ -300,8 +300,10 @@ class SharedBroker(AdministeredRoute):
                 change_settings=settings.changes,
             )
             undo.callback(broker.close)
-            # Record the promises only now: if the store can't be opened, nothing is promised.
-            Promises.read(self.path, settings.files).record(self.path, settings.files, promises)
+            # Record the promises only now: if the store can't be opened, nothing is promised. A peer of a former owner
+            # can have named another value since the look before. Then this process has named it too late.
+            recorded = Promises.read(self.path, settings.files)
+            recorded.record(self.path, settings.files, promises, replaces=settings.changes)
             # Peers of a former owner join again in a moment. Wait for them before queues are shared out, so that their
             # consumers keep their queues.
             if self._was_peer or os.path.exists(owner_socket(self.path)):

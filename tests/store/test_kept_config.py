@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from librmq import ManualClock, Message
+from librmq.broker.config import Promises
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError
 from librmq.files.disk import DiskFiles
@@ -18,6 +20,9 @@ from librmq.files.memory import MemoryFiles
 from librmq.store import MessageStore
 from librmq.store.extraction import rescue
 from librmq.store.format.directory import broker_conf, infer_config
+from librmq.store.format.documents import is_kept_as_own, read_kept_config, read_mark, read_retention, resent_times
+from librmq.store.recovery.saved_state import read_closed_state
+from librmq.store.recovery.saved_state import read_mark as read_mark_of_flush
 from librmq.store.recovery.verify import verify
 from librmq.store.snapshots import snapshot
 from tests.budget import many
@@ -194,3 +199,37 @@ def test_a_configuration_knows_which_settings_were_named() -> None:
     assert dataclasses.replace(StoreConfig(), max_total_size=1 << 30).named == {"max_total_size"}
     assert "file_reserved_hours" in dataclasses.replace(StoreConfig.broker(), file_reserved_hours=5).named
     assert StoreConfig() == StoreConfig(durability="async")
+
+
+class Vanishing(MemoryFiles):
+    """Files of librmq's own that another process deletes after each look at their size."""
+
+    def size(self, path: str) -> int | None:
+        size = super().size(path)
+        if size and path.startswith("/s/librmq/"):
+            self.delete(path)
+        return size
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("closed.json", read_closed_state),
+        ("flushed.json", read_mark_of_flush),
+        ("config.json", read_kept_config),
+        ("config.json", is_kept_as_own),
+        ("retention.json", lambda path, files: read_retention(path, files).named),
+        ("replica.json", read_mark),
+        ("resent.json", resent_times),
+        ("settings.json", lambda path, files: any(Promises.read(path, files).named())),
+    ],
+)
+def test_a_document_that_is_deleted_after_a_look_counts_as_missing(
+    name: str, read: Callable[[str, MemoryFiles], object]
+) -> None:
+    """Readers take no lock, and a close deletes `closed.json` where the disk has no room for a new one."""
+    files = Vanishing()
+    files.make_folder("/s/librmq")
+    files.write(f"/s/librmq/{name}", b'{"version": 1}')
+    assert not read("/s", files)
+    assert files.names("/s/librmq") == ()

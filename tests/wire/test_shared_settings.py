@@ -13,12 +13,26 @@ from typing import Any, cast
 import pytest
 
 import librmq
-from librmq import Broker, BrokerConfig, ConfigError, ManualClock, Message, StoreConfig, TimerConfig, TransactionConfig
+from librmq import (
+    Broker,
+    BrokerConfig,
+    ConfigError,
+    ManualClock,
+    ManualRunner,
+    Message,
+    StoreConfig,
+    StoreLockedError,
+    TimerConfig,
+    TransactionConfig,
+)
 from librmq.broker.config import Promises
 from librmq.cli import main
 from librmq.errors import CorruptionError
 from librmq.files.disk import DiskFiles
+from librmq.files.interface import FileLock
+from librmq.files.memory import MemoryFiles
 from librmq.store import MessageStore
+from librmq.store.format.documents import RETENTION, read_retention, write_retention
 from librmq.store.snapshots import snapshot
 from tests.conftest import SlowBudget
 from tests.programs import run_program, start_program
@@ -125,6 +139,56 @@ def test_settings_that_two_processes_record_at_once_both_stay(tmp_path: Path) ->
     Promises.read(path, files).check_peer(path, named_by_a_peer, files, 1)
     read_by_the_owner.record(path, files, Promises(StoreConfig(max_message_size=1 << 20)))
     assert Promises.read(path, files).named()[0] == {"durability": "async", "max_message_size": 1 << 20}
+
+
+class NamingRetention(MemoryFiles):
+    """Files in which a peer of a former owner names a setting of retention, once the next owner has looked at them."""
+
+    is_due = False
+
+    def lock(self, path: str) -> FileLock:
+        self.is_due = self.is_due or path == "/s/lock"
+        return super().lock(path)
+
+    def size(self, path: str) -> int | None:
+        size = super().size(path)
+        if self.is_due and path == "/s/librmq/retention.json":
+            self.is_due = False
+            Promises().record("/s", self, Promises(StoreConfig(file_reserved_hours=72)))
+        return size
+
+
+def test_retention_that_a_peer_names_while_the_owner_records_its_own_stays() -> None:
+    files, own = NamingRetention(), StoreConfig(max_total_size=8 << 30)
+    files.is_due = True
+    write_retention("/s", own, files, default=dict.fromkeys(RETENTION))
+    assert Promises.read("/s", files).named()[0] == {"file_reserved_hours": 72}
+    assert read_retention("/s", files).settings["max_total_size"] == 8 << 30
+
+
+def test_an_opening_takes_what_a_peer_names_meanwhile() -> None:
+    files, runner, own = NamingRetention(), ManualRunner(), StoreConfig(max_total_size=8 << 30)
+    with pytest.raises(StoreLockedError, match="has just changed the settings"):
+        Broker.open("/s", files=files, runner=runner, store_config=own)
+    with Broker.open("/s", files=files, runner=runner) as broker:
+        config = broker.store.config
+        assert (config.file_reserved_hours, config.max_total_size) == (72, 8 << 30)
+
+
+def test_an_owner_that_names_another_value_too_late_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value was recorded after the owner had looked: the owner does not replace it in silence."""
+
+    def open_before_a_peer(*arguments: Any, **settings: Any) -> Broker:
+        broker = opens(*arguments, **settings)
+        Promises().record(str(tmp_path), DiskFiles(), Promises(StoreConfig(durability="sync")))
+        return broker
+
+    opens = Broker.open
+    monkeypatch.setattr(Broker, "open", open_before_a_peer)
+    with pytest.raises(ConfigError, match="durability is 'sync', and this process names 'async'"):
+        librmq.share(tmp_path, store_config=StoreConfig(durability="async"))
+    monkeypatch.undo()
+    assert owned(tmp_path)[0].durability == "sync"
 
 
 def test_a_total_size_below_the_default_file(tmp_path: Path) -> None:

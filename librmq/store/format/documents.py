@@ -20,7 +20,8 @@
                                groups that ``start_at`` has moved (`librmq.store.format.broker_tables`)
     librmq/resent.json         [[physical offset, message id, store time, time of the last resend], …]
                                dead letters that were sent to their groups again
-    librmq/notes.lock          locked while this one or the notes of skips change (`librmq.diagnosis.skips`)
+    librmq/notes.lock          locked while this one, recorded settings or the notes of skips (`librmq.diagnosis.skips`)
+                               change
 
 Without `config.json`, sizes come from the store's files, and the delay levels are 4.9's. Without `retention.json`, or
 with that of another folder, retention deletes nothing by age or size. Without `replica.json`, the copy is an
@@ -46,7 +47,7 @@ from typing import Any, Final, NamedTuple
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MalformedError, StoreIOError, StoreLockedError
-from librmq.files.interface import Files, confine, identity_of, make_folders
+from librmq.files.interface import Files, confine, identity_of, make_folders, read_replaced
 from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import EventLog
 
@@ -75,14 +76,19 @@ Kinds = Mapping[str, tuple[type, ...]]
 """The fields of a document with the types of their values; without `NoneType` among them, a field can't be absent."""
 
 
-def read_document(path: str, files: Files, kinds: Kinds, *, max_size: int = 1 << 20) -> dict[str, Any]:
-    """Return the fields in the file ``path`` that ``kinds`` names; other fields are ignored.
+def read_document(path: str, files: Files, kinds: Kinds, *, max_size: int = 1 << 20) -> dict[str, Any] | None:
+    """Return the fields in the file ``path`` that ``kinds`` names, None if it is missing or empty.
+
+    Other fields are ignored. Another process may replace or delete the file at any time.
 
     Raises:
         CorruptionError: The file holds no such document, or a later version of librmq wrote it.
     """
+    data = read_replaced(files, path, max_size)
+    if not data:
+        return None
     try:
-        document = json.loads(files.read(path, max_size))
+        document = json.loads(data)
         if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']!r:.80} instead of {_VERSION}")
         for name, types in kinds.items():
@@ -120,11 +126,8 @@ _LIMITS: Final = ("max_total_size", "file_reserved_hours")
 
 def read_kept_config(path: str, files: Files) -> dict[str, Any]:
     """Return the settings that the store in ``path`` keeps, none if the file is missing or unreadable."""
-    place = os.path.join(path, CONFIG_FILE)
-    if not files.size(place):
-        return {}
     try:
-        settings = read_document(place, files, _KEPT)
+        settings = read_document(os.path.join(path, CONFIG_FILE), files, _KEPT) or {}
         StoreConfig(**{"commitlog_file_size": _SMALLEST_LOG_FILE, **settings})
     except (ConfigError, CorruptionError):
         return {}
@@ -133,13 +136,11 @@ def read_kept_config(path: str, files: Files) -> dict[str, Any]:
 
 def is_kept_as_own(path: str, files: Files) -> bool:
     """Return whether the settings kept in ``path`` say that librmq made the store; False if they are unreadable."""
-    place = os.path.join(path, CONFIG_FILE)
-    if not files.size(place):
-        return False
     try:
-        return read_document(place, files, {_OWN: (bool, NoneType)}).get(_OWN) is True
+        fields = read_document(os.path.join(path, CONFIG_FILE), files, {_OWN: (bool, NoneType)}) or {}
     except CorruptionError:
         return False
+    return fields.get(_OWN) is True
 
 
 def write_kept_config(path: str, config: StoreConfig, files: Files, *, is_own: bool) -> None:
@@ -188,18 +189,15 @@ def read_retention(path: str, files: Files) -> RecordedRetention:
 
 
 def _recorded_retention(path: str, files: Files) -> RecordedRetention:
-    place = os.path.join(path, RETENTION_FILE)
+    kinds: Kinds = {"settings": (dict,), "named": (list,), "folder": (str, NoneType)}
     try:
-        if files.size(place):
-            kinds: Kinds = {"settings": (dict,), "named": (list,), "folder": (str, NoneType)}
-            fields = read_document(place, files, kinds)
+        fields = read_document(os.path.join(path, RETENTION_FILE), files, kinds)
+        if fields is not None:
             settings = {name: value for name, value in fields["settings"].items() if name in RETENTION}
             named, identity = [name for name in RETENTION if name in fields["named"]], _folder_identity(path, files)
             is_foreign = identity is not None and fields.get("folder") != identity
         else:  # earlier versions have recorded it beside the sizes, which a copy has too
-            place = os.path.join(path, CONFIG_FILE)
-            kinds = dict.fromkeys(RETENTION, _ANY)
-            settings = read_document(place, files, kinds) if files.size(place) else {}
+            settings = read_document(os.path.join(path, CONFIG_FILE), files, dict.fromkeys(RETENTION, _ANY)) or {}
             named, is_foreign = [], bool(settings)
         StoreConfig(**{"commitlog_file_size": _SMALLEST_LOG_FILE, **settings})
     except (ConfigError, CorruptionError):
@@ -231,8 +229,11 @@ def write_retention(path: str, config: StoreConfig, files: Files, *, default: Ma
     if stricter:
         changes = ", ".join(f"{name} is {settings[name]} and was {before.settings[name]}" for name in stricter)
         _log.warning("%(path)s: retention deletes more from now on: %(changes)s", path=path, changes=changes)
-    with full_disk_suffered(path, "settings of retention"):
-        _write_retention(path, files, settings, before.named)
+    with full_disk_suffered(path, "settings of retention"), notes_locked(path, files):
+        # A peer of a former owner can have named some since the look before. They stay: what it was told holds.
+        now = read_retention(path, files)
+        later = {name: now.settings[name] for name in now.named if name not in before.named}
+        _write_retention(path, files, {**settings, **later}, now.named)
 
 
 def name_retention(path: str, files: Files, values: Mapping[str, Any]) -> None:
@@ -277,11 +278,8 @@ def read_mark(path: str, files: Files) -> ReplicaMark | None:
     Raises:
         CorruptionError: The mark is unreadable, or a later version of librmq wrote it.
     """
-    place = os.path.join(path, MARK_FILE)
-    if not files.size(place):
-        return None
-    fields = read_document(place, files, {"of": (str,), "folder": (str, NoneType)})
-    return ReplicaMark(fields["of"], fields.get("folder"))
+    fields = read_document(os.path.join(path, MARK_FILE), files, {"of": (str,), "folder": (str, NoneType)})
+    return None if fields is None else ReplicaMark(fields["of"], fields.get("folder"))
 
 
 def write_mark(path: str, mark: ReplicaMark, files: Files) -> None:
@@ -327,6 +325,8 @@ class JobNote:
             CorruptionError: The file holds no note.
         """
         fields = read_document(path, files, _JOB_KINDS)
+        if fields is None:
+            raise CorruptionError(path, 0, "config", "expected a note of a job, found none")
         try:
             return cls(**fields | {"first": bytes.fromhex(fields["first"])})
         except ValueError as error:
@@ -411,10 +411,8 @@ def resent_times(path: str, files: Files) -> Mapping[LetterIdentity, int]:
         MalformedError: The file holds something else.
     """
     notes = _resent_path(path)
-    if not files.size(notes):
-        return {}
     try:
-        rows = json.loads(files.read(notes))
+        rows = json.loads(read_replaced(files, notes) or b"[]")
         return {(int(place), str(message_id), int(stored_ms)): int(at) for place, message_id, stored_ms, at in rows}
     except (ValueError, TypeError) as error:
         raise MalformedError(

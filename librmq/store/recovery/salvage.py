@@ -251,7 +251,7 @@ def kept_cuts(path: str, files: Files | None = None) -> list[KeptCut]:
 def _manifest(path: str, files: Files) -> dict[str, Any]:
     """Return the fields of a manifest, none if it is unreadable."""
     with contextlib.suppress(StoreError):
-        return read_document(path, files, _MANIFEST_KINDS)
+        return read_document(path, files, _MANIFEST_KINDS) or {}
     return {}
 
 

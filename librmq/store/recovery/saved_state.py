@@ -158,14 +158,11 @@ def read_closed_state(path: str, files: Files) -> StoreState | None:
 
     The queues of topics that were deleted on a broker since then are left out.
     """
-    place = _closed_path(path)
-    if files.size(place) is None:
-        return None
     try:
-        state = _state(read_document(place, files, _STATE_KINDS, max_size=_LARGEST_FILE))
+        fields = read_document(_closed_path(path), files, _STATE_KINDS, max_size=_LARGEST_FILE)
+        return None if fields is None else _without_deleted(_state(fields), path, files)
     except _UNREADABLE:
         return None  # it only saves time
-    return _without_deleted(state, path, files)
 
 
 def _without_deleted(state: StoreState, path: str, files: Files) -> StoreState:
@@ -351,8 +348,6 @@ def read_mark(path: str, files: Files) -> Mark | None:
 
     It says what the log had, not that the files still have it.
     """
-    if files.size(_mark_path(path)) is None:
-        return None
     try:
         return _stored_mark(path, files)[0]
     except (MarkError, StoreIOError):
@@ -368,6 +363,8 @@ def _stored_mark(path: str, files: Files) -> tuple[Mark, str]:
     place = _mark_path(path)
     try:
         fields = read_document(place, files, _MARK_KINDS, max_size=_LARGEST_FILE)
+        if fields is None:
+            raise ValueError
         machine, index_file = fields.pop("machine"), fields.pop("index_file")
         state = _state(fields)
         for topic, queue_id in state.queues:
