@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Protocol, Self, Typ
 
 from librmq.broker.groups import group_settings
 from librmq.broker.topics import check_topic_settings, refuse_own_topic
+from librmq.clock import Clock
 from librmq.config import Seconds, suggest, to_seconds, to_timestamp_ms
 from librmq.errors import (
     BrokerError,
@@ -91,8 +92,12 @@ _JOIN_STEP_S: Final = 0.02
 _PULLER: Final = "TOOLS_CONSUMER"
 """The group of ``mqadmin``, which every broker lets read."""
 _AT_ONCE: Final = 32
-_RESENT_TOGETHER: Final = 64
-"""Dead letters that are sent between two notes."""
+_RESENT_FIRST: Final = 64
+"""Dead letters of the first request that sends some again."""
+_RESENT_MOST: Final = 4096
+"""The most dead letters of a request."""
+_QUICK_S: Final = 0.5
+"""A broker that answers within this time is asked to send twice as many dead letters at a time."""
 _MOST_OF_AN_ID: Final = 32
 """Messages that a broker of RocketMQ returns for an id."""
 
@@ -510,7 +515,7 @@ class AdministeredRoute(Route, AsyncClosing):
         """Send dead letters to their group again, with all their retries; return their number.
 
         Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays.
-        ``librmq/resent.json`` of the store notes it. After a kill, up to 64 letters that were sent have no note; the
+        ``librmq/resent.json`` of the store notes it. After a kill, the last letters that were sent have no note; the
         next call without ``letters`` finds their copies in the log, and notes them. While the broker of a letter cannot
         be reached, another one sends it without a note; a call without ``letters`` finds its copy there. A broker of
         RocketMQ notes nowhere which were sent again, so there ``letters`` must name them.
@@ -530,18 +535,19 @@ class AdministeredRoute(Route, AsyncClosing):
 
         validate_group(group)
         self._check_open()
-        endpoints = dict(self._endpoints())
+        endpoints, clock = dict(self._endpoints()), self.runner.clock
         if letters is None:
             unsent = [(broker, broker.call(ResendLetters(group))) for broker in endpoints.values()]
             sent = self._sent_again(group) if any(part for _, part in unsent) else set()
             parts = [(broker, [letter for letter in part if letter not in sent]) for broker, part in unsent]
-            return sum(len(_resend(broker, group, part, only_unsent=True)) for broker, part in parts)
+            return sum(len(_resend(broker, group, part, clock, only_unsent=True)) for broker, part in parts)
         sent = self._sent_again(group) if only_unsent else set()
-        identities = ((retry_of(letter, group), letter_identity(letter)) for letter in letters)
-        requests = [(request, identity) for request, identity in identities if identity not in sent]
+        named = ((retry_of(letter, group), letter_identity(letter)) for letter in letters)
+        requests = [(request, identity) for request, identity in named if identity not in sent]
         left = requests
         for broker in endpoints.values():  # the one that has a letter notes it
-            sent = set(_resend(broker, group, [identity for _, identity in left], only_unsent=only_unsent))
+            identities = [identity for _, identity in left]
+            sent = set(_resend(broker, group, identities, clock, only_unsent=only_unsent))
             left = [(request, identity) for request, identity in left if identity not in sent]
         if only_unsent:
             return len(requests) - len(left)
@@ -631,11 +637,21 @@ class StoreRoute(AdministeredRoute):
 
 
 def _resend(
-    broker: Endpoint, group: str, letters: Sequence[LetterIdentity], *, only_unsent: bool
+    broker: Endpoint, group: str, letters: Sequence[LetterIdentity], clock: Clock, *, only_unsent: bool
 ) -> list[LetterIdentity]:
     """Send dead letters to their group again by the broker that has them; return those."""
-    parts = (tuple(letters[at : at + _RESENT_TOGETHER]) for at in range(0, len(letters), _RESENT_TOGETHER))
-    return [letter for part in parts for letter in broker.call(ResendLetters(group, part, only_unsent))]
+    sent: list[LetterIdentity] = []
+    begin, count = 0, _RESENT_FIRST
+    while begin < len(letters):
+        begin_s = clock.monotonic()
+        answer = broker.call(ResendLetters(group, tuple(letters[begin : begin + count]), only_unsent))
+        sent.extend(answer)
+        begin += count
+        # The broker writes all notes again at each request, so few large requests are faster. A slow one can exceed the
+        # time for an answer.
+        is_quick = clock.monotonic() - begin_s < _QUICK_S
+        count = min(2 * count, _RESENT_MOST) if is_quick else max(count // 2, _RESENT_FIRST)
+    return sent
 
 
 def _messages_of_id(broker: Endpoint, topic: str, message_id: str) -> Iterator[StoredMessage]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Final
 
 from librmq.broker.context import BrokerContext
@@ -37,6 +38,8 @@ from librmq.protocol import (
     ResponseCode,
     SendBack,
     SendMessage,
+    SendResponse,
+    SendTogether,
     SentBack,
 )
 from librmq.protocol.client_requests import INNER_PRODUCER
@@ -52,6 +55,8 @@ _WAIT: Final = PROPERTY_WAIT
 _DELAY: Final = PROPERTY_DELAY
 _RETRY_TOPIC: Final = PROPERTY_RETRY_TOPIC
 _FIRST_RETRY_LEVEL: Final = 3
+_SENT_TOGETHER: Final = 64
+"""Dead letters that are in memory at once while they are sent again."""
 _FIRST_POP_TIME: Final = "1ST_POP_TIME"
 _DELIVERY_PROPERTIES: Final = (
     PROPERTY_DELAY,
@@ -70,13 +75,15 @@ class FailedMessages:
         context: BrokerContext,
         put: Callable[..., AppendResult],
         flushed: Callable[[AppendResult, str | None], object],
-        send: Callable[[SendMessage], object],
+        send: Callable[[SendMessage], SendResponse],
+        send_together: Callable[[SendTogether], list[SendResponse]],
     ) -> None:
         """``put(message, queue_id, …)`` stores a message, ``flushed(result, wait)`` makes it as durable as a send.
 
-        ``send(request)`` sends a dead letter again.
+        ``send(request)`` and ``send_together(request)`` send dead letters again.
         """
         self._send = send
+        self._send_together = send_together
         self._runner = context.runner
         self._store = context.store
         self._topics = context.topics
@@ -220,12 +227,12 @@ class FailedMessages:
         store, group = self._store, request.group
         if request.letters is None:
             times = resent_times(store.path, store.files)
-            unnoted = _sent_without_note(store, group, times)
+            letters = list(store.topic_messages(dead_letter_topic(group)))
+            unnoted = list(map(letter_identity, _sent_without_note(store, group, letters, times)))
             if unnoted and not request.dry_run:
                 self._note_resent(unnoted)
-            before = times.keys() | set(map(letter_identity, unnoted))
-            letters = map(letter_identity, store.topic_messages(dead_letter_topic(group)))
-            return tuple(letter for letter in letters if letter not in before)
+            before = times.keys() | set(unnoted)
+            return tuple(letter for letter in map(letter_identity, letters) if letter not in before)
         with self._runner.lock:
             claimed = set(request.letters) - self._resending
             self._resending |= claimed
@@ -240,20 +247,24 @@ class FailedMessages:
                 self._resending -= claimed
 
     def _resend(self, group: str, letters: Iterable[LetterIdentity], *, dry_run: bool) -> tuple[LetterIdentity, ...]:
-        sent: list[StoredMessage] = []
+        sent: list[LetterIdentity] = []
+        present = (letter for letter in map(self._letter, letters) if letter is not None)
         try:
-            for identity in letters:
-                letter = self._letter(identity)
-                if letter is not None:
-                    if not dry_run:
-                        self._send(retry_of(letter, group))
-                    sent.append(letter)
+            while left := list(islice(present, _SENT_TOGETHER)):
+                while left:
+                    # Together, so that all wait once for the device: a wait for each can exceed the caller's time.
+                    requests = [retry_of(letter, group) for letter in left]
+                    count = len(left) if dry_run else len(self._send_together(SendTogether(requests)))
+                    if not count:
+                        self._send(requests[0])  # an error says why it is refused
+                    sent += map(letter_identity, left[: count or 1])
+                    left = left[count or 1 :]
         finally:
             if sent and not dry_run:
                 self._note_resent(sent)
-        return tuple(map(letter_identity, sent))
+        return tuple(sent)
 
-    def _note_resent(self, letters: list[StoredMessage]) -> None:
+    def _note_resent(self, letters: Iterable[LetterIdentity]) -> None:
         store = self._store
         note_resent(store.path, store.files, letters, self._runner.now_ms(), store.log.begin)
 
@@ -305,13 +316,14 @@ def retry_of(letter: StoredMessage, group: str) -> SendMessage:
     return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host, max_reconsume_times=1)
 
 
-def _sent_without_note(store: MessageStore, group: str, times: Mapping[LetterIdentity, int]) -> list[StoredMessage]:
-    """Return the dead letters whose copies in the log a killed process had not noted in ``times``.
+def _sent_without_note(
+    store: MessageStore, group: str, letters: list[StoredMessage], times: Mapping[LetterIdentity, int]
+) -> list[StoredMessage]:
+    """Return those of all dead letters whose copies in the log a killed process had not noted in ``times``.
 
     A copy is in the retry topic behind its letter, has its ids, and has failed in no delivery before it was stored,
     unlike a retry. A letter without ids is not recognised: a warning counts such letters and copies.
     """
-    letters = list(store.messages(dead_letter_topic(group)))
     unnoted = {_ids(letter) for letter in letters if letter_identity(letter) not in times}
     if not unnoted:
         return []

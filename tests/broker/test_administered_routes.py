@@ -17,6 +17,8 @@ from librmq.broker import retries
 from librmq.broker.administered_route import AdministeredRoute
 from librmq.broker.administration import Administration
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MessageIllegalError
+from librmq.files.interface import File
+from librmq.files.memory import MemoryFiles
 from librmq.protocol import QueryMessages, SendMessage
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.share_links import connect_to_owner
@@ -258,6 +260,47 @@ def test_letters_that_another_call_sends_now_are_left_out(monkeypatch: pytest.Mo
         assert broker.resend_dead_letters("billing") == 3
         assert counts == [0, 0, 0]
         assert len(list(broker.messages("%RETRY%billing"))) == 3
+
+
+class CountedFlushes(MemoryFiles):
+    """Files that count the flushes of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flushes = 0
+
+    def flush(self, file: File) -> None:
+        self.flushes += "commitlog" in file.path
+        super().flush(file)
+
+
+def test_letters_that_are_sent_together_wait_once_for_the_device() -> None:
+    """A wait for each would exceed the time of a request on a slow disk."""
+    files, config = CountedFlushes(), librmq.StoreConfig.tiny(durability="sync")
+    with librmq.Broker.open("/s", files=files, store_config=config, runner=librmq.ManualRunner()) as broker:
+        broker.create_topic("%DLQ%billing", 1)
+        broker.create_topic("%RETRY%billing", 1)
+        for number in range(64):
+            broker.store.append(librmq.Message("%DLQ%billing", b"x", unique_key=f"U{number}"))
+        files.flushes = 0
+        assert broker.resend_dead_letters("billing") == 64
+        assert files.flushes <= 2
+
+
+def test_letters_before_one_that_is_refused_are_noted() -> None:
+    files = MemoryFiles()
+    with librmq.Broker.open("/s", files=files, store_config=librmq.StoreConfig.tiny()) as broker:
+        broker.create_topic("%DLQ%billing", 1)
+        for number in range(4):
+            body = bytes(9000 if number == 2 else 1)
+            broker.store.append(librmq.Message("%DLQ%billing", body, unique_key=f"U{number}"))
+    smaller = librmq.StoreConfig(max_message_size=5000)
+    with librmq.Broker.open("/s", files=files, store_config=smaller, change_settings=True) as broker:
+        with pytest.raises(MessageIllegalError):
+            broker.resend_dead_letters("billing")
+        assert [message.unique_key for message in broker.messages("%RETRY%billing")] == ["U0", "U1"]
+        letters = broker.dead_letters("billing")
+        assert broker.resend_dead_letters("billing", [letters[1], letters[3]], only_unsent=True) == 1
 
 
 @everywhere

@@ -115,7 +115,7 @@ class SendHandler:
         self._longest_wait_s = config.longest_wait_s
         self._stuck_at = -1  # the log's end when a running write was last seen,
         self._stuck_since = 0  # and the time when it was first seen
-        self.failed = FailedMessages(context, self.store_message, self._flushed, self.send)
+        self.failed = FailedMessages(context, self.store_message, self._flushed, self.send, self.send_together)
         self._recent: RecentSends | None = None
         if config.drop_resends_within is not None and config.replica_of is None:
             window_ms = round(1000 * to_seconds("drop_resends_within", config.drop_resends_within))

@@ -447,14 +447,14 @@ def notes_locked(path: str, files: Files) -> Iterator[None]:
         lock.release()
 
 
-def note_resent(path: str, files: Files, letters: Iterable[StoredMessage], at_ms: int, log_begin: int) -> None:
+def note_resent(path: str, files: Files, letters: Iterable[LetterIdentity], at_ms: int, log_begin: int) -> None:
     """Note that letters were sent again; notes on letters before ``log_begin``, which are deleted, go.
 
     Raises:
         MalformedError: The file holds something else.
     """
     with notes_locked(path, files):
-        times = {**resent_times(path, files), **dict.fromkeys(map(letter_identity, letters), at_ms)}
+        times = {**resent_times(path, files), **dict.fromkeys(letters, at_ms)}
         rows = [[*identity, resent_ms] for identity, resent_ms in sorted(times.items()) if identity[0] >= log_begin]
         files.write(_resent_path(path), json.dumps(rows).encode())
 
