@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from librmq.cli import main
-from tests import cases, soak
+from tests import cases
 from tests.reference import CHECKOUT, COMPACT, unpack_compact
 
 
@@ -62,7 +62,7 @@ class Shell:
         data = given.encode() if isinstance(given, str) else given
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         self._capsys.readouterr()
-        status = main([str(word) for word in words], {**cases.commands_for(words), **soak.COMMANDS})
+        status = main([str(word) for word in words], cases.commands_for(words))
         shown = self._capsys.readouterr()
         return Answer(status, shown.out, shown.err)
 
@@ -70,7 +70,7 @@ class Shell:
 @cache
 def _validator(command: str) -> Any:
     jsonschema = importlib.import_module("jsonschema")  # not every run has it
-    forms = (ROW_TYPES | cases.ROW_TYPES | soak.ROW_TYPES)[command]
+    forms = (ROW_TYPES | cases.ROW_TYPES)[command]
     return jsonschema.Draft202012Validator(tool("generated").row_schema(forms))
 
 

@@ -1,7 +1,7 @@
 """A soak: processes send and consume for a time while they are killed and cut off; then their history is judged.
 
 `Soak` starts and harms the processes, each of which runs `tests.soak.worker.main`, and writes one history of
-what they recorded. `tests.soak.command` runs one.
+what they recorded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import random
-import re
 import secrets
 import shutil
 import signal
@@ -18,9 +17,9 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Final, Self, cast
@@ -32,18 +31,12 @@ from librmq.errors import ConfigError, InputError, RmqError
 from librmq.message.topics import dead_letter_topic, retry_topic
 from librmq.testing.histories.anomalies import Anomaly, find_anomalies
 from librmq.testing.histories.events import HistoryEvents
-from librmq.wire.remote import RemoteRoute
-from tests.soak.worker import LOADS, ClusterAccess, Recording, SoakNames, recorded_kind
+from tests.soak.worker import LOADS, Recording, SoakNames, recorded_kind
 
 PREFIX: Final = "librmq_soak_"
 """Begins the names of all topics and groups of a soak."""
 FAULTS: Final = ("kill", "crash", "cut")
 """Kills of a client's process, kills of the process that owns the store, and cuts of connections."""
-MAX_RATE: Final = 2_000
-MAX_SECONDS: Final = 86_400
-MAX_MESSAGES: Final = 200_000
-"""Their events are about a million, which the checker holds in some hundred MB."""
-MAX_WORKERS: Final = 16
 _QUEUES: Final = 4
 _WORKER: Final = (
     f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from tests.soak.worker import main; main()"
@@ -54,12 +47,10 @@ _END_S: Final = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class SoakPlan:
-    """What a soak does."""
+    """What a soak does. At most some 200,000 messages: the checker holds their events in memory."""
 
-    store: str | None = None
-    """The folder of the store; None for a cluster."""
-    cluster: ClusterAccess | None = None
-    """The cluster; None for a store."""
+    store: str
+    """The folder of the store."""
     is_served: bool = False
     """Whether clients reach the store over TCP, in processes of their own."""
     seconds: float = 30.0
@@ -71,7 +62,7 @@ class SoakPlan:
     workers: int = 2
     """Processes of clients; an embedded store has one."""
     faults: Sequence[str] | None = None
-    """Some of `FAULTS`, which come in turn; None: all that the target allows."""
+    """Some of `FAULTS`, which come in turn; None: all that are possible."""
     fault_every_s: float = 5.0
     """Seconds between two faults."""
     settle_s: float = 120.0
@@ -81,45 +72,8 @@ class SoakPlan:
     history: str | None = None
     """The file of the history; None: `PREFIX`, the name, and ``.jsonl``."""
 
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: One is refused.
-        """
-        if not hasattr(os, "WUNTRACED"):
-            raise ConfigError("it stops and kills processes by POSIX signals, which this system does not have")
-        if (self.store is None) == (self.cluster is None):
-            raise ConfigError("expected either a store or a cluster")
-        if not re.fullmatch("[A-Za-z0-9_-]{1,32}", self.name):
-            raise ConfigError(f"name: expected 1 to 32 letters, digits, _ and -, found {self.name!r:.80}")
-        for name, value, smallest, largest in (
-            ("seconds", self.seconds, 0.001, MAX_SECONDS),
-            ("rate", self.rate, 1, MAX_RATE),
-            ("workers", self.workers, 1, MAX_WORKERS),
-            ("fault_every_s", self.fault_every_s, 0.05, MAX_SECONDS),
-            ("settle_s", self.settle_s, 0, MAX_SECONDS),
-        ):
-            if not smallest <= value <= largest:
-                raise ConfigError(f"{name}: expected {smallest:g} to {largest:,g}, found {value:g}")
-        if self.rate * self.seconds > MAX_MESSAGES:
-            raise ConfigError(
-                f"expected at most {MAX_MESSAGES:,} messages, whose events the checker can hold, found "
-                f"{self.rate} a second for {self.seconds:g} s: lower the rate or the time"
-            )
-        for name, words, possible in (
-            ("loads", self.loads, LOADS),
-            ("faults", self.faults or (), self.possible_faults()),
-        ):
-            if others := [word for word in words if word not in possible]:
-                raise ConfigError(f"{name}: expected some of {', '.join(possible)} here, found {others[0]!r:.80}")
-        if not self.loads:
-            raise ConfigError(f"loads: expected some of {', '.join(LOADS)}, found none")
-
     def possible_faults(self) -> tuple[str, ...]:
-        """Return the faults that this target allows."""
-        if self.cluster is not None:
-            return "kill", "cut"
+        """Return the faults that a served or an embedded store allows."""
         return FAULTS if self.is_served else ("crash",)
 
 
@@ -306,7 +260,7 @@ class Soak:
         """The file of the history."""
         self._parts = f"{self.history}.parts"
         self._recording = Recording(self._parts)
-        self._cluster = plan.cluster
+        self._address: str | None = None
         self._port = 0
         self._clock = SystemClock()
         self._random = random.Random(plan.name)
@@ -332,14 +286,15 @@ class Soak:
             ConfigError: The file of the history exists.
             InputError: A topic or group exists that is not this soak's, no message was taken, or a process ended by
                 itself.
-            RmqError: The store or the cluster refuses something.
+            RmqError: The store refuses something.
         """
         for path in (self.history, self._parts):
             if os.path.lexists(path):
                 raise ConfigError(f"{path}: exists: each soak writes a history of its own")
         try:
-            with self._administration() as brokers:
-                self._create_topics(brokers)
+            with Broker.open(self._plan.store) as broker:
+                self._broker_name = broker.name
+                self._create_topics(broker)
             os.mkdir(self._parts)
             with CuttingProxy() as self._proxy:
                 try:
@@ -357,53 +312,36 @@ class Soak:
 
     # ---- topics and groups
 
-    @contextmanager
-    def _administration(self) -> Iterator[Broker | RemoteRoute]:
-        if self._plan.store is not None:
-            with Broker.open(self._plan.store) as broker:
-                self._broker_name = broker.name
-                yield broker
-        else:
-            with cast(ClusterAccess, self._plan.cluster).connect() as route:
-                yield route
-
-    def _create_topics(self, brokers: Broker | RemoteRoute) -> None:
+    def _create_topics(self, broker: Broker) -> None:
         """Create topics and groups, unless one of them exists."""
         topics, groups = [self.names.topic(load) for load in self._plan.loads], list(self.names.topics)
-        for kind, names, existing in (("topic", topics, brokers.topics()), ("group", groups, brokers.groups())):
+        for names, existing in ((topics, broker.topics()), (groups, broker.groups())):
             if others := sorted(set(names) & set(existing)):
-                raise InputError(
-                    f"{kind} {others[0]!r} exists, so it is not this soak's: choose another --name, or delete "
-                    "what an earlier soak has left"
-                )
+                raise InputError(f"{others[0]!r} exists, so it is not this soak's")
         for topic in topics:
             self._created.append(("topic", topic))
-            brokers.create_topic(topic, _QUEUES)
+            broker.create_topic(topic, _QUEUES)
         for group in groups:
             self._created.append(("group", group))
-            brokers.set_group(group)
+            broker.set_group(group)
 
     def _delete_topics(self) -> None:
         """Delete what was created, and what consumers have caused; note what remains, and why."""
-        try:
-            with self._administration() as brokers:
-                existing, groups = brokers.topics(), brokers.groups()
-                deletions: dict[str, Callable[[], None]] = {}
-                for kind, name in self._created:
-                    if kind == "group" and name in groups:
-                        deletions[name] = partial(_delete_group, brokers, name)
-                    for topic in [name] if kind == "topic" else [retry_topic(name), dead_letter_topic(name)]:
-                        if topic in existing:
-                            deletions[topic] = partial(brokers.delete_topic, topic)
-                for name, delete in deletions.items():
-                    try:
-                        delete()
-                    except RmqError as error:
-                        self._left[name] = str(error)
-                if isinstance(brokers, Broker):
-                    brokers.clean_unused_topics()
-        except RmqError as error:
-            self._left |= {name: str(error) for _, name in self._created}
+        with Broker.open(self._plan.store) as broker:
+            existing, groups = broker.topics(), broker.groups()
+            deletions: dict[str, Callable[[], None]] = {}
+            for kind, name in self._created:
+                if kind == "group" and name in groups:
+                    deletions[name] = partial(broker.delete_group, name, keep_progress=False)
+                for topic in [name] if kind == "topic" else [retry_topic(name), dead_letter_topic(name)]:
+                    if topic in existing:
+                        deletions[topic] = partial(broker.delete_topic, topic)
+            for name, delete in deletions.items():
+                try:
+                    delete()
+                except RmqError as error:
+                    self._left[name] = str(error)
+            broker.clean_unused_topics()
 
     # ---- processes
 
@@ -413,7 +351,7 @@ class Soak:
         faults = plan.possible_faults() if plan.faults is None else tuple(plan.faults)
         if plan.is_served:
             self._start_server()
-        self._workers = [self._start_worker() for _ in range(1 if plan.store and not plan.is_served else plan.workers)]
+        self._workers = [self._start_worker() for _ in range(plan.workers if plan.is_served else 1)]
         for worker in self._workers:
             worker.wait_until_ready()
         begin = self._clock.monotonic()
@@ -443,16 +381,16 @@ class Soak:
         self._server.wait_until_ready()
         address = cast(str, self._server.address)
         self._port = int(address.rpartition(":")[2])
-        self._cluster = ClusterAccess(address)
+        self._address = address
 
     def _start_worker(self) -> Process:
         self._lives += 1
         name = f"worker-{self._lives}"
-        workers = 1 if self._cluster is None else self._plan.workers
+        workers = 1 if self._address is None else self._plan.workers
         settings: dict[str, object] = {
-            "role": "embedded" if self._cluster is None else "client",
+            "role": "embedded" if self._address is None else "client",
             "store": self._plan.store,
-            "cluster": None if self._cluster is None else asdict(self._cluster),
+            "address": self._address,
             "proxy": cast(CuttingProxy, self._proxy).port,
             "history": os.path.join(self._parts, f"{name}.jsonl"),
             "process": name,
@@ -551,7 +489,3 @@ _COUNTED: Final = {
     ("deliver", "died"): "died",
 }
 """What is counted of sends and deliveries, by their outcome."""
-
-
-def _delete_group(brokers: Broker | RemoteRoute, group: str) -> None:
-    brokers.delete_group(group, keep_progress=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import ssl
 import sys
 import threading
 from collections import Counter
@@ -31,8 +30,7 @@ from librmq.runtime.locks import Lock
 from librmq.scheduling.half_messages import TransactionConfig
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing.histories.events import SharedQueues
-from librmq.wire.remote import RemoteRoute, connect
-from librmq.wire.remote.connection import OpenSocket
+from librmq.wire.remote import connect
 from librmq.wire.remoting import RemotingServer, listen
 
 LOADS: Final = ("plain", "ordered", "delayed", "halves")
@@ -44,34 +42,6 @@ _AGAIN_S: Final = 0.1
 """Until the next send after one that failed."""
 _DECISION: Final = "soak_decision"
 _FAILS: Final = "soak_fails"
-
-
-@dataclass(frozen=True)
-class ClusterAccess:
-    """A cluster, and how to reach it."""
-
-    address: str
-    access_key: str | None = None
-    secret_key: str | None = None
-    security_token: str | None = None
-    tls: bool = False
-    ca_file: str | None = None
-
-    def connect(self, open_socket: OpenSocket = socket.create_connection) -> RemoteRoute:
-        """Return a route to the cluster.
-
-        Raises:
-            BrokerUnreachableError: No name server answers.
-        """
-        tls = ssl.create_default_context(cafile=self.ca_file) if self.tls else None
-        return connect(
-            self.address,
-            tls=tls,
-            access_key=self.access_key,
-            secret_key=self.secret_key,
-            security_token=self.security_token,
-            open_socket=open_socket,
-        )
 
 
 _MIX: Final = ("plain", "plain", "batch", "ordered", "delayed", "plain", "ordered", "halves", "plain", "ordered")
@@ -233,7 +203,7 @@ def main() -> None:
             route = stack.enter_context(_open_broker(settings["store"]))
         else:
             open_socket = partial(_open_by_proxy, settings["proxy"])
-            route = stack.enter_context(ClusterAccess(**settings["cluster"]).connect(open_socket))
+            route = stack.enter_context(connect(settings["address"], open_socket=open_socket))
         recorded = stack.enter_context(record_history(route, settings["history"], process=settings["process"]))
         load = Load(recorded, SoakNames(settings["base"], settings["loads"]))
         stack.callback(load.shutdown)
