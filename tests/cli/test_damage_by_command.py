@@ -343,9 +343,21 @@ def rendered(table: dict[str, dict[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
+NAMED = {
+    "checks": {"report", "diagnose", "verify", "can-start"},
+    "tables": {
+        "topics", "stats", "groups", "lag", "progress", "expiring", "whatif", "pending", "dead-letters", "story",
+        "traces", "disk",
+    },
+}  # fmt: skip
+"""Commands that the page names together."""
+
+
 def _names(commands: list[str], of: Collection[str]) -> str:
     others = [command for command in of if command not in commands]
     if not others:
         return "all"
     said = commands if len(commands) <= len(others) else others
-    return ("" if said is commands else "all but ") + ", ".join(f"`{command}`" for command in said)
+    together = [name for name, named in NAMED.items() if named <= set(said)]
+    alone = [f"`{command}`" for command in said if not any(command in NAMED[name] for name in together)]
+    return ("" if said is commands else "all but ") + ", ".join(together + alone)
