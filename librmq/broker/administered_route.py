@@ -8,14 +8,13 @@ or a few, to `Endpoint.call` of each broker. A class overrides a call only where
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Protocol, Self, TypeVar, cast
 
 from librmq.broker.groups import group_settings
 from librmq.broker.topics import check_topic_settings, refuse_own_topic
-from librmq.clock import Clock
 from librmq.config import Seconds, suggest, to_seconds, to_timestamp_ms
 from librmq.errors import (
     BrokerError,
@@ -33,7 +32,6 @@ from librmq.message.topics import (
     dead_letter_topic,
     is_own_group,
     is_system_topic,
-    retry_topic,
     validate_group,
     validate_topic,
 )
@@ -67,7 +65,6 @@ from librmq.protocol import (
     QueueBounds,
     QueueData,
     Request,
-    ResendLetters,
     ResponseCode,
     Route,
     SetGroup,
@@ -78,13 +75,16 @@ from librmq.protocol import (
 )
 from librmq.protocol.client_requests import NOT_SENT_HERE, SentMessage, cancel_request
 from librmq.runtime.closing import AsyncClosing
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Runner
 from librmq.scheduling.waiting import WAITING_TOPICS
-from librmq.store.format.documents import LetterIdentity, letter_identity
+from librmq.store.format.documents import letter_identity
 
 if TYPE_CHECKING:
     from librmq.store import MessageStore
     from librmq.store.format.broker_tables import BrokerTables
+
+_log = EventLog("librmq.broker")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,12 +92,6 @@ _JOIN_STEP_S: Final = 0.02
 _PULLER: Final = "TOOLS_CONSUMER"
 """The group of ``mqadmin``, which every broker lets read."""
 _AT_ONCE: Final = 32
-_RESENT_FIRST: Final = 64
-"""Dead letters of the first request that sends some again."""
-_RESENT_MOST: Final = 4096
-"""The most dead letters of a request."""
-_QUICK_S: Final = 0.5
-"""A broker that answers within this time is asked to send twice as many dead letters at a time."""
 _MOST_OF_AN_ID: Final = 32
 """Messages that a broker of RocketMQ returns for an id."""
 
@@ -516,9 +510,10 @@ class AdministeredRoute(Route, AsyncClosing):
 
         Each goes to the group's retry topic and is delivered immediately; the dead letter itself stays.
         ``librmq/resent.json`` of the store notes it. After a kill, the last letters that were sent have no note; the
-        next call without ``letters`` finds their copies in the log, and notes them. While the broker of a letter cannot
-        be reached, another one sends it without a note; a call without ``letters`` finds its copy there. A broker of
-        RocketMQ notes nowhere which were sent again, so there ``letters`` must name them.
+        next call for those that were not sent finds their copies in the log, and notes them. While the broker of a
+        letter cannot be reached, another one sends it without a note; such a call finds its copy there. Copies of
+        librmq 0.1 do not say of which letter they are: letters without an id may be sent twice then, and a warning
+        counts them. A broker of RocketMQ notes nowhere which were sent again, so there ``letters`` must name them.
 
         Args:
             group: The consumer group.
@@ -531,40 +526,31 @@ class AdministeredRoute(Route, AsyncClosing):
                 ``only_unsent`` is given.
             MalformedError: The file of the notes holds something else.
         """
-        from librmq.broker.retries import retry_of
+        from librmq.broker.retries import UNKNOWN_RESENDS, find_unsent, resend_by, resend_unsent, retry_of
 
         validate_group(group)
         self._check_open()
-        endpoints, clock = dict(self._endpoints()), self.runner.clock
-        if letters is None:
-            unsent = [(broker, broker.call(ResendLetters(group))) for broker in endpoints.values()]
-            sent = self._sent_again(group) if any(part for _, part in unsent) else set()
-            parts = [(broker, [letter for letter in part if letter not in sent]) for broker, part in unsent]
-            return sum(len(_resend(broker, group, part, clock, only_unsent=True)) for broker, part in parts)
-        sent = self._sent_again(group) if only_unsent else set()
-        named = ((retry_of(letter, group), letter_identity(letter)) for letter in letters)
-        requests = [(request, identity) for request, identity in named if identity not in sent]
-        left = requests
-        for broker in endpoints.values():  # the one that has a letter notes it
-            identities = [identity for _, identity in left]
-            sent = set(_resend(broker, group, identities, clock, only_unsent=only_unsent))
-            left = [(request, identity) for request, identity in left if identity not in sent]
-        if only_unsent:
-            return len(requests) - len(left)
-        for request, _ in left:
+        requests = None
+        if letters is not None:
+            # `retry_of` refuses what is no letter before it is asked for its place.
+            checked = [(retry_of(letter, group), letter) for letter in letters]
+            requests = {letter_identity(letter): request for request, letter in checked}
+        if requests is None or only_unsent:
+            unsent, unknown = find_unsent(self, group)
+            if unknown:
+                _log.warning(UNKNOWN_RESENDS, group=group, letters=unknown)
+            if requests is not None:
+                unsent = {name: [letter for letter in part if letter in requests] for name, part in unsent.items()}
+            return resend_unsent(self, group, unsent)
+        left, endpoints = dict(requests), dict(self._endpoints())
+        for name in endpoints:  # the one that has a letter notes it
+            for letter in resend_by(self, name, group, tuple(left), only_unsent=False):
+                del left[letter]
+        for request in left.values():
             names = [data.broker_name for data in self.topic_route(request.message.topic)]
             name = next((name for name in names if name in endpoints), next(iter(endpoints)))
             endpoints[name].call(request)
         return len(requests)
-
-    def _sent_again(self, group: str) -> set[LetterIdentity]:
-        """Return the dead letters whose copies the log of any broker has; a single broker looks itself."""
-        from librmq.broker.retries import letters_sent_again
-
-        if len(self.broker_names()) < 2:
-            return set()
-        letters, _ = letters_sent_again(self._merged(dead_letter_topic(group), retry_topic(group)), group)
-        return set(map(letter_identity, letters))
 
     def cancel(self, receipt: SentMessage | str) -> CancelResult:
         """Cancel the delivery of a message that waits in a delay level, the timer or the relay.
@@ -634,24 +620,6 @@ class StoreRoute(AdministeredRoute):
     def call(self, request: Request[R], /) -> R:
         """Answer a request."""
         return self.endpoint(self.name).call(request)
-
-
-def _resend(
-    broker: Endpoint, group: str, letters: Sequence[LetterIdentity], clock: Clock, *, only_unsent: bool
-) -> list[LetterIdentity]:
-    """Send dead letters to their group again by the broker that has them; return those."""
-    sent: list[LetterIdentity] = []
-    begin, count = 0, _RESENT_FIRST
-    while begin < len(letters):
-        begin_s = clock.monotonic()
-        answer = broker.call(ResendLetters(group, tuple(letters[begin : begin + count]), only_unsent))
-        sent.extend(answer)
-        begin += count
-        # The broker writes all notes again at each request, so few large requests are faster. A slow one can exceed the
-        # time for an answer.
-        is_quick = clock.monotonic() - begin_s < _QUICK_S
-        count = min(2 * count, _RESENT_MOST) if is_quick else max(count // 2, _RESENT_FIRST)
-    return sent
 
 
 def _messages_of_id(broker: Endpoint, topic: str, message_id: str) -> Iterator[StoredMessage]:

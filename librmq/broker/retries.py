@@ -8,10 +8,9 @@ again. A received message that was not acknowledged goes to a retry topic of its
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.handlers.in_flight import Flight, QueueKey, is_receive_retry
@@ -26,6 +25,7 @@ from librmq.message.properties import (
     PROPERTY_REAL_QUEUE_ID,
     PROPERTY_REAL_TOPIC,
     PROPERTY_RECONSUME_TIME,
+    PROPERTY_RESENT_LETTER,
     PROPERTY_RETRY_TOPIC,
     PROPERTY_WAIT,
 )
@@ -35,6 +35,7 @@ from librmq.protocol import (
     PERM_WRITE,
     GroupSettings,
     ResendLetters,
+    ResentLetters,
     ResponseCode,
     SendBack,
     SendMessage,
@@ -49,6 +50,9 @@ from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.documents import LetterIdentity, letter_identity, note_resent, resent_times
 
+if TYPE_CHECKING:
+    from librmq.broker.administered_route import AdministeredRoute
+
 _log = EventLog("librmq.broker")
 
 _WAIT: Final = PROPERTY_WAIT
@@ -58,6 +62,18 @@ _FIRST_RETRY_LEVEL: Final = 3
 _SENT_TOGETHER: Final = 64
 """Dead letters that are in memory at once while they are sent again."""
 _FIRST_POP_TIME: Final = "1ST_POP_TIME"
+_RESENT_FIRST: Final = 64
+"""Dead letters of the first request that sends some again."""
+_RESENT_MOST: Final = 4096
+"""The most dead letters of a request."""
+_QUICK_S: Final = 0.5
+"""A broker that answers within this time is asked to send twice as many dead letters at a time."""
+UNKNOWN_RESENDS: Final = (
+    "group %(group)s: %(letters)d dead letters count as unsent, but may have been sent: its retry topic has copies "
+    "that name no letter and have no id"
+)
+_ROOM: Final = 30_000
+"""A dead letter with fewer bytes of properties has room for its name in a copy."""
 _DELIVERY_PROPERTIES: Final = (
     PROPERTY_DELAY,
     PROPERTY_REAL_TOPIC,
@@ -218,7 +234,7 @@ class FailedMessages:
             message.reconsume_times + 1,
         )
 
-    def resend(self, request: ResendLetters) -> tuple[LetterIdentity, ...]:
+    def resend(self, request: ResendLetters) -> ResentLetters:
         """Send dead letters to their group again, and note it; without any, return those that were not sent yet.
 
         Raises:
@@ -228,11 +244,13 @@ class FailedMessages:
         if request.letters is None:
             times = resent_times(store.path, store.files)
             letters = list(store.topic_messages(dead_letter_topic(group)))
-            unnoted = list(map(letter_identity, _sent_without_note(store, group, letters, times)))
+            sent, unknown = _sent_without_note(store, group, letters, times)
+            unnoted = list(map(letter_identity, sent))
             if unnoted and not request.dry_run:
                 self._note_resent(unnoted)
             before = times.keys() | set(unnoted)
-            return tuple(letter for letter in map(letter_identity, letters) if letter not in before)
+            identities = map(letter_identity, letters)
+            return ResentLetters(tuple(letter for letter in identities if letter not in before), unknown)
         with self._runner.lock:
             claimed = set(request.letters) - self._resending
             self._resending |= claimed
@@ -246,7 +264,7 @@ class FailedMessages:
             with self._runner.lock:
                 self._resending -= claimed
 
-    def _resend(self, group: str, letters: Iterable[LetterIdentity], *, dry_run: bool) -> tuple[LetterIdentity, ...]:
+    def _resend(self, group: str, letters: Iterable[LetterIdentity], *, dry_run: bool) -> ResentLetters:
         sent: list[LetterIdentity] = []
         present = (letter for letter in map(self._letter, letters) if letter is not None)
         try:
@@ -262,7 +280,7 @@ class FailedMessages:
         finally:
             if sent and not dry_run:
                 self._note_resent(sent)
-        return tuple(sent)
+        return ResentLetters(tuple(sent))
 
     def _note_resent(self, letters: Iterable[LetterIdentity]) -> None:
         store = self._store
@@ -309,24 +327,65 @@ def retry_of(letter: StoredMessage, group: str) -> SendMessage:
         raise ConfigError(f"{letter.message_id} of topic {letter.topic!r} is not a dead letter of group {group!r}")
     retry = Message(retry_topic(group), letter.body, flag=letter.flag)
     retry.properties.update(letter.properties)
-    for name in _DELIVERY_PROPERTIES:
+    for name in (*_DELIVERY_PROPERTIES, PROPERTY_RESENT_LETTER):
         retry.properties.pop(name, None)
+    if len(letter.properties_raw) < _ROOM:
+        retry.properties[PROPERTY_RESENT_LETTER] = _name_of(letter_identity(letter))
     host = letter.born_host or LOCAL_HOST
     # With one redelivery allowed, also in a group that allows none, whose retry would become a dead letter at once.
     return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host, max_reconsume_times=1)
 
 
+def find_unsent(route: AdministeredRoute, group: str) -> tuple[dict[str, list[LetterIdentity]], int]:
+    """Return the dead letters of a group that were not sent again, by broker, and how many of them may have been.
+
+    Each broker notes what its log shows as sent; here the copies that another broker sent are left out as well.
+    """
+    answers = {name: route.endpoint(name).call(ResendLetters(group)) for name in route.broker_names()}
+    sent = set[LetterIdentity]()
+    if len(answers) > 1 and any(answer.letters for answer in answers.values()):
+        logs = map(route.messages, (dead_letter_topic(group), retry_topic(group)))
+        letters, _ = letters_sent_again(heapq.merge(*logs, key=lambda message: message.store_timestamp_ms), group)
+        sent.update(map(letter_identity, letters))
+    unsent = {name: [letter for letter in answer.letters if letter not in sent] for name, answer in answers.items()}
+    return unsent, sum(answer.unknown for answer in answers.values())
+
+
+def resend_unsent(route: AdministeredRoute, group: str, unsent: Mapping[str, Sequence[LetterIdentity]]) -> int:
+    """Send those of the letters that were still not sent again, each by the broker that has it; return their number."""
+    return sum(len(resend_by(route, name, group, letters, only_unsent=True)) for name, letters in unsent.items())
+
+
+def resend_by(
+    route: AdministeredRoute, name: str, group: str, letters: Sequence[LetterIdentity], *, only_unsent: bool
+) -> list[LetterIdentity]:
+    """Send dead letters to their group again by the broker that has them; return those."""
+    broker, clock = route.endpoint(name), route.runner.clock
+    sent: list[LetterIdentity] = []
+    begin, count = 0, _RESENT_FIRST
+    while begin < len(letters):
+        begin_s = clock.monotonic()
+        answer = broker.call(ResendLetters(group, tuple(letters[begin : begin + count]), only_unsent))
+        sent.extend(answer.letters)
+        begin += count
+        # The broker writes all notes again at each request, so few large requests are faster. A slow one can exceed the
+        # time for an answer.
+        is_quick = clock.monotonic() - begin_s < _QUICK_S
+        count = min(2 * count, _RESENT_MOST) if is_quick else max(count // 2, _RESENT_FIRST)
+    return sent
+
+
 def _sent_without_note(
     store: MessageStore, group: str, letters: list[StoredMessage], times: Mapping[LetterIdentity, int]
-) -> list[StoredMessage]:
+) -> tuple[list[StoredMessage], int]:
     """Return those of all dead letters whose copies in the log a killed process had not noted in ``times``.
 
-    A copy is in the retry topic behind its letter, has its ids, and has failed in no delivery before it was stored,
-    unlike a retry. A letter without ids is not recognised: a warning counts such letters and copies.
+    A copy is in the retry topic, and has failed in no delivery before it was stored, unlike a retry. The number is that
+    of other letters that may have been sent.
     """
     unnoted = {_ids(letter) for letter in letters if letter_identity(letter) not in times}
     if not unnoted:
-        return []
+        return [], 0
     letters = [letter for letter in letters if _ids(letter) in unnoted]  # a message that died twice has several
     since_ms = max(min(letter.store_timestamp_ms for letter in letters) - 1, 0)  # of equal times, any is found
     topic = retry_topic(group)
@@ -336,39 +395,58 @@ def _sent_without_note(
         if name == topic
     )
     records = heapq.merge(letters, *retries, key=lambda record: record.physical_offset)
-    found, nameless = letters_sent_again(records, group)
-    sent = [letter for letter in found if letter_identity(letter) not in times]
-    if nameless:
-        _log.warning(
-            "group %(group)s: %(letters)d dead letters have no id, and %(copies)d copies without one are in its retry "
-            "topic: whether a killed process had sent these letters again is unknown, so those without a note are sent",
-            group=group,
-            letters=sum(_ids(letter) == (None, None) for letter in letters),
-            copies=nameless,
-        )
-    return sent
+    sent, unknown = letters_sent_again(records, group)
+    return [letter for letter in sent if letter_identity(letter) not in times], sum(
+        letter_identity(letter) not in times for letter in unknown
+    )
 
 
-def letters_sent_again(records: Iterable[StoredMessage], group: str) -> tuple[list[StoredMessage], int]:
-    """Return the dead letters of which there are copies, and the number of copies without ids.
+def letters_sent_again(records: Iterable[StoredMessage], group: str) -> tuple[list[StoredMessage], list[StoredMessage]]:
+    """Return the dead letters of which there are copies, and those of which copies may be there.
 
-    ``records`` are the dead letters and retries of a group in the order in which they were stored. The first of several
-    letters with equal ids was sent first.
+    ``records`` are the dead letters and retries of a group in the order in which they were stored. A copy names its
+    letter. Copies of librmq 0.1 do not: such a one counts for the first letter with its ids that has none, and without
+    ids it can be that of any letter without ids.
     """
-    waiting: dict[tuple[str | None, str | None], deque[StoredMessage]] = {}
-    sent: list[StoredMessage] = []
-    nameless = 0
+    letters: dict[str, StoredMessage] = {}
+    named = set[str]()
+    order: list[tuple[str, _Ids]] = []  # letters by name, and copies without one
     for record in records:
-        ids = _ids(record)
         if record.topic == dead_letter_topic(group):
-            waiting.setdefault(ids, deque()).append(record)
-        elif not record.reconsume_times and waiting.get(ids):
-            if ids == (None, None):
-                nameless += 1
+            name = _name_of(letter_identity(record))
+            letters[name] = record
+            order.append((name, _ids(record)))
+        elif not record.reconsume_times:
+            name = record.properties.get(PROPERTY_RESENT_LETTER, "")
+            if name:
+                named.add(name)
             else:
-                sent.append(waiting[ids].popleft())
-    return sent, nameless
+                order.append((name, _ids(record)))
+    sent = letters.keys() & named
+    waiting: dict[_Ids, dict[str, int]] = {}  # unsent letters with their numbers in the order
+    last_nameless = 0
+    for number, (name, ids) in enumerate(order):
+        if name:
+            if name not in sent:
+                waiting.setdefault(ids, {})[name] = number
+        elif ids == _NO_IDS:
+            last_nameless = number
+        elif waiting.get(ids):
+            first = next(iter(waiting[ids]))
+            del waiting[ids][first]
+            sent.add(first)
+    unknown = [name for name, number in waiting.get(_NO_IDS, {}).items() if number < last_nameless]
+    return [letter for name, letter in letters.items() if name in sent], [letters[name] for name in unknown]
 
 
-def _ids(message: StoredMessage) -> tuple[str | None, str | None]:
+_Ids = tuple[str | None, str | None]
+_NO_IDS: Final[_Ids] = None, None
+
+
+def _name_of(letter: LetterIdentity) -> str:
+    """Return what stands for a dead letter in its copies, also those in the log of another broker."""
+    return " ".join(map(str, letter))
+
+
+def _ids(message: StoredMessage) -> _Ids:
     return message.unique_key, message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID)

@@ -11,14 +11,16 @@ from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped
 from librmq.diagnosis.view import Source, StoreView, View, viewed
 from librmq.message.dead_letter_cause import cause_of
 from librmq.message.message import StoredMessage
-from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_RETRY_TOPIC
+from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_RESENT_LETTER, PROPERTY_RETRY_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, retry_topic
 from librmq.runtime.event_log import counted
 from librmq.store.format.documents import LetterIdentity, letter_identity
 
 _CAUSES: Final = 5  # causes of a group and topic that get a finding each
 ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
-OF_A_LETTER: Final = frozenset((ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", PROPERTY_DEAD_LETTER_CAUSE))
+OF_A_LETTER: Final = frozenset(
+    (ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_RESENT_LETTER)
+)
 """Properties of a dead letter that its message did not have, besides reserved ones."""
 VARIABLE_PARTS: Final = "0x[0-9a-fA-F]+|[0-9A-Fa-f]{8,}|[0-9]+"
 """What differs between causes that count as one: a regular expression of Python and Java."""

@@ -47,6 +47,7 @@ from librmq.protocol.administration import MoveGroup as MoveGroup
 from librmq.protocol.administration import QueryMessages as QueryMessages
 from librmq.protocol.administration import QueueBounds as QueueBounds
 from librmq.protocol.administration import ResendLetters as ResendLetters
+from librmq.protocol.administration import ResentLetters as ResentLetters
 from librmq.protocol.administration import ResetGroup as ResetGroup
 from librmq.protocol.administration import ResetOffsets as ResetOffsets
 from librmq.protocol.administration import SaveProgress as SaveProgress

@@ -207,8 +207,16 @@ class GroupsBehind(Request[tuple[str, ...]]):
     """Return a text for each queue with messages that a running group has not consumed."""
 
 
+class ResentLetters(NamedTuple):
+    """The answer to `ResendLetters`."""
+
+    letters: tuple[LetterIdentity, ...] = ()
+    unknown: int = 0
+    """How many unsent letters may have been sent, because the log has copies that name no letter."""
+
+
 @value
-class ResendLetters(Request[tuple[LetterIdentity, ...]]):
+class ResendLetters(Request[ResentLetters]):
     """Send dead letters to their group again, and note it; return those that the broker has, and has sent.
 
     Without ``letters`` nothing is sent, and the answer has those that were not sent yet. Copies of letters that the

@@ -303,6 +303,66 @@ def test_letters_before_one_that_is_refused_are_noted() -> None:
         assert broker.resend_dead_letters("billing", [letters[1], letters[3]], only_unsent=True) == 1
 
 
+LETTERS: Final = "%DLQ%billing"
+
+
+def forget_resends(folder: Path) -> None:
+    (folder / "librmq/resent.json").unlink()  # as if SIGKILL had come before the note
+
+
+def resent_bodies(route: AdministeredRoute) -> list[bytes]:
+    return [message.body for message in route.messages("%RETRY%billing")]
+
+
+@pytest.mark.parametrize("unique_key", ["U", None])
+def test_letters_that_a_killed_call_has_sent_are_left_out_by_their_names(
+    tmp_path: Path, unique_key: str | None
+) -> None:
+    """Several letters can have the same ids, or none."""
+    with librmq.Broker.open(tmp_path) as broker:
+        for number in range(3):
+            broker.store.append(librmq.Message(LETTERS, b"%d" % number, unique_key=unique_key))
+        letters = broker.dead_letters("billing")
+        assert broker.resend_dead_letters("billing", [letters[1]]) == 1
+        forget_resends(tmp_path)
+        assert broker.resend_dead_letters("billing", letters[:2], only_unsent=True) == 1
+        assert broker.resend_dead_letters("billing", [letters[0]]) == 1
+        forget_resends(tmp_path)
+        assert broker.resend_dead_letters("billing") == 1
+        assert resent_bodies(broker) == [b"1", b"0", b"0", b"2"]
+
+
+def test_a_named_resend_says_nothing_of_a_later_letter_of_its_message(tmp_path: Path) -> None:
+    with librmq.Broker.open(tmp_path) as broker:
+        broker.store.append(librmq.Message(LETTERS, b"first", unique_key="U"))
+        first = broker.dead_letters("billing")
+        assert broker.resend_dead_letters("billing", first) == 1
+        broker.store.append(librmq.Message(LETTERS, b"died again", unique_key="U"))
+        assert broker.resend_dead_letters("billing", first) == 1
+        assert broker.resend_dead_letters("billing") == 1
+        assert resent_bodies(broker) == [b"first", b"first", b"died again"]
+
+
+@pytest.mark.parametrize("place", [in_process, as_peer, to_owner, in_cluster])
+def test_letters_that_may_have_been_sent_are_counted(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy of librmq 0.1 does not name its letter, and a message of RocketMQ need not have an id."""
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop"):
+        for topic in (LETTERS, "%RETRY%billing"):
+            route.create_topic(topic, 1)
+        for topic in (LETTERS, LETTERS, "%RETRY%billing", LETTERS):
+            message = librmq.Message(topic, b"x")
+            queue = next(iter(route.queues(topic)))
+            request = SendMessage("shop", message, queue.queue_id, 0, ("127.0.0.1", 1))
+            route.endpoint(queue.broker_name).call(request)
+        assert route.resend_dead_letters("billing") == 3
+        said = [record for record in caplog.records if "may have been sent" in record.message]
+        assert [(record.rmq_group, record.rmq_letters) for record in said] == [("billing", 2)]  # type: ignore[attr-defined]
+        assert route.resend_dead_letters("billing") == 0
+        assert len(said) == 1
+
+
 @everywhere
 def test_a_waiting_message_is_cancelled(place: Place, tmp_path: Path) -> None:
     with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:

@@ -35,10 +35,9 @@ from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC
-from librmq.protocol import ResendLetters
 from librmq.store.format import directory
 from librmq.store.format.directory import check_kind
-from librmq.store.format.documents import LetterIdentity, letter_identity
+from librmq.store.format.documents import letter_identity
 
 if TYPE_CHECKING:
     from librmq.diagnosis.pop import PopHolds
@@ -421,22 +420,29 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
 
     A dry run does the same in memory.
     """
+    from librmq.broker.retries import UNKNOWN_RESENDS, find_unsent, resend_unsent
+
     group = arguments.group
     if group is None:
         raise InputError("--resend: name the group with --group")
     is_selected = _selection(arguments)
     only_unsent = arguments.id is None or arguments.unsent
     with open_administered(arguments) as (broker, view):
-        noted, unsent = view.resent_times.keys(), set[LetterIdentity]()
-        for name in broker.broker_names() if only_unsent else ():
-            answer = broker.endpoint(name).call(ResendLetters(group))
-            unsent.update(answer)
+        noted = view.resent_times.keys()
+        by_broker, unknown = find_unsent(broker, group) if only_unsent else ({}, 0)
+        unsent = set(chain.from_iterable(by_broker.values()))
+        if unknown:
+            complain("note: " + UNKNOWN_RESENDS % {"group": group, "letters": unknown})
         letters = list(deadletters.letters_by_queue(view, group, view.resent_times))
         if only_unsent and (count := len({letter_identity(message) for _, message, _ in letters} - noted - unsent)):
             complain(f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now")
         selected = [row for row in letters if is_selected(row[-1])]
         chosen = [row for row in selected if not only_unsent or letter_identity(row[1]) in unsent][: arguments.limit]
-        broker.resend_dead_letters(group, [message for _, message, _ in chosen], only_unsent=only_unsent)
+        if only_unsent:
+            names = {letter_identity(message) for _, message, _ in chosen}
+            resend_unsent(broker, group, {at: [one for one in part if one in names] for at, part in by_broker.items()})
+        else:
+            broker.resend_dead_letters(group, [message for _, message, _ in chosen])
         at_ms = broker.runner.now_ms()
         if not chosen:
             why = f"no such dead letter of group {group!r}"

@@ -47,6 +47,7 @@ from librmq.protocol import (
     Receive,
     Request,
     ResendLetters,
+    ResentLetters,
     ResponseCode,
     SendBack,
     SendBatch,
@@ -516,7 +517,7 @@ class RemoteBroker:
             return self._groups_of(request.topic)
         if isinstance(request, ResendLetters):
             if request.letters is not None and not request.only_unsent:
-                return ()
+                return ResentLetters()
             raise ConfigError(
                 f"group {request.group!r}: brokers do not note which dead letters were sent again: name them, such as "
                 f"letters=route.dead_letters({request.group!r}), or by --id of a command"

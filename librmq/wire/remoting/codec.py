@@ -60,6 +60,7 @@ from librmq.protocol import (
     Received,
     ReceiveResponse,
     ResendLetters,
+    ResentLetters,
     ResetGroup,
     ResponseCode,
     SendBack,
@@ -85,6 +86,7 @@ from librmq.wire.remoting.bodies import (
     heartbeat_body,
     letters_in,
     messages_of,
+    number_in,
     offsets_of,
     queue_key,
     queue_row,
@@ -555,6 +557,11 @@ def _parse_resend(body: dict[str, Any]) -> ResendLetters:
     )
 
 
+def _parse_resent(body: dict[str, Any]) -> ResentLetters:
+    unknown = number_in(body, "unknown") if "unknown" in body else 0  # as an owner of an earlier version answers
+    return ResentLetters(letters_in(body), unknown)
+
+
 # ---- the table
 
 _C = RequestCode
@@ -621,8 +628,8 @@ FORMS: Final[Mapping[type[Any], Form]] = {
         _resend_row,
         _parse_resend,
         _Result(
-            lambda request, letters: Reply(body=write_body({"letters": letters})),
-            lambda request, answer: letters_in(read_body(check(answer).body, "dead letters")),
+            lambda request, answer: Reply(body=write_body(answer._asdict())),
+            lambda request, answer: _parse_resent(read_body(check(answer).body, "dead letters")),
         ),
     ),
     ForwardToDeadLetters: _by_fields(
