@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from threading import get_ident
 from typing import Final
@@ -32,7 +32,7 @@ from librmq.runtime.lazy_numpy import import_numpy
 from librmq.runtime.locks import Inherited, call_in_child, critical
 from librmq.store.engine.append import Appender
 from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
-from librmq.store.engine.dispatch import BitmapOf
+from librmq.store.engine.dispatch import BitmapOf, Pending
 from librmq.store.engine.durability import Durability, Housekeeping, HousekeepingThread
 from librmq.store.engine.read import Transfer
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueTable
@@ -340,17 +340,22 @@ class StoreHandle:
         return self.queues
 
     def up_to_date(self) -> Parts:
-        """Return the parts, with everything that was acknowledged before the call."""
+        """Return the parts, with everything that was acknowledged before the call, as far as the disk has room."""
         self.refresh()
-        self.appender.drain()
+        self.appender.drain_what_fits()
         return self.appender.open_parts()
 
-    def with_index(self) -> Parts:
-        """Return the parts like `up_to_date`, the index included, which a view of a large crashed store puts off."""
+    def with_index(self) -> tuple[Parts, Sequence[Pending]]:
+        """Return the parts like `up_to_date`, and the records for whose keys the disk has no room.
+
+        A view of a large crashed store, which puts the index off, completes it.
+        """
         self.check_open()
         if self.view is not None:
             self.view.complete()
-        return self.up_to_date()
+        self.refresh()
+        unindexed = self.appender.drain_what_fits()
+        return self.appender.open_parts(), unindexed
 
     def flush(self) -> int:
         """Flush all that was appended before; see `MessageStore.flush`."""

@@ -458,10 +458,10 @@ class MessageStore(Closing):
     def queue(self, topic: str, queue_id: int) -> ConsumeQueue | None:
         """Return the entries of a queue for reading, None if there is no such queue.
 
-        They include those of all messages that were acknowledged before the call.
+        They include those of all messages that were acknowledged before the call, as far as the disk has room.
         """
         self.handle.check_open()
-        self.appender.write_entries()
+        self.appender.write_entries_that_fit()
         return self.handle.queues.find((topic, queue_id))
 
     @property
@@ -519,10 +519,10 @@ class MessageStore(Closing):
         repetitions, as by a broker. If ``is_unique``, the first ``max_messages`` with this unique id are returned,
         however many others have it as a key.
         """
-        parts = self.handle.with_index()
+        parts, unindexed = self.handle.with_index()
         if not is_unique:
-            return list(find_by_key(parts, topic, key, begin_ms, end_ms, max_messages, exact))
-        messages = find_by_key(parts, topic, key, begin_ms, end_ms, 1 << 31, True)
+            return list(find_by_key(parts, unindexed, topic, key, begin_ms, end_ms, max_messages, exact))
+        messages = find_by_key(parts, unindexed, topic, key, begin_ms, end_ms, 1 << 31, True)
         return list(itertools.islice((message for message in messages if message.unique_key == key), max_messages))
 
     def find_by_id(self, message_id: str) -> list[StoredMessage]:
@@ -540,7 +540,7 @@ class MessageStore(Closing):
                 f"use message_at for a physical offset, messages for a queue offset"
             )
         topics = directory.known_topics(self.path, self.files)
-        return find_by_id(self.handle.with_index(), message_id, topics)
+        return find_by_id(*self.handle.with_index(), message_id, topics)
 
     def topic_messages(self, topic: str) -> Iterator[StoredMessage]:
         """Yield the messages of all queues of a topic in the order of the log, up to their ends now.

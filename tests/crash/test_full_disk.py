@@ -472,6 +472,51 @@ def test_a_write_without_a_block_would_be_noticed() -> None:
         files.check_blocks()
 
 
+class FullDisk(MemoryFiles):
+    """A disk that has no room for a new file while ``is_full``."""
+
+    is_full = False
+
+    def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
+        if self.is_full:
+            raise StoreIOError("create", path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        return super().create(path, size, keep_descriptor=keep_descriptor)
+
+
+@pytest.mark.parametrize("before", [1, 100])
+def test_all_messages_are_found_while_entries_and_keys_wait_for_room(before: int) -> None:
+    """Neither the queue nor the index has room. A search answers from what waits."""
+    files = FullDisk()
+    config = StoreConfig.tiny(commitlog_file_size=1 << 20, max_index_num=64)
+    with librmq.Broker.open("/s", files=files, store_config=config, runner=librmq.ManualRunner()) as broker:
+        store, count = broker.store, before
+        broker.create_topic("T", 1)
+        for number in range(count):
+            store.append(Message("T", b"%d" % number, keys=f"k{number}", unique_key=f"U{number}"))
+        store.flush()
+        files.is_full = True
+        with suppress(StoreIOError):
+            for number in range(count, count + 1000):
+                store.append(Message("T", b"%d" % number, keys=[f"k{number}", "all"], unique_key=f"U{number}"))
+                count = number + 1
+        assert before + 5 < count < 1000
+        for number in (0, before, 63, count - 1):
+            expected = [b"%d" % number]
+            assert [message.body for message in store.find_by_key("T", f"k{number}")] == expected
+            assert [message.body for message in broker.find_by_key("T", f"U{number}")] == expected
+            assert [message.body for message in store.find_by_id(f"U{number}")] == expected
+            assert [message.body for message in store.find_by_key("T", f"k{number}", exact=False)] == expected
+        last = [b"%d" % number for number in range(count - 5, count)]
+        assert [message.body for message in store.find_by_key("T", "all", max_messages=5)] == last
+        assert store.find_by_key("T", "all", end_ms=1) == []
+        assert len(list(store)) == count
+        assert store.queue("T", 0) is not None
+        assert store.queue_offset_at("T", 0, 0) == 0
+        files.is_full = False
+        assert [message.body for message in store.messages("T")] == [b"%d" % number for number in range(count)]
+        assert [message.body for message in store.find_by_key("T", "all", max_messages=5)] == last
+
+
 def test_a_disk_nearly_full_refuses_by_ratio_and_takes_again() -> None:
     files, clock = MemoryFiles(), ManualClock(START_MS)
     with MessageStore.open(ROOT, SMALL, files=files, clock=clock) as store:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate, chain, repeat
 from threading import get_ident
 from typing import Any, Final, NamedTuple, TypedDict
@@ -598,11 +598,15 @@ class Appender(AppendState):
 
     def write_entries_that_fit(self) -> None:
         """Write the entries that are due, as far as the disk has room."""
-        try:
+        with _as_far_as_it_fits():
             self.write_entries()
-        except StoreIOError as error:
-            if error.errno != errno.ENOSPC:
-                raise
+
+    def drain_what_fits(self) -> list[Pending]:
+        """Write the entries and keys that are due, as far as the disk has room; return the records that lack keys."""
+        with _as_far_as_it_fits():
+            self.drain()
+            return []
+        return list(self.dispatcher.records)
 
     def end_between_appends(self) -> int:
         """Return the log's end when no append is running."""
@@ -610,6 +614,16 @@ class Appender(AppendState):
         with critical, self.lock.mutex:
             self.repair()
             return self.log.end
+
+
+@contextmanager
+def _as_far_as_it_fits() -> Iterator[None]:
+    """End the block at a full disk: a reader needs no room, and the next append raises the error again."""
+    try:
+        yield
+    except StoreIOError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 # ---- the messages of a batch

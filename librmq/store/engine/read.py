@@ -24,6 +24,7 @@ from librmq.consumequeue_entries import places_and_sizes
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.errors import CorruptionError, RecordError
 from librmq.files.interface import Buffer
+from librmq.java.lang import index_key_hash
 from librmq.message.batch import inner_messages, is_batch
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import StoredMessage
@@ -31,6 +32,7 @@ from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.message.stored_message import StoredRecords
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
+from librmq.store.engine.dispatch import Pending, key_hashes
 from librmq.store.engine.store_parts import Parts, QueueName
 
 if TYPE_CHECKING:
@@ -470,9 +472,16 @@ _EVER: Final = (1 << 63) - 1
 
 
 def find_by_key(
-    parts: Parts, topic: str, key: str, begin_ms: int, end_ms: int, max_messages: int, exact: bool
+    parts: Parts,
+    unindexed: Sequence[Pending],
+    topic: str,
+    key: str,
+    begin_ms: int,
+    end_ms: int,
+    max_messages: int,
+    exact: bool,
 ) -> Iterator[StoredMessage]:
-    """Yield messages by key; see `MessageStore.find_by_key`."""
+    """Yield messages by key; see `MessageStore.find_by_key`. The index lacks the last records, ``unindexed``."""
     for name, value in (("topic", topic), ("key", key)):
         if not isinstance(value, str):
             raise wrong_kind(name, value, "text")
@@ -482,6 +491,14 @@ def find_by_key(
     places = parts.index.query(topic, key, begin_ms, end_ms, max_messages)
     if exact and len(places) < max_messages and (begin_ms > 0 or end_ms < _EVER):
         places = _with_records_before_jump(parts, places, topic, key, begin_ms, end_ms)[:max_messages]
+    if unindexed:
+        key_hash = index_key_hash(topic, key)
+        last_places = {
+            place
+            for place, stored_ms, prefix, unique, keys in unindexed
+            if begin_ms <= stored_ms <= end_ms and key_hash in key_hashes(prefix, unique, keys)
+        }
+        places = sorted(last_places.union(places), reverse=True)[:max_messages]
     for physical_offset in sorted(places):
         if exact and physical_offset == last:
             continue
@@ -513,7 +530,9 @@ def _with_records_before_jump(
     return sorted(merged, reverse=True)
 
 
-def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) -> list[StoredMessage]:
+def find_by_id(
+    parts: Parts, unindexed: Sequence[Pending], message_id: str, known_topics: AbstractSet[str]
+) -> list[StoredMessage]:
     """Find messages by id; see `MessageStore.find_by_id`. ``known_topics`` are searched besides those with queues."""
     try:
         _, physical_offset = parse_offset_message_id(message_id)
@@ -529,7 +548,7 @@ def find_by_id(parts: Parts, message_id: str, known_topics: AbstractSet[str]) ->
     messages = {
         (message.physical_offset, message.queue_offset): message
         for topic in sorted({topic for topic, _ in parts.queues} | known_topics)
-        for message in find_by_key(parts, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
+        for message in find_by_key(parts, unindexed, topic, message_id, 0, (1 << 63) - 1, 1 << 31, True)
         if message.unique_key == message_id
     }
     if not messages:  # unindexed records: of a rollback, or of a topic without a queue; or batches
