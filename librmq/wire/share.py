@@ -474,11 +474,13 @@ class SharedBroker(AdministeredRoute):
     def _wait_for_owner(self, timeout_s: float) -> StoreOwner | StorePeer:
         self._check_open()
         self._watch_in_child()
-        if self.link is None:
-            SystemClock().wait(self._settled, timeout_s)
-        link = self.link
-        if link is None:
-            raise self._absence()
+        clock = SystemClock()
+        until_s = clock.monotonic() + timeout_s
+        while (link := self.link) is None:  # again after an owner that has ended before this thread has seen it
+            left_s = until_s - clock.monotonic()
+            if left_s <= 0 or self._closing.is_set():
+                raise self._absence()
+            clock.wait(self._settled, left_s)
         return link
 
     def _absence(self) -> BrokerUnreachableError:

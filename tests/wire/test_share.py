@@ -837,6 +837,28 @@ def test_a_repeated_request_has_the_time_that_is_left(tmp_path: Path, monkeypatc
         assert waits[1] == 0.0
 
 
+def test_a_call_waits_beyond_an_owner_that_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that has come and gone before the call saw it takes none of the call's time."""
+    with pair(tmp_path) as (_, peer):
+        link, settled, wait, waits = cast("StorePeer", peer.link), peer._settled, SystemClock.wait, list[float]()
+        peer._lose(link)
+
+        def wait_for_owners(clock: SystemClock, event: threading.Event, timeout_s: float) -> bool:
+            if event is not settled:
+                return wait(clock, event, timeout_s)
+            waits.append(timeout_s)
+            if len(waits) == 2:
+                peer.link = link
+            return True
+
+        monkeypatch.setattr(SystemClock, "wait", wait_for_owners)
+        try:
+            peer.call(QueryOffset("audit", "orders", 0))
+        finally:
+            peer.link = link
+        assert len(waits) == 2
+
+
 # ---- forks
 
 
