@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from librmq.listener import ReconsumeLater
 from librmq.testing import CrashImages, Kit
 from tests.budget import examples, many
 from tests.conftest import SlowBudget, StoreCopy
+from tests.programs import POSIX, environment
 from tests.reference import existing, rows
 from tests.simulation.promises import Record, broken_promises
 from tests.simulation.world import Disk, World
@@ -59,6 +62,27 @@ def test_a_seed_repeats_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weeks_of_everything(slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(500, "weeks of everything", at_least=1):
         World(f"week {number}", over_share=number % 4 == 3).run()
+
+
+# ---- processes that share a store
+
+
+def run_shares(seed: str, *words: str) -> None:
+    command = [sys.executable, "-m", "tests.simulation", "--shares", "--seed", seed, *words]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@POSIX
+def test_a_share_changes_hands() -> None:
+    run_shares("quick", "--steps", "2")
+
+
+@POSIX
+@pytest.mark.slow
+def test_shares_change_hands(slow_budget: SlowBudget) -> None:
+    for number in slow_budget.rounds(100, "stores with eight changes of their owner"):
+        run_shares(f"share {number}")
 
 
 # ---- the second judge

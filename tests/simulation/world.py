@@ -38,6 +38,7 @@ from librmq.errors import RmqError, StoreIOError
 from librmq.files.interface import File
 from librmq.listener import ReconsumeLater
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC
+from librmq.protocol import EndTransaction
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing import CrashImages, Image, Kit, RecordingFiles
 from librmq.testing.process import Process
@@ -145,6 +146,7 @@ class World:
             *(kit.app(f"billing{number}", self._billing, fail_fast=False) for number in range(2)),
             *(kit.app(f"shipping{number}", self._shipping, fail_fast=False) for number in range(2)),
             kit.app("cache", self._cache, fail_fast=False),
+            kit.app("stamps", self._stamps, fail_fast=False),
             kit.app("bell", self._bell, fail_fast=False),
             kit.app("audit", self._audit, fail_fast=False),
             kit.app("mailer", self._mailer, fail_fast=False),
@@ -173,6 +175,11 @@ class World:
         consumer = process.consumer("cache", model=MessageModel.BROADCASTING, instance_name="cache")
         consumer.subscribe("orders", lambda message: None, tags="a || b")
 
+    def _stamps(self, process: Process) -> None:
+        """Take the messages of some tags."""
+        consumer = process.consumer("stamps", consume_from=ConsumeFrom.FIRST)
+        consumer.subscribe("orders", lambda message: None, tags="a || b")
+
     def _bell(self, process: Process) -> None:
         """Take reminders the moment they are due."""
         consumer = process.consumer("bell", max_reconsume_times=_MOST_ATTEMPTS, consume_from=ConsumeFrom.FIRST)
@@ -199,7 +206,16 @@ class World:
         lot = zlib.crc32(message.body[:12])
         if lot % 11 == 0 or (lot % 3 == 0 and message.check_times < 3):
             return TransactionState.UNKNOWN
-        return _decision(message.body)
+        decision, half = _decision(message.body), message.half
+        if lot % 5 == 0:
+            end = EndTransaction("bank", decision, half.queue_offset, half.physical_offset, message.message_id)
+            self.kit.later(self.rng.choice((5, 400)), "the bank decides late", partial(self._end_late, end))
+        return decision
+
+    def _end_late(self, end: EndTransaction) -> None:
+        """End a transaction that the answer to a check has ended."""
+        with suppress(RmqError):
+            self.kit.route.endpoint(self.kit.broker.name).call(end)
 
     # ---- what happens
 
@@ -240,7 +256,8 @@ class World:
             sent = self._producer().send("reminders", self._body(), delay_level=self.rng.choice((1, 2, 3, 5)))
         else:
             delay = self.rng.choice((1, 10, 60, 37, 4000, 86_400, 3 * 86_000))
-            sent = self._producer().send("reminders", self._body(), delay=timedelta(seconds=delay))
+            for more in range(self.rng.randint(1, 3)):  # due one second after the other
+                sent = self._producer().send("reminders", self._body(), delay=timedelta(seconds=delay + more))
         if self.rng.random() < 0.2:
             self._timers.append(sent)
 
@@ -290,6 +307,15 @@ class World:
     def lose_client(self) -> None:
         """Let the broker lose a client that does not notice."""
         self.kit.lose(self.rng.choice(self._living(self.apps[:2])))
+
+    def move_queues(self) -> None:
+        """Let an ordered group's queues go to its other instance and back while listeners run."""
+        self.kit.faults.slow_listener("shipping", self.rng.choice((5, 40)), times=4)
+        for _ in range(3):
+            self.send_ordered()
+        self.kit.advance(seconds=1)
+        self.kit.restart(self.rng.choice(self._living(self.apps[2:4])))
+        self.kit.advance(seconds=1)
 
     def disturb(self) -> None:
         """Disturb the next sends, the next listener, or a client's clock."""
@@ -370,6 +396,7 @@ class World:
     FAULTS: Final = (
         (crash_client, 4),
         (lose_client, 1),
+        (move_queues, 1),
         (disturb, 5),
         (close_broker, 2),
         (kill_broker, 2),
