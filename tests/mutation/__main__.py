@@ -2,13 +2,14 @@
 
 From the root of the checkout::
 
-    python -m tests.mutation store.recovery              # 40 mutants of a room, the same ones each time
-    python -m tests.mutation --sample 0 filter.reduction     # all mutants of a module
-    python -m tests.mutation --list message              # the planned mutants
+    python -m tests.mutation store.recovery                  # 40 mutants of a room, drawn from --seed
+    python -m tests.mutation --sample 200 log append recovery delivery transactions share
+    python -m tests.mutation --list message                  # the planned mutants
 
 Mutants are found in the syntax tree of each function, so they do not depend on how a line is written: a condition that
 always or never holds, a comparison that is off by one or reversed, an ``and`` or ``or`` without one of its parts, or a
-call that is left out. Each mutant is made in a copy of the checkout, where the tests of its room run until one fails.
+call that is left out. Each mutant is made in the memory of a fork, where the tests of its module run until one fails,
+and then the simulation.
 
 The command prints the mutants that survive; some of them change nothing visible. It exits with status 1 if fewer than
 ``--least`` percent are killed. It is not part of the test run: each mutant takes seconds, or a minute if it survives.
@@ -21,33 +22,105 @@ import ast
 import copy
 import os
 import random
-import shutil
-import subprocess
+import resource
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from tests.reference import CHECKOUT, reference
+import numpy  # noqa: F401 (once for all trials)
+import pytest
 
-TESTS = {
-    "filter": ("tests/filter", "tests/golden/test_filter.py", "tests/store/test_message_filters.py"),
-    "store": ("tests/store", "tests/crash"),
-    "files": ("tests/files", "tests/crash/test_disk_flushes.py", "tests/crash/test_parts.py", "tests/store"),
-    "commitlog": ("tests/test_commitlog.py", "tests/store", "tests/crash"),
-    "consumequeue": ("tests/test_consumequeue.py", "tests/test_consumequeue_machine.py", "tests/store", "tests/crash"),
-    "consumequeue_ext": ("tests/test_consumequeue_ext.py", "tests/test_consumequeue_machine.py", "tests/crash"),
-    "delay": ("tests/test_delay.py", "tests/scheduling", "tests/crash/test_pending.py"),
-    "txn": ("tests/test_txn.py", "tests/scheduling", "tests/crash/test_pending.py"),
-    "dedup": ("tests/idempotence",),
-    "message": ("tests/message", "tests/golden/test_encoding.py"),
-    "java": ("tests/java", "tests/filter", "tests/message", "tests/golden/test_encoding.py"),
+from tests.mutation.planted import plant_sources, simulate, simulate_shares
+from tests.reference import CHECKOUT
+
+PARTS = {
+    "log": ("commitlog", "message.frames", "files.disk"),
+    "append": ("store.engine.append",),
+    "recovery": (
+        "store.recovery.open",
+        "store.recovery.saved_state",
+        "store.recovery.log_end",
+        "store.recovery.queue_check",
+        "store.recovery.entry_check",
+    ),
+    "delivery": (
+        "delay",
+        "scheduling.timer",
+        "broker.retries",
+        "broker.handlers.receive",
+        "broker.handlers.pull",
+        "consumer.assignment",
+        "consumer.failures",
+        "consumer.orderly",
+    ),
+    "transactions": ("txn", "broker.transactions", "scheduling.half_messages"),
+    "share": ("wire.share", "wire.share_links"),
 }
-"""Tests that detect mutants, by room, the quickest and best first. Other rooms use the test folder of their name."""
+"""What an acknowledged message depends on."""
+_ENDS = (
+    "test_txn.py",
+    "scheduling/test_txn_machine.py",
+    "broker/test_transactions.py",
+    "crash/test_pending.py",
+)
+TESTS = {
+    "commitlog": ("test_commitlog.py", "store/test_recover.py", "store/test_store.py", "crash/test_full_disk.py"),
+    "message.frames": ("test_commitlog.py", "message", "store/test_flipped_bytes.py", "store/test_recover.py"),
+    "files.disk": ("files", "crash/test_disk_flushes.py", "crash/test_parts.py", "store/test_directory.py"),
+    "store.engine.append": (
+        *(
+            "store/test_append_block.py",
+            "store/test_store.py",
+            "store/test_durability.py",
+            "store/test_group_commit.py",
+        ),
+        *(
+            "store/test_store_machine.py",
+            "store/test_live_handle.py",
+            "broker/test_sending.py",
+            "crash/test_full_disk.py",
+        ),
+    ),
+    "store.recovery": (
+        *("store/test_recover.py", "store/test_clean_shutdown.py", "store/test_reconcile.py", "crash/test_marks.py"),
+        *(
+            "store/test_foreign_files.py",
+            "store/test_rescue.py",
+            "store/test_deleted_topics.py",
+            "crash/test_images.py",
+        ),
+        *("crash/test_parts.py", "store/test_verify.py", "crash/test_damage.py"),
+    ),
+    "delay": ("test_delay.py", "scheduling/test_waiting.py", "crash/test_pending.py", "broker/test_broker_machine.py"),
+    "scheduling.timer": ("scheduling/test_timer.py", "broker/test_timers.py", "broker/test_cancel.py"),
+    "scheduling.half_messages": _ENDS,
+    "txn": _ENDS,
+    "broker.transactions": ("broker/test_transactions.py", "client/test_transactions.py", "broker/test_life.py"),
+    "broker.retries": ("broker/test_receives.py", "consumer/test_push.py", "broker/test_resends.py", "consumer"),
+    "broker.handlers.receive": (
+        "broker/test_receives.py",
+        "broker/test_receives_machine.py",
+        "wire/test_connect_pop.py",
+    ),
+    "broker.handlers.pull": ("broker/test_pulling.py", "consumer/test_pull.py", "broker/test_retention.py"),
+    "consumer": ("consumer/test_processqueue.py", "consumer/test_push.py", "consumer/test_orderly.py", "consumer"),
+    "wire": ("wire/test_share.py", "wire/test_shared_settings.py"),
+}
+"""Tests that detect mutants, by module or room, the best first; without one here, the folder of the room's name."""
 LEFT_OUT = "not slow and not spark"
-SECONDS = 600
-"""A mutant whose tests take longer than this counts as detected: its code never ends."""
+SIMULATED_S = 8
+"""Of computing, for the simulation of a mutant that the tests have not detected."""
+MOST_SECONDS = 120
+"""Of computing, after which a trial that does not end is ended; one that waits has four times as long."""
+FAILED_TRIAL = 70
+"""The status of a trial that has failed itself."""
 
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -68,18 +141,20 @@ class Mutant(NamedTuple):
 
     name: str
     module: Path
-    source: str
+    source: Callable[[], str]
 
 
 def modules(word: str) -> dict[str, Path]:
-    """Return the modules of a room, or a single module, by their dotted names within librmq."""
+    """Return the modules of a part, of a room, or a single module, by their dotted names within librmq."""
     package = CHECKOUT / "librmq"
     paths = {".".join(path.relative_to(package).with_suffix("").parts): path for path in sorted(package.rglob("*.py"))}
+    if word in PARTS:
+        return {name: paths[name] for name in PARTS[word]}
     return {name: path for name, path in paths.items() if f"{name}.".startswith(f"{word}.")}
 
 
 def mutants(word: str) -> Iterator[Mutant]:
-    """Yield the mutants of a room or module."""
+    """Yield the mutants of a part, room or module."""
     for name, path in modules(word).items():
         yield from _of_module(path, name)
 
@@ -87,15 +162,20 @@ def mutants(word: str) -> Iterator[Mutant]:
 def _of_module(path: Path, module: str) -> Iterator[Mutant]:
     tree = ast.parse(path.read_text("utf-8"))
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
-        body = function.body
         for number, node in enumerate(_nodes(function)):
             for what, broken in _broken(node):
-                # Replace the function's body with a copy in which one node differs.
-                swap = _Swap(node, broken)
-                function.body = [cast("ast.stmt", swap.visit(statement)) for statement in body]
                 name = f"{module}.{function.name} {number}: {what}: {' '.join(ast.unparse(node).split())[:90]}"
-                yield Mutant(name, path, ast.unparse(ast.fix_missing_locations(tree)))
-                function.body = body
+                yield Mutant(name, path, partial(_source, tree, function, node, broken))
+
+
+def _source(tree: ast.Module, function: ast.FunctionDef | ast.AsyncFunctionDef, node: ast.AST, broken: ast.AST) -> str:
+    """Return the source of a module in which one node of a function is another one."""
+    swap, body = _Swap(node, broken), function.body
+    function.body = [cast("ast.stmt", swap.visit(statement)) for statement in body]
+    try:
+        return ast.unparse(ast.fix_missing_locations(tree))
+    finally:
+        function.body = body
 
 
 def _nodes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
@@ -150,75 +230,123 @@ class _Swap(ast.NodeTransformer):
         return changed
 
 
-def is_told(mutant: Mutant, folder: Path) -> bool:
-    """Make the mutant in this copy of the checkout, and return whether a test fails."""
-    path = folder / mutant.module.relative_to(CHECKOUT)
-    intact = path.read_text("utf-8")
-    path.write_text(mutant.source, "utf-8")
-    room = mutant.name.partition(".")[0].partition(" ")[0]
-    environment = os.environ | {
-        "PYTHONPATH": str(folder),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "LIBRMQ_GOLDEN": str(reference().folder),
-        "HYPOTHESIS_PROFILE": "ci",
-    }
-    try:
-        for tests in TESTS.get(room, (f"tests/{room}",)):
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "pytest",
-                "-x",
-                "-q",
-                "-n",
-                "0",
-                "-m",
-                LEFT_OUT,
-                tests,
-            ]
-            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=SECONDS)
-            if done.returncode:
-                return True
-        return False
-    except subprocess.TimeoutExpired:
-        return True
-    finally:
-        path.write_text(intact, "utf-8")
+class Trial:
+    """The tests of a mutant, in a fork of this process, which has not imported librmq."""
+
+    def __init__(self, mutant: Mutant, output: Path) -> None:
+        """Begin them."""
+        self.mutant, self._output = mutant, output
+        self._begin = time.monotonic()  # noqa: TID251 (of the trial itself)
+        sys.stdout.flush()
+        self.process = os.fork()
+        if self.process:
+            return
+        status = FAILED_TRIAL
+        try:
+            os.setsid()
+            with output.open("wb") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
+            status = self._run()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _run(self) -> int:
+        module = self.mutant.name.partition(" ")[0].rpartition(".")[0]
+        plant_sources({f"librmq.{module}": (self.mutant.module, self.mutant.source())})
+        words = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", LEFT_OUT]
+        status = int(pytest.main([*words, *(f"tests/{name}" for name in tests_of(module))]))
+        if not status:
+            lines = (simulate_shares if module in PARTS["share"] else simulate)(SIMULATED_S)[1]
+            print("FAILED", *lines[:1]) if lines else None
+            status = bool(lines)
+        return status
+
+    def ended(self) -> str | None:
+        """Return why the mutant counts as killed once the tests have ended, "" if it survives; None while they run."""
+        process, status = os.waitpid(self.process, os.WNOHANG)
+        if not process:
+            if time.monotonic() - self._begin < 4 * MOST_SECONDS:  # noqa: TID251
+                return None
+            os.killpg(self.process, signal.SIGKILL)
+            os.waitpid(self.process, 0)
+            return "it hangs"
+        with suppress(ProcessLookupError):
+            os.killpg(self.process, signal.SIGKILL)  # what its tests have left
+        code = os.waitstatus_to_exitcode(status)
+        lines = self._output.read_text("utf-8", "replace").splitlines()
+        if code in (FAILED_TRIAL, pytest.ExitCode.USAGE_ERROR):
+            raise RuntimeError("\n".join(lines))
+        if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return ""
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        return failed[0][:200] if failed else f"it ends by {code}: {' '.join(lines[-2:])[:200]}"
+
+
+def tests_of(module: str) -> tuple[str, ...]:
+    """Return the tests that detect mutants of a module."""
+    names = [name for name in TESTS if f"{module}.".startswith(f"{name}.")]
+    return TESTS[max(names, key=len)] if names else (module.partition(".")[0],)
 
 
 def main(arguments: list[str]) -> int:
     """Make mutants, and print those that survive."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description="See that tests notice mistakes.")
-    parser.add_argument("module", help="a room or module of librmq: store.recovery, filter.reduction, …")
-    parser.add_argument("--sample", type=int, default=40, help="this many at random, always the same; 0: all")
+    parser.add_argument("words", nargs="+", metavar="part", help=f"{', '.join(PARTS)}; a room or module of librmq")
+    parser.add_argument(
+        "--reach", action="store_true", help="run the quick tests, and note the lines that each reaches"
+    )
+    parser.add_argument("--sample", type=int, default=40, help="this many at random, as many of each part; 0: all")
+    parser.add_argument("--seed", default="0", help="of the sample")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first ones of the sample, which were made")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     parser.add_argument("--least", type=int, default=80, help="status 1 if fewer percent are killed")
     parser.add_argument("--list", action="store_true", help="print the mutants, and make none")
     options = parser.parse_args(arguments)
-    found = list(mutants(options.module))
-    if options.sample and len(found) > options.sample:
-        found = random.Random(0).sample(found, options.sample)
-    if not found:
-        parser.error(f"no module of librmq is called {options.module}")
+    sample = _sample(options.words, options.sample, options.seed)[options.skip :]
+    if not sample:
+        parser.error(f"no module of librmq is called {' '.join(options.words)}")
     if options.list:
-        print("\n".join(mutant.name for mutant in found))
+        print("\n".join(mutant.name for mutant in sample))
         return 0
-    told = 0
+    killed = _make(sample, options.jobs)
+    print(f"{killed} of {len(sample)} killed")
+    return 0 if 100 * killed >= options.least * len(sample) else 1
+
+
+def _sample(words: Sequence[str], wanted: int, seed: str) -> list[Mutant]:
+    """Return as many mutants of each word, drawn from the seed, one of each word after the other."""
+    drawn = []
+    for number, word in enumerate(words):
+        found = list(mutants(word))
+        count = (wanted + len(words) - 1 - number) // len(words) if wanted else len(found)
+        drawn.append(random.Random(f"{seed} {word}").sample(found, min(count, len(found))))
+    return [row[place] for place in range(max(map(len, drawn), default=0)) for row in drawn if place < len(row)]
+
+
+def _make(sample: Sequence[Mutant], jobs: int) -> int:
+    """Make the mutants, some at a time; return how many are killed."""
+    killed = number = 0
+    waiting, trials = list(reversed(sample)), list[Trial]()
     with tempfile.TemporaryDirectory(prefix="librmq-mutation-") as scratch:
-        folder = Path(scratch)
-        for part in ("librmq", "tests", "examples"):
-            shutil.copytree(CHECKOUT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-        for part in ("pyproject.toml", "pytest_librmq.py"):
-            shutil.copy(CHECKOUT / part, folder)
-        for number, mutant in enumerate(found, 1):
-            if is_told(mutant, folder):
-                told += 1
-            else:
-                print(f"lives: {mutant.name}", flush=True)
-            if number % 10 == 0:
-                print(f"{told} of {number} told …", flush=True)
-    print(f"{told} of {len(found)} told")
-    return 0 if 100 * told >= options.least * len(found) else 1
+        while waiting or trials:
+            if waiting and len(trials) < jobs:
+                trials.append(Trial(waiting.pop(), Path(scratch, str(len(waiting)))))
+                continue
+            for trial in list(trials):
+                why = trial.ended()
+                if why is not None:
+                    trials.remove(trial)
+                    number, killed = number + 1, killed + bool(why)
+                    verdict = "killed" if why else "LIVES"
+                    print(f"{number} {verdict}: {trial.mutant.name}  {why}", flush=True)
+            time.sleep(0.05)  # noqa: TID251
+    return killed
 
 
 if __name__ == "__main__":

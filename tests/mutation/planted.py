@@ -14,18 +14,21 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent.parent / "librmq"
+SHARES = "shares"
+"""The program of bugs that only processes which share a store have: the simulation of them."""
 
 
 class Edit(NamedTuple):
@@ -40,13 +43,13 @@ class Edit(NamedTuple):
         """The name of the module."""
         return "librmq." + self.file.removesuffix(".py").replace("/", ".")
 
-    def source(self) -> str:
-        """Return the source of the module with the change.
+    def source(self, before: str | None = None) -> str:
+        """Return the source of the module with the change, which follows others in ``before``.
 
         Raises:
             LookupError: The old text is not there, or more than once.
         """
-        text = (PACKAGE / self.file).read_text("utf-8")
+        text = (PACKAGE / self.file).read_text("utf-8") if before is None else before
         if text.count(self.old) != 1:
             raise LookupError(f"{self.file} has {text.count(self.old)} times the text to change: {self.old!r}")
         return text.replace(self.old, self.new)
@@ -73,39 +76,52 @@ BUGS = tuple(
 
 
 class _Planted(SourceFileLoader):
-    """Loads a module with its change."""
+    """Loads a module whose source is changed."""
 
-    edit: Edit
+    def __init__(self, name: str, path: Path, source: str) -> None:
+        super().__init__(name, str(path))
+        self._source = source
 
     def get_code(self, fullname: str) -> CodeType | None:
-        return compile(self.edit.source(), self.path, "exec", dont_inherit=True)
+        return compile(self._source, self.path, "exec", dont_inherit=True)
 
 
 class _Finder(MetaPathFinder):
     """Finds the modules that are changed."""
 
-    def __init__(self, edits: Sequence[Edit]) -> None:
-        self.edits = {edit.module: edit for edit in edits}
+    def __init__(self, sources: Mapping[str, tuple[Path, str]]) -> None:
+        self._sources = sources
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        edit = self.edits.get(fullname)
-        if edit is None:
+        if fullname not in self._sources:
             return None
-        loader = _Planted(fullname, str(PACKAGE / edit.file))
-        loader.edit = edit
-        return spec_from_file_location(fullname, PACKAGE / edit.file, loader=loader)
+        place, source = self._sources[fullname]
+        return spec_from_file_location(fullname, place, loader=_Planted(fullname, place, source))
+
+
+def plant_sources(sources: Mapping[str, tuple[Path, str]]) -> None:
+    """Let this process, which has not imported librmq yet, take the sources of modules from here."""
+    assert not sources.keys() & sys.modules.keys()
+    sys.meta_path.insert(0, _Finder(sources))
 
 
 def plant(bug: Bug) -> None:
-    """Plant a bug in this process, which has not imported librmq yet."""
-    sys.meta_path.insert(0, _Finder(bug.edits))
+    """Plant a bug in this process."""
+    sources: dict[str, tuple[Path, str]] = {}
+    for edit in bug.edits:
+        place = PACKAGE / edit.file
+        before = sources.get(edit.module, (place, None))[1]
+        sources[edit.module] = place, edit.source(before)
+    plant_sources(sources)
     logging.disable(logging.CRITICAL)
 
 
 def run_program(bug: Bug) -> list[str]:
-    """Run the program of a planted bug; return the kinds of anomalies."""
+    """Run the program of a planted bug; return the kinds of anomalies, or the lines of what processes have broken."""
+    if bug.program == SHARES:
+        return simulate_shares(60)[1]
     from tests.mutation.programs import anomalies_of
 
     anomalies = anomalies_of(bug.program)
@@ -114,19 +130,35 @@ def run_program(bug: Bug) -> list[str]:
     return anomalies
 
 
-def simulate(seconds: float) -> str:
-    """Simulate weeks with the planted bug until one fails; return when, and by what."""
+def simulate(seconds: float) -> tuple[str, list[str]]:
+    """Simulate half days and weeks with the planted bug until one fails; return when, and the lines of the error."""
     from tests.simulation.world import World
 
-    begin_s, week = time.process_time(), 0
+    begin_s, number = time.process_time(), 0
     while (spent_s := time.process_time() - begin_s) < seconds:
         try:
-            World(f"planted {week}", over_share=week % 4 == 3).run()
+            settings: dict[str, Any] = {} if number % 8 == 7 else {"days": 0.5, "steps": 150}
+            World(f"planted {number}", over_share=number % 4 == 2).run(**settings)
         except Exception as error:
             spent_s = time.process_time() - begin_s
-            return f"found in week {week} after {spent_s:.0f} s: {' '.join(str(error).splitlines()[:2])}"
-        week += 1
-    return f"not found in {week} weeks of {spent_s:.0f} s"
+            return f"found in run {number} after {spent_s:.0f} s", str(error).splitlines()
+        number += 1
+    return f"not found in {number} runs of {spent_s:.0f} s", []
+
+
+def simulate_shares(seconds: float) -> tuple[str, list[str]]:
+    """Let processes with the planted bug share stores, like `simulate`."""
+    from tests.simulation.shares import SharedWorld
+
+    begin_s, number = time.monotonic(), 0  # noqa: TID251 (its processes wait more than they compute)
+    while (spent_s := time.monotonic() - begin_s) < seconds:  # noqa: TID251
+        with tempfile.TemporaryDirectory(prefix="librmq-shares-") as folder:
+            try:
+                SharedWorld(f"planted {number}", Path(folder)).run()
+            except Exception as error:
+                return f"found in run {number} after {spent_s:.0f} s", str(error).splitlines()
+        number += 1
+    return f"not found in {number} runs of {spent_s:.0f} s", []
 
 
 if __name__ == "__main__":
@@ -135,4 +167,8 @@ if __name__ == "__main__":
             print(f"{bug.part:8}  {bug.name:22}  {bug.program:20}  {bug.anomaly:15}  {bug.what}")
         elif bug.name == sys.argv[1]:
             plant(bug)
-            print(simulate(float(sys.argv[2])) if sys.argv[2:] else json.dumps(run_program(bug)))
+            if not sys.argv[2:]:
+                print(json.dumps(run_program(bug)))
+                continue
+            when, lines = (simulate_shares if bug.program == SHARES else simulate)(float(sys.argv[2]))
+            print(f"{when}: {' '.join(lines[:3])}" if lines else when)
