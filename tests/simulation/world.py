@@ -341,9 +341,9 @@ class World:
         """End the broker's process cleanly; the next one opens its store."""
         broker = self.kit.broker
         if not broker.dead:
-            broker.close()
             # The locks of ordered queues end with it, while clients trust theirs for 30 s. That is no fault here.
             self._open_later(60, 400)
+            broker.close()  # which fails where the disk is full
 
     def kill_broker(self) -> None:
         """Kill the broker's process; the next one opens its store, at times without naming settings."""
