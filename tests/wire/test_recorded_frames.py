@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -38,12 +37,10 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting.bodies import messages_of
 from librmq.wire.remoting.codec import FORMS, heartbeat_frame, send_frame
-from librmq.wire.remoting.frames import Frame, FrameReader, answer_to
+from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import RequestCode as Code
 from tests.reference import existing, jsonl
-from tests.wire.fake_servers import FakeServer
 from tests.wire.remoting_client import RawClient
 
 DIFFERENT: Final = {
@@ -225,68 +222,3 @@ def test_the_client_writes_the_fields_of_java() -> None:
         if body:
             assert names_in(body) == names_in(ours[code].body), code
     assert not left
-
-
-class Recording(FakeServer):
-    """A server that gives the recorded broker's answers, with its own address in place of that broker's."""
-
-    def __init__(self) -> None:
-        self._answers: dict[int, tuple[dict[str, Any], bytes]] = {}
-        for row in recorded():
-            answer = row["answer"]
-            if answer is None or row["request"]["header"]["language"] != "JAVA" or answer["header"]["code"]:
-                continue
-            body = b64decode(answer["body_b64"]) if "body_b64" in answer else answer.get("body", "").encode()
-            if len(body) == answer["body_len"]:  # otherwise it was cut
-                self._answers.setdefault(row["request"]["header"]["code"], (answer["header"], body))
-        super().__init__(lambda frame: None)
-
-    def _usual(self, frame: Frame) -> Any:
-        known = self._answers.get(frame.code)
-        if known is None:
-            return answer_to(frame, 1, "not recorded")
-        header, body = known
-        return raw_of(header | {"opaque": frame.opaque}, body.replace(b"127.0.0.1:41911", self.address.encode()))
-
-
-def test_the_client_reads_the_answers_of_a_broker() -> None:
-    with Recording() as server, librmq.connect(server.address) as route:
-        assert route.broker_names() == ("broker-a",)
-        (data,) = route.topic_route("TBW102")
-        assert (data.broker_name, data.read_queues, data.write_queues, data.permission) == ("broker-a", 8, 8, 7)
-        call, admin = route.endpoint("broker-a").call, route
-        sent = call(SendMessage("p", Message("TJ", b"x"), 0, 1, ("127.0.0.1", 1)))
-        assert sent.status is librmq.SendStatus.SEND_OK
-        assert len(call(SendBatch("p", (Message("TJ", b"x"),), 0, 1, ("127.0.0.1", 1))).offset_ids) == 2
-        assert len(call(ConsumerIds("CID-j"))) == 1
-        assert call(QueryOffset("CID-j", "TJ", 3)) is not None
-        assert call(MaxOffset("TJ", 1)) >= call(MinOffset("TJ", 1)) == 0
-        assert {queue.topic for queue in call(LockQueues("CID-o", "c", QUEUES))} == {"TO"}
-        found = call(ViewMessage(0))
-        assert found is not None
-        assert admin.find_by_key("TJ", "KEY9") != []
-        assert {queue.topic for queue in admin.queues("TJ")} == {"TJ"}
-        assert {queue.broker_name for queue in admin.progress("CID-x")} == {"broker-a"}
-        known = admin.connections("CID-j")
-        assert known is not None
-        assert (known.kind, set(known.subscriptions)) == ("push", {"TJ", "%RETRY%CID-j"})
-        assert admin.groups_of("T4") == ("CID-x",)
-        assert {queue.topic for queue in call(ResetGroup("CID-j", "TJ", -1, True))} == {"TJ"}
-
-
-def test_the_client_reads_the_check_of_a_broker() -> None:
-    """The half message in a recorded check is whole, and has its producer's group, topic and place."""
-    (row,) = (one for one in jsonl(existing("remoting", "frames.jsonl")) if one["request"]["header"]["code"] == 39)
-    fields = row["request"]["header"]["extFields"]
-    (half,) = messages_of(b64decode(row["request"]["body_b64"]))
-    assert half.properties["PGROUP"] == "PID-j"
-    assert (str(half.physical_offset), str(half.queue_offset)) == (
-        fields["commitLogOffset"], fields["tranStateTableOffset"],
-    )  # fmt: skip
-    assert half.unique_key == fields["transactionId"]
-
-
-def test_recorded_frames_are_read_whole() -> None:
-    for row in recorded():
-        (frame,) = FrameReader().feed(raw_of(row["request"]["header"], row["request"].get("body", "").encode()))
-        assert frame.code == row["request"]["header"]["code"]
