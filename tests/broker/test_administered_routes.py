@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -22,6 +25,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.protocol import QueryMessages, SendMessage
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.share_links import connect_to_owner
+from tests.programs import Process, environment, start_program
 
 PATIENT_S: Final = 60
 """Longer than the disk of a busy machine takes for a flush; a call waits for several."""
@@ -94,6 +98,106 @@ def of_one(folder: Path) -> Iterator[AdministeredRoute]:
 PLACES = [in_process, temporary, as_peer, as_owner, by_coroutine, to_owner, over_tcp, in_cluster, of_one]
 Place = Callable[[Path], contextlib.AbstractContextManager[AdministeredRoute]]
 everywhere = pytest.mark.parametrize("place", PLACES)
+
+
+OWNER: Final = """
+import sys
+import librmq
+
+with librmq.share(sys.argv[1]):
+    print("owns it", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def beside_a_process(folder: Path) -> Iterator[AdministeredRoute]:
+    with start_program(OWNER, folder) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        with librmq.share(folder, timeout=PATIENT_S) as peer:
+            assert not peer.is_owner
+            yield peer
+        owner.communicate("\n")
+
+
+@contextlib.contextmanager
+def at_serve(folder: Path) -> Iterator[AdministeredRoute]:
+    command = [sys.executable, "-m", "librmq", "serve", str(folder), "--remoting", "0", "--format", "jsonl"]
+    with Process(command, stdout=subprocess.PIPE, text=True, env=environment()) as serving:
+        assert serving.stdout is not None
+        address = json.loads(serving.stdout.readline())["remoting"]
+        with librmq.connect(address, timeout=PATIENT_S) as route:
+            yield route
+        serving.terminate()
+
+
+class Asked:
+    """A route that remembers which of its members a program used."""
+
+    def __init__(self, route: AdministeredRoute) -> None:
+        self._route = route
+        self.used: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.used.add(name)
+        return getattr(self._route, name)
+
+
+def give_up(message: librmq.StoredMessage) -> None:
+    raise librmq.DeadLetter
+
+
+@pytest.mark.parametrize("place", [*PLACES, beside_a_process, at_serve])
+def test_a_program_makes_every_call_wherever_the_broker_is(place: Place, tmp_path: Path) -> None:
+    """The program is the same at each place. A call that is new has to be made here too."""
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
+        asked: Any = Asked(route)
+        name = asked.broker_names()[0]
+        asked.create_topic("orders", 1, broker_name=name)
+        assert asked.topics()["orders"].read_queues == 1
+        (queue,) = asked.queues("orders")
+        sent = [
+            producer.send("orders", b"%d" % number, keys="k", tags="ab"[number % 2], properties={"n": str(number)})
+            for number in range(4)
+        ]
+        assert [message.body for message in asked.messages("orders")] == [b"0", b"1", b"2", b"3"]
+        assert [message.body for message in asked.messages_in(queue, range(1, 3))] == [b"1", b"2"]
+        assert asked.find_by_id(sent[1].message_id).body == b"1"
+        assert [message.body for message in asked.find_by_key("orders", "k", max_messages=2)] == [b"2", b"3"]
+
+        asked.set_group("billing", retry_max_times=0)
+        assert asked.groups()["billing"] == asked.group_settings("billing").retry_max_times == 0
+        for selection in ({"tags": "a"}, {"sql": "n = 0 OR n = 2"}):
+            assert asked.reset_group("billing", "orders", "begin") == {queue: 0}
+            bodies = [message.body for message in asked.consume("orders", group="billing", timeout=1, **selection)]
+            assert bodies == [b"0", b"2"]
+        assert asked.reset_group("billing", "orders", 2, queue_id=0) == {queue: 2}
+        assert (asked.consumer_offset("billing", "orders"), asked.consumer_offsets("billing", "orders")) == (2, {0: 2})
+        assert (asked.progress("billing")[queue].queue_offset, asked.lag("billing")) == (2, 2)
+        assert asked.groups_of("orders") == ("billing",)
+
+        consumer = librmq.PushConsumer(route, "billing")
+        consumer.subscribe("orders", give_up)
+        with consumer:
+            asked.join(timeout=20)
+            assert asked.connections("billing").client_ids == (consumer.client.client_id,)
+            clients = asked.clients()
+            assert [client.client_id for client in clients if "billing" in client.consumer_groups] == [
+                consumer.client.client_id
+            ]
+        letters = asked.dead_letters("billing")
+        assert sorted(letter.body for letter in letters) == [b"2", b"3"]
+        assert asked.resend_dead_letters("billing", letters[:1]) == 1
+        assert [message.body for message in asked.messages("%RETRY%billing")] == [letters[0].body]
+        assert asked.cancel(producer.send("orders", b"later", delay_level=18)).cancelled
+
+        asked.delete_group("billing", keep_progress=False)
+        assert asked.consumer_offset("billing", "orders") is None
+        asked.delete_topic("orders")
+        assert asked.clean_unused_topics() == []
+    calls = {name for name in dir(AdministeredRoute) if not name.startswith("_")} - set(dir(librmq.protocol.Route))
+    assert calls - asked.used == {"run_async", "join_async"}  # shown by a test below
 
 
 @everywhere
@@ -285,6 +389,17 @@ def test_letters_that_are_sent_together_wait_once_for_the_device() -> None:
         files.flushes = 0
         assert broker.resend_dead_letters("billing") == 64
         assert files.flushes <= 2
+
+
+def test_unnoted_copies_of_letters_in_any_queue_are_recognised() -> None:
+    files = MemoryFiles()
+    with librmq.Broker.open("/s", files=files, store_config=librmq.StoreConfig.tiny()) as broker:
+        broker.create_topic("%DLQ%billing", 3)
+        for number in range(3):
+            broker.store.append(librmq.Message("%DLQ%billing", b"x", unique_key=f"U{number}"), number)
+        assert broker.resend_dead_letters("billing") == 3
+        files.delete("/s/librmq/resent.json")  # as if a kill had come before the note
+        assert broker.resend_dead_letters("billing") == 0
 
 
 def test_letters_before_one_that_is_refused_are_noted() -> None:
