@@ -382,6 +382,25 @@ def test_a_copy_deletes_nothing_until_retention_is_named_again(
         assert store.config.file_reserved_hours == 1, "it is the same folder"
 
 
+class Identified(MemoryFiles):
+    """Files of a folder that has an identity as on a disk."""
+
+    folder = "start-1/generation-1:8:100"
+
+    def identity(self, path: str) -> str:
+        return self.folder
+
+
+def test_a_backup_that_is_restored_in_place_of_a_deleted_store_deletes_nothing() -> None:
+    """The system can give the new folder the inode of the deleted one; a restart of the machine changes neither."""
+    files = Identified()
+    MessageStore.open("/s", StoreConfig.tiny(file_reserved_hours=1), files=files).close()
+    for folder, hours in (("start-2/generation-1:8:100", 1), ("start-2/generation-2:8:100", None)):
+        files.folder = folder
+        with MessageStore.open("/s", files=files) as store:
+            assert store.config.file_reserved_hours == hours
+
+
 def test_a_copy_of_a_replica_deletes_nothing_either(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     origin, copy, replica = tmp_path / "origin", tmp_path / "copy", BrokerConfig(replica_of="broker-b")
     Broker.open(origin, replica, store_config=StoreConfig.tiny(file_reserved_hours=1)).close()

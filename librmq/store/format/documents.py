@@ -5,7 +5,7 @@
     librmq/config.json         {"version": 1, "commitlog_file_size", …, "message_delay_level"}
                                the settings of a store that its files do not show; "made_by_librmq": true in a store
                                that no broker made
-    librmq/retention.json      {"version": 1, "settings": {"max_total_size", …}, "named": […], "folder": "device:inode"}
+    librmq/retention.json      {"version": 1, "settings": {…}, "named": […], "folder": "generation:device:inode"}
                                what retention deletes, in no other folder than this one; which of it a process that
                                shares the store has named
     librmq/settings.json       {"version": 1, "store": {…}, "broker": {…}}
@@ -69,7 +69,13 @@ _NOTES_AGAIN_S: Final = 0.005
 def _folder_identity(path: str, files: Files) -> str | None:
     """Return a text that a copy of a folder does not have, also after a restart; None where the system has none."""
     identity = identity_of(files, path)
-    return None if identity is None else identity.partition(":")[2]
+    if identity is None:
+        return None
+    # Without the number of the machine's start. A folder in the place of a deleted one can have its inode, for example
+    # when a backup is restored, but it has another generation.
+    start, _, place = identity.partition(":")
+    generation = start.partition("/")[2]
+    return f"{generation}:{place}" if generation else place
 
 
 Kinds = Mapping[str, tuple[type, ...]]
