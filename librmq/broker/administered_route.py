@@ -569,7 +569,7 @@ class AdministeredRoute(Route, AsyncClosing):
             TypeError: It is no receipt.
         """
         request = CancelMessage(receipt) if isinstance(receipt, str) else cancel_request(receipt)
-        queue = None if isinstance(receipt, str) else getattr(receipt, "queue", None)
+        queue = None if isinstance(receipt, str) else receipt.queue
         results = [
             broker.call(request)
             for name, broker in self._endpoints()

@@ -182,6 +182,11 @@ def test_a_program_makes_every_call_wherever_the_broker_is(place: Place, tmp_pat
         with consumer:
             asked.join(timeout=20)
             assert asked.connections("billing").client_ids == (consumer.client.client_id,)
+            if place in (over_tcp, at_serve):
+                with pytest.raises(BrokerError, match="a broker moves a running group only in all queues"):
+                    asked.reset_group("billing", "orders", 4, queue_id=0)
+            else:
+                assert asked.reset_group("billing", "orders", 4, queue_id=0) == {queue: 4}
             clients = asked.clients()
             assert [client.client_id for client in clients if "billing" in client.consumer_groups] == [
                 consumer.client.client_id
