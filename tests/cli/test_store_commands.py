@@ -137,30 +137,10 @@ def test_an_unknown_queue_is_a_status(run: Run, store: Path) -> None:
     ("line", "said"),
     [
         ("{", "not JSON"),
-        ("[]", "expected a JSON object"),
         ('{"type": "what"}', "type: expected one of index_query, get_message, offset_by_time, found 'what'"),
-        ("{}", "type is missing"),
-        (
-            '{"type": "get_message", "topic": "T", "queue_id": "0", "offset": 0}',
-            "queue_id: expected a whole number",
-        ),
         ('{"type": "get_message", "topic": "T", "queue_id": 0}', "offset is missing"),
-        (
-            '{"type": "get_message", "topic": "T", "queue_id": 0, "offset": 9223372036854775808}',
-            "expected a whole number from -9223372036854775808",
-        ),
-        (
-            '{"type": "get_message", "topic": "T", "queue_id": 0, "offset": 0, "sub_expression": "||"}',
-            "sub_expression: ",
-        ),
-        (
-            '{"type": "offset_by_time", "topic": "T", "queue_id": 0, "timestamps": [1.5]}',
-            "timestamps: expected",
-        ),
-        (
-            '{"type": "offset_by_time", "topic": "T", "queue_id": 0, "timestamps": 1}',
-            "timestamps: expected a list",
-        ),
+        (json.dumps(GET | {"queue_id": "0"}), "queue_id: expected a whole number"),
+        (json.dumps(GET | {"sub_expression": "||"}), "sub_expression: "),
         ('{"type": "index_query", "topic": "\\ud800", "key": "k"}', "surrogate"),
     ],
 )

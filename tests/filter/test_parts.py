@@ -11,7 +11,7 @@ import pytest
 
 from librmq.cli.commands.filters import explain_text
 from librmq.clock import ManualClock
-from librmq.errors import ConfigError, FilterError, FilterSyntaxError
+from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import (
     BROKER_BLOOM,
     SQL92,
@@ -23,7 +23,6 @@ from librmq.filter import (
     WatchedPredicate,
     tags_code,
 )
-from tests.cases.rows import answer_bloom, answer_case
 
 
 def test_tags_with_one_code_are_distinguished_by_text() -> None:
@@ -290,35 +289,6 @@ def test_policies_on_errors() -> None:
     for wrong in (5, "a = 1", later):  # a coroutine function returns a coroutine, which is always true
         with pytest.raises(ConfigError, match="expected a plain function"):
             WatchedPredicate(wrong, clock=ManualClock(), budget=1)  # type: ignore[arg-type]
-
-
-def test_filter_cases() -> None:
-    assert answer_case({"expr": "a = 1"}) == {"expr": "a = 1", "result": None, "match": False}
-    assert answer_case({"expr": "a = 1", "props": None}) == {
-        "expr": "a = 1",
-        "props": None,
-        "result": None,
-        "match": False,
-    }
-    answer = answer_case({"expr": "a = 1 x", "props": {"a": "1", "b": None}, "detail": "x"})
-    assert answer == {"expr": "a = 1 x", "props": {"a": "1", "b": None}, "result": True, "match": True}
-    assert answer_case({"expr": "a CONTAINS 'x'", "props": {"a": "x"}}, "5.3")["result"] is True
-    bad: list[Any] = [[], {}, {"expr": 5}, {"expr": "a", "props": []}, {"expr": "a", "props": {"a": 1}}]
-    for row in bad:
-        with pytest.raises(FilterError):
-            answer_case(row)
-
-
-def test_bloom_cases() -> None:
-    assert answer_bloom({"f": 20, "n": 32}) == {"k": 3, "m": 112}
-    assert answer_bloom({"f": 20, "n": 32, "strings": []}) == {"k": 3, "m": 112, "positions": []}
-    bad: list[Any] = [
-        *([], {}, {"f": 20}, {"f": "20", "n": 1}, {"f": 20, "n": 1.5}, {"f": True, "n": 1}),
-        *({"f": 0, "n": 1}, {"f": 20, "n": 0}, {"f": 20, "n": 1, "strings": [1]}, {"f": 20, "n": 1, "strings": 1}),
-    ]
-    for row in bad:
-        with pytest.raises(ConfigError):
-            answer_bloom(row)
 
 
 def test_explained_on_the_command_line() -> None:

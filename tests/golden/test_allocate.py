@@ -9,7 +9,6 @@ import pytest
 
 from librmq.client.allocation import own_share
 from librmq.message.message import MessageQueue
-from tests.budget import many
 from tests.conftest import Row, Run
 from tests.reference import existing, folders, jsonl
 
@@ -35,44 +34,21 @@ ROOMS: Row = SHARE | {"strategy": "MACHINE_ROOM", "consumer_idcs": None}
 CHOICE: Row = {"selector": "HASH", "mqs": [["T", "b", 0], ["T", "b", 1]], "arg_type": "String", "arg": "x"}
 
 
-@many
 @pytest.mark.parametrize(
     "row",
     [
         "{",
-        "[]",
         {},
         SHARE | CHOICE,
-        SHARE | {"strategy": "BEST"},
-        SHARE | {"strategy": 5},
         SHARE | {"strategy": "x" * 70_000},
-        SHARE | {"cid": 5},
         {key: value for key, value in SHARE.items() if key != "cid"},
-        {key: value for key, value in SHARE.items() if key != "mqs"},
-        {key: value for key, value in SHARE.items() if key != "cids"},
-        SHARE | {"mqs": {}},
         SHARE | {"mqs": [["T", "b"]]},
-        SHARE | {"mqs": [["T", "b", True]]},
-        SHARE | {"mqs": [["T", "b", 1 << 31]]},
-        SHARE | {"mqs": [["T", None, 0]]},
         SHARE | {"cids": [None]},
-        SHARE | {"strategy": "CONFIG"},
-        SHARE | {"strategy": "MACHINE_ROOM"},
-        SHARE | {"strategy": "MACHINE_ROOM_NEARBY"},
         SHARE | {"strategy": "MACHINE_ROOM_NEARBY", "inner": "MACHINE_ROOM_NEARBY"},
-        SHARE | {"strategy": "MACHINE_ROOM_NEARBY", "inner": "BEST"},
         SHARE | {"strategy": "CONSISTENT_HASH", "virtual_nodes": "10"},
-        SHARE | {"strategy": "CONSISTENT_HASH", "virtual_nodes": 1 << 40},
         CHOICE | {"selector": "x" * 70_000},
-        CHOICE | {"arg_type": "Date"},
-        CHOICE | {"arg_type": "Integer"},
         CHOICE | {"arg_type": "Integer", "arg": 1 << 31},
-        CHOICE | {"arg_type": "Long", "arg": 1 << 63},
-        CHOICE | {"arg_type": "Double", "arg": True},
-        CHOICE | {"arg_type": "Double", "arg": [1]},
         CHOICE | {"arg_type": "Double", "arg": 10**400},
-        CHOICE | {"arg_type": "null"},
-        {key: value for key, value in CHOICE.items() if key != "arg"},
     ],
 )
 def test_bad_input_ends_with_the_answers_before_it(run_lines: Run, row: Row | str) -> None:

@@ -14,7 +14,6 @@ from librmq.filter.filters import Compiled, compiled
 from librmq.filter.interpreter import explain
 from librmq.filter.parser import Dialect
 from librmq.java import json as java_json
-from tests.cases.rows import answer_bloom, answer_case
 from tests.conftest import Run
 from tests.reference import Row, document, encoding, existing, folders, jsonl, store_folders
 
@@ -44,13 +43,6 @@ def test_python_agrees_with_the_broker(file: str, dialect: Dialect) -> None:
             result = f"EVAL_ERROR:{error.java_name}"
         assert (result, match) == (row["result"], row["match"]), row
         assert type(result) is type(row["result"]), row
-
-
-@pytest.mark.parametrize(("file", "dialect"), DIALECTS)
-def test_the_command_prints_the_recorded_rows(file: str, dialect: Dialect) -> None:
-    for row in cases(file):
-        question = {name: row[name] for name in ("expr", "props") if name in row}
-        assert answer_case(question, dialect) == question | {"result": row["result"], "match": row["match"]}
 
 
 @pytest.mark.parametrize(("file", "dialect"), DIALECTS)
@@ -115,9 +107,6 @@ def test_bloom_hashes_and_positions() -> None:
         if "hit_after_all" in row:
             hits = [bloom.hit(bitmap, bloom.positions(given["str"])) for given in row["positions"]]
             assert hits == row["hit_after_all"]
-        question = {"f": row["f"], "n": row["n"], "strings": [given["str"] for given in row["positions"]]}
-        positions_out = [{"str": given["str"], "bits": given["bits"]} for given in row["positions"]]
-        assert answer_bloom(question) == {"k": row["k"], "m": row["m"], "positions": positions_out}
     for row in recorded["errors"]:
         with pytest.raises(ConfigError):
             BloomFilter(row["f"], row["n"])
@@ -201,10 +190,7 @@ def test_bloom(run_lines: Run) -> None:
         ("filter", '{"expr": "a = 1", "props": [1]}'),
         ("filter", '{"expr": "a = 1", "props": {"a": 1}}'),
         ("bloom", '{"f": 0, "n": 32, "strings": []}'),
-        ("bloom", '{"f": 100, "n": 32, "strings": []}'),
-        ("bloom", '{"f": 20, "n": 0, "strings": []}'),
         ("bloom", '{"f": 20, "n": 32, "strings": [5]}'),
-        ("bloom", "[]"),
     ],
 )
 def test_bad_input_ends_with_the_answers_before_it(run_lines: Run, command: str, line: str) -> None:
