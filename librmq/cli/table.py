@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from datetime import datetime
 from itertools import chain
 from typing import Any, Final, Literal, TextIO
@@ -121,6 +121,7 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("min", _part_of_time("min_timestamp_ms", 0, 16)),
         ("max", _part_of_time("max_timestamp_ms", 0, 16)),
     ],
+    "topics, narrowest": ["topic", "kind", "queues", "messages", ("max", _part_of_time("max_timestamp_ms", 0, 10))],
     "event, narrow": [
         ("when", _part_of_time("at_ms", 5, 19)), "event", "group", ("place", _place), "note",
     ],
@@ -236,13 +237,19 @@ class Table:
         if kind == "event" and len(messages) > 1:
             kind = "event, several"
         is_narrow = self._console.width < _NARROW and f"{kind}, narrow" in _COLUMNS
-        declared = _COLUMNS.get(f"{kind}, narrow" if is_narrow else kind)
-        columns = [_titled(column) for column in declared or dict.fromkeys(chain(*rows))]
-        titles = [title for title, _ in columns]
-        values = [[show(row) for _, show in columns] for row in rows]
-        cells = [[rich.text.Text(cell, _STYLES.get(cell, "")) for cell in map(_cell, line)] for line in values]
-        numbers = [all(isinstance(line[place], int) for line in values) for place in range(len(titles))]
-        widths = self._widths(titles, cells, numbers)
+        whole = _ON_ONE_LINE | ({"topic"} if kind == "topics" else set())
+        for form in (f"{kind}, narrow", f"{kind}, narrowest", kind) if is_narrow else (kind,):
+            declared = _COLUMNS.get(form)
+            if declared is None and form != kind:
+                continue
+            columns = [_titled(column) for column in declared or dict.fromkeys(chain(*rows))]
+            titles = [title for title, _ in columns]
+            values = [[show(row) for _, show in columns] for row in rows]
+            cells = [[rich.text.Text(cell, _STYLES.get(cell, "")) for cell in map(_cell, line)] for line in values]
+            numbers = [all(isinstance(line[place], int) for line in values) for place in range(len(titles))]
+            widths = self._widths(titles, cells, numbers, whole)
+            if widths is not None:
+                break
         is_wide = len(rows) == 1 and declared is None and sum(widths or ()) + _GAP * len(titles) > _WIDEST_RECORD
         if widths is None or is_wide:
             self._draw_lists(titles, cells)
@@ -253,22 +260,24 @@ class Table:
             return
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD if header else None, pad_edge=False, show_header=header)
         for title, is_number, width in zip(titles, numbers, widths, strict=True):
-            overflow: Literal["ellipsis", "fold"] = "ellipsis" if title in _ON_ONE_LINE else "fold"
+            overflow: Literal["ellipsis", "fold"] = "ellipsis" if title in whole else "fold"
             table.add_column(
                 title, justify="right" if is_number else "left", overflow=overflow, width=width,
-                no_wrap=title in _ON_ONE_LINE,
+                no_wrap=title in whole,
             )  # fmt: skip
         for drawn in cells:
             table.add_row(*drawn)
         self._console.print(table)
 
-    def _widths(self, titles: list[str], cells: list[list[rich.text.Text]], numbers: list[bool]) -> list[int] | None:
-        """Return the width of each column; None if the terminal is too narrow for the columns."""
+    def _widths(
+        self, titles: list[str], cells: list[list[rich.text.Text]], numbers: list[bool], whole: Set[str]
+    ) -> list[int] | None:
+        """Return the width of each column, None if they do not fit; columns in ``whole`` are not broken."""
         widths, ideal = [], []
         for at, title in enumerate(titles):
             longest = max(line[at].cell_len for line in cells)
             word = max(rich.text.Text(word).cell_len for word in (title or " ").split(" "))
-            is_whole = numbers[at] or (title in _ON_ONE_LINE and title != "body")
+            is_whole = numbers[at] or (title in whole and title != "body")
             least = _LEAST_BODY if title == "body" else _LEAST_TEXT
             widths.append(max(word, longest if is_whole else min(longest, least)))
             ideal.append(max(longest, len(title)))

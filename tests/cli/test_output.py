@@ -320,6 +320,17 @@ def test_topics_and_events_are_tables_on_80_columns(monkeypatch: pytest.MonkeyPa
     assert "11-14 22:13:27   stored           T:1:3" in on_a_terminal(monkeypatch, event)
 
 
+@pytest.mark.parametrize("length", [10, 33, 60])
+def test_no_name_of_a_topic_is_broken_on_80_columns(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    row = {"kind": "dead", "queues": 4, "messages": 12, "min_timestamp_ms": 1, "max_timestamp_ms": 2}
+    names = ["%DLQ%" + letter * (length - 5) for letter in "ab"]
+    text = on_a_terminal(monkeypatch, *({"topic": name, **row} for name in names))
+    assert all(name in text for name in names)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "1970-01-01" in text
+    assert ("\n\n" in text.strip()) == (length > 33)  # a list of fields each
+
+
 def test_a_wide_record_is_a_list_in_a_file() -> None:
     """A row of a kind that comes once, such as that of `can-start`; columns of several rows stay side by side."""
     pytest.importorskip("rich")
