@@ -15,7 +15,7 @@ import rich.console
 import rich.table
 import rich.text
 
-from librmq.diagnosis.formatting import duration
+from librmq.diagnosis.formatting import duration, size
 from librmq.message.printable import printable
 
 Row = Mapping[str, Any]
@@ -74,6 +74,10 @@ def _rounded(name: str) -> Callable[[Row], object]:
         return "unknown" if number is None else f"{number:,.1f}"
 
     return show
+
+
+def _size(name: str) -> Callable[[Row], object]:
+    return lambda row: size(row.get(name))
 
 
 def _property(name: str) -> Callable[[Row], object]:
@@ -149,6 +153,14 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("out/s", _rounded("consumed_per_s")), ("waiting", "lag"), ("gone in", _drained),
     ],
     "gap": [("physical offset", "phys"), "size", "file", "what"],
+    "disk": [
+        ("log", _size("log_bytes")), ("queues", _size("queue_bytes")), ("index", _size("index_bytes")),
+        ("timers", _size("timer_bytes")), ("others", _size("other_bytes")), ("allocated", _size("allocated_bytes")),
+        ("disk used", lambda row: f"{row['used_ratio']:.1%}"),
+    ],
+    "threshold": [("at", lambda row: f"{row['ratio']:.0%}"), ("bytes left", _size("free_bytes")), "effect"],
+    "topic": ["topic", "kind", "messages", ("bytes", _size("bytes")), ("unread", _size("unread_bytes"))],
+    "reason": ["opener", "verdict", "file", "what", "next"],
 }  # fmt: skip
 """Columns of the kinds of rows; other rows have a column for each field."""
 _BY_FIELD: Final = {
@@ -204,7 +216,7 @@ class Table:
     def _add_list(self, kind: str, row: Row) -> None:
         name, kind_of_rows = _LISTS[kind]
         scalars = {key: value for key, value in row.items() if key not in (name, "cut", "topic_queue_table")}
-        self._add_row("rest", scalars)
+        self._add_row(kind if kind in _COLUMNS else "rest", scalars)
         for item in row.get(name, ()):
             self._add_row(kind_of_rows, item)
         for item in row.get("cut", ()):
@@ -237,7 +249,7 @@ class Table:
         if kind == "event" and len(messages) > 1:
             kind = "event, several"
         is_narrow = self._console.width < _NARROW and f"{kind}, narrow" in _COLUMNS
-        whole = _ON_ONE_LINE | ({"topic"} if kind == "topics" else set())
+        whole = _ON_ONE_LINE | ({"topic"} if kind in ("topics", "topic") else set())
         for form in (f"{kind}, narrow", f"{kind}, narrowest", kind) if is_narrow else (kind,):
             declared = _COLUMNS.get(form)
             if declared is None and form != kind:

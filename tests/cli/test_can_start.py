@@ -214,6 +214,12 @@ def test_5_deletes_a_last_file_of_length_zero(shell: Shell) -> None:
     assert "timerwheel.104" not in can_start(shell, store)[1]
 
 
+def test_a_store_of_5_that_has_only_a_timer(shell: Shell) -> None:
+    unpack(existing("store-5.3.3", "tx3.tar.xz"), shell.folder)
+    row, _ = can_start(shell, shell.folder / "tx3", 0)
+    assert (row["version"], row["broker"]) == ("5.3", "repairs")
+
+
 def test_the_store_of_a_killed_broker(shell: Shell) -> None:
     store = shutil.copytree(existing("store-crash", "store"), shell.folder / "crashed")
     row, _ = can_start(shell, store, 0)

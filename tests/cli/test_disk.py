@@ -151,7 +151,7 @@ def test_shares_come_from_the_settings_and_show_in_a_table(shell: Shell) -> None
     }  # fmt: skip
     assert "0 % is exceeded" in said
     table = shell("disk", "store", "--format", "table").out
-    for text in ("log bytes", "CODE 14", "unread bytes", "OrderTopic"):
+    for text in ("timers", "CODE 14", "unread", "OrderTopic"):
         assert text in table
 
 

@@ -320,6 +320,18 @@ def test_topics_and_events_are_tables_on_80_columns(monkeypatch: pytest.MonkeyPa
     assert "11-14 22:13:27   stored           T:1:3" in on_a_terminal(monkeypatch, event)
 
 
+def test_a_table_of_the_disk_has_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ("log", "queue", "index", "timer", "other", "allocated")
+    disk = {"type": "disk", **dict.fromkeys((f"{kind}_bytes" for kind in kinds), 3 << 30), "used_ratio": 0.753}
+    threshold = {"ratio": 0.85, "free_bytes": 50 << 30, "effect": "the oldest log files are deleted"}
+    topic = {"topic": "RMQ_SYS_TRANS_OP_HALF_TOPIC", "kind": "op", "messages": 1, "bytes": 139, "unread_bytes": 0}
+    text = on_a_terminal(monkeypatch, {**disk, "thresholds": [threshold]}, {"type": "topic", **topic})
+    assert text.count("3.0 GiB") == 6
+    assert "75.3%" in text
+    assert "85%   50 GiB       the oldest log files are deleted" in text
+    assert "RMQ_SYS_TRANS_OP_HALF_TOPIC   op            1   139 B   0 B" in text
+
+
 @pytest.mark.parametrize("length", [10, 33, 60])
 def test_no_name_of_a_topic_is_broken_on_80_columns(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     row = {"kind": "dead", "queues": 4, "messages": 12, "min_timestamp_ms": 1, "max_timestamp_ms": 2}

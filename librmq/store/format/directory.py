@@ -72,6 +72,8 @@ _MADE_BY_5: Final = (
     COMPACTION,
     "brokerIdentity",
     "epochFileCheckpoint",
+    os.path.join(CONFIG, "timermetrics"),
+    os.path.join(CONFIG, "transactionMetrics"),
     os.path.join(CONFIG, "timercheck"),
     os.path.join(CONSUMEQUEUE, "rmq_sys_wheel_timer"),
 )
