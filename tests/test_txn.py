@@ -148,9 +148,12 @@ def test_a_half_that_no_topic_can_take(desk: Desk) -> None:
     assert desk.store.log.end == 0
 
 
-def test_commit_writes_the_message_and_an_op(desk: Desk) -> None:
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_commit_writes_the_message_and_an_op(desk: Desk, is_reopened: bool) -> None:
     desk.prepare(0)
     half = desk.prepare(7, flag=9, born_timestamp_ms=5, born_host=("10.0.0.1", 2))
+    if is_reopened:
+        desk = desk.after_crash()
     final = desk.commit(half)
     _, stored, message, op = desk.store
     assert final is not None

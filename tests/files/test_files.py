@@ -608,3 +608,10 @@ def test_a_temporary_folder_that_stays_is_logged(
     assert [line.getMessage() for line in caplog.records] == [
         f"{folder.name}: the temporary folder could not be deleted: [Errno 13] Permission denied: {folder.name!r}"
     ]
+
+
+def test_what_root_keeps_for_itself_is_no_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=100, used=30, free=50))
+    assert DiskFiles().used_ratio(str(tmp_path)) == 30 / 80
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=0, used=0, free=0))
+    assert DiskFiles().used_ratio(str(tmp_path)) == 0

@@ -837,6 +837,22 @@ def test_a_repeated_request_has_the_time_that_is_left(tmp_path: Path, monkeypatc
         assert waits[1] == 0.0
 
 
+def test_the_next_owner_waits_for_the_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They register with it before it shares out the queues, so that each keeps its own."""
+    waits, wait = list[float](), Broker.await_members
+
+    def await_members(broker: Broker, seconds: float) -> None:
+        waits.append(seconds)
+        wait(broker, seconds)
+
+    monkeypatch.setattr(Broker, "await_members", await_members)
+    with pair(tmp_path) as (owner, peer):
+        assert waits == [], "there was no owner before the first one"
+        owner.close()
+        wait_until(lambda: peer.is_owner, "the peer takes over", 30)
+        assert waits == [1.0]
+
+
 def test_a_call_waits_beyond_an_owner_that_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An owner that has come and gone before the call saw it takes none of the call's time."""
     with pair(tmp_path) as (_, peer):
