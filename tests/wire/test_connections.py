@@ -390,6 +390,34 @@ def test_without_a_thread_for_the_rest_its_connection_ends(monkeypatch: pytest.M
     assert not opened.is_open
 
 
+@pytest.mark.usefixtures("_leaves_reading_for_long")
+def test_a_caller_whose_answer_another_thread_has_read_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket of gevent would wait for the next answer, often until the heartbeat half a minute later."""
+    wait, receive, late = FrameSocket.wait, FrameSocket.receive, list[bool]()
+
+    def wait_until_read(stream: FrameSocket, timeout_s: float) -> bool:
+        if wait(stream, timeout_s):
+            before = opened._received
+            opened._is_left = False
+            opened._is_needed.set()
+            until(lambda: opened._received > before)
+            return True
+        return False
+
+    def receive_like_gevent(stream: FrameSocket, size: int, flags: int = 0) -> bytes:
+        late.append(bool(flags))
+        return receive(stream, size, flags)
+
+    with FakeServer(answer_to) as server:
+        opened = _left_to_callers(server)
+        monkeypatch.setattr(FrameSocket, "wait", wait_until_read)
+        monkeypatch.setattr(FrameSocket, "receive", receive_like_gevent)
+        assert opened.request(Frame(999), 30).code == 0
+        monkeypatch.undo()
+        opened.close()
+    assert True not in late
+
+
 def test_a_socket_that_is_closed_before_a_caller_waits_for_it() -> None:
     """Another thread has closed it at the end of the connection, before the caller has an outcome."""
     ours, others = socket.socketpair()

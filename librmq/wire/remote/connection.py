@@ -578,7 +578,8 @@ class Connection:
         for _ in if_free(self._waiting):
             try:
                 while waiter.outcome is None and now < until:
-                    if self._stream.wait(min(until - now, _LOOK_S)) and not self._read_ready():
+                    received = self._received
+                    if self._stream.wait(min(until - now, _LOOK_S)) and not self._read_ready(received):
                         break
                     now = _clock.monotonic()
                 self._own_reads += 1
@@ -591,11 +592,17 @@ class Connection:
             break
         return timeout_s - (now - begin)
 
-    def _read_ready(self) -> bool:
-        """Read without waiting; return False if the connection has ended, or if another thread reads."""
+    def _read_ready(self, received: int) -> bool:
+        """Read the bytes that have come since `_received` had this value.
+
+        Returns:
+            False if the connection has ended, or if another thread reads.
+        """
         for _ in if_free(self._reading):
             try:
-                return self._read_some(socket.MSG_DONTWAIT)
+                # Another thread can have read them before this one got the lock. The flag alone does not keep this one
+                # from waiting then, because a socket of gevent ignores it.
+                return self._received != received or self._read_some(socket.MSG_DONTWAIT)
             finally:
                 self._reading.release()
         return False
