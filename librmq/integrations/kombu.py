@@ -134,10 +134,13 @@ class Channel(virtual.Channel):
         bindings = self.broker.bindings
         if not isinstance(bindings, FolderBindings):
             return False
-        expired = [queue for queue in queues if "x-expires" in queues[queue] and bindings.is_expired(queue)]
-        for queue in expired:
-            self.queue_delete(queue)
-        return bool(expired)
+        deleted = 0
+        for queue in [queue for queue in queues if "x-expires" in queues[queue]]:
+            with bindings.expired(queue) as is_expired:
+                if is_expired:
+                    self.queue_delete(queue)
+                    deleted += 1
+        return bool(deleted)
 
     # ---- exchanges
 
@@ -199,9 +202,8 @@ class Channel(virtual.Channel):
         self._without_ack.discard(queue)
         self._transport.leave(queue)
         if queue in self._held and isinstance(self.broker.bindings, FolderBindings):
+            os.utime(self._held[queue])
             os.close(self._held.pop(queue))
-            if self._has_queue(queue):
-                self.broker.bindings.touch(queue)
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
         """Return a message, or None if there is none."""

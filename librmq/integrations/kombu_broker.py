@@ -15,16 +15,18 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote
 
+from amqp.exceptions import ConsumerCancelled
 from kombu.exceptions import ChannelError
 from kombu.utils.json import JSONEncoder, loads
 
 import librmq
 from librmq.clock import SystemClock
+from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remote.remote_route import RemoteRoute
@@ -137,35 +139,38 @@ class FolderBindings:
                 os.fsync(file.fileno())
             os.replace(f"{self._path}.new", self._path)
 
-    # A consumer holds a lock on the file of a queue that expires; its time counts from the file's last change.
+    # A consumer holds a lock on the file of a queue that expires; its time counts from the file's last change. A
+    # process that deletes the queue excludes others by the same lock until everything of the queue is gone.
 
     def _used_path(self, queue: str) -> str:
         return os.path.join(self._folder, f"used-{topic_of(queue)}")
 
     def hold(self, queue: str) -> int:
-        """Note that a queue has a consumer until the returned file is closed, or the process ends."""
-        file = os.open(self._used_path(queue), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(file, fcntl.LOCK_SH)
-        return file
+        """Note that a queue is used until the returned file is closed, or the process ends."""
+        while True:
+            file = os.open(self._used_path(queue), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if os.fstat(file).st_nlink:  # else the queue was deleted meanwhile
+                os.utime(file)
+                return file
+            os.close(file)
 
-    def touch(self, queue: str) -> None:
-        """Note that a queue is used now."""
-        with open(self._used_path(queue), "ab") as file:
-            os.utime(file.fileno())
-
-    def is_expired(self, queue: str) -> bool:
-        """Return whether no client has used a queue for its ``x-expires``."""
+    @contextmanager
+    def expired(self, queue: str) -> Iterator[bool]:
+        """Yield whether no client has used a queue for its ``x-expires``; then none can declare it meanwhile."""
         expires_ms = self.read()["queues"].get(queue, {}).get("x-expires")
         if expires_ms is None:
-            return False
-        try:
-            with open(self._used_path(queue), "rb") as file:
-                if os.fstat(file.fileno()).st_mtime_ns // 1_000_000 + expires_ms > _clock.now_ms():
-                    return False
+            yield False
+            return
+        with ExitStack() as opened:
+            is_expired = False
+            with suppress(FileNotFoundError, BlockingIOError):
+                file = opened.enter_context(open(self._used_path(queue), "rb"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-        except (FileNotFoundError, BlockingIOError):
-            return False
+                status = os.fstat(file.fileno())
+                used_ms = status.st_mtime_ns // 1_000_000
+                is_expired = bool(status.st_nlink) and used_ms + expires_ms <= _clock.now_ms()
+            yield is_expired
 
     def forget(self, queue: str) -> None:
         """Remove what was noted of a deleted queue."""
@@ -229,7 +234,11 @@ class Receiver(Protocol):
     """Takes messages for one connection. Acknowledgements may come from other threads."""
 
     def receive(self, topics: frozenset[str], most: int, wait: float) -> list[Delivery]:
-        """Return messages of any of the topics; wait for the first one."""
+        """Return messages of any of the topics; wait for the first one.
+
+        Raises:
+            ConsumerCancelled: A topic was deleted; Celery connects then, and declares it, again.
+        """
 
     def acknowledge(self, *deliveries: Delivery) -> None:
         """End messages."""
@@ -265,10 +274,17 @@ class _ShareReceiver:
             self._consumers[topics] = consumer.start()
         try:
             messages = consumer.receive(min(most, AT_ONCE), invisible=self._visibility_s, wait=wait)
+            deleted = [] if messages else [topic for topic in topics if not self._route.topic_route(topic)]
+        except librmq.BrokerError as error:  # of another process, where this one still knows the topic's route
+            if error.code != ResponseCode.TOPIC_NOT_EXIST:
+                raise
+            messages, deleted = [], sorted(topics)
         except librmq.ClientStateError:
             if self._consumers.get(topics) is consumer:
                 raise
             return []  # `stop` came before the receive
+        if deleted:
+            raise ConsumerCancelled(f"a queue was deleted while it had a consumer: {', '.join(deleted)}")
         return [Delivery(message, message.attempt) for message in messages]
 
     def acknowledge(self, *deliveries: Delivery) -> None:
@@ -458,35 +474,34 @@ class KombuBroker:
     def declare(self, queue: str, arguments: dict[str, Any]) -> None:
         """Make a queue's topic, and note its arguments."""
         topic, priorities = topic_of(queue), arguments.get("x-max-priority")
-        if isinstance(self.bindings, FolderBindings):
-            self._make(self.bindings, topic, priorities)
-            if "x-expires" in arguments:
-                self.bindings.touch(queue)
-        elif priorities is not None:
-            raise ChannelError(
-                f"queue {queue!r}: x-max-priority: a cluster's messages have no priorities: leave it out"
-            )
-        elif topic not in self._known and not self.has_topic(topic):
-            self.route.create_topic(topic)
-        self._known.add(topic)
-        if arguments or queue in self.bindings.read()["queues"]:
-            self.bindings.change("queue", queue, arguments)
+        with ExitStack() as held:
+            if isinstance(self.bindings, FolderBindings):
+                if "x-expires" in arguments:
+                    held.callback(os.close, self.bindings.hold(queue))
+                self._make(self.bindings, topic, priorities)
+            elif priorities is not None:
+                raise ChannelError(
+                    f"queue {queue!r}: x-max-priority: a cluster's messages have no priorities: leave it out"
+                )
+            elif topic not in self._known and not self.has_topic(topic):
+                self.route.create_topic(topic)
+            self._known.add(topic)
+            if arguments or queue in self.bindings.read()["queues"]:
+                self.bindings.change("queue", queue, arguments)
 
     def _make(self, bindings: FolderBindings, topic: str, priorities: int | None) -> None:
         """Create a topic in the store, with a queue for each priority, and let its group start at the beginning."""
-        if topic in self._known and priorities is None:
-            return
         queues = 1 if priorities is None else 1 + max(1, min(priorities, _MAX_PRIORITY))
         with bindings.locked():
-            route = self.route.topic_route(topic)
-            if not route or route[0].read_queues < queues:
+            former = len(self.route.queues(topic))
+            if former < queues:
                 self.route.create_topic(topic, queues, message_type=None if priorities is None else "PRIORITY")
-                if not route and not self.route.consumer_offsets(GROUP, topic):
+                if not former and not self.route.consumer_offsets(GROUP, topic):
                     self.route.reset_group(GROUP, topic, "begin")
 
     def has_topic(self, topic: str) -> bool:
-        """Return whether a topic exists; a cluster names routes of deleted ones for a while."""
-        return topic in self.route.topics() if self.is_cluster else bool(self.route.topic_route(topic))
+        """Return whether a topic exists; its route is known for a while after its deletion."""
+        return topic in self.route.topics() if self.is_cluster else bool(self.route.queues(topic))
 
     def put(self, queue: str, message: dict[str, Any]) -> None:
         """Store a message in a queue."""

@@ -18,6 +18,7 @@ if sys.platform == "win32":
     pytest.skip("librmq.share is not for Windows yet", allow_module_level=True)
 
 import kombu
+from amqp.exceptions import ConsumerCancelled
 from kombu.asynchronous import Hub
 from kombu.exceptions import ChannelError
 
@@ -26,7 +27,6 @@ import librmq.integrations.kombu
 from librmq.integrations.kombu_broker import FolderBindings, topic_of
 from librmq.wire.remoting import RemotingServer
 from tests.programs import run_program
-from tests.wire.stub import wait_until
 
 Connect = Callable[..., Any]
 
@@ -233,6 +233,41 @@ def test_a_queue_expires_without_consumers_only(share: Connect) -> None:
             queue(other.channel()).queue_declare(passive=True)
 
 
+def test_a_queue_that_expires_is_declared_after_its_deletion(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that starts again declares the queue of its remote control, which another process finds expired."""
+    queue = kombu.Queue("control", kombu.Exchange("control", type="fanout"), expires=0.001)
+    kept = kombu.Queue("control", queue.exchange, expires=3600)
+    declaring: list[threading.Thread] = []
+    delete = librmq.integrations.kombu.Channel.queue_delete
+
+    def delete_beside(channel: Any, name: str) -> None:
+        monkeypatch.undo()
+        declaring.append(threading.Thread(target=kept(other.channel()).declare))
+        declaring[0].start()
+        delete(channel, name)
+
+    with share() as connection, share() as other:
+        queue(connection.channel()).declare()
+        monkeypatch.setattr(librmq.integrations.kombu.Channel, "queue_delete", delete_beside)
+        while not declaring:
+            kombu.Queue("other")(connection.channel()).declare()  # deletes what has expired
+        declaring[0].join(60)
+        kombu.Producer(connection, queue.exchange).publish("stop")
+        assert drain(other, kept, 1) == ["stop"]
+
+
+def test_a_consumer_of_a_deleted_queue_connects_again(share: Connect) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with share() as connection, share() as other:
+        with kombu.Consumer(connection, [queue]):
+            queue(other.channel()).delete()
+            with pytest.raises(ConsumerCancelled, match="deleted while it had a consumer: kombu-tasks") as error:
+                connection.drain_events(timeout=60)
+            assert isinstance(error.value, connection.connection_errors)
+        send(other, queue, "later")
+        assert drain(connection, queue, 1) == ["later"]
+
+
 @pytest.mark.parametrize("kind", ["direct", "fanout"])
 def test_a_queue_whose_topic_is_gone_expires(share: Connect, tmp_path: Path, kind: str) -> None:
     """A kill in the middle of a deletion, and ``librmq topic delete``, leave its bindings."""
@@ -241,7 +276,10 @@ def test_a_queue_whose_topic_is_gone_expires(share: Connect, tmp_path: Path, kin
     with share() as connection:
         queue(connection.channel()).declare()
         broker = connection.transport.broker
-        wait_until(lambda: broker.bindings.is_expired("replies"))
+        while "waits":
+            with broker.bindings.expired("replies") as is_expired:
+                if is_expired:
+                    break
         broker.route.delete_topic(topic_of("replies"))
         kombu.Producer(connection, exchange).publish("lost", routing_key="key")
         assert broker.bindings.read()["queues"] == {}
