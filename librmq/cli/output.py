@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Self, TextIO, TypeVar
 
 from librmq.clock import Clock, SystemClock
 from librmq.errors import InputError, MissingExtraError
@@ -41,17 +41,6 @@ _names: Final[dict[str, str]] = {}
 """Names by the paths in whose place messages have them."""
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 _encode_apart: Final = json.JSONEncoder(ensure_ascii=False, separators=(_BETWEEN, ":"), allow_nan=False).encode
-
-
-class NamedRow(Protocol):
-    """A row as a named tuple."""
-
-    @property
-    def _fields(self) -> tuple[str, ...]: ...
-
-    def _asdict(self) -> dict[str, Any]: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
 
 
 class RowWriter(Protocol):
@@ -112,7 +101,7 @@ class Output:
         """Pass on every row so far; a table may wait until it is full."""
         self.writer.flush()
 
-    def rows_of(self, rows: Iterable[Mapping[str, Any]] | Iterable[NamedRow]) -> None:
+    def rows_of(self, rows: Iterable[Mapping[str, Any]] | Iterable[NamedTuple]) -> None:
         """Print many small rows, faster than one by one.
 
         Raises:
@@ -156,7 +145,7 @@ def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
     return _safe("\n".join(lines)) + "\n"
 
 
-def _lines_of_tuples(rows: Sequence[NamedRow]) -> str:
+def _lines_of_tuples(rows: Sequence[NamedTuple]) -> str:
     names = rows[0]._fields
     values = _encode_apart(list(chain.from_iterable(rows)))[1:-1].split(_BETWEEN)  # JSON escapes it in texts
     if len(values) != len(rows) * len(names):  # there are lists in the rows

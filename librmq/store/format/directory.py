@@ -65,20 +65,14 @@ LOCK: Final = "lock"
 TIMERLOG: Final = "timerlog"
 TIMERWHEEL: Final = "timerwheel"
 
-# Folders and files that only 5.x makes
+# Folders and files that only 5.x makes, and those that the timers of librmq make too.
 _MADE_BY_5: Final = (
-    TIMERLOG,
-    TIMERWHEEL,
     COMPACTION,
     "brokerIdentity",
     "epochFileCheckpoint",
     os.path.join(CONFIG, "timermetrics"),
     os.path.join(CONFIG, "transactionMetrics"),
-    os.path.join(CONFIG, "timercheck"),
-    os.path.join(CONSUMEQUEUE, "rmq_sys_wheel_timer"),
 )
-
-# Those of them that the timers of librmq make too.
 _OF_TIMERS: Final = (
     TIMERLOG,
     TIMERWHEEL,
@@ -150,7 +144,7 @@ def recognise(path: str, files: Files) -> StoreKind:
     derived = _kind_without_queues(path, files)
     if derived is not None:
         return derived
-    if not _has_any(path, _MADE_BY_5, files):
+    if not _has_any(path, (*_MADE_BY_5, *_OF_TIMERS), files):
         return StoreKind.V4
     topics = os.path.join(path, CONFIG, "topics.json")
     return StoreKind.V5_BATCHES if b'"BatchCQ"' in read_replaced(files, topics) else StoreKind.V5
@@ -201,7 +195,7 @@ def is_4_with_timers(path: str, files: Files) -> bool:
     """Return whether all files of RocketMQ 5 in the store belong to a timer."""
     if recognise(path, files) is not StoreKind.V5:
         return False
-    return not _has_any(path, set(_MADE_BY_5) - set(_OF_TIMERS), files)
+    return not _has_any(path, _MADE_BY_5, files)
 
 
 def is_of_5(path: str, files: Files) -> bool:

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from librmq.testing.histories.events import (
     Commit,
@@ -21,24 +21,7 @@ from librmq.testing.histories.events import (
     TransactionEnd,
 )
 
-
-class _Span(Protocol):
-    """A row with two times and an offset."""
-
-    @property
-    def begin_ms(self) -> int:
-        """When it began."""
-
-    @property
-    def end_ms(self) -> int:
-        """When it had ended."""
-
-    @property
-    def queue_offset(self) -> int:
-        """Its offset."""
-
-
-_Row = TypeVar("_Row", bound=_Span)
+_Row = TypeVar("_Row", Send, Delivery, Commit)
 
 
 def falls(
