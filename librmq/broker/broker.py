@@ -38,7 +38,8 @@ from librmq.errors import (
 )
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import Files
-from librmq.message.message import StoredMessage
+from librmq.message.ids import Host
+from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
@@ -49,7 +50,7 @@ from librmq.protocol import (
     Request,
     ResponseCode,
 )
-from librmq.protocol.endpoint import HandsOver
+from librmq.protocol.endpoint import InProcess
 from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
@@ -62,7 +63,7 @@ _LOCK_RETRY_S: Final = 0.05
 _JOIN_STEP_S: Final = 0.02
 
 
-class Broker(StoreRoute, HandsOver):
+class Broker(StoreRoute, InProcess):
     """A broker inside the process: an `Endpoint` that answers requests, and a `Route` to itself. Thread-safe.
 
     Created by `open` or `temporary`. As a context manager it closes at the end. A forked child cannot use the handle.
@@ -79,6 +80,7 @@ class Broker(StoreRoute, HandsOver):
     _parts: BrokerParts
     _context: BrokerContext
     _by_request: dict[type, Callable[[Any], Any]]
+    _store_plain: Callable[[Message, Callable[[], MessageQueue], int, Host], tuple[MessageQueue, int, str] | None]
     _own_runner: ThreadRunner | None
     _temporary: TemporaryFolder | None
 
@@ -183,6 +185,7 @@ class Broker(StoreRoute, HandsOver):
             self._life, steps, path, self.cluster_name, opened.broker, store_config, files, self.metrics
         )
         self.store, self._context, self._by_request = parts.store, parts.context, parts.by_request
+        self._store_plain = parts.sending.store_plain
         if not is_copy:
             try:
                 if recorded.is_replaced_by(Promises.read(path, files)):
@@ -235,7 +238,13 @@ class Broker(StoreRoute, HandsOver):
     @property
     def hands_over(self) -> bool:
         """Whether it does: not where a subclass or a test replaces `call`, to see each message."""
-        return getattr(self.call, "__func__", None) is Broker.call
+        return type(self).call is _CALL and "call" not in self.__dict__
+
+    def store_plain(
+        self, message: Message, next_queue: Callable[[], MessageQueue], born_timestamp_ms: int, born_host: Host
+    ) -> tuple[MessageQueue, int, str] | None:
+        """Store a usual message without a request, unless something else must see each message."""
+        return self._store_plain(message, next_queue, born_timestamp_ms, born_host) if self.hands_over else None
 
     def call(self, request: Request[R], /) -> R:
         """Answer a request.
@@ -458,6 +467,9 @@ class Broker(StoreRoute, HandsOver):
 
     def __reduce__(self) -> str:
         raise TypeError(f"{self!r} can't be pickled, because one process owns a store; open consumers in that process")
+
+
+_CALL: Final = Broker.call
 
 
 def check_settings(

@@ -239,8 +239,15 @@ class Producer(Startable):
             BrokerUnreachableError: No try reached a broker or got its answer.
             SendTimeoutError: The time limit has passed; the message may have been stored anyway.
         """
-        prepared = self._prepare(message, body, fields)
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
+        if queue is None and selector is None:
+            if isinstance(message, str):
+                message, body, fields = Message(message, body, **fields), None, {}
+            if body is None and not fields and isinstance(message, Message):
+                result = self.sender.send_plain(message, timeout_ms)
+                if result is not None:
+                    return result
+        prepared = self._prepare(message, body, fields)
         if queue is not None or selector is not None:
             _check_choice(prepared, queue, selector)
         if queue is not None:

@@ -46,8 +46,9 @@ from librmq.protocol import (
     SendStatus,
 )
 from librmq.protocol.client_requests import PendingSend
-from librmq.protocol.endpoint import SendsLater
+from librmq.protocol.endpoint import InProcess, SendsLater
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.runner import Runner
 
 # ---- settings
 
@@ -137,6 +138,10 @@ class TopicQueues(NamedTuple):
     turns: RoundRobin
     near: tuple[MessageQueue, ...]
     """The queues at the client's own site."""
+    broker: InProcess | None
+    """The broker of all queues, if it stores usual messages without a request."""
+    next_queue: Callable[[], MessageQueue]
+    """Returns the next of the queues."""
 
 
 class PublishRoutes:
@@ -199,18 +204,29 @@ class PublishRoutes:
             raise NoRouteError(f"topic {topic!r}, requested by producer group {self.group!r}: {why}{hint}")
         before = self._topics_before.pop(topic, None)
         if before is not None and before.queues == queues:
-            topic_queues = before  # another topic has changed, so this one keeps its turn
+            turns = before.turns  # another topic has changed, so this one keeps its turn
         else:
             count, random = len(queues), self.client.random
             begin = 0 if random is None else random.randrange(count)
-            first = self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)])
-            site = self.client.site
-            near = () if site is None else tuple(queue for queue in queues if site_of(queue.broker_name) == site)
-            topic_queues = TopicQueues(queues, RoundRobin(first), near)
+            turns = RoundRobin(self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)]))
+        site = self.client.site
+        near = () if site is None else tuple(queue for queue in queues if site_of(queue.broker_name) == site)
+        topic_queues = TopicQueues(queues, turns, near, self._sole_broker(queues), partial(turns.next_queue, queues))
         with self._runner.lock:
             if not is_new and version == self._version:  # the created topic can have another number of queues
                 self.topics[topic] = topic_queues
         return topic_queues
+
+    def _sole_broker(self, queues: Sequence[MessageQueue]) -> InProcess | None:
+        """Return the broker that has all queues and stores usual messages without a request; None without one."""
+        names = {queue.broker_name for queue in queues}
+        if len(names) > 1:
+            return None
+        try:
+            endpoint = self._route.endpoint(names.pop())
+        except RmqError:  # a try of a send gets the error
+            return None
+        return endpoint if isinstance(endpoint, InProcess) else None
 
     def named_queue(self, topic: str, queue: MessageQueue | int) -> MessageQueue:
         """Return the queue that a caller names; its number is enough if only one broker has the topic."""
@@ -294,6 +310,13 @@ def _is_retried(error: BrokerError | BrokerUnreachableError) -> bool:
     if isinstance(error, BrokerError):
         return error.code in _RETRIED and not isinstance(error, BrokerBusyError)
     return True
+
+
+def _too_late(queue: MessageQueue, took_ms: int) -> SendTimeoutError:
+    return SendTimeoutError(
+        f"topic {queue.topic!r}: {queue.broker_name} answered after {took_ms} ms, when the time was over;"
+        f" the message is stored"
+    )
 
 
 class _Pending(PendingSend):
@@ -447,6 +470,10 @@ class Sender:
             self.latencies = None
         elif self.latencies is None:
             self.latencies = BrokerLatencies(self._now_ms)
+        # Whatever watches single tries, or lets other turns run between them, needs requests.
+        has_points = type(self._runner).point is not Runner.point
+        watches = self._metrics is not None or config.avoid_slow_brokers or config.nearby or has_points
+        self._plain_size = 0 if watches else min(config.compress_from, config.max_message_size + 1)
 
     def queues(self, topic: str) -> TopicQueues:
         """Return the queues of a topic, for which the producer has to run.
@@ -486,6 +513,35 @@ class Sender:
                     raise
                 if self._metrics is not None:
                     self._metrics.count("send_retries", topic=queue.topic)
+
+    def send_plain(self, message: Message, timeout_ms: float) -> SendResult | None:
+        """Let a broker of this process store a usual message without a request; None if a request has to send it."""
+        queues, body = self._topics.get(message.topic), message.body
+        if (
+            queues is None
+            or queues.broker is None
+            or not 0 < len(body) < self._plain_size
+            or message._delays is not None
+            or self._hooks
+            or self._life.state is not _RUNNING
+        ):
+            return None
+        begin_ms, properties = self._now_ms(), message.properties.copy()
+        unique_id = properties.get(_UNIQUE_KEY)
+        if unique_id is None:
+            unique_id = properties[_UNIQUE_KEY] = self._client.unique_ids.next(begin_ms)
+        copy = Message.from_parts(message.topic, body, message.flag, properties)
+        try:
+            place = queues.broker.store_plain(copy, queues.next_queue, begin_ms, self._client.host)
+        except RmqError:  # the request gets the error that says why, or another broker stores the message
+            return None
+        if place is None:
+            return None
+        queue, queue_offset, offset_id = place
+        if self._now_ms() - begin_ms > timeout_ms:
+            raise _too_late(queue, self._now_ms() - begin_ms)
+        result: SendResult = _new_result(SendResult, (_OK, unique_id, offset_id, queue, queue_offset, None, None))
+        return result
 
     def send(
         self,
@@ -678,10 +734,7 @@ class Sender:
     def _check_time(self, queue: MessageQueue, request: SendMessage | SendBatch, timeout_ms: float) -> None:
         took_ms = self._now_ms() - request.born_timestamp_ms
         if took_ms > timeout_ms:
-            raise SendTimeoutError(
-                f"topic {queue.topic!r}: {queue.broker_name} answered after {took_ms} ms, when the time was over;"
-                f" the message is stored"
-            )
+            raise _too_late(queue, took_ms)
 
     def _result_of(
         self,

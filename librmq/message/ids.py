@@ -69,9 +69,13 @@ class UniqueIds:
         self._count = count(start).__next__  # counting is one step for the interpreter
         self._latest = (-1, "")  # a millisecond and the start of its ids
 
-    def next(self) -> str:
-        """Return a new id: 32 hex digits, or 56 with an IPv6 address. 65,536 in a millisecond are distinct."""
-        now_ms = self._now_ms()
+    def next(self, now_ms: int | None = None) -> str:
+        """Return a new id: 32 hex digits, or 56 with an IPv6 address. 65,536 in a millisecond are distinct.
+
+        ``now_ms`` is the time, if the caller has just read it.
+        """
+        if now_ms is None:
+            now_ms = self._now_ms()
         at_ms, prefix = self._latest
         if at_ms != now_ms:
             prefix = self._prefix(now_ms)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, dataclass_transform
 
 from librmq.message.ids import Host
+from librmq.message.message import Message, MessageQueue
 from librmq.message.topics import TopicType
 from librmq.runtime.runner import Runner
 
@@ -82,8 +83,11 @@ class SendsLater:
     __slots__ = ()
 
 
-class HandsOver:
-    """Base class of endpoints that hand pulled messages to the consumer's function, inherited for the same reason."""
+class InProcess:
+    """Base class of endpoints in the process of their clients, inherited for the same reason.
+
+    They store a usual message without a request, and hand pulled messages to the consumer's function.
+    """
 
     __slots__ = ()
 
@@ -91,6 +95,20 @@ class HandsOver:
     def hands_over(self) -> bool:
         """Whether they do: not where something else must see each message."""
         return True
+
+    def store_plain(
+        self, message: Message, next_queue: Callable[[], MessageQueue], born_timestamp_ms: int, born_host: Host
+    ) -> tuple[MessageQueue, int, str] | None:
+        """Store a message as `SendMessage` does, and return its queue, queue offset and the broker's id.
+
+        ``message`` is the caller's own copy, with a unique id, which gets the properties that are stored.
+        ``next_queue`` returns its queue, and is called only if the message can be stored here. Otherwise the result is
+        None, and a request has to send the message.
+
+        Raises:
+            RmqError: Nothing was stored; a request for the message gets the error for clients.
+        """
+        raise NotImplementedError
 
 
 @value

@@ -130,6 +130,62 @@ def test_sends_use_the_queues_in_turn(broker: Broker) -> None:
     assert {(message.tags, message.keys) for message in stored} == {("a", ("k",))}
 
 
+@pytest.mark.parametrize(
+    ("options", "is_plain"),
+    [
+        ({}, True),
+        ({"tags": "a", "keys": ["k", "l"], "properties": {"colour": "blue"}, "flag": 7}, True),
+        ({"wait_store_ok": False}, True),
+        ({"delay": 1}, False),
+        ({"delay_level": 2}, False),
+        ({"priority": 1}, False),
+    ],
+)
+def test_a_send_without_a_request_stores_the_same(
+    options: dict[str, Any], is_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What watches single tries, such as a hook, gets a request for each."""
+    without_request: list[bool] = []
+    store_plain = Broker.store_plain
+
+    def note(broker: Broker, *arguments: Any) -> tuple[MessageQueue, int, str] | None:
+        place = store_plain(broker, *arguments)
+        without_request.append(place is not None)
+        return place
+
+    monkeypatch.setattr(Broker, "store_plain", note)
+    outcomes = []
+    for hooks in ([], [lambda context: None]):
+        with Broker.open("/b", files=MemoryFiles(), runner=ManualRunner()) as broker:
+            broker.create_topic("T", 2)
+            producer = Producer(broker, "shop", hooks=hooks)
+            producer.client.random = None  # so that it begins with the first queue
+            producer.send("T", b"first")  # after it the topic is ready
+            results = [producer.send("T", b"%d" % number, unique_key=f"id-{number}", **options) for number in range(6)]
+            outcomes.append((
+                results,
+                [(message.topic, message.body, message.flag, message.sys_flag, message.born_host,
+                  message.born_timestamp_ms, message.properties_raw) for message in broker.store][1:],
+            ))  # fmt: skip
+    assert outcomes[0] == outcomes[1]
+    assert without_request.count(True) == (6 if is_plain else 0)
+
+
+def test_what_replaces_the_call_of_a_broker_sees_each_send(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer = Producer(broker, "shop")
+    producer.send("T", b"0")
+    producer.send("T", b"1")
+    seen, call = list[object](), broker.call
+
+    def noting(request: Request[R], /) -> R:
+        seen.append(request)
+        return call(request)
+
+    monkeypatch.setattr(broker, "call", noting)
+    producer.send("T", b"2")
+    assert [type(request) for request in seen] == [SendMessage]
+
+
 def test_new_producers_begin_at_random_queues(broker: Broker) -> None:
     """Twelve processes that each sent once all used queue 0 (issue 14, 2.14)."""
     broker.call(CreateTopic("T", 8, 8))

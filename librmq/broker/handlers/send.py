@@ -27,7 +27,7 @@ from librmq.errors import (
 from librmq.java.lang import java_int
 from librmq.message import Message, record
 from librmq.message.ids import Host, encode_host, parse_host
-from librmq.message.message import StoredMessage, delayed_batch, delayed_transaction
+from librmq.message.message import MessageQueue, StoredMessage, delayed_batch, delayed_transaction
 from librmq.message.properties import (
     PROPERTY_CLUSTER,
     PROPERTY_DELAY,
@@ -111,6 +111,7 @@ class SendHandler:
         self._replication = replication
         self._confirms = self._waits or replication.is_sync
         self._append = self._submit if self._waits else store.append
+        self._is_plain = not (self._confirms or config.replica_of is not None or config.drop_resends_within is not None)
         self._busy_after_ms = round(1000 * config.busy_after_s)
         self._longest_wait_s = config.longest_wait_s
         self._stuck_at = -1  # the log's end when a running write was last seen,
@@ -138,6 +139,31 @@ class SendHandler:
     def send(self, request: SendMessage) -> SendResponse:
         """Store a message, unless it is a resend that the settings drop."""
         return self._confirmed(request, *self._store_once(request))
+
+    def store_plain(
+        self, message: Message, next_queue: Callable[[], MessageQueue], born_timestamp_ms: int, born_host: Host
+    ) -> tuple[MessageQueue, int, str] | None:
+        """Store a usual message, as `librmq.protocol.endpoint.InProcess` says."""
+        topic, store, properties = self._topics.get(message.topic), self._store, message.properties
+        if (
+            not self._is_plain
+            or topic is None
+            or not topic.is_plain
+            or not _SPECIAL.isdisjoint(properties)
+            or store.appender.lock.is_writing()
+        ):
+            return None
+        self._check_room()
+        queue = next_queue()
+        queue_id = queue.queue_id
+        if queue_id >= topic.queues:
+            _choose(topic, queue_id)  # which refuses it
+        properties[_CLUSTER] = self._cluster
+        properties.pop(_WAIT, None)
+        self._stuck_at = -1
+        result = store.append(message, queue_id, born_timestamp_ms=born_timestamp_ms, born_host=born_host)
+        self._arrivals.stored(message.topic, queue_id, properties, result, is_delivered=True)
+        return queue, result.queue_offset, f"{self._id_prefix}{result.physical_offset:016X}"
 
     def send_together(self, request: SendTogether) -> list[SendResponse]:
         """Store messages up to the first that is refused, then wait once for the device if they have to."""
