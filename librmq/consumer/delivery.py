@@ -14,7 +14,6 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from threading import get_ident
 from typing import Any, Final
@@ -27,7 +26,6 @@ from librmq.consumer.instance import (
     ConsumeContext,
     ConsumerCounts,
     PushInstance,
-    RunningCalls,
     listener_calls,
 )
 from librmq.consumer.listeners import DeliveredMessage, Listener
@@ -48,7 +46,7 @@ class Delivery:
         self.config = consumer.config
         """The present settings."""
         self.runner = consumer.runner
-        self.calls: RunningCalls = {}
+        self.calls: dict[int, DeliveryCall] = {}
         """The listeners that run now, by thread."""
         self.running = 0
         """The listeners that run or are about to."""
@@ -151,11 +149,11 @@ class Delivery:
 
     def submit(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         """Submit a call of the listener; `apply_result` gets its result or exception."""
-        self._submit(DeliveryCall(self, self.listener_for(assigned, messages[0]), assigned, messages), len(messages))
+        self._submit(DeliveryCall(self, self.listener_for(assigned, messages[0]), assigned, messages))
 
-    def _submit(self, call: DeliveryCall, count: int) -> None:
+    def _submit(self, call: DeliveryCall) -> None:
         self.running += 1
-        self.counts.delivered += count
+        self.counts.delivered += len(call.messages)
         self.runner.submit(call)
 
     def count_running(self) -> None:
@@ -183,25 +181,26 @@ class Delivery:
 
     def listener_calls(self) -> tuple[ListenerCall, ...]:
         """Return the listeners that threads run now, and where each stands."""
-        return listener_calls(self.calls, (Delivery._call.__code__, Delivery._call_with_hooks.__code__))
+        callers = DeliveryCall.call_listener, Run.call_listener, Delivery._call_with_hooks
+        return listener_calls(self.calls, [caller.__code__ for caller in callers])
 
-    def _call(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
+    def call(self, call: DeliveryCall) -> object:
         """Call the listener, without the lock."""
-        if assigned.released:
+        if call.assigned.released:
             # The queue went to another reader while this call waited for a thread. Its result would be ignored, and the
             # other reader delivers the message, so the listener is not called.
             return None
         calls, thread = self.calls, get_ident()
         # A listener that moves time in a test runs other listeners in its own thread, so calls of one thread can nest.
         outer = calls.get(thread)
-        calls[thread] = assigned, messages
+        calls[thread] = call
         consumer = self.consumer
         try:
             if consumer.recorder is not None:
-                consumer.recorder.begins(assigned.queue, messages)
+                consumer.recorder.begins(call.assigned.queue, call.messages)
             if consumer.hooks or consumer.metrics is not None or consumer.before_last_attempt is not None:
-                return self._call_with_hooks(listener, assigned, messages)
-            return listener.function(messages if listener.as_list else messages[0])
+                return call.call_listener(partial(self._call_with_hooks, call.listener, call.assigned))
+            return call.call_listener(None)
         finally:
             if outer is None:
                 del calls[thread]
@@ -259,7 +258,6 @@ class DeliveryCall(Work):
         assigned: AssignedQueue,
         messages: list[DeliveredMessage],
     ) -> None:
-        self.call = partial(delivery._call, listener, assigned, messages)
         self.delivery = delivery
         consumer = delivery.consumer
         self.group = consumer.group
@@ -269,7 +267,21 @@ class DeliveryCall(Work):
         self.assigned = assigned
         self.messages = messages
 
-    def done(self, result: object, error: Exception | None) -> None:  # noqa: D102 (`Work` says it)
+    def call(self) -> object:  # noqa: D102 (`Work` says it)
+        return self.delivery.call(self)
+
+    def call_listener(self, with_hooks: Callable[[list[DeliveredMessage]], object] | None) -> object:
+        """Call the listener, by ``with_hooks(messages)`` unless that is None."""
+        if with_hooks is not None:
+            return with_hooks(self.messages)
+        return self.listener.function(self.messages if self.listener.as_list else self.messages[0])
+
+    @property
+    def at_listener(self) -> list[DeliveredMessage]:
+        """What the listener has, or had last."""
+        return self.messages
+
+    def done(self, result: object, error: Exception | None) -> None:  # noqa: D102
         self.delivery.call_ended()
         self.delivery.apply_result(self, result, error)
 
@@ -280,67 +292,58 @@ class DeliveryCall(Work):
     @property
     def about(self) -> Sequence[tuple[str, int]]:  # type: ignore[override]  # noqa: D102
         broker_name = self.assigned.queue.broker_name
-        return [(broker_name, message.physical_offset) for message in self.messages]
+        return [(broker_name, message.physical_offset) for message in self.at_listener]
 
 
 class Run(DeliveryCall):
     """Calls of a fast listener, one after the other in one thread, whose results are applied together.
 
-    A message is in ``following``, then in ``messages``, then in ``ended``. The thread moves it on without the runner's
-    lock. Others take messages out under the lock, by steps that are atomic.
+    The thread takes the messages from an iterator, without the runner's lock. Others take the rest from it under the
+    lock. Each message comes to one of them, because a step of the iterator is atomic, and the thread first counts a
+    message as begun after it has it: what precedes the last one that was counted has ended.
     """
 
-    __slots__ = ("ended", "following", "is_seen")
+    __slots__ = ("_begun", "_rest", "_settled", "is_seen")
 
     def __init__(
         self, delivery: Delivery, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]
     ) -> None:
-        super().__init__(delivery, listener, assigned, messages[:1])
-        self.following = deque(messages[1:])
-        """What the listener gets next."""
-        self.ended: list[DeliveredMessage] = []
-        """What the listener has consumed, and is not part of the progress yet."""
+        super().__init__(delivery, listener, assigned, messages)
+        self._rest = iter(messages)
+        self._begun = self._settled = 0
         self.is_seen = False
         """Whether it has been looked at, so that it takes long if it is seen again."""
-        self.call = partial(_call_run, delivery, listener, assigned, self.messages, self.following, self.ended)
 
-    def take_ended(self) -> list[DeliveredMessage]:
-        """Return what has been consumed since the last call."""
-        ended = self.ended.copy()
-        del self.ended[: len(ended)]
-        return ended
+    def call_listener(self, with_hooks: Callable[[list[DeliveredMessage]], object] | None) -> object:
+        """Call the listener for one message after the other, up to one that is not consumed."""
+        function, must_return = self.listener.function, self.listener.must_return
+        assigned, result = self.assigned, None
+        for message in self._rest:
+            self._begun += 1
+            result = function(message) if with_hooks is None else with_hooks([message])
+            if result is not None and inspect.iscoroutine(result):
+                break
+            if (must_return and result is not True) or assigned.released:
+                break
+        return result
 
-    def take_following(self) -> list[DeliveredMessage]:
+    @property
+    def at_listener(self) -> list[DeliveredMessage]:
+        """The message that the listener has, or had last."""
+        return self.messages[max(self._begun - 1, 0) : self._begun]
+
+    @property
+    def ended(self) -> list[DeliveredMessage]:
+        """What the listener has consumed, and is not settled yet."""
+        return self.messages[self._settled : max(self._begun - 1, self._settled)]
+
+    def settle(self, ended: list[DeliveredMessage]) -> None:
+        """Note that the first of what has ended is part of the progress."""
+        self._settled += len(ended)
+
+    def take_rest(self) -> list[DeliveredMessage]:
         """Return what the listener has not got, which it does not get any more."""
-        following: list[DeliveredMessage] = []
-        with suppress(IndexError):
-            while True:
-                following.append(self.following.pop())
-        following.reverse()
-        return following
-
-
-def _call_run(
-    delivery: Delivery,
-    listener: Listener,
-    assigned: AssignedQueue,
-    messages: list[DeliveredMessage],
-    following: deque[DeliveredMessage],
-    ended: list[DeliveredMessage],
-) -> object:
-    """Call the listener for the one in ``messages`` and then for those that follow, up to one that is not consumed."""
-    result = delivery._call(listener, assigned, messages)
-    while following and not delivery.consumer.stopping and (result is True or not listener.must_return):
-        if result is not None and inspect.iscoroutine(result):
-            break
-        try:
-            message = following.popleft()
-        except IndexError:  # another thread has taken the rest
-            break
-        ended.append(messages[0])
-        messages[0] = message
-        result = delivery._call(listener, assigned, messages)
-    return result
+        return list(self._rest)
 
 
 async def _after(result: Awaitable[object], callbacks: list[Callable[[object, Exception | None], None]]) -> object:
@@ -517,6 +520,12 @@ class ConcurrentDelivery(Delivery):
         if self._expiring.at is not None:
             self.runner.wake(self._expiring, next_from_first(now_ms, self.started_ms, self._timeout_ms))
 
+    def stop(self) -> threading.Event | None:
+        """Begin nothing new, also not of a run; return an event as `Delivery.stop` does."""
+        if self._run is not None:
+            self._divide(self._run)
+        return super().stop()
+
     def max_times(self) -> int | None:
         """Return the number of redeliveries before a message becomes a dead letter."""
         return 16 if self.consumer.max_reconsume_times is None else self.consumer.max_reconsume_times
@@ -622,10 +631,10 @@ class ConcurrentDelivery(Delivery):
             if run_listener is None or len(messages) == 1:
                 self.submit(assigned, messages)
             else:
-                self._run = Run(self, run_listener, assigned, messages)
-                self._submit(self._run, len(messages))
                 if self._watching.at is None:
                     self.runner.wake(self._watching, now_ms + LOOK_MS)
+                self._run = Run(self, run_listener, assigned, messages)
+                self._submit(self._run)
             self._watch_timeouts(now_ms)
 
     def _watch_timeouts(self, now_ms: int) -> None:
@@ -634,7 +643,7 @@ class ConcurrentDelivery(Delivery):
 
     def apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
-        assigned, messages = call.assigned, call.messages
+        assigned, messages = call.assigned, call.at_listener
         consumed, error = outcome(call.listener, len(messages), result, error)
         if isinstance(call, Run):
             self._end_run(call)
@@ -642,7 +651,7 @@ class ConcurrentDelivery(Delivery):
             self.consumer.recorder.ends(messages, consumed)
         # The result for a released queue is dropped: its messages belong to the queue's next reader, and progress or a
         # retry from here would count as that reader's.
-        if not assigned.released:
+        if messages and not assigned.released:
             if isinstance(error, DownstreamDown):
                 self._rest(assigned, messages[consumed:], error)
                 messages = messages[:consumed]
@@ -687,18 +696,19 @@ class ConcurrentDelivery(Delivery):
             run.is_seen = True
             return now_ms + LOOK_MS
         self._run, self.is_fast = None, False
+        self.count_running()  # Ctrl-C can have come between the count of the run and its submission
         self._divide(run)
         self._begin_waiting(now_ms)
         return None
 
     def _divide(self, run: Run) -> None:
         """Apply the results of a run up to now, and let what it has not begun wait again."""
-        following = run.take_following()
-        self.counts.delivered -= len(following)
+        rest = run.take_rest()
+        self.counts.delivered -= len(rest)
         if not run.assigned.released:
             self._settle(run)
-            if following:
-                self._begin_later(run.assigned, following)
+            if rest:
+                self._begin_later(run.assigned, rest)
 
     def settle(self) -> None:
         """Apply the results of all listeners that have ended, before progress is stored."""
@@ -706,9 +716,10 @@ class ConcurrentDelivery(Delivery):
             self._settle(self._run)
 
     def _settle(self, run: Run) -> None:
-        ended = run.take_ended()
+        ended = run.ended
         if ended:
             self._apply(run.assigned, ended, len(ended), None)
+            run.settle(ended)
 
     def _begin_later(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         """Let messages that were taken from their queue wait again, before all others."""

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import NamedTuple, Protocol
@@ -190,19 +190,25 @@ def _held_queue(assigned: AssignedQueue) -> HeldQueue:
     )
 
 
-RunningCalls = dict[int, tuple[AssignedQueue, Sequence[DeliveredMessage]]]
-"""The queue and the messages of each listener that is running, by the thread that runs it."""
+class RunningCall(Protocol):
+    """A call of a listener that is running."""
+
+    assigned: AssignedQueue
+
+    @property
+    def at_listener(self) -> Sequence[DeliveredMessage]:
+        """The messages that the listener has."""
 
 
-def listener_calls(running: RunningCalls, callers: Collection[CodeType]) -> tuple[ListenerCall, ...]:
-    """Return the listeners that threads are running, and where each stands.
+def listener_calls(running: Mapping[int, RunningCall], callers: Collection[CodeType]) -> tuple[ListenerCall, ...]:
+    """Return the listeners that threads are running, by the threads' ids, and where each stands.
 
     ``callers`` have the code that calls listeners; a stack is shown from the last of them on.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     calls = []
-    for ident, (assigned, messages) in running.copy().items():  # threads begin and end calls meanwhile
+    for ident, call in dict(running).items():  # threads begin and end calls meanwhile
         top: FrameType | None = frames.get(ident)
         frame = top
         while frame is not None and frame.f_code not in callers:
@@ -213,6 +219,7 @@ def listener_calls(running: RunningCalls, callers: Collection[CodeType]) -> tupl
             f"{entry.filename}:{entry.lineno} {entry.name}"
             for entry in traceback.extract_stack(top, limit=_depth(top, frame))
         ]
+        assigned, messages = call.assigned, call.at_listener
         first = messages[0]
         calls.append(
             ListenerCall(

@@ -203,7 +203,7 @@ class Runner:
         result: object = None
         error: Exception | None = None
         try:
-            result = work.call()
+            result = self._call(work)
         except Exception as raised:
             error = raised
         except BaseException:  # pytest.fail, Ctrl-C, the death of its process in a test
@@ -216,6 +216,10 @@ class Runner:
             self._launch(work, result)
         else:
             self._finish(work, result, error)
+
+    def _call(self, work: Work) -> object:
+        """Run the user code of a work."""
+        return work.call()
 
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
         with self.lock:

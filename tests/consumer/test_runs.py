@@ -16,7 +16,7 @@ from librmq.consumer.delivery import LOOK_MS, ConcurrentDelivery
 from librmq.errors import NotIdleError
 from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue
-from librmq.runtime.runner import ManualRunner
+from librmq.runtime.runner import ManualRunner, Work
 from tests.consumer.parties import newest_takes_all
 
 Listener = Callable[[DeliveredMessage], object]
@@ -144,6 +144,47 @@ def test_what_a_run_has_consumed_does_not_come_again_at_the_next_reader(party: P
     party.start(on(4, join), strategy=allocate_to_newest)
     party.runner.advance(60_000)
     assert (party.seen, at_next) == ([0, 1, 2, 3, 4], list(range(4, 10)))
+
+
+@pytest.mark.parametrize("is_submitted", [False, True])
+def test_ctrl_c_at_the_begin_of_a_run_blocks_no_message(
+    party: Party, is_submitted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = party.start(lambda message: None)
+    submit = party.runner.submit
+
+    def interrupted(work: Work) -> None:
+        monkeypatch.undo()
+        if is_submitted:
+            submit(work)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(party.runner, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        party.runner.advance(1000)
+    party.runner.advance(60_000)
+    assert (party.seen, party.progress, consumer.delivery.running) == (list(range(10)), 10, 0)
+    assert consumer.shutdown()
+
+
+def test_a_run_with_hooks_calls_them_for_each_message(party: Party) -> None:
+    hooked: list[int] = []
+    consumer = party.start(lambda message: None)
+    consumer.hooks.append(lambda context: hooked.extend(int(message.body) for message in context.messages))
+    party.runner.advance(1000)
+    assert (party.seen, hooked, party.progress) == (list(range(10)), list(range(10)), 10)
+
+
+def test_the_message_at_the_listener_is_shown(party: Party) -> None:
+    shown: list[tuple[int, int, bool]] = []
+
+    def show() -> None:
+        for call in party.consumer.delivery.listener_calls():
+            shown.append((call.queue_offset, call.messages, "test_runs" in call.stack[0]))
+
+    party.start(on(4, show))
+    party.runner.advance(1000)
+    assert shown == [(4, 1, True)]
 
 
 @pytest.mark.parametrize("threads", [2, 4])

@@ -419,8 +419,6 @@ class Explorer(KitRunner):
 
     def perform(self, work: Work) -> None:
         """Run user code until it ends or pauses; code that can pause gets its own thread."""
-        if self.switches_at_lines and work.about:
-            work.call = self._with_points_at_lines(work.call)
         # Beside paused work, or the test in the middle, it may have to wait for these, which only a thread can.
         if not self._pieces and not self._test_stands_at and not self.strategy.pauses(work.label):
             self._inline = work
@@ -435,8 +433,18 @@ class Explorer(KitRunner):
         self._pieces[piece] = work
         self._let_run(piece)
 
-    def _with_points_at_lines(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Return the call with a point at each line of the file of its first function."""
+    def _call(self, work: Work) -> object:
+        if not self.switches_at_lines or not work.about:
+            return work.call()
+        before = sys.gettrace()
+        sys.settrace(self._points_at_lines())
+        try:
+            return work.call()
+        finally:
+            sys.settrace(before)
+
+    def _points_at_lines(self) -> Callable[[FrameType, str, object], Callable[..., Any] | None]:
+        """Return a trace function with a point at each line of the file of the first function that it sees."""
         file: str | None = None
 
         def trace_calls(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
@@ -452,15 +460,7 @@ class Explorer(KitRunner):
                 self.point(f"{code.co_name} line {frame.f_lineno - code.co_firstlineno}")
             return trace_lines
 
-        def traced() -> object:
-            before = sys.gettrace()
-            sys.settrace(trace_calls)
-            try:
-                return call()
-            finally:
-                sys.settrace(before)
-
-        return traced
+        return trace_calls
 
     def go_on(self, paused: _Paused) -> None:
         """Continue a paused listener."""
