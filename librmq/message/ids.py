@@ -30,6 +30,7 @@ from librmq.errors import MalformedError, MessageIllegalError
 from librmq.runtime.locks import Inherited
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_HEX: Final = [f"{byte:02X}" for byte in range(256)]  # in a third of the time of a format
 _MILLISECOND: Final = timedelta(milliseconds=1)
 
 
@@ -80,7 +81,8 @@ class UniqueIds:
         if at_ms != now_ms:
             prefix = self._prefix(now_ms)
             self._latest = (now_ms, prefix)
-        return f"{prefix}{self._count() & 0xFFFF:04X}"
+        number = self._count()
+        return prefix + _HEX[number >> 8 & 0xFF] + _HEX[number & 0xFF]
 
     def _prefix(self, now_ms: int) -> str:
         number = os.getpid() if self._process is None else self._process

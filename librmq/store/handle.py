@@ -420,6 +420,14 @@ class StoreHandle:
         self.housekeeping.expire_soon()
         self.thread.wake()
 
+    def has_room(self, now_ms: int) -> bool:
+        """Return whether the last look of `check_room` still holds at the present time, so that it need not look."""
+        return (
+            0 <= now_ms - self._had_room_at_ms < DISK_CHECK_MS
+            and self.log.end < self._has_room_until
+            and self.retention.sees_disk_by_time
+        )
+
     def check_room(self) -> None:
         """Refuse a send while there is no room for it; see `MessageStore.check_room`."""
         now_ms = self.clock.now_ms()

@@ -150,10 +150,11 @@ class SendHandler:
             or topic is None
             or not topic.is_plain
             or not _SPECIAL.isdisjoint(properties)
-            or store.appender.lock.is_writing()
+            or store.appender.is_locked()
         ):
             return None
-        self._check_room()
+        if not store.handle.has_room(born_timestamp_ms):
+            self._check_room()
         queue = next_queue()
         queue_id = queue.queue_id
         if queue_id >= topic.queues:
@@ -161,9 +162,9 @@ class SendHandler:
         properties[_CLUSTER] = self._cluster
         properties.pop(_WAIT, None)
         self._stuck_at = -1
-        result = store.append(message, queue_id, born_timestamp_ms=born_timestamp_ms, born_host=born_host)
+        result = self._append(message, queue_id, born_timestamp_ms=born_timestamp_ms, born_host=born_host)
         self._arrivals.stored(message.topic, queue_id, properties, result, is_delivered=True)
-        return queue, result.queue_offset, f"{self._id_prefix}{result.physical_offset:016X}"
+        return queue, result.queue_offset, self._id_prefix + result.physical_offset.to_bytes(8).hex().upper()
 
     def send_together(self, request: SendTogether) -> list[SendResponse]:
         """Store messages up to the first that is refused, then wait once for the device if they have to."""
