@@ -7,8 +7,7 @@ import heapq
 import threading
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
-from functools import partial
-from itertools import count
+from functools import lru_cache, partial
 from typing import Any, Final, TypeVar, cast
 
 from librmq.clock import Clock, SystemClock
@@ -33,6 +32,11 @@ _SWIFT_S: Final = 0.001
 _FEW: Final = 50
 _WATCH_S: Final = 0.005
 """They count as slow when fewer than `_FEW` begin in this time, the interpreter's switch interval."""
+
+
+@lru_cache(maxsize=1024)
+def _listener_name(group: str, number: int) -> str:
+    return f"ConsumeMessageThread_{group}_{number}"
 
 
 class ThreadRunner(Runner):
@@ -255,6 +259,7 @@ class ThreadRunner(Runner):
 
     def _run_worker(self, number: int) -> None:
         turn, thread, group = _turn(), threading.current_thread(), ""
+        own_name = name = thread.name
         with self.lock:
             self._is_worker_woken = False
             self._searching += 1
@@ -263,8 +268,9 @@ class ThreadRunner(Runner):
             result: object = None
             error: Exception | None = None
             if (new_group := work.group) != group:
+                self._listener_names.pop(name, None)
                 group = new_group
-                self._rename(thread, number, group)
+                name = thread.name = self._claim_name(number, group) if group else own_name
             try:
                 result = work.call()
             except Exception as raised:
@@ -287,20 +293,17 @@ class ThreadRunner(Runner):
                         _log.exception(_NOT_APPLIED, work=work.label)
                     self._holder_searches = False
                 if group and not self.ready:
-                    group = ""
-                    self._rename(thread, number, group)
+                    self._listener_names.pop(name, None)
+                    group, name = "", own_name
+                    thread.name = name
                 work = self._next_work(turn)
 
-    def _rename(self, thread: threading.Thread, number: int, group: str) -> None:
-        """Name a worker after a group, with the first number that no other worker has, or without one after itself."""
-        names = self._listener_names
-        names.pop(thread.name, None)
-        name = f"librmq-worker-{number}"
-        for listener_number in count(1) if group else ():
-            name = f"ConsumeMessageThread_{group}_{listener_number}"
-            if names.setdefault(name, number) == number:
-                break
-        thread.name = name
+    def _claim_name(self, number: int, group: str) -> str:
+        """Return the name of a group's worker with the first number that no other worker has."""
+        names, listener_number = self._listener_names, 1
+        while names.setdefault(name := _listener_name(group, listener_number), number) != number:
+            listener_number += 1
+        return name
 
     def _next_work(self, turn: Lock) -> Work | None:
         """Take due steps, and return ready work or wait for some; None at the end."""
