@@ -102,8 +102,10 @@ class Config:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for name, expected, check in _checks(cast("Hashable", type(self))):
+        for name, default, expected, check in _checks(cast("Hashable", type(self))):
             value = getattr(self, name)
+            if value is default:
+                continue
             if isinstance(value, timedelta) and "seconds" in expected:
                 object.__setattr__(self, name, value.total_seconds())
             if not check(getattr(self, name)):
@@ -126,7 +128,12 @@ class Config:
         """
         if config is not None and not isinstance(config, cls):
             raise ConfigError(f"config: expected a {cls.__name__}, found {type(config).__name__}")
-        return (config or cls()).with_settings(settings)
+        return (config or cls.defaults()).with_settings(settings)
+
+    @classmethod
+    def defaults(cls) -> Self:
+        """Return the default settings, always the same object."""
+        return cast("Self", _defaults(cast("Hashable", cls)))
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """Return a copy with some settings replaced; a `timedelta` counts in seconds.
@@ -148,7 +155,7 @@ class Config:
     @classmethod
     def names(cls) -> list[str]:
         """Return the names of all settings, in order."""
-        return [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        return [field.name for field in _fields(cast("Hashable", cls))]
 
 
 def wrong_kind(name: str, value: object, expected: str) -> TypeError:
@@ -230,10 +237,20 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _checks(kind: Any) -> list[tuple[str, str, _Check]]:  # noqa: ANN401 a class, which is hashable
-    """Return each setting's name, the description of its expected values, and its check."""
+def _defaults(kind: Any) -> object:  # noqa: ANN401 a class, which is hashable
+    return kind()
+
+
+@lru_cache(maxsize=64)
+def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:  # noqa: ANN401 a class, which is hashable
+    return dataclasses.fields(kind)
+
+
+@lru_cache(maxsize=64)
+def _checks(kind: Any) -> list[tuple[str, object, str, _Check]]:  # noqa: ANN401 a class, which is hashable
+    """Return each setting's name, its default, the description of its expected values, and its check."""
     hints = get_type_hints(kind, include_extras=True)
-    return [(name, *_check_of(hints[name])) for name in kind.names()]
+    return [(field.name, field.default, *_check_of(hints[field.name])) for field in _fields(kind)]
 
 
 def _check_of(hint: Any) -> tuple[str, _Check]:  # noqa: ANN401 types have none
@@ -354,7 +371,7 @@ class NamedConfig(Config):
     def __new__(cls, **settings: Any) -> Self:  # noqa: ANN401 checked by the class
         """Note the names. ``dataclasses.replace`` gives all settings; of those, others than a preset's count."""
         named = set(settings)
-        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        fields = _fields(cast("Hashable", cls))
         if len(settings) == len(fields):
             named = {field.name for field in fields if settings[field.name] != _default_of(field)}
             named -= cls._unnamed(settings)

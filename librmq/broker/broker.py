@@ -142,7 +142,7 @@ class Broker(StoreRoute, InProcess):
             raise TypeError(f"files: expected a Files such as DiskFiles(), found {files!r:.80}")
         if runner is not None and clock is not None:
             raise ConfigError("Broker.open: expected runner= or clock=, found both: a runner has its own clock")
-        folder, config, files = os.fspath(path), config or BrokerConfig(), files or DiskFiles()
+        folder, config, files = os.fspath(path), config or BrokerConfig.defaults(), files or DiskFiles()
         waiting = SystemClock()
         deadline = waiting.monotonic() + to_seconds("wait", wait)
         with ExitStack() as undo:
@@ -156,7 +156,7 @@ class Broker(StoreRoute, InProcess):
                 broker.name, broker.runner, broker.cluster_name = name, runner, cluster_name
                 broker._life = BrokerLife(name, folder)
                 try:
-                    broker._open_parts(folder, Promises(store_config or StoreConfig(), config), files, change_settings)
+                    broker._open_parts(folder, Promises(store_config or StoreConfig.defaults(), config), files, change_settings)
                     undo.pop_all()
                     return broker
                 except StoreLockedError:

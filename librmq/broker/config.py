@@ -110,8 +110,8 @@ def _shaped(store: dict[str, Any]) -> dict[str, Any]:
 class Promises:
     """The settings that bind what a store has accepted, as far as a process has named them."""
 
-    store: StoreConfig = field(default_factory=StoreConfig)
-    broker: BrokerConfig = field(default_factory=BrokerConfig)
+    store: StoreConfig = field(default_factory=StoreConfig.defaults)
+    broker: BrokerConfig = field(default_factory=BrokerConfig.defaults)
 
     @classmethod
     def read(cls, path: str, files: Files) -> Self:
@@ -150,7 +150,7 @@ class Promises:
         for name, kind in (("timers", TimerConfig), ("transactions", TransactionConfig)):
             if isinstance(broker.get(name), dict):
                 broker[name] = kind().with_settings(broker[name])
-        return cls(StoreConfig(**_shaped(store)), BrokerConfig(**broker))
+        return cls(StoreConfig.of(None, _shaped(store)), BrokerConfig.of(None, broker))
 
     def values(self) -> dict[str, Any]:
         """Return the named settings as JSON has them."""
@@ -248,7 +248,7 @@ class Promises:
             for name, value in store.items()
             if name not in _FREE_ALONE and (name not in RETENTION or name in recorded_names)
         }
-        return Promises(StoreConfig(**_shaped(binding)), BrokerConfig(**broker))
+        return Promises(StoreConfig.of(None, _shaped(binding)), BrokerConfig.of(None, broker))
 
     def record(self, path: str, files: Files, other: Promises, *, replaces: bool = True) -> None:
         """Record what ``other`` names beside these recorded settings, or with ``replaces`` instead of them.

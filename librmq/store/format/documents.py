@@ -205,6 +205,8 @@ def _recorded_retention(path: str, files: Files) -> RecordedRetention:
         else:  # earlier versions have recorded it beside the sizes, which a copy has too
             settings = read_document(os.path.join(path, CONFIG_FILE), files, dict.fromkeys(RETENTION, _ANY)) or {}
             named, is_foreign = [], bool(settings)
+        if not settings:
+            return RecordedRetention({}, [])
         StoreConfig(**{"commitlog_file_size": _SMALLEST_LOG_FILE, **settings})
     except (ConfigError, CorruptionError):
         return RecordedRetention({}, [])
