@@ -285,6 +285,7 @@ class _TimePasses:
     """Last choice of a runner by hand: let time pass up to the next due step."""
 
     __slots__ = ("_move_to", "at", "label")
+    owner: Owner | None = None
 
     def __init__(self, at: int, move_to: Callable[[int], None]) -> None:
         self.at = at
@@ -331,7 +332,8 @@ class ManualRunner(Runner):
         top = self._top()
         if top is not None and (top.at or 0) <= now:
             yield top
-            for at, _, step in sorted(entry for entry in self._heap if entry[0] <= now):
+            due = [entry for entry in self._heap if entry[0] <= now]
+            for at, _, step in sorted(due) if len(due) > 1 else ():
                 if step.at == at and step is not top:
                     yield step
         yield from list(self.ready)

@@ -169,6 +169,8 @@ class TimerSlots:
 
     def next_ms(self, begin_ms: int) -> int | None:
         """Return the time of the first slot from ``begin_ms`` on that has messages."""
+        if self._wheel is None:
+            return None
         begin = begin_ms // self._precision_ms
         at = begin % self._slots
         ahead = int(self._waiting[at:].argmax())

@@ -235,7 +235,7 @@ class KitRunner(ManualRunner):
 
 def is_dead(turn: Turn) -> bool:
     """Return whether a turn belongs to a dead process."""
-    return isinstance(turn, Step | Work) and turn.owner is not None and turn.owner.dead
+    return turn.owner is not None and turn.owner.dead
 
 
 async def _until_death(work: Work, coroutine: Coroutine[Any, Any, object]) -> object:
@@ -478,7 +478,7 @@ class ProcessTable:
     def process_of(self, work: Work) -> Process | None:
         """Return the process that runs this code."""
         for process in self.processes:
-            if work.owner is process or any(work.owner is client for client in process.clients):
+            if work.owner is process or work.owner in process.clients:
                 return process
         return None
 

@@ -35,7 +35,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -205,6 +205,7 @@ RESTING: Final = frozenset((TIME, "idle"))
 MOST_INSTANCES: Final = 3
 DOWN_S: Final = 60
 """Time until a broker or a site returns."""
+_Fault = tuple[str, Callable[[], object]]
 
 
 class Place(NamedTuple):
@@ -285,6 +286,7 @@ class Explorer(KitRunner):
         self._pieces: dict[Piece, Work] = {}
         self._inline: Work | None = None
         self._faults = 0
+        self._faults_by_process: dict[Process, tuple[_Fault, _Fault, _Fault, _Fault]] = {}
         self._taking = False
         self._until_ms = 0
         self._test_stands_at = ""
@@ -366,7 +368,7 @@ class Explorer(KitRunner):
         """Return the turns of living processes, and drop the turns of dead ones."""
         while True:
             turns = list(options)
-            dead = [turn for turn in turns if is_dead(turn)]
+            dead = [turn for turn in turns if turn.owner is not None and turn.owner.dead]
             if not dead:
                 return turns
             for turn in dead:
@@ -380,18 +382,21 @@ class Explorer(KitRunner):
         elif isinstance(turn, Step):
             turn.at = None
 
-    def _possible_faults(self) -> list[tuple[str, Callable[[], object]]]:
+    def _possible_faults(self) -> list[_Fault]:
         kit = self.kit
-        faults: list[tuple[str, Callable[[], object]]] = []
+        faults: list[_Fault] = []
         living = [process for process in kit.processes if not process.is_test and not process.dead and process.clients]
         for process in living:
-            dies, starts_again, is_lost, joins = _fault_labels(process.label)
-            faults.append((dies, partial(kit.crash, process)))
-            if not any(self._belongs_to(work, process) for work in self._pieces.values()):
-                faults.append((starts_again, partial(kit.restart, process)))
-            faults.append((is_lost, partial(kit.lose, process)))
-            if sum(other.factory is process.factory for other in living) < MOST_INSTANCES:
-                faults.append((joins, partial(kit.join, process)))
+            dies, starts_again, is_lost, joins = self._faults_by_process.get(process) or self._faults_of(process)
+            faults.append(dies)
+            if not self._pieces or not any(self._belongs_to(work, process) for work in self._pieces.values()):
+                faults.append(starts_again)
+            faults.append(is_lost)
+            if (
+                len(living) < MOST_INSTANCES
+                or sum(other.factory is process.factory for other in living) < MOST_INSTANCES
+            ):
+                faults.append(joins)
         if kit.network.is_whole_cluster:
             for copy in kit.network.copies:
                 faults.append((f"{FAULT}{copy.name} crashes", partial(copy.crash, down=DOWN_S)))
@@ -411,9 +416,19 @@ class Explorer(KitRunner):
                 faults.append((f"{FAULT}site {site} unreachable", partial(kit.faults.isolate, site, DOWN_S)))
         return faults
 
+    def _faults_of(self, process: Process) -> tuple[_Fault, _Fault, _Fault, _Fault]:
+        kit, what = self.kit, f"{FAULT}{process.label}"
+        faults = self._faults_by_process[process] = (
+            (f"{what} dies", partial(kit.crash, process)),
+            (f"{what} is started again", partial(kit.restart, process)),
+            (f"{what} is lost to the broker", partial(kit.lose, process)),
+            (f"{FAULT}another {process.label} joins", partial(kit.join, process)),
+        )
+        return faults
+
     @staticmethod
     def _belongs_to(work: Work, process: Process) -> bool:
-        return work.owner is process or any(work.owner is client for client in process.clients)
+        return work.owner is process or work.owner in process.clients
 
     # ---- user code that can pause
 
@@ -585,16 +600,6 @@ class Explorer(KitRunner):
                 except BaseException:
                     continue  # an error of user code after the run has no effect on its result
         return super().shutdown(timeout)
-
-
-@lru_cache(maxsize=256)
-def _fault_labels(name: str) -> tuple[str, str, str, str]:
-    return (
-        f"{FAULT}{name} dies",
-        f"{FAULT}{name} is started again",
-        f"{FAULT}{name} is lost to the broker",
-        f"{FAULT}another {name} joins",
-    )
 
 
 def _distinct(labels: list[str]) -> list[str]:
