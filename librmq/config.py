@@ -386,6 +386,8 @@ class NamedConfig(Config):
         return _with_names, (type(self), {name: getattr(self, name) for name in self.names()}, self.named)
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        if not settings:
+            return self
         return _name(super().with_settings(settings), self.named | settings.keys())
 
 

@@ -156,7 +156,9 @@ class Broker(StoreRoute, InProcess):
                 broker.name, broker.runner, broker.cluster_name = name, runner, cluster_name
                 broker._life = BrokerLife(name, folder)
                 try:
-                    broker._open_parts(folder, Promises(store_config or StoreConfig.defaults(), config), files, change_settings)
+                    broker._open_parts(
+                        folder, Promises(store_config or StoreConfig.defaults(), config), files, change_settings
+                    )
                     undo.pop_all()
                     return broker
                 except StoreLockedError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,11 +61,15 @@ class TimerSlots:
         self._files = files
         self._slots = slots
         self._precision_ms = precision_ms
-        self._waiting = np.zeros(slots, np.bool_)  # slots that have messages
         self.was_cut = False
         self.last_unit = None
         self.log = TimerLog(store, log_file_size, files=files)
         self._wheel = TimerWheel.open(store, slots, files=files)
+
+    @cached_property
+    def _waiting(self) -> npt.NDArray[np.bool_]:
+        """Which slots have messages; made for the first one, because clearing it takes a while."""
+        return np.zeros(self._slots, np.bool_)
 
     @property
     def has_wheel(self) -> bool:
