@@ -15,11 +15,11 @@ every line. A long call reports its progress to `watched`.
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Final, Self, TypeAlias
+from traceback import TracebackException
+from typing import Final, NamedTuple, Self, TypeAlias
 
 _PREFIX: Final = "rmq_"
 _DEEP: Final = 3  # stack levels from a record to its caller: `_write`, the method of the level, the caller
@@ -93,43 +93,48 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def hand_over(take: Callable[[bytes], None]) -> None:
-    """Pass every line of this process to ``take`` and to nothing else; `log_again` logs it in another process."""
-    log = logging.getLogger("librmq")
-    log.addHandler(_HandingOver(take))
-    log.propagate = False
+class HeldLine(NamedTuple):
+    """A line as it was logged. The error is described without its frames, which would keep their variables alive."""
+
+    record: logging.LogRecord
+    error: TracebackException | None
 
 
 @contextmanager
-def held_back() -> Iterator[list[bytes]]:
+def held_back() -> Iterator[list[HeldLine]]:
     """Keep the lines of this process in the list; `log_again` logs them."""
     log = logging.getLogger("librmq")
-    lines: list[bytes] = []
+    lines: list[HeldLine] = []
     before = log.handlers, log.propagate
-    log.handlers, log.propagate = [_HandingOver(lines.append)], False
+    log.handlers, log.propagate = [_HoldingBack(lines)], False
     try:
         yield lines
     finally:
         log.handlers, log.propagate = before
 
 
-def log_again(line: bytes) -> None:
-    """Log a line that was held back, or that another process handed over."""
-    record: logging.LogRecord = pickle.loads(line)
+def log_again(line: HeldLine) -> None:
+    """Log a line that was held back."""
+    record, error = line
     log = logging.getLogger(record.name)
     if log.isEnabledFor(record.levelno):
+        if error is not None:
+            record.exc_text = "".join(error.format()).rstrip("\n")
         log.handle(record)
 
 
-class _HandingOver(logging.Handler):
-    def __init__(self, take: Callable[[bytes], None]) -> None:
+class _HoldingBack(logging.Handler):
+    def __init__(self, lines: list[HeldLine]) -> None:
         super().__init__()
-        self._take = take
+        self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.format(record)  # keeps the text of an exception
-        record.msg, record.args, record.exc_info = record.getMessage(), None, None  # not every value can be pickled
-        self._take(pickle.dumps(record))
+        error, record.exc_info = record.exc_info, None
+        record.msg, record.args = record.getMessage(), None  # the arguments can change
+        described = None
+        if error is not None and error[0] is not None:
+            described = TracebackException(*error, lookup_lines=False, compact=True)
+        self._lines.append(HeldLine(record, described))
 
 
 # ---- lasting conditions

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple, Unpack
 from librmq.clock import ManualClock
 from librmq.errors import InputError
 from librmq.files.disk import TemporaryFolder
-from librmq.runtime.event_log import held_back, log_again
+from librmq.runtime.event_log import HeldLine, held_back, log_again
 from librmq.testing.exploring.explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
 from librmq.testing.from_store import Shrunk, StoreStart, moved_label, shrink
 from librmq.testing.kit import Kit, KitKeywords, starting_store
@@ -545,7 +545,7 @@ def explore(
     )
     settings["store"] = start  # read once
 
-    logged: dict[int, list[bytes]] = {}
+    logged: dict[int, list[HeldLine]] = {}
 
     def run(explorer: Explorer) -> BaseException | None:
         with held_back() as lines_of_log, explored_kit(explorer, **settings) as kit:
