@@ -319,7 +319,7 @@ class Progress:
 
     def moved(self, request: MoveGroup) -> dict[MessageQueue, int]:
         """Move a group in a topic."""
-        offsets = self.move(request.group, request.topic, request.to, request.queue_id)
+        offsets = self.move(request.group, request.topic, request.to, request.queue_id, dry_run=request.dry_run)
         return {MessageQueue(request.topic, self._broker_name, queue_id): at for queue_id, at in offsets.items()}
 
     def queue_offset_at(self, request: QueueOffsetAt) -> int:
@@ -342,7 +342,13 @@ class Progress:
             hook(group, topic)
 
     def move(
-        self, group: str, topic: str, to: Literal["begin", "end"] | datetime | int, queue_id: int | None
+        self,
+        group: str,
+        topic: str,
+        to: Literal["begin", "end"] | datetime | int,
+        queue_id: int | None,
+        *,
+        dry_run: bool = False,
     ) -> dict[int, int]:
         """Move a group's progress in all queues of a topic, or in one; return the queue offsets by queue id.
 
@@ -352,14 +358,15 @@ class Progress:
         topic_config = self._topics.by_name.get(topic)
         if topic_config is None:
             raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist")
-        if group not in self._groups.by_name and group not in self._offsets.groups(topic):
+        if not dry_run and group not in self._groups.by_name and group not in self._offsets.groups(topic):
             raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"group {group!r} does not exist")
         is_listed = queue_id is None or 0 <= queue_id < topic_config.queues
         if not is_listed and (topic, queue_id) not in self._store.queues:  # a topic can have had more queues
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has no queue {queue_id}")
         queues = range(topic_config.queues) if queue_id is None else (queue_id,)
         offsets = {number: self._offset_of(topic, number, to) for number in queues}
-        self._reset_to(group, topic, offsets)
+        if not dry_run:
+            self._reset_to(group, topic, offsets)
         return offsets
 
     def start(self, request: StartGroup) -> StartOutcome:

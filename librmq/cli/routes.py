@@ -33,6 +33,7 @@ from librmq.protocol import (
     DescribeQueues,
     DescribeTopics,
     Endpoint,
+    MoveGroup,
     PullMessage,
     QueryMessages,
     QueueData,
@@ -141,7 +142,7 @@ class DryRun:
 
     def call(self, request: Request[Any], /) -> Any:  # noqa: ANN401
         """Answer a request that reads; to one that changes, the answer is empty."""
-        if isinstance(request, CancelMessage | ResendLetters):
+        if isinstance(request, CancelMessage | MoveGroup | ResendLetters):
             tried: Request[Any] = replace(request, dry_run=True)
             return self._broker.call(tried)
         if isinstance(request, CreateTopic):

@@ -200,6 +200,8 @@ class MoveGroup(Request[Mapping[MessageQueue, int]]):
     to: Literal["begin", "end"] | datetime | int
     """A time is that of the first message stored at or after it, a number a queue offset."""
     queue_id: int | None = None
+    dry_run: bool = False
+    """Move nothing; answer as if the group existed."""
 
 
 @value

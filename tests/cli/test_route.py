@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from librmq import Broker, Message, Producer, PullConsumer, StoreConfig, connect
+from librmq import Broker, ManualRunner, Message, Producer, PullConsumer, StoreConfig, connect
 from librmq.protocol import PERM_WRITE, UpdateOffset
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer, listen
@@ -110,6 +110,25 @@ def test_progress_is_reset_in_the_cluster(shell: Shell, served: RemotingServer) 
     assert (far.rows[0]["after"], far.rows[0]["lag"]) == (5, 0)
     assert "note: queue 1 has no offset 1000: its end 5 is taken" in far.said
     assert [row["after"] for row in shell("reset", *reset, "--to", "begin").rows] == [0, 0]
+
+
+def test_a_time_between_messages_leads_to_the_later_one(shell: Shell) -> None:
+    """A broker of RocketMQ answers with the nearest, which is the earlier one here."""
+    runner = ManualRunner()
+    with Broker.temporary(runner=runner) as broker, RemotingServer(broker) as server:
+        broker.create_topic("orders", 1)
+        broker.set_group("billing")
+        with Producer(broker, "shop") as producer:
+            first = producer.send("orders", b"1").message_id
+            runner.advance(10_000)
+            producer.send("orders", b"2")
+        message = broker.find_by_id(first)
+        assert message is not None
+        between = str(message.store_timestamp_ms + 1000)
+        words = ("reset", "--route", server.address, "--group", "billing", "--topic", "orders", "--to", between)
+        for others in ((), ("--dry-run",), ("--queue", "0"), ("--queue", "0", "--dry-run")):
+            assert [row["after"] for row in shell(*words, *others).rows] == [1]
+        assert [row["after"] for row in shell(*words[:-1], str((1 << 63) - 1)).rows] == [2]
 
 
 @pytest.mark.parametrize(

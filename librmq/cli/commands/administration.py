@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import Row, named
-from librmq.cli.selection import GROUPS, TOPICS, age_clock, first_at, near, parse_time
+from librmq.cli.selection import GROUPS, TOPICS, age_clock, near, parse_time
 from librmq.cli.stores import open_administered, open_running, select_queues, view_of
 from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.pending import waiting_retries
-from librmq.diagnosis.view import ClusterView, StoreView, View
+from librmq.diagnosis.view import View
 from librmq.errors import InputError
 from librmq.message.lag import queue_lag, unread_from
 from librmq.message.topics import is_system_topic, moved_keys, retry_topic, validate_group
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from librmq.diagnosis.skips import Skip
 
 
+_LAST_S: Final = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
 _QUEUES: Final = 8
 _ROW_QUEUES: Final = 16
 """The queues of a topic whose row has no number of them."""
@@ -197,23 +198,23 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
     if (arguments.to is None) == (arguments.offset is None):
         raise InputError("expected either --to (begin, end or a time) or --offset")
     if arguments.to not in (None, "begin", "end"):
-        arguments.to = parse_time(arguments.to, age_clock(arguments.store, arguments.to))
+        time_ms = parse_time(arguments.to, age_clock(arguments.store, arguments.to))
+        arguments.to = datetime.fromtimestamp(min(time_ms / 1000, _LAST_S), UTC)
     group, topic = arguments.group, arguments.topic
     with open_administered(arguments) as (route, view):
         queues = _selected_queues(arguments, view)
         before = next((progress for _, progress in view.consumed(group, topic)), {})
-        after = {queue: _target(arguments, view, queue, offsets) for queue, offsets in queues.items()}
         _make_known(route, group)
-        if arguments.route is not None and arguments.to is not None and arguments.queue is None:
+        to = arguments.to if arguments.offset is None else max(int(arguments.offset), 0)
+        after: dict[Any, int] = {}
+        if arguments.route is not None and arguments.queue is None:
             # A broker of RocketMQ moves a running group only in all queues.
-            is_time = not isinstance(arguments.to, str)
-            to = datetime.fromtimestamp(arguments.to / 1000, UTC) if is_time else arguments.to
             after |= route.reset_group(group, topic, to)
         else:
             (only,) = route.broker_names() if arguments.route is None else ("",)
-            for queue, queue_offset in after.items():
-                broker = route.endpoint(only or queue.broker_name)
-                broker.call(MoveGroup(group, topic, queue_offset, queue[-1]))
+            for queue in queues:
+                moved = route.endpoint(only or queue.broker_name).call(MoveGroup(group, topic, to, queue[-1]))
+                (after[queue],) = moved.values()
         rows = []
         for queue, offsets in queues.items():
             progress = before.get(queue)
@@ -222,17 +223,6 @@ def reset(arguments: argparse.Namespace, output: Output) -> int:
             _note_limited(arguments, queue[-1], after[queue])
     output.rows_of(rows)  # the changes are saved
     return 0
-
-
-def _target(arguments: argparse.Namespace, view: StoreView | ClusterView, queue: Any, offsets: range) -> int:  # noqa: ANN401
-    if arguments.offset is not None:
-        return min(max(int(arguments.offset), offsets.start), offsets.stop)
-    if arguments.to in ("begin", "end"):
-        return offsets.start if arguments.to == "begin" else offsets.stop
-    time_ms = int(arguments.to)
-    if isinstance(view, StoreView):
-        return first_at(view.store, view.store.queues[queue], time_ms, offsets)
-    return view.queue_offset_at(queue, time_ms)
 
 
 def _note_limited(arguments: argparse.Namespace, queue_id: int, after: int) -> None:

@@ -230,10 +230,11 @@ def _move_group(broker: RemoteBroker, request: MoveGroup) -> dict[MessageQueue, 
     """Move a group: a running one by its broker, which orders its instances to continue there."""
     group, topic = request.group, request.topic
     is_running = not broker.has_receives and broker.clients_of(group) is not None
-    if is_running and request.queue_id is None and not isinstance(request.to, int):
+    moves_all = request.queue_id is None and not isinstance(request.to, int)
+    if is_running and moves_all and not request.dry_run:
         timestamp_ms = to_timestamp_ms("to", request.to) if isinstance(request.to, datetime) else 0
         return _reset_running(broker, ResetGroup(group, topic, -1 if request.to == "end" else timestamp_ms))
-    if is_running:
+    if is_running and not moves_all:
         raise BrokerError(
             ResponseCode.SYSTEM_ERROR,
             f"{broker.name}: group {group!r} runs, and a broker moves a running group only in all queues of a topic, "
@@ -244,6 +245,8 @@ def _move_group(broker: RemoteBroker, request: MoveGroup) -> dict[MessageQueue, 
         bounds = {queue: part for queue, part in bounds.items() if queue.queue_id == request.queue_id}
         if not bounds:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has no queue {request.queue_id}")
+    if request.dry_run:
+        return {queue: _offset_of(broker, queue, part, request.to) for queue, part in bounds.items()}
     if broker.has_receives:
         return _move_at_owner(broker, request, bounds)
     if group not in group_rows(broker) and group not in broker.groups_of(topic):
