@@ -25,6 +25,7 @@ Column = str | tuple[str, str | Callable[[Row], object]]
 _ROWS: Final = 500
 _WIDTH_OF_FILES: Final = 10_000  # nothing is folded
 _LONGEST_CELL: Final = 200
+_LONGEST_TEXT: Final = 10_000
 _GAP: Final = 3
 """Cells between two columns."""
 _LEAST_TEXT: Final = 8
@@ -174,7 +175,14 @@ _BY_FIELD: Final = {
     "max_timestamp_ms": "topics",
 }
 """What rows with a field are."""
-_COMMAND: Final = re.compile(r"(?=\blibrmq [a-z-]+ )")
+_WHOLE_NAMES: Final = {
+    "topics": frozenset(["topic"]), "topic": frozenset(["topic"]),
+    "damage": frozenset(["file"]), "cut": frozenset(["file"]), "gap": frozenset(["file"]),
+}  # fmt: skip
+"""Columns with names that are not broken, by the kind of rows."""
+_PARAGRAPHS: Final = frozenset(("finding", "reason"))
+"""Kinds of rows that end with sentences, which a narrow terminal shows below each other."""
+_COMMAND: Final = re.compile(r"(?<![`\w])(?=`?librmq [a-z-]+ )")
 """Before a command in the text of a next step."""
 _STYLES: Final = {
     "error": "bold red", "WRONG": "bold red", "dead": "red",
@@ -249,7 +257,8 @@ class Table:
         if kind == "event" and len(messages) > 1:
             kind = "event, several"
         is_narrow = self._console.width < _NARROW and f"{kind}, narrow" in _COLUMNS
-        whole = _ON_ONE_LINE | ({"topic"} if kind in ("topics", "topic") else set())
+        whole = _ON_ONE_LINE | _WHOLE_NAMES.get(kind, frozenset())
+        longest = _LONGEST_TEXT if kind in _PARAGRAPHS else _LONGEST_CELL
         for form in (f"{kind}, narrow", f"{kind}, narrowest", kind) if is_narrow else (kind,):
             declared = _COLUMNS.get(form)
             if declared is None and form != kind:
@@ -257,7 +266,10 @@ class Table:
             columns = [_titled(column) for column in declared or dict.fromkeys(chain(*rows))]
             titles = [title for title, _ in columns]
             values = [[show(row) for _, show in columns] for row in rows]
-            cells = [[rich.text.Text(cell, _STYLES.get(cell, "")) for cell in map(_cell, line)] for line in values]
+            cells = [
+                [rich.text.Text(cell, _STYLES.get(cell, "")) for cell in (_cell(value, longest) for value in line)]
+                for line in values
+            ]
             numbers = [all(isinstance(line[place], int) for line in values) for place in range(len(titles))]
             widths = self._widths(titles, cells, numbers, whole)
             if widths is not None:
@@ -266,7 +278,7 @@ class Table:
         if widths is None or is_wide:
             self._draw_lists(titles, cells)
             return
-        if kind == "finding" and any(line[-1].cell_len > widths[-1] for line in cells):
+        if kind in _PARAGRAPHS and any(line[-1].cell_len > widths[-1] for line in cells):
             for line in cells:
                 self._draw_finding(line)
             return
@@ -308,8 +320,8 @@ class Table:
         *heading, what, step = cells
         self._console.print(rich.text.Text("  ").join(heading))
         self._console.print(what)
-        for part in _COMMAND.split(step.plain):
-            self._console.print(part.strip(), soft_wrap=part.startswith("librmq "))
+        for part in filter(None, map(str.strip, _COMMAND.split(step.plain))):
+            self._console.print(part, soft_wrap=part.startswith(("librmq ", "`librmq ")))
         self._console.print()
 
     def _draw_lists(self, titles: list[str], cells: list[list[rich.text.Text]]) -> None:
@@ -324,10 +336,10 @@ class Table:
             self._console.print()
 
 
-def _cell(value: object) -> str:
+def _cell(value: object, longest: int) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
         return f"{round(value, 6):.4g}"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return printable(text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]}…")
+    return printable(text if len(text) <= longest else f"{text[:longest]}…")

@@ -332,6 +332,19 @@ def test_a_table_of_the_disk_has_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RMQ_SYS_TRANS_OP_HALF_TOPIC   op            1   139 B   0 B" in text
 
 
+def test_reasons_and_damage_break_no_name_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = f"commitlog/{0:020}"
+    command = f"`librmq salvage {'/long/path' * 12} --into NEW` saves them"
+    why = "at 8985: the body does not match its checksum; " * 6
+    reason = {"opener": "broker", "verdict": "loses", "file": log, "what": why, "next": f"copy it, then {command}"}
+    lines = on_a_terminal(monkeypatch, {"type": "reason", **reason}).splitlines()
+    assert lines[0] == f"broker  loses  {log}"
+    assert lines[-3:-1] == ["copy it, then", command]
+    assert " ".join(lines[1:-3]).split() == why.split()  # not cut
+    damage = {"file": log, "offset": 8985, "kind": "record", "what": why}
+    assert log in on_a_terminal(monkeypatch, {"type": "verify", "sound": False, "damage": [damage]})
+
+
 @pytest.mark.parametrize("length", [10, 33, 60])
 def test_no_name_of_a_topic_is_broken_on_80_columns(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     row = {"kind": "dead", "queues": 4, "messages": 12, "min_timestamp_ms": 1, "max_timestamp_ms": 2}
