@@ -166,6 +166,16 @@ def test_invented_property_names_cost_no_layout_each(monkeypatch: pytest.MonkeyP
     assert made == []
 
 
+def test_a_record_of_the_schedule_has_its_delivery_time_in_its_entry() -> None:
+    """Also if its properties are encoded before, as those of a commit are."""
+    waiting = Waiting()
+    raw = encode_properties({"DELAY": "2", "REAL_TOPIC": "T", "REAL_QID": "2", "TAGS": "t"})
+    waiting.store.append(Message(SCHEDULE_TOPIC, b"x"), 1, properties_raw=raw)
+    queue = waiting.store.queue(SCHEDULE_TOPIC, 1)
+    assert queue is not None
+    assert queue.entries()["tags_code"].tolist() == [START_MS + 5_000]
+
+
 @pytest.mark.parametrize("bits", [TRANSACTION_PREPARED, TRANSACTION_ROLLBACK])
 def test_an_uncommitted_message_is_stored_invisibly(bits: int) -> None:
     """A message whose transaction is not committed is stored where no reader sees it."""

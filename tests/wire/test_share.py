@@ -50,7 +50,9 @@ from librmq.message.topics import TopicType
 from librmq.protocol import (
     PERM_WRITE,
     ChangeInvisible,
+    ChannelClosed,
     EndTransaction,
+    Heartbeat,
     PullMessage,
     QueryOffset,
     ResetGroup,
@@ -835,6 +837,21 @@ def test_a_repeated_request_has_the_time_that_is_left(tmp_path: Path, monkeypatc
                 peer._call_next(QueryOffset("audit", "orders", 0), CLOCK.monotonic() + left_s)
         assert 0 < waits[0] <= 2.0
         assert waits[1] == 0.0
+
+
+def test_a_client_that_ends_while_there_is_no_owner(tmp_path: Path) -> None:
+    """The next owner does not learn of it."""
+    with pair(tmp_path) as (owner, peer):
+        link = cast("StorePeer", peer.link)
+        peer._lose(link)
+        try:
+            with peer.runner.lock:
+                for name in ("ended", "stays"):
+                    peer.call(Heartbeat(name, peer.endpoint(peer.name), frozenset({"shop"}), ()))
+                peer.call(ChannelClosed("ended"))
+            assert peer._beats.keys() == {"stays"}
+        finally:
+            peer.link = link
 
 
 def test_the_next_owner_waits_for_the_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

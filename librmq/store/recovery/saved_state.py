@@ -149,8 +149,7 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
         if error.errno != errno.ENOSPC:
             raise
         _log.warning("the next open takes longer: %(error)s", error=error)
-        if files.size(_closed_path(path)) is not None:  # left by an earlier close
-            files.delete(_closed_path(path))
+        files.delete(_closed_path(path))  # an earlier close may have left one
 
 
 def read_closed_state(path: str, files: Files) -> StoreState | None:
