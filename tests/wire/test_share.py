@@ -841,7 +841,7 @@ def test_a_repeated_request_has_the_time_that_is_left(tmp_path: Path, monkeypatc
 
 def test_a_client_that_ends_while_there_is_no_owner(tmp_path: Path) -> None:
     """The next owner does not learn of it."""
-    with pair(tmp_path) as (owner, peer):
+    with pair(tmp_path) as (_, peer):
         link = cast("StorePeer", peer.link)
         peer._lose(link)
         try:
