@@ -154,6 +154,9 @@ def test_groups_that_may_not() -> None:
         assert refusal(pull, broker, "T") == ResponseCode.NO_PERMISSION
         beat(broker, Subscription("T"), group="h", model=MessageModel.BROADCASTING)
         assert refusal(broker.call, PullMessage("c1", "h", "T", 0, 0)) == ResponseCode.NO_PERMISSION
+        broker.call(Unregister("c1", consumer_group="h"))
+        beat(broker, Subscription("T"), group="h")
+        assert broker.call(PullMessage("c1", "h", "T", 0, 0)).status is PullStatus.FOUND, "no broadcast"
 
 
 # ---- held pulls

@@ -854,6 +854,25 @@ def test_a_client_that_ends_while_there_is_no_owner(tmp_path: Path) -> None:
             peer.link = link
 
 
+def test_a_client_that_comes_while_others_are_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next owner learns of it once, after the others."""
+    registered, register = list[list[str]](), StoreOwner.register
+
+    def register_and_come(owner: StoreOwner, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
+        registered.append(sorted(beats))
+        register(owner, beats, gives_up)
+        if len(registered) == 1:
+            with peer.runner.lock:
+                peer.call(Heartbeat("comes", peer.endpoint(peer.name), frozenset({"shop"}), ()))
+
+    with pair(tmp_path) as (owner, peer):
+        peer.call(Heartbeat("was there", peer.endpoint(peer.name), frozenset({"shop"}), ()))
+        monkeypatch.setattr(StoreOwner, "register", register_and_come)
+        owner.close()
+        wait_until(lambda: peer.is_owner, "the peer takes over", 30)
+        assert registered == [["was there"], ["comes"]]
+
+
 def test_the_next_owner_waits_for_the_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They register with it before it shares out the queues, so that each keeps its own."""
     waits, wait = list[float](), Broker.await_members
