@@ -81,6 +81,10 @@ def _size(name: str) -> Callable[[Row], object]:
     return lambda row: size(row.get(name))
 
 
+def _unread_by(row: Row) -> str:
+    return ", ".join(group or "delay levels" for group in row["unread_by"])
+
+
 def _property(name: str) -> Callable[[Row], object]:
     return lambda row: row.get("properties", {}).get(name)
 
@@ -161,6 +165,16 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
     ],
     "threshold": [("at", lambda row: f"{row['ratio']:.0%}"), ("bytes left", _size("free_bytes")), "effect"],
     "topic": ["topic", "kind", "messages", ("bytes", _size("bytes")), ("unread", _size("unread_bytes"))],
+    "file": [
+        "file", ("ended", "end_timestamp_ms"), ("age", _duration("age_s")), ("deleted at", "delete_at_ms"),
+        ("unread by", _unread_by), "why",
+    ],
+    "file, narrow": ["file", ("unread by", _unread_by), "why"],
+    "start": [
+        "version", "broker", "librmq", "closed_cleanly", "recovery_file", ("to read", _size("recovery_bytes")),
+        ("read in a second", _size("read_bytes_per_s")), ("time to read", _duration("read_s")), "log_end",
+        ("cut by the broker", _size("cut_bytes")), "recover_cuts",
+    ],
     "reason": ["opener", "verdict", "file", "what", "next"],
 }  # fmt: skip
 """Columns of the kinds of rows; other rows have a column for each field."""
@@ -177,7 +191,7 @@ _BY_FIELD: Final = {
 """What rows with a field are."""
 _WHOLE_NAMES: Final = {
     "topics": frozenset(["topic"]), "topic": frozenset(["topic"]),
-    "damage": frozenset(["file"]), "cut": frozenset(["file"]), "gap": frozenset(["file"]),
+    "file": frozenset(["file"]), "damage": frozenset(["file"]), "cut": frozenset(["file"]), "gap": frozenset(["file"]),
 }  # fmt: skip
 """Columns with names that are not broken, by the kind of rows."""
 _PARAGRAPHS: Final = frozenset(("finding", "reason"))
@@ -274,7 +288,11 @@ class Table:
             widths = self._widths(titles, cells, numbers, whole)
             if widths is not None:
                 break
-        is_wide = len(rows) == 1 and declared is None and sum(widths or ()) + _GAP * len(titles) > _WIDEST_RECORD
+        is_wide = (
+            len(rows) == 1
+            and (declared is None or kind == "start")
+            and sum(widths or ()) + _GAP * len(titles) > _WIDEST_RECORD
+        )
         if widths is None or is_wide:
             self._draw_lists(titles, cells)
             return
