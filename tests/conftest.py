@@ -88,6 +88,18 @@ def _levels_remain() -> Iterator[None]:
     assert not reset_levels()
 
 
+@pytest.fixture(autouse=True)
+def _users_progress_remains() -> Iterator[None]:
+    """Fail a test whose broadcasting consumer keeps its progress in the user's home, where the next run finds it."""
+    before = _progress_of_user()
+    yield
+    assert _progress_of_user() == before, "give the consumer an offsets_folder, or the route of a kit"
+
+
+def _progress_of_user() -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in Path.home().glob(".rocketmq_offsets/*/*/*")}
+
+
 # --- reference data
 
 

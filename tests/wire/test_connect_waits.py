@@ -8,6 +8,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,13 +280,17 @@ def test_a_missing_topic_is_forgotten(served: Served, monkeypatch: pytest.Monkey
     assert asked == ["orders", "missing", "missing", "orders", "orders"]
 
 
-def test_a_consumer_keeps_asking_for_a_missing_topic(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_consumer_keeps_asking_for_a_missing_topic(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The route has forgotten it when it is made."""
     monkeypatch.setattr(remote_route, "FORGET_MS", 0)
     monkeypatch.setattr(rebalancing, "INTERVAL_MS", 50)
     inbox = Inbox(1)
     with RemotingServer(served.broker) as server, librmq.connect(server.address) as route:
-        consumer = librmq.PushConsumer(route, "g", model=MessageModel.BROADCASTING, consume_from=ConsumeFrom.FIRST)
+        consumer = librmq.PushConsumer(
+            route, "g", model=MessageModel.BROADCASTING, consume_from=ConsumeFrom.FIRST, offsets_folder=str(tmp_path)
+        )
         consumer.subscribe("later", inbox)
         with consumer:
             route.topic_route("other")
