@@ -282,6 +282,7 @@ class AssignedQueue:
         self.locked = False
         """Whether the broker has locked the queue for this client."""
         self.lock_timestamp_ms: int | None = None
+        """Time at which the broker last said so; None if it must be asked before the lock is trusted."""
         self.owned_timestamp_ms = 0
         """Orderly: when the broker last confirmed this client's lock."""
         self.delivering = False
@@ -294,8 +295,12 @@ class AssignedQueue:
         """Latest end of a listener that still runs in a released queue; then the next rebalance unlocks it."""
 
     def doubt_progress(self, settled_ms: int) -> None:
-        """Note that the broker was away: it can have lost progress, and another instance can have taken the queue."""
+        """Note that the broker was away: it can have lost progress, and another instance can have taken the queue.
+
+        A broker forgets its locks when it ends, so an orderly consumer asks for this queue's again before it goes on.
+        """
         self.stored_progress, self.may_be_passed, self.settled_ms = None, True, settled_ms
+        self.lock_timestamp_ms = None
 
     def __repr__(self) -> str:
         state = "released" if self.released else "locked" if self.locked else "assigned"

@@ -3,7 +3,8 @@
 ::
 
     broker's lock      of group, queue and client; ends 60 s after it was last renewed
-    trusted            for 30 s after it was renewed; renewed on a grid of 20 s that begins 1 s after the start
+    trusted            for 30 s after it was renewed, or until the broker is away, whose locks end with it; renewed on a
+                       grid of 20 s that begins 1 s after the start
     one call a queue   ``AssignedQueue.delivering``: nothing else of the queue begins
     consume lock       a queue is not released while its listener runs; if that takes over 1 s, the next rebalance
                        tries again
@@ -184,10 +185,10 @@ class OrderlyDelivery(Delivery):
         """Return whether the lock is trusted; renew it if it ran out while there was nothing to do."""
         if not self._locks:
             return True
-        if not assigned.locked or assigned.lock_timestamp_ms is None:
+        if not assigned.locked:
             self._renew_on_grid(now_ms)
             return False
-        if now_ms - assigned.lock_timestamp_ms > TRUSTED_MS:
+        if assigned.lock_timestamp_ms is None or now_ms - assigned.lock_timestamp_ms > TRUSTED_MS:
             if not self._renew_one(assigned, now_ms):
                 return False
             if not assigned.locked:

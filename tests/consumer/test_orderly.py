@@ -45,6 +45,29 @@ def test_a_new_queue_is_consumed_in_order_without_a_wait(one_queue: Kit) -> None
     assert bodies(one_queue) == list("abcdef")
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_no_lock_of_an_ended_broker_is_trusted(one_queue: Kit, is_killed: bool) -> None:
+    """The next broker knows no locks, so that another client can have the queue. RocketMQ's trust theirs for 30 s."""
+    rmq, other = one_queue, LockQueues("g", "other", frozenset((T0,)))
+    listener = Noted(rmq, {"a": 5})
+    ordered(rmq, listener)
+    send(rmq, "a", "b")
+    rmq.advance(seconds=1)
+    attempts = len(bodies(rmq))
+    assert 0 < attempts < 5
+    if is_killed:
+        rmq.crash_broker()
+    else:
+        rmq.broker.close()
+        rmq.network.reopen("broker-a")
+    assert rmq.broker.call(other) == {T0}
+    rmq.advance(seconds=15)
+    assert len(bodies(rmq)) == attempts
+    rmq.broker.call(UnlockQueues("g", "other", other.queues))
+    rmq.advance(seconds=40)
+    assert bodies(rmq) == [*"aaaaaa", "b"]
+
+
 def test_a_topic_that_the_first_send_makes_is_consumed_at_once(rmq: Kit) -> None:
     seen: list[bytes] = []
     rmq.consumer("g", orderly=True).subscribe("made-later")(lambda message: seen.append(message.body))

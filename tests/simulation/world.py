@@ -341,8 +341,7 @@ class World:
         """End the broker's process cleanly; the next one opens its store."""
         broker = self.kit.broker
         if not broker.dead:
-            # The locks of ordered queues end with it, while clients trust theirs for 30 s. That is no fault here.
-            self._open_later(60, 400)
+            self._open_later(0.1, 5, 60, 400)
             broker.close()  # which fails where the disk is full
 
     def kill_broker(self) -> None:
