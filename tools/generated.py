@@ -43,18 +43,31 @@ WORDLESS_LINES = {
 """Lines that have no words of their own: a part to search for, from the value."""
 
 
+def _text_of(tree: ast.Module, name: str) -> str:
+    """Return the text that a module, or the one from which it imports the name, gives to a constant."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign | ast.Assign) and isinstance(node.value, ast.Constant):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return str(node.value.value)
+        elif isinstance(node, ast.ImportFrom) and node.module and any(alias.name == name for alias in node.names):
+            path = LIBRARY.parent.joinpath(*node.module.split(".")).with_suffix(".py")
+            return _text_of(ast.parse(path.read_text("utf-8")), name)
+    raise LookupError(f"{name} is no constant text")
+
+
 def log_lines() -> Iterator[tuple[str, str, str, str]]:
     """Yield the logger, the level, the text and further fields of each log line of librmq."""
     for path in sorted(LIBRARY.rglob("*.py")):
         source = path.read_text("utf-8")
         if path.name == "event_log.py" or "log." not in source:
             continue
-        texts = dict(re.findall(r'^(\w+)\b.* = \(?\s*"(.*)"\s*\)?$', source, re.MULTILINE))
+        tree = ast.parse(source)
         logger = re.search(r'EventLog\("([\w.]+)"', source)
-        for call in ast.walk(ast.parse(source)):
+        for call in ast.walk(tree):
             if isinstance(call, ast.Call) and (written := _WRITES.search(ast.unparse(call.func))):
                 first = call.args[written[1] == "log"]
-                text = texts[first.id] if isinstance(first, ast.Name) else ast.literal_eval(first)
+                text = _text_of(tree, first.id) if isinstance(first, ast.Name) else ast.literal_eval(first)
                 line = _FIELD.sub(r"{\1}", text).replace("%%", "%")
                 line = WORDLESS_LINES.get(line, line)
                 names = {word.arg for word in call.keywords if word.arg} - {"exc_info", *_SHOWN.findall(line)}
