@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, cast
@@ -837,6 +838,12 @@ def test_a_repeated_request_has_the_time_that_is_left(tmp_path: Path, monkeypatc
                 peer._call_next(QueryOffset("audit", "orders", 0), CLOCK.monotonic() + left_s)
         assert 0 < waits[0] <= 2.0
         assert waits[1] == 0.0
+        monkeypatch.undo()
+        sends: list[SendMessage] = []
+        monkeypatch.setattr(SharedBroker, "_call_owner", lambda *words: sends.append(words[3]))
+        peer._call_next(replace(_send(Message("orders", b"x")), timeout_ms=60_000.0), CLOCK.monotonic() + 2)
+        assert sends[0].timeout_ms is not None
+        assert 0 < sends[0].timeout_ms <= 2000
 
 
 def test_a_client_that_ends_while_there_is_no_owner(tmp_path: Path) -> None:
