@@ -61,6 +61,10 @@ def _place(row: Row) -> str:
     return f"{row.get('topic')}:{row.get('queue_id')}:{row.get('queue_offset')}"
 
 
+def _queue(row: Row) -> str:
+    return f"{row.get('topic')}:{row.get('queue_id')}"
+
+
 def _duration(name: str) -> Callable[[Row], object]:
     def show(row: Row) -> object:
         seconds = row.get(name)
@@ -122,7 +126,7 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
         ("keys", _property("KEYS")), "body",
     ],
     "lag, narrow": [
-        "group", ("queue", lambda row: f"{row.get('topic')}:{row.get('queue_id')}"), "lag",
+        "group", ("queue", _queue), "lag",
         ("oldest", _part_of_time("oldest_timestamp_ms", 0, 19)),
     ],
     "topics, narrow": [
@@ -134,6 +138,11 @@ _COLUMNS: Final[dict[str, list[Column]]] = {
     "event, narrow": [
         ("when", _part_of_time("at_ms", 5, 19)), "event", "group", ("place", _place), "note",
     ],
+    "progress, narrow": [
+        "source", ("at", _part_of_time("at_ms", 5, 19)), "group", ("queue", _queue), ("offset", "queue_offset"),
+        "before",
+    ],
+    "progress, narrowest": ["source", "group", ("queue", _queue), ("offset", "queue_offset")],
     "blank": [("physical offset", "phys"), "size", ("", lambda row: "end of file")],
     "cq": [
         ("queue offset", "offset"), ("physical offset", "phys"), "size", ("tags code", "tags_code_hex"),
@@ -187,10 +196,11 @@ _BY_FIELD: Final = {
     "scenario": "scenario",
     "consumed_per_s": "rate",
     "max_timestamp_ms": "topics",
+    "source": "progress",
 }
 """What rows with a field are."""
 _WHOLE_NAMES: Final = {
-    "topics": frozenset(["topic"]), "topic": frozenset(["topic"]),
+    "progress": frozenset(["group", "queue"]), "topics": frozenset(["topic"]), "topic": frozenset(["topic"]),
     "file": frozenset(["file"]), "damage": frozenset(["file"]), "cut": frozenset(["file"]), "gap": frozenset(["file"]),
 }  # fmt: skip
 """Columns with names that are not broken, by the kind of rows."""

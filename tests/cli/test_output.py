@@ -341,6 +341,10 @@ def test_reasons_and_damage_break_no_name_on_80_columns(monkeypatch: pytest.Monk
     assert lines[0] == f"broker  loses  {log}"
     assert lines[-3:-1] == ["copy it, then", command]
     assert " ".join(lines[1:-3]).split() == why.split()  # not cut
+    progress = {"source": "file", "at_ms": 1, "group": "CID_RMQ_SYS_TRANS", "topic": "RMQ_SYS_TRANS_HALF_TOPIC"}
+    progress |= {"queue_id": 0, "queue_offset": 11, "before": None, "note": "consumerOffset.json"}
+    text = on_a_terminal(monkeypatch, progress, progress)
+    assert text.count("file     CID_RMQ_SYS_TRANS   RMQ_SYS_TRANS_HALF_TOPIC:0       11") == 2
     old = {"type": "file", "file": f"{0:020}", "end_timestamp_ms": 1, "age_s": 1.0, "delete_at_ms": None}
     text = on_a_terminal(monkeypatch, {**old, "unread_by": ["", "G"], "why": "no age limit; unread by G " * 3})
     assert f"{0:020}   delay levels, G   no age limit" in text
