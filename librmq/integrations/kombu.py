@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final, NamedTuple
 
+from amqp.exceptions import ConsumerCancelled
 from kombu.transport import TRANSPORT_ALIASES, virtual
 from kombu.transport.base import to_rabbitmq_queue_arguments
 
@@ -112,6 +113,8 @@ class Channel(virtual.Channel):
 
     def _purge(self, queue: str) -> int:
         topic, purged = topic_of(queue), 0
+        if not self._has_queue(queue):
+            return 0
         if self.broker.is_cluster:
             return self.broker.skip(queue)
         while deliveries := self._transport.receiver.receive(frozenset((topic,)), AT_ONCE, 0):
@@ -207,7 +210,10 @@ class Channel(virtual.Channel):
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
         """Return a message, or None if there is none."""
-        for _, delivery in self._transport.receive([queue], 1, self._transport.requeue_wait()):
+        received: list[_Arrived] = []
+        with suppress(ConsumerCancelled):  # it was not declared, or is deleted
+            received = self._transport.receive([queue], 1, self._transport.requeue_wait())
+        for _, delivery in received:
             message = self.Message(self.begin(delivery, no_ack), channel=self)
             if not no_ack:
                 self.qos.append(message, message.delivery_tag)

@@ -217,6 +217,8 @@ def test_size_purge_and_delete(connect: Connect) -> None:
         assert bound.queue_declare().message_count == 0
         assert is_empty(connection, queue)
         bound.delete()
+        assert connection.default_channel.basic_get(queue.name) is None
+        assert connection.default_channel.queue_purge(queue.name) == 0
         with pytest.raises(ChannelError, match="NOT_FOUND"):
             bound.queue_declare(passive=True)
 
