@@ -110,6 +110,7 @@ class DiskFiles:
     # The defaults stand in the class, because a subclass may have a constructor that does not call this one.
     _follows = False
     _roots: tuple[str, ...] = ()
+    _own: tuple[str, ...] = ()
 
     def __init__(self, *, follow_links: bool = False) -> None:
         self._follows = follow_links
@@ -121,6 +122,7 @@ class DiskFiles:
             prefix = path.rstrip(os.sep) + os.sep
             if prefix not in self._roots:
                 self._roots = (*self._roots, prefix)
+                self._own = (*self._own, prefix if self._follows else f"{prefix}{own}{os.sep}")
         if self._follows:
             self._check_below(os.path.join(store, own))
             return
@@ -180,7 +182,7 @@ class DiskFiles:
             os.close(descriptor)
 
     def _link_refused(self, path: str) -> CorruptionError:
-        if self._follows:
+        if path.startswith(self._own):  # also without `follow_links`, which would not allow it
             return CorruptionError(
                 path, 0, "name", "a symbolic link: librmq follows none below its own folder to write"
             )

@@ -514,6 +514,10 @@ def test_a_shared_folder_that_leads_elsewhere_is_refused(tmp_path: Path, part: s
     assert list((elsewhere / "share").iterdir()) == []
     if part == "librmq":
         librmq.share(tmp_path / "store", follow_links=True).close()
+        return
+    for follow_links in (False, True):  # no advice that would not help
+        with pytest.raises(RmqError, match="librmq follows none below its own folder"):
+            librmq.share(tmp_path / "store", follow_links=follow_links)
 
 
 def test_the_place_of_a_folder_from_elsewhere_harms_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
