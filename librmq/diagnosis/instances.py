@@ -69,19 +69,21 @@ class HeldProgress(NamedTuple):
     """Later messages that the instance holds; None if unknown."""
 
 
-def held_progress(source: Source, *, group: str | None = None) -> list[HeldProgress]:
+def held_progress(source: Source, *, group: str | None = None, group_lag: Lag | None = None) -> list[HeldProgress]:
     """Return every queue with messages to consume, and what holds back its progress, the longest held first.
 
     Args:
         source: A running broker, the folder of a store, or a view of either.
         group: Only this group.
+        group_lag: The lag, if already known.
 
     Raises:
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        held = [queue for _, _, queues in _held_by_group(view, lag(view, group=group), group) for queue in queues]
+        group_lag = lag(view, group=group) if group_lag is None else group_lag
+        held = [queue for _, _, queues in _held_by_group(view, group_lag, group) for queue in queues]
         return sorted(held, key=_longest_first)
 
 

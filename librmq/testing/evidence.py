@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from librmq.broker import Broker
+from librmq.client.recorder import Recorder
+from librmq.clock import ManualClock
 from librmq.consumer.base import Consumer
 from librmq.consumer.push import PushConsumer
 from librmq.diagnosis.pending import open_halves
@@ -21,13 +23,11 @@ from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, is_user_topic, retry_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.runtime.runner import Work
+from librmq.testing.faults import Faults
 from librmq.testing.histories.history import Call, DeliveryAttempt, History, show
-from librmq.testing.histories.verdict import Facts
-from librmq.testing.kit_runner import ProcessStateError, current_work
+from librmq.testing.histories.verdict import Facts, Scene
+from librmq.testing.kit_runner import KitRunner, ProcessStateError, current_work
 from librmq.testing.process import Process, Repeated
-
-if TYPE_CHECKING:
-    from librmq.testing.kit import Kit
 
 # ---- undelivered messages and unmatched subscriptions
 
@@ -135,11 +135,11 @@ class UnknownGroupError(LookupError):
 class Evidence:
     """Answers from the broker and the history; records which topics were subscribed to, sent to and asked about."""
 
-    def __init__(self, kit: Kit, history: History) -> None:
-        self._kit = kit
+    def __init__(self, scene: Scene, history: History) -> None:
+        self._scene = scene
         self._history = history
         history.about = self.about
-        self.facts = Facts(kit, history)
+        self.facts = Facts(scene, history)
         """What only the stores tell."""
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
         self._sent_to: set[str] = set()
@@ -193,7 +193,7 @@ class Evidence:
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """Return the group's dead letters."""
         self._check_group(group)
-        network, topic = self._kit.network, dead_letter_topic(group)
+        network, topic = self._scene.network, dead_letter_topic(group)
         return [letter for name in network.by_name for letter in network.messages(name, topic)]
 
     def offsets(self, group: str) -> dict[MessageQueue, int]:
@@ -201,7 +201,7 @@ class Evidence:
         self._check_group(group)
         return {
             MessageQueue(topic, broker.name, queue_id): queue_offset
-            for broker in self._kit.brokers()
+            for broker in self._scene.brokers()
             for topic in broker.topics()
             for queue_id, queue_offset in sorted(broker.consumer_offsets(group, topic).items())
         }
@@ -213,7 +213,7 @@ class Evidence:
 
     def _in_order(self, topic: str) -> list[StoredMessage]:
         """Return the messages of a topic in log order, or by time if several brokers have some."""
-        network = self._kit.network
+        network = self._scene.network
         of_brokers = [
             sorted(network.messages(name, topic), key=lambda message: message.physical_offset)
             for name in network.by_name
@@ -227,7 +227,7 @@ class Evidence:
         Raises:
             LookupError: There is none.
         """
-        for store in self._kit.network.stores(broker_name):
+        for store in self._scene.network.stores(broker_name):
             with suppress(CorruptionError):  # a promoted replica can have other records
                 message = store.message_at(physical_offset)
                 if message is not None:
@@ -248,7 +248,7 @@ class Evidence:
 
     def undelivered(self) -> list[str]:
         """Return a sentence for each thing that reached no listener, or was left open."""
-        brokers = self._kit.brokers()
+        brokers = self._scene.brokers()
         if any(broker.dead for broker in brokers):
             return []
         for subscriber in self._subscribed.values():
@@ -312,17 +312,19 @@ class Evidence:
                 )
 
     def _consumers(self) -> Iterator[Consumer[Any]]:
-        for process in self._kit.processes:
+        for process in self._scene.processes:
             yield from process.made
 
     def _groups(self) -> Collection[str]:
         subscribed_groups = {name for name, _ in self._subscribed}
-        return subscribed_groups | {consumer.group for process in self._kit.processes for consumer in process.consumers}
+        return subscribed_groups | {
+            consumer.group for process in self._scene.processes for consumer in process.consumers
+        }
 
     def _check_group(self, group: str) -> None:
         groups, letters = self._groups(), dead_letter_topic(group)
         if group in groups or any(
-            group in broker.groups() or letters in broker.topics() for broker in self._kit.brokers()
+            group in broker.groups() or letters in broker.topics() for broker in self._scene.brokers()
         ):
             return
         near = closest_name(group, groups)
@@ -335,10 +337,19 @@ class Evidence:
 # ---- the observer, to which runner, processes and replicas report
 
 
+class _Observed(Protocol):
+    clock: ManualClock
+    runner: KitRunner
+    faults: Faults
+    recorder: Recorder
+
+    def note(self, actor: str, what: str | Callable[[], str]) -> None: ...
+
+
 class KitObserver:
     """Takes the reports of one kit. Not thread-safe."""
 
-    def __init__(self, kit: Kit, history: History, evidence: Evidence, start: Callable[[], None]) -> None:
+    def __init__(self, kit: _Observed, history: History, evidence: Evidence, start: Callable[[], None]) -> None:
         """``start()`` starts the consumers that the test has declared, before the test sends."""
         self._kit = kit
         self._history = history

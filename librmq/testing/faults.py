@@ -7,18 +7,17 @@ and of the broker are methods of the kit: `Kit.crash`, `Kit.restart`, `Kit.join`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from librmq.clock import ManualClock
 from librmq.config import to_seconds, wrong_kind
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, ConfigError
 from librmq.protocol import ResponseCode, SendResponse
+from librmq.testing.network import Network
 from librmq.testing.process import A_PROCESS, Process, Repeated
-
-if TYPE_CHECKING:
-    from librmq.testing.kit import Kit
 
 _METHODS = {
     "lose": "lose_answer",
@@ -28,6 +27,29 @@ _METHODS = {
     "answer": "repeat_answer",
 }
 """The method that requests a fault, by its kind."""
+
+
+class _Runner(Protocol):
+    def choose(self, kind: str, options: Sequence[str]) -> str: ...
+
+    def after(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None: ...
+
+
+class _Host(Protocol):
+    clock: ManualClock
+    network: Network
+
+    @property
+    def processes(self) -> Sequence[Process]: ...
+
+    @property
+    def runner(self) -> _Runner: ...
+
+    def note(self, actor: str, what: str) -> None: ...
+
+    def cut(self, end: str, other: str) -> int: ...
+
+    def heal(self, end: str, other: str, number: int | None = None) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -46,7 +68,7 @@ class _Due:
 class Faults:
     """Faults of one test, each requested by a call: ``rmq.faults``."""
 
-    def __init__(self, kit: Kit) -> None:
+    def __init__(self, kit: _Host) -> None:
         self._kit = kit
         self._due: list[_Due] = []
         self._slow: dict[str, list[int]] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError
@@ -27,12 +27,13 @@ from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sends import SENDS
 from librmq.wire.remoting.server import FrameAnswers
 
-if TYPE_CHECKING:
-    from librmq.testing.process import Process
-
 _PIECE: Final = 32 << 10
 """Bytes that fit into the buffers of a connection."""
 _TIMEOUT_S: Final = 3.0
+
+
+class _Peer(Protocol):
+    label: str
 
 
 class _Cable:
@@ -211,7 +212,7 @@ class FrameLinks:
         self._servers: dict[str, _Server] = {}
         self._brokers: dict[tuple[str, str], tuple[_Server, RemoteBroker]] = {}
 
-    def endpoint(self, process: Process, broker: Broker) -> Endpoint:
+    def endpoint(self, process: _Peer, broker: Broker) -> Endpoint:
         """Return a broker as a process sees it through frames."""
         server = self._servers.get(broker.name)
         if server is None or server.broker is not broker:  # reopened
@@ -222,7 +223,7 @@ class FrameLinks:
             link = self._brokers[key] = server, self._connect(process, server)
         return link[1]
 
-    def _connect(self, process: Process, server: _Server) -> RemoteBroker:
+    def _connect(self, process: _Peer, server: _Server) -> RemoteBroker:
         broker, runner, label = server.broker, self._runner, f"{process.label} frames of {server.broker.name}"
 
         def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:

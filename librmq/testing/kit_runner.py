@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from librmq.clock import ManualClock
 from librmq.config import to_seconds, wrong_kind
 from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.runtime.runner import ManualRunner, Step, Turn, Work
+from librmq.testing.faults import Faults
+from librmq.testing.network import Network
 from librmq.testing.process import A_PROCESS, LIBRARY, Process, ProcessDied
-
-if TYPE_CHECKING:
-    from librmq.testing.kit import Kit
 
 LONGEST_CHAIN = 1_000
 
@@ -35,11 +34,53 @@ def current_work() -> Work | None:
     return _current.get()
 
 
+class _Observer(Protocol):
+    """What a runner reports user code to: `KitObserver`."""
+
+    def listener_begins(self, work: Work) -> None: ...
+
+    def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None: ...
+
+    def half_of(self, broker_name: str, physical_offset: int) -> tuple[str, int]: ...
+
+    def unique_id_of(self, broker_name: str, physical_offset: int) -> str: ...
+
+
+class _Kit(Protocol):
+    faults: Faults
+    network: Network
+    process_table: ProcessTable
+
+    @property
+    def processes(self) -> Sequence[Process]: ...
+
+    @property
+    def observer(self) -> _Observer: ...
+
+    def note(self, actor: str, what: str) -> None: ...
+
+    def died(self, process: Process) -> object: ...
+
+    def let_others_run(self) -> None: ...
+
+    def crash(self, process: Process) -> object: ...
+
+    def crash_broker(self, name: str, *, down: float) -> None: ...
+
+    def lose_site(self, site: str, *, down: float) -> None: ...
+
+    def restart(self, process: Process) -> Process: ...
+
+    def lose(self, process: Process) -> None: ...
+
+    def join(self, process: Process) -> Process: ...
+
+
 class KitRunner(ManualRunner):
     """A `ManualRunner` that reports user code to a kit, and stops at the first failure."""
 
     begins_at_once = False
-    kit: Kit
+    kit: _Kit
     settles_history = True
     """Whether the history is read after the broker has closed."""
 

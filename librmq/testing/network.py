@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.cluster import Cluster, Replica, RouteTable
@@ -23,8 +23,6 @@ from librmq.store.recovery.verify import verify
 
 if TYPE_CHECKING:
     from librmq.testing.frame_links import FrameLinks
-    from librmq.testing.process import Process
-    from librmq.testing.replica import KitReplica
 
 MOST_BROKERS: Final = len(ascii_lowercase)
 SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
@@ -53,7 +51,43 @@ def broker_names(brokers: int | Iterable[str], sites: Sequence[str]) -> list[str
     return names
 
 
+class Peer(Protocol):
+    """A process as its links see it."""
+
+    name: str
+    label: str
+    dead: bool
+
+    @property
+    def site(self) -> str | None:
+        """Its site, if it has one."""
+        ...
+
+
+M = TypeVar("M", bound=Peer)
 Frames = Literal["tcp", "share"]
+
+
+class Copy(Protocol):
+    """A replica as the network sees it."""
+
+    name: str
+    master_name: str
+    path: str
+    replica: Replica
+
+    @property
+    def dead(self) -> bool:
+        """Return whether its process has crashed."""
+
+    def open(self) -> None:
+        """Start its process."""
+
+    def crash(self, *, down: float) -> None:
+        """Kill its process; ``down`` seconds later it starts again."""
+
+    def reconnect(self) -> None:
+        """Connect it with its master."""
 
 
 class Network:
@@ -97,7 +131,7 @@ class Network:
         self._joined = joined
         self._retired: dict[str, list[MessageStore]] = {}
         self._latencies: dict[frozenset[str], float] = {}
-        self.copies: list[KitReplica] = []
+        self.copies: list[Copy] = []
         """The replicas of the brokers."""
         self.replicas: tuple[Replica, ...] = ()
         """The replicas from which processes read, one for each master. Another tuple after a change."""
@@ -217,7 +251,7 @@ class Network:
             self._changed[name] = broker.store.path, replace(broker.config, replication="sync")
             self._open_changed(name)
 
-    def add_copy(self, copy: KitReplica) -> None:
+    def add_copy(self, copy: Copy) -> None:
         """Let processes read from a replica."""
         self.copies.append(copy)
         self.replicas_changed()
@@ -227,7 +261,7 @@ class Network:
         self.replicas = tuple({copy.master_name: copy.replica for copy in reversed(self.copies)}.values())
         self.table.changed()
 
-    def replace_broker(self, name: str, copy: KitReplica) -> Broker:
+    def replace_broker(self, name: str, copy: Copy) -> Broker:
         """Open the promoted copy of a dead broker under the broker's name."""
         self._retired.setdefault(name, []).insert(0, self.store(name))
         self._read_only.pop(name, None)
@@ -289,7 +323,7 @@ class Network:
 
     # ---- links
 
-    def cut(self, end: str, other: str, processes: Sequence[Process]) -> tuple[int, list[tuple[Process, Broker]]]:
+    def cut(self, end: str, other: str, processes: Sequence[M]) -> tuple[int, list[tuple[M, Broker]]]:
         """Cut the link between two ends.
 
         Return the number of the cut, and the processes that lose a broker, each with that broker.
@@ -318,7 +352,7 @@ class Network:
                     f"{name!r} is not a broker, a process or a site: expected one of {', '.join(sorted(allowed))}"
                 )
 
-    def delay(self, end: str, other: str, seconds: float, processes: Sequence[Process]) -> None:
+    def delay(self, end: str, other: str, seconds: float, processes: Sequence[Peer]) -> None:
         """Set the latency of the link between two ends.
 
         Raises:
@@ -347,7 +381,7 @@ class Network:
         """Return whether the link to the broker ``other`` or to its site is cut."""
         return bool(self._cuts) and any(pair in self._cuts for pair in _links(end, other, site))
 
-    def others(self, end: str, processes: Iterable[Process]) -> list[str]:
+    def others(self, end: str, processes: Iterable[Peer]) -> list[str]:
         """Return the ends of the links that isolate a broker or a site from everything else."""
         if end in self.by_name:
             copies = {copy.name for copy in self.copies if copy.master_name == end}
@@ -369,14 +403,14 @@ class Network:
             self._reconnect(name)
         return True
 
-    def _is_cut(self, process: Process, broker_name: str) -> bool:
+    def _is_cut(self, process: Peer, broker_name: str) -> bool:
         return self.is_cut(process.name, broker_name, process.site)
 
-    def names_for(self, process: Process) -> tuple[str, ...]:
+    def names_for(self, process: Peer) -> tuple[str, ...]:
         """Return the names of the brokers that a process can reach, sorted."""
         return tuple(name for name in self.table.broker_names() if not self._is_cut(process, name))
 
-    def reached(self, process: Process, broker_name: str) -> Endpoint:
+    def reached(self, process: Peer, broker_name: str) -> Endpoint:
         """Return the link to a broker for a call of a process.
 
         Raises:

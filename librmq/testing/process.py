@@ -7,17 +7,21 @@ broker, so that producers and consumers need no code for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, Unpack, cast
+from datetime import timedelta
+from typing import Any, Final, Literal, Protocol, TypeVar, Unpack, cast
 
 from librmq.client.client import Client
 from librmq.client.producer import Producer, ProducerArguments
+from librmq.client.recorder import Recorder
 from librmq.client.sender import SendResult
+from librmq.clock import ManualClock
 from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerKeywords
+from librmq.files.interface import Files
 from librmq.message.topics import RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -30,6 +34,7 @@ from librmq.protocol import (
     QueueData,
     QueueOffsetAt,
     Receive,
+    Received,
     Request,
     Route,
     SendBack,
@@ -40,9 +45,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import Runner, Work
 from librmq.testing.histories.history import show
-
-if TYPE_CHECKING:
-    from librmq.testing.kit import Kit
+from librmq.testing.network import Network
 
 R = TypeVar("R")
 LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -79,12 +82,52 @@ Repeated = Literal["request", "answer"]
 """What comes twice."""
 
 
+class _Observer(Protocol):
+    def place(self, topic: str, broker_name: str, queue_id: int) -> str: ...
+
+    def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None: ...
+
+    def noted_receive(
+        self, process: Process, request: Receive, broker_name: str, messages: Sequence[Received]
+    ) -> None: ...
+
+    def noted_heartbeat(self, process: Process, request: Heartbeat) -> None: ...
+
+    def before_send(self, process: Process, topic: str, broker_name: str) -> Repeated | None: ...
+
+    def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None: ...
+
+    def ended_in_background(self, result: object, error: Exception | None) -> None: ...
+
+
+class _Kit(Protocol):
+    clock: ManualClock
+    files: Files
+    path: str
+    network: Network
+
+    @property
+    def runner(self) -> Runner: ...
+
+    @property
+    def observer(self) -> _Observer: ...
+
+    @property
+    def recorder(self) -> Recorder: ...
+
+    def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None: ...
+
+    def note(self, actor: str, what: str | Callable[[], str]) -> None: ...
+
+    def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]: ...
+
+
 class Process(Route):
     """One process: a `Route` for the producers and consumers in it. Created by `Kit.app` and `Kit.consumer`."""
 
     def __init__(
         self,
-        kit: Kit,
+        kit: _Kit,
         name: str,
         generation: int,
         host: str,
@@ -243,7 +286,7 @@ class Process(Route):
 class _Masters(Route):
     """The route of a process over the brokers alone."""
 
-    def __init__(self, kit: Kit, process: Process) -> None:
+    def __init__(self, kit: _Kit, process: Process) -> None:
         self._kit = kit
         self._process = process
         self._connections: dict[str, _Connection] = {}
@@ -270,7 +313,7 @@ class _Masters(Route):
 
 
 class _Connection:
-    def __init__(self, kit: Kit, process: Process, broker_name: str) -> None:
+    def __init__(self, kit: _Kit, process: Process, broker_name: str) -> None:
         self._kit = kit
         self._process = process
         self._name = broker_name

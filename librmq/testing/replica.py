@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from librmq.broker import Broker
 from librmq.clock import ManualClock
 from librmq.cluster.replica import Replica, ReplicaConfig
 from librmq.cluster.sites import check_site, site_of
 from librmq.errors import BrokerUnreachableError, ConfigError, ReplicaError
+from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, LogBytes, Request
-from librmq.testing.kit_runner import ProcessStateError
-
-if TYPE_CHECKING:
-    from librmq.testing.kit import Kit
+from librmq.testing.evidence import KitObserver
+from librmq.testing.histories.history import History
+from librmq.testing.kit_runner import KitRunner, ProcessStateError
+from librmq.testing.network import Network
 
 # ---- the link to the master
 
@@ -59,10 +60,23 @@ class ReplicaLink:
 R = TypeVar("R")
 
 
+class _Host(Protocol):
+    clock: ManualClock
+    files: Files
+    path: str
+    network: Network
+    runner: KitRunner
+    observer: KitObserver
+
+    def note(self, actor: str, what: str) -> None: ...
+
+    def history(self) -> History: ...
+
+
 class _MasterLink:
     """Leads to the broker that is open under a name, unless the link is cut."""
 
-    def __init__(self, kit: Kit, master_name: str, name: str) -> None:
+    def __init__(self, kit: _Host, master_name: str, name: str) -> None:
         self._kit = kit
         self._ends = master_name, name
 
@@ -85,7 +99,7 @@ class KitReplica:
     replica: Replica
     """The replica as it was opened last."""
 
-    def __init__(self, kit: Kit, master_name: str, name: str, config: ReplicaConfig | None) -> None:
+    def __init__(self, kit: _Host, master_name: str, name: str, config: ReplicaConfig | None) -> None:
         """Copy the broker ``master_name``; ``name`` is the replica's end of their link."""
         self.name = name
         self.master_name = master_name
@@ -171,7 +185,7 @@ class KitReplica:
 
 
 def open_replica(
-    kit: Kit, master_name: str | None, site: str | None, config: ReplicaConfig | None, *, sync: bool, is_late: bool
+    kit: _Host, master_name: str | None, site: str | None, config: ReplicaConfig | None, *, sync: bool, is_late: bool
 ) -> KitReplica:
     """Open a replica of a broker for `Kit.replica`; ``is_late`` says whether the test has made clients."""
     network = kit.network

@@ -11,15 +11,17 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from librmq.broker.groups import settings_in
+from librmq.clock import Clock
 from librmq.config import to_timestamp_ms
 from librmq.errors import BrokerError, BrokerUnreachableError, ClientStateError, MalformedError
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
     ConnectedClient,
+    ConsumerData,
     ConsumerOffsetsOf,
     DescribeClients,
     DescribeConnections,
@@ -31,6 +33,7 @@ from librmq.protocol import (
     GroupProgress,
     GroupsBehind,
     GroupSettings,
+    Heartbeat,
     MessageModel,
     MoveGroup,
     PullMessage,
@@ -38,6 +41,7 @@ from librmq.protocol import (
     QueueBounds,
     QueueData,
     QueueOffsetAt,
+    Request,
     ResetGroup,
     ResponseCode,
     SaveProgress,
@@ -51,9 +55,6 @@ from librmq.wire.remoting.codec import FORMS, check, frame_of
 from librmq.wire.remoting.frames import Frame
 from librmq.wire.remoting.headers import GroupAndTopicHeader, RequestCode, TopicNameHeader
 
-if TYPE_CHECKING:
-    from librmq.wire.remote.remote_broker import RemoteBroker
-
 T = TypeVar("T")
 R = TypeVar("R")
 Rows = Mapping[str, Mapping[str, Any]]
@@ -65,7 +66,39 @@ _SAVED_WITHIN_S: Final = 20.0
 _LOOK_S: Final = 1.0
 
 
-def read_answer(broker: RemoteBroker, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
+class AskedBroker(Protocol):
+    """What these requests need of a `RemoteBroker`."""
+
+    name: str
+    has_receives: bool
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of the route."""
+        ...
+
+    def call(self, request: Request[R], /) -> R:
+        """Answer a request by asking the broker."""
+        ...
+
+    def request(self, frame: Frame) -> Frame:
+        """Send a request that is no client's, and return its answer."""
+        ...
+
+    def clients_of(self, group: str) -> tuple[ConsumerData, tuple[str, ...]] | None:
+        """Return a group as its clients describe it, with their ids; None if none is online."""
+        ...
+
+    def groups_of(self, topic: str) -> list[str]:
+        """Return the groups that consume a topic or have progress in it."""
+        ...
+
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """Return the last heartbeat of each client of this process, by id."""
+        ...
+
+
+def read_answer(broker: AskedBroker, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
     """Ask a broker, and read the body of its answer.
 
     Raises:
@@ -82,7 +115,7 @@ def read_answer(broker: RemoteBroker, frame: Frame, what: str, parse: Callable[[
 # ---- topics
 
 
-def _describe_topics(broker: RemoteBroker, request: DescribeTopics) -> dict[str, QueueData]:
+def _describe_topics(broker: AskedBroker, request: DescribeTopics) -> dict[str, QueueData]:
     def parse(body: Mapping[str, Any]) -> dict[str, QueueData]:
         rows = table_in(body, "topicConfigTable").items()
         return {
@@ -93,7 +126,7 @@ def _describe_topics(broker: RemoteBroker, request: DescribeTopics) -> dict[str,
     return read_answer(broker, frame_of(RequestCode.GET_ALL_TOPIC_CONFIG), "the topics", parse)
 
 
-def _describe_queues(broker: RemoteBroker, request: DescribeQueues) -> dict[MessageQueue, QueueBounds]:
+def _describe_queues(broker: AskedBroker, request: DescribeQueues) -> dict[MessageQueue, QueueBounds]:
     frame = frame_of(RequestCode.GET_TOPIC_STATS_INFO, TopicNameHeader(request.topic))
     names = ("minOffset", "maxOffset", "lastUpdateTimestamp")
     return read_answer(broker, frame, "the queues of a topic", partial(_rows_by_queue, QueueBounds, names))
@@ -109,13 +142,13 @@ def _rows_by_queue(
 # ---- groups
 
 
-def group_rows(broker: RemoteBroker) -> Rows:
+def group_rows(broker: AskedBroker) -> Rows:
     """Return a broker's rows of all groups."""
     frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
     return read_answer(broker, frame, "the groups", partial(table_in, name="subscriptionGroupTable"))
 
 
-def _describe_groups(broker: RemoteBroker, request: DescribeGroups) -> dict[str, GroupSettings]:
+def _describe_groups(broker: AskedBroker, request: DescribeGroups) -> dict[str, GroupSettings]:
     def parse(body: Mapping[str, Any]) -> dict[str, GroupSettings]:
         rows = table_in(body, "subscriptionGroupTable")
         for row in rows.values():
@@ -125,14 +158,14 @@ def _describe_groups(broker: RemoteBroker, request: DescribeGroups) -> dict[str,
     return read_answer(broker, frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), "the groups", parse)
 
 
-def _set_group(broker: RemoteBroker, request: SetGroup) -> None:
+def _set_group(broker: AskedBroker, request: SetGroup) -> None:
     """Change a group: a broker gives settings that a request leaves out their defaults."""
     rows = group_rows(broker)
     row = rows.get(request.group) or {**rows.get(request.like or "", {}), "groupName": request.group}
     check(broker.request(FORMS[SetGroup].write(SetGroup(request.group, {**row, **request.settings}))))
 
 
-def _describe_connections(broker: RemoteBroker, request: DescribeConnections) -> GroupConnections | None:
+def _describe_connections(broker: AskedBroker, request: DescribeConnections) -> GroupConnections | None:
     members = broker.clients_of(request.group)
     if members is None:
         return None
@@ -143,7 +176,7 @@ def _describe_connections(broker: RemoteBroker, request: DescribeConnections) ->
     )
 
 
-def _describe_clients(broker: RemoteBroker, request: DescribeClients) -> tuple[ConnectedClient, ...]:
+def _describe_clients(broker: AskedBroker, request: DescribeClients) -> tuple[ConnectedClient, ...]:
     """Return the clients of all groups, with a request for each consumer group."""
     producers = read_answer(
         broker, frame_of(RequestCode.GET_ALL_PRODUCER_INFO), "the producers", lambda body: _producers_in(body)
@@ -175,24 +208,24 @@ def _producers_in(body: Mapping[str, Any]) -> dict[str, set[str]]:
 # ---- progress
 
 
-def _describe_progress(broker: RemoteBroker, request: DescribeProgress) -> dict[MessageQueue, GroupProgress]:
+def _describe_progress(broker: AskedBroker, request: DescribeProgress) -> dict[MessageQueue, GroupProgress]:
     frame = frame_of(RequestCode.GET_CONSUME_STATS, GroupAndTopicHeader(request.group, request.topic))
     names = ("brokerOffset", "consumerOffset", "lastTimestamp")
     return read_answer(broker, frame, "the progress of a group", partial(_rows_by_queue, GroupProgress, names))
 
 
-def all_offsets(broker: RemoteBroker) -> Rows:
+def all_offsets(broker: AskedBroker) -> Rows:
     """Return a broker's rows of the progress of all groups, by ``topic@group``."""
     frame = frame_of(RequestCode.GET_ALL_CONSUMER_OFFSET)
     return read_answer(broker, frame, "the progress of all groups", partial(table_in, name="offsetTable"))
 
 
-def _offsets_of(broker: RemoteBroker, request: ConsumerOffsetsOf) -> dict[int, int]:
+def _offsets_of(broker: AskedBroker, request: ConsumerOffsetsOf) -> dict[int, int]:
     row = all_offsets(broker).get(f"{request.topic}@{request.group}", {})
     return {int(queue_id): queue_offset for queue_id, queue_offset in row.items()}
 
 
-def _save_progress(broker: RemoteBroker) -> None:
+def _save_progress(broker: AskedBroker) -> None:
     """Let the clients of this process save progress for the next look; those of others do so within seconds."""
     for beat in broker.heartbeats().values():
         for data in beat.consumers:
@@ -200,7 +233,7 @@ def _save_progress(broker: RemoteBroker) -> None:
                 beat.client.call(SaveProgress(data.group))
 
 
-def _groups_behind(broker: RemoteBroker, request: GroupsBehind) -> tuple[str, ...]:
+def _groups_behind(broker: AskedBroker, request: GroupsBehind) -> tuple[str, ...]:
     """Compare stored progress with the queues."""
     _save_progress(broker)
     if broker.has_receives:
@@ -226,7 +259,7 @@ def _groups_behind(broker: RemoteBroker, request: GroupsBehind) -> tuple[str, ..
     return tuple(behind)
 
 
-def _move_group(broker: RemoteBroker, request: MoveGroup) -> dict[MessageQueue, int]:
+def _move_group(broker: AskedBroker, request: MoveGroup) -> dict[MessageQueue, int]:
     """Move a group: a running one by its broker, which orders its instances to continue there."""
     group, topic = request.group, request.topic
     is_running = not broker.has_receives and broker.clients_of(group) is not None
@@ -258,7 +291,7 @@ def _move_group(broker: RemoteBroker, request: MoveGroup) -> dict[MessageQueue, 
 
 
 def _move_at_owner(
-    broker: RemoteBroker, request: MoveGroup, bounds: Mapping[MessageQueue, QueueBounds]
+    broker: AskedBroker, request: MoveGroup, bounds: Mapping[MessageQueue, QueueBounds]
 ) -> dict[MessageQueue, int]:
     moved: dict[MessageQueue, int] = {}
     for queue, part in bounds.items():
@@ -269,7 +302,7 @@ def _move_at_owner(
     return moved
 
 
-def _offset_of(broker: RemoteBroker, queue: MessageQueue, bounds: QueueBounds, to: str | datetime | int) -> int:
+def _offset_of(broker: AskedBroker, queue: MessageQueue, bounds: QueueBounds, to: str | datetime | int) -> int:
     begin, end = bounds.min_offset, bounds.max_offset
     if isinstance(to, int):
         return min(max(to, begin), end)
@@ -286,7 +319,7 @@ def _offset_of(broker: RemoteBroker, queue: MessageQueue, bounds: QueueBounds, t
     return first
 
 
-def _reset_running(broker: RemoteBroker, request: ResetGroup) -> dict[MessageQueue, int]:
+def _reset_running(broker: AskedBroker, request: ResetGroup) -> dict[MessageQueue, int]:
     """Move a running group; wait for instances that have just started, until they have saved progress."""
     clock, never = broker.clock, threading.Event()
     deadline = clock.monotonic() + _SAVED_WITHIN_S
@@ -314,7 +347,7 @@ def _reset_running(broker: RemoteBroker, request: ResetGroup) -> dict[MessageQue
 # ---- a shared store
 
 
-def connections(broker: RemoteBroker) -> tuple[int, list[tuple[str, int]]]:
+def connections(broker: AskedBroker) -> tuple[int, list[tuple[str, int]]]:
     """Return when the owner of a shared store began, and host and begin (ms) of each connection, the first first.
 
     `librmq.wire.unix_sockets.process_of_host` has the process of a host.
@@ -327,14 +360,14 @@ def connections(broker: RemoteBroker) -> tuple[int, list[tuple[str, int]]]:
     return read_answer(broker, frame_of(RequestCode.LIST_CONNECTIONS), "the connections", parse)
 
 
-def tables(broker: RemoteBroker) -> tuple[Rows, Rows, Rows]:
+def tables(broker: AskedBroker) -> tuple[Rows, Rows, Rows]:
     """Return a broker's rows of topics, of groups, and of offsets by ``topic@group``, as its slaves get them."""
     topics = frame_of(RequestCode.GET_ALL_TOPIC_CONFIG)
     rows: Rows = read_answer(broker, topics, "the topics", partial(table_in, name="topicConfigTable"))
     return rows, group_rows(broker), all_offsets(broker)
 
 
-ANSWERS: Final[Mapping[type[Any], Callable[[RemoteBroker, Any], Any]]] = {
+ANSWERS: Final[Mapping[type[Any], Callable[[AskedBroker, Any], Any]]] = {
     DescribeTopics: _describe_topics,
     DescribeQueues: _describe_queues,
     DescribeGroups: _describe_groups,
