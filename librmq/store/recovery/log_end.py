@@ -29,9 +29,8 @@ from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
-from librmq.store.recovery.lost_entries import lacking_queues, queues_without_last_entries
 from librmq.store.recovery.queue_check import GapError
-from librmq.store.recovery.reconciliation import Reconciliation, Scope, UncleanQueues, missing_keys
+from librmq.store.recovery.reconciliation import Reconciliation, Scope, UncleanQueues, lacking_queues, missing_keys
 from librmq.store.recovery.saved_state import Mark, MarkError
 
 # ---- plan
@@ -179,7 +178,7 @@ class Recovery:
     end: LogEnd
     """Planned end of the log."""
     lacking: frozenset[QueueName] = frozenset()
-    """Queues that lack entries, by the log: `lost_entries`."""
+    """Queues that lack a file: `lacking_queues`."""
 
     def __init__(
         self,
@@ -456,13 +455,11 @@ class Recovery:
         return max(begin, log.begin), scope
 
     def _lacking_queues(self, scope: Scope) -> frozenset[QueueName]:
-        """Return the queues that lack entries, which a comparison of this scope would not see."""
+        """Return the queues that lack a file, which a comparison of this scope would not see."""
         if self._mode.is_thorough or self._mark is not None:  # the mark knows the files
             return frozenset()
         parts, whole = self._parts, (lambda _: False) if self._clean else self._unclean.has_begin_and_end
         names = lacking_queues(self._path, self._files, parts.log, parts.queues, parts.levels, scope.begin, whole)
-        if self._clean:
-            names |= queues_without_last_entries(parts.log, parts.queues, parts.levels, scope.begin)
         return names - scope.all_of
 
     def _widened(self, scope: Scope, names: frozenset[QueueName]) -> tuple[int, Scope]:

@@ -8,7 +8,7 @@ between its two places in the log: 4.9 too puts the entries of such records dire
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
@@ -21,10 +21,7 @@ from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.dispatch import BitmapOf, topic_hash
 from librmq.store.engine.read import first_not_older, offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
-from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, Stray, hole, misaddressed, record_at
-
-if TYPE_CHECKING:
-    from librmq.store.recovery.reconciliation import QueueChecks
+from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
 
 _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
@@ -42,6 +39,19 @@ class GapError(Exception):
     def __init__(self, name: QueueName) -> None:
         super().__init__(name)
         self.name = name
+
+
+class _Others(Protocol):
+    """The checks of all queues, as one of them sees them."""
+
+    strays: Strays
+    renamed: bool
+
+    def queue(self, name: QueueName) -> ConsumeQueue:
+        """Return the queue of that name, made if there is none."""
+
+    def open_all(self) -> None:
+        """Open every queue now, because a record out of one count can belong to any other."""
 
 
 def _is_possible(queue_offset: int) -> bool:
@@ -67,7 +77,7 @@ class QueueCheck:
 
     def __init__(
         self,
-        checks: QueueChecks,
+        checks: _Others,
         log: CommitLog,
         name: QueueName,
         begin: int,

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError
 from librmq.files.interface import Damage, Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
@@ -46,6 +46,7 @@ from librmq.store.engine.dispatch import (
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import OpenQueue, QueueName, QueueState
 from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.indexfile import (
     HEADER_SIZE,
     SLOT_SIZE,
@@ -653,7 +654,7 @@ def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
             index.append_block(*block.keys)
         return True
 
-    for place, size, raw in unpassed(log, log.begin, log.end, write):
+    for place, size, raw in _unpassed(log, log.begin, log.end, write):
         if raw is None:
             continue
         _, _, _, topic, _, _, _, stored, _, unique, key = derive(place, size, raw)
@@ -668,9 +669,10 @@ _LEAST_APART: Final = 256 if CORE.derive is None else 1
 _MOST_APART: Final = 1 << 16
 _WORTH_BLOCK: Final = 64
 """Number of records from which a block takes less time than a loop over them."""
+_LARGEST_PLACE: Final = 1 << 63
 
 
-def unpassed(
+def _unpassed(
     log: CommitLog, begin: int, end: int, passes: Callable[[DerivedBlock], bool], *, check_body: bool = False
 ) -> Iterator[LogItem]:
     """Yield the items of the log that are in no block that ``passes``."""
@@ -693,6 +695,90 @@ def unpassed(
         if at == before:
             return
         most_apart = min(2 * most_apart, _MOST_APART)  # the blocks that follow can be like it
+
+
+# ---- queues without a file
+
+# A file of a queue that is missing in the middle is refused. One that is missing at an end leaves a queue that looks
+# whole. Only then is the log searched for more of its records.
+
+
+def lacking_queues(
+    path: str,
+    files: Files,
+    log: CommitLog,
+    queues: Mapping[QueueName, ConsumeQueue],
+    levels: DelayLevels,
+    until: int,
+    has_begin_and_end: Callable[[QueueName], bool] = lambda _: False,
+) -> frozenset[QueueName]:
+    """Return the queues that lack a file with entries of records before physical offset ``until``.
+
+    A queue can lack its only file, its first ones or its last ones. Retention deletes first files, and a broker deletes
+    the folder of a queue with its topic, or when all its messages were deleted. So a queue without a folder counts only
+    if a group has progress in it, and if another queue of the topic has an older entry.
+    """
+    spans = {name: _unknown_spans(queues[name], log, until) for name in queues if not has_begin_and_end(name)}
+    with suppress(CorruptionError):  # a table that is told where it is read
+        tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
+        topics = {topic for topic, _ in queues}
+        for (_, topic), offsets in tables.progress().items():
+            absent = {(topic, queue_id) for queue_id, at in offsets.items() if at > 0} - queues.keys()
+            if absent and topic in topics:
+                first = _first_place([queues[name] for name in queues if name[0] == topic])
+                spans.update({name: [(first, until)] for name in absent})
+    searched = {(topic.encode(), queue_id): spans for (topic, queue_id), spans in spans.items() if spans}
+    return frozenset((topic.decode(), queue_id) for topic, queue_id in _queues_with_records(log, searched, levels))
+
+
+def _unknown_spans(queue: ConsumeQueue, log: CommitLog, until: int) -> list[tuple[int, int]]:
+    """Return the spans of the log about which the files of a queue say nothing."""
+    begin, end = queue.stored_begin, queue.max_offset
+    if begin >= end:
+        return [(log.begin, until)]
+    spans = []
+    if begin and queue.min_offset == begin:  # no entry is of a deleted message
+        place, size, _ = ENTRY.unpack(queue.read(begin, 1))
+        if place > log.begin and size != HOLE_SIZE:
+            spans.append((log.begin, place))
+    if not end * ENTRY_SIZE % queue.file_size and queue.max_physic_offset < until:
+        spans.append((queue.max_physic_offset, until))
+    return spans
+
+
+def _first_place(queues: Iterable[ConsumeQueue]) -> int:
+    """Return the place of the first message of several queues, of which holes know nothing."""
+    firsts = [queue.entry(queue.min_offset) for queue in queues if queue.min_offset < queue.max_offset]
+    return min((entry.physical_offset for entry in firsts if entry is not None), default=_LARGEST_PLACE)
+
+
+def _queues_with_records(
+    log: CommitLog, spans: Mapping[tuple[bytes, int], Sequence[tuple[int, int]]], levels: DelayLevels
+) -> set[tuple[bytes, int]]:
+    """Return the queues that have a record in one of their spans of the log."""
+    with_records = set[tuple[bytes, int]]()
+    begin = min((begin for places in spans.values() for begin, _ in places), default=0)
+    end = max((end for places in spans.values() for _, end in places), default=0)
+    has_light = any(topic.startswith(LIGHT_PREFIX.encode()) for topic, _ in spans)
+
+    def passes(block: DerivedBlock) -> bool:
+        return not has_light and all((topic, queue_id) not in spans for topic, queue_id, _, _ in block.queues)
+
+    derive = Derivation(levels).derive
+    with suppress(CorruptionError):  # other damage, which is found where it is read
+        for place, size, raw in _unpassed(log, max(begin, log.begin), end, passes):
+            if raw is None:
+                continue
+            _, _, _, topic, queue_id, _, code, _, properties, _, _ = derive(place, size, raw)
+            names = {(topic, queue_id)} if code is not None else set()
+            if has_light and MULTI_DISPATCH in properties:
+                names |= {(name.encode(), light) for name, light, _ in light_queues(topic, queue_id, properties)}
+            for name in names & spans.keys():
+                if any(first <= place < last for first, last in spans[name]):
+                    with_records.add(name)
+            if len(with_records) == len(spans):
+                break
+    return with_records
 
 
 @dataclass(slots=True, kw_only=True)
@@ -737,7 +823,7 @@ class Reconciliation:
         derive = Derivation(self.levels, lambda place, batch: batches.append(self._batch(place, batch))).derive
         has_light = any(topic.startswith(LIGHT_PREFIX) for topic, _ in self.queues)
         takes_blocks = not self.has_ext and not has_light
-        scan = partial(unpassed, log, passes=partial(_pass_block, checks, keys)) if takes_blocks else log.scan
+        scan = partial(_unpassed, log, passes=partial(_pass_block, checks, keys)) if takes_blocks else log.scan
         unchecked_end = log.end if self.bodies_from is None else max(begin, self.bodies_from)
         items = chain(scan(begin, unchecked_end, check_body=False), scan(unchecked_end, log.end, check_body=True))
         for place, item_size, raw in items:

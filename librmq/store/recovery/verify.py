@@ -38,8 +38,7 @@ from librmq.store.format.broker_tables import BrokerTables, compaction_note, is_
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
-from librmq.store.recovery.lost_entries import lacking_queues, queues_without_last_entries
-from librmq.store.recovery.reconciliation import Reconciliation, Scope
+from librmq.store.recovery.reconciliation import Reconciliation, Scope, lacking_queues
 from librmq.store.recovery.saved_state import judge_begin, read_closed_state
 
 _T = TypeVar("_T")
@@ -271,9 +270,7 @@ class _StoreCheck:
             return replace(scope, absent_before=closed.log_end, all_of=lost, known_topics=topics)
         dispatched = max((queue.max_physic_offset for queue in queues.values()), default=log.begin)
         levels = DelayLevels.parse(self._config.message_delay_level)
-        lost = lacking_queues(self._path, self._files, log, queues, levels, dispatched)
-        lost |= queues_without_last_entries(log, queues, levels, dispatched)
-        lost -= queues.keys()
+        lost = lacking_queues(self._path, self._files, log, queues, levels, dispatched) - queues.keys()
         return replace(scope, absent_before=dispatched, all_of=lost, known_topics=topics)
 
     def _checkpoint(self, last_timestamp_ms: int) -> None:
