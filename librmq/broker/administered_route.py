@@ -536,7 +536,7 @@ class AdministeredRoute(Route, AsyncClosing):
             checked = [(retry_of(letter, group), letter) for letter in letters]
             requests = {letter_identity(letter): request for request, letter in checked}
         if requests is None or only_unsent:
-            unsent, unknown = find_unsent(self, group)
+            unsent, unknown = find_unsent(self, group, self.messages)
             if unknown:
                 _log.warning(UNKNOWN_RESENDS, group=group, letters=unknown)
             if requests is not None:

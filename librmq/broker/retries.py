@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.handlers.in_flight import Flight, QueueKey, is_receive_retry
@@ -37,6 +37,7 @@ from librmq.protocol import (
     ResendLetters,
     ResentLetters,
     ResponseCode,
+    Route,
     SendBack,
     SendMessage,
     SendResponse,
@@ -49,9 +50,6 @@ from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.documents import LetterIdentity, letter_identity, note_resent, resent_times
-
-if TYPE_CHECKING:
-    from librmq.broker.administered_route import AdministeredRoute
 
 _log = EventLog("librmq.broker")
 
@@ -336,28 +334,31 @@ def retry_of(letter: StoredMessage, group: str) -> SendMessage:
     return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host, max_reconsume_times=1)
 
 
-def find_unsent(route: AdministeredRoute, group: str) -> tuple[dict[str, list[LetterIdentity]], int]:
+def find_unsent(
+    route: Route, group: str, messages: Callable[[str], Iterable[StoredMessage]]
+) -> tuple[dict[str, list[LetterIdentity]], int]:
     """Return the dead letters of a group that were not sent again, by broker, and how many of them may have been.
 
     Each broker notes what its log shows as sent; here the copies that another broker sent are left out as well.
+    ``messages(topic)`` returns those of a topic at all brokers.
     """
     answers = {name: route.endpoint(name).call(ResendLetters(group)) for name in route.broker_names()}
     sent = set[LetterIdentity]()
     if len(answers) > 1 and any(answer.letters for answer in answers.values()):
-        logs = map(route.messages, (dead_letter_topic(group), retry_topic(group)))
+        logs = map(messages, (dead_letter_topic(group), retry_topic(group)))
         letters, _ = letters_sent_again(heapq.merge(*logs, key=lambda message: message.store_timestamp_ms), group)
         sent.update(map(letter_identity, letters))
     unsent = {name: [letter for letter in answer.letters if letter not in sent] for name, answer in answers.items()}
     return unsent, sum(answer.unknown for answer in answers.values())
 
 
-def resend_unsent(route: AdministeredRoute, group: str, unsent: Mapping[str, Sequence[LetterIdentity]]) -> int:
+def resend_unsent(route: Route, group: str, unsent: Mapping[str, Sequence[LetterIdentity]]) -> int:
     """Send those of the letters that were still not sent again, each by the broker that has it; return their number."""
     return sum(len(resend_by(route, name, group, letters, only_unsent=True)) for name, letters in unsent.items())
 
 
 def resend_by(
-    route: AdministeredRoute, name: str, group: str, letters: Sequence[LetterIdentity], *, only_unsent: bool
+    route: Route, name: str, group: str, letters: Sequence[LetterIdentity], *, only_unsent: bool
 ) -> list[LetterIdentity]:
     """Send dead letters to their group again by the broker that has them; return those."""
     broker, clock = route.endpoint(name), route.runner.clock

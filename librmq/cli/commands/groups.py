@@ -429,7 +429,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
     only_unsent = arguments.id is None or arguments.unsent
     with open_administered(arguments) as (broker, view):
         noted = view.resent_times.keys()
-        by_broker, unknown = find_unsent(broker, group) if only_unsent else ({}, 0)
+        by_broker, unknown = find_unsent(broker, group, broker.messages) if only_unsent else ({}, 0)
         unsent = set(chain.from_iterable(by_broker.values()))
         if unknown:
             complain("note: " + UNKNOWN_RESENDS % {"group": group, "letters": unknown})
