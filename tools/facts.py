@@ -144,7 +144,7 @@ def proof_table() -> str:
     for test in dict.fromkeys(name.partition("[")[0] for name in recorded):
         of_test = [row for name, row in recorded.items() if name.partition("[")[0] == test]
         path, _, name = test.partition("::")
-        hours, failed = sum(row["hours"] for row in of_test), sum(len(row["failed"]) for row in of_test)
+        hours, failures = sum(row["hours"] for row in of_test), [one for row in of_test for one in row["failed"]]
         commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in of_test))
         rows.append(
             (
@@ -152,7 +152,7 @@ def proof_table() -> str:
                 survived(recorded, [test]),
                 f"{hours:.2f}",
                 commits,
-                f"{failed}" if failed else "",
+                ", ".join(f"repaired by `{one['repaired']}`" if "repaired" in one else "open" for one in failures),
             )
         )
     if not rows:

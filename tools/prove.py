@@ -4,7 +4,8 @@
     .venv/bin/python tools/prove.py --hours 0.5 --only tests/simulation
 
 Each test goes on with the seeds behind those that it has had, and the test with the least time is next, so a run can be
-interrupted at any moment. A failure keeps the test's folder and output below ``build/proofs``, and is printed first.
+interrupted at any moment. A failure keeps the test's folder and output below ``build/proofs``.
+It is printed first, until its entry in the file names the commit that repaired it as ``"repaired"``.
 """
 
 from __future__ import annotations
@@ -70,6 +71,12 @@ class Proofs:
                 self._running.add(test)
             return test
 
+    def open_failures(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the failures that no commit has repaired, each with its test."""
+        return [
+            (name, failed) for name, row in self.rows.items() for failed in row["failed"] if "repaired" not in failed
+        ]
+
     def first_round(self, test: str) -> int:
         """Return the seed with which a test goes on."""
         return int(self.rows.get(test, {}).get("rounds", 0))
@@ -127,9 +134,8 @@ def main() -> int:
     os.chdir(CHECKOUT)
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     tests, proofs = counted_tests(settings.only), Proofs(settings.file)
-    for name, row in proofs.rows.items():
-        for failed in row["failed"]:
-            print(f"FAILED at {failed['commit']}, from round {failed['first_round']} on: {name}")
+    for name, failed in proofs.open_failures():
+        print(f"FAILED at {failed['commit']}, from round {failed['first_round']} on: {name}")
     print(f"{len(tests)} counted tests, {settings.hours:g} hours, {settings.jobs} at a time", flush=True)
     end = time.monotonic() + 3600 * settings.hours
 
@@ -142,7 +148,7 @@ def main() -> int:
         worker.start()
     for worker in workers:
         worker.join()
-    return int(any(row["failed"] for row in proofs.rows.values()))
+    return int(bool(proofs.open_failures()))
 
 
 if __name__ == "__main__":

@@ -296,14 +296,16 @@ def test_proofs_are_shown_when_they_are_there(
     facts = importlib.import_module("facts")
     name = "tests/crash/test_kill.py::test_a_hundred_kills"
     row = {"what": "kills", "rounds": 1200, "hours": 0.5, "commit": "5b7b03c4", "failed": []}
-    other = {**row, "failed": [{"first_round": 7, "commit": "5b7b03c4"}]}
+    failed = {"first_round": 7, "commit": "5b7b03c4"}
+    other = {**row, "failed": [{**failed, "repaired": "256fa555"}, failed]}
     monkeypatch.setattr(facts, "PROOFS", tmp_path / "proofs.json")
     assert "survived" not in facts.trusted()
     assert facts.proof_table() == "No long run is recorded yet."
     facts.PROOFS.write_text(json.dumps({f"{name}[a]": row, f"{name}[b]": other}))
     assert "| 2,400 kills | [`test_a_hundred_kills`]" in facts.trusted()
     assert facts.proof_table().splitlines()[2:] == [
-        "| [`test_a_hundred_kills`](../tests/crash/test_kill.py) | 2,400 kills | 1.00 | `5b7b03c4` | 1 |"
+        "| [`test_a_hundred_kills`](../tests/crash/test_kill.py) | 2,400 kills | 1.00 | `5b7b03c4` |"
+        " repaired by `256fa555`, open |"
     ]
 
 
