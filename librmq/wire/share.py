@@ -331,7 +331,9 @@ class SharedBroker(AdministeredRoute):
             if not is_closing:
                 link.register(unregistered, self._closing.is_set)
                 link.route.watch(self._watchers.notify)
-                self._settled.set()
+                with self._lock:
+                    if self.link is link:  # a call can have noted its end meanwhile; then others must wait
+                        self._settled.set()
                 self._watchers.notify()
                 self._states.works(("share",), "taking the store over")
                 owner = link.process if isinstance(link, StorePeer) else os.getpid()

@@ -922,6 +922,26 @@ def test_a_call_waits_beyond_an_owner_that_ends_at_once(tmp_path: Path, monkeypa
         assert len(waits) == 2
 
 
+def test_calls_wait_for_the_next_owner_of_one_that_ended_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call can find that an owner has ended while the clients that come last are registered there."""
+    registered, register = list[StorePeer](), StorePeer.register
+
+    def register_and_end(link: StorePeer, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
+        registered.append(link)
+        register(link, beats, gives_up)
+        if len(registered) == 2:
+            peer._lose(link)
+
+    with pair(tmp_path) as (_, peer):
+        link = cast("StorePeer", peer.link)
+        peer._lose(link)
+        monkeypatch.setattr(StorePeer, "register", register_and_end)
+        peer._settle(link)
+        is_settled = peer._settled.is_set()
+        peer._settle(link)
+        assert (is_settled, peer._settled.is_set()) == (False, True)
+
+
 # ---- forks
 
 
