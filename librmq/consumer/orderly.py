@@ -170,9 +170,9 @@ class OrderlyDelivery(Delivery):
 
     def _find_position(self, assigned: AssignedQueue) -> None:
         """Continue at the group's progress if that is further."""
-        stored = self.consumer.offsets.read(assigned.queue)
-        if stored is None:
-            stored = assigned.next_offset if assigned.progress is None else assigned.progress
+        stored, first = self.consumer.offsets.read(assigned.queue), assigned.messages.first
+        if stored is None:  # a new group, which has consumed nothing of what it holds
+            stored = assigned.next_offset if first is None else first
         position = stored if assigned.progress is None else max(stored, assigned.progress)
         if assigned.progress is not None and position > assigned.progress:
             assigned.progress = assigned.stored_progress = position

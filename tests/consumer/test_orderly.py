@@ -10,7 +10,17 @@ import pytest
 from librmq.consumer import DeliveredMessage, OrderlyResult, PushConsumer
 from librmq.listener import DeadLetter, SuspendQueue
 from librmq.message.message import MessageQueue
-from librmq.protocol import ConsumeFrom, LockQueues, MessageModel, Request, SendMessage, UnlockQueues, Unregister
+from librmq.protocol import (
+    ConsumeFrom,
+    LockQueues,
+    MessageModel,
+    PullMessage,
+    QueryOffset,
+    Request,
+    SendMessage,
+    UnlockQueues,
+    Unregister,
+)
 from librmq.testing import Kit
 from tests.consumer.parties import (
     Noted,
@@ -66,6 +76,21 @@ def test_no_lock_of_an_ended_broker_is_trusted(one_queue: Kit, is_killed: bool) 
     rmq.broker.call(UnlockQueues("g", "other", other.queues))
     rmq.advance(seconds=40)
     assert bodies(rmq) == [*"aaaaaa", "b"]
+
+
+def test_a_new_group_keeps_what_it_holds_while_its_broker_is_away(one_queue: Kit) -> None:
+    """A broker knows no progress of a new group where the first messages of a queue were deleted."""
+    rmq, seam = one_queue, seam_of(one_queue)
+    seam.answers[QueryOffset] = None
+    ordered(rmq, Noted(rmq, {"a": 5}), route=seam)
+    send(rmq, "a", "b")
+    rmq.advance(seconds=1)
+    seam.cut(PullMessage)
+    send(rmq, "c")
+    rmq.advance(seconds=1)
+    seam.cut()
+    rmq.advance(seconds=40)
+    assert bodies(rmq) == [*"aaaaaa", "b", "c"]
 
 
 def test_a_topic_that_the_first_send_makes_is_consumed_at_once(rmq: Kit) -> None:
