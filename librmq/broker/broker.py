@@ -239,7 +239,7 @@ class Broker(StoreRoute, InProcess):
 
     @property
     def hands_over(self) -> bool:
-        """Whether it does: not where a subclass or a test replaces `call`, to see each message."""
+        """Whether messages pass by `call`: not where a subclass or a test replaces it, to see each message."""
         return type(self).call is _CALL and "call" not in self.__dict__
 
     def store_plain(

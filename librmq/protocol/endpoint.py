@@ -93,7 +93,7 @@ class InProcess:
 
     @property
     def hands_over(self) -> bool:
-        """Whether they do: not where something else must see each message."""
+        """Whether both happen: not where something else must see each message."""
         return True
 
     def store_plain(

@@ -238,7 +238,7 @@ def write_retention(path: str, config: StoreConfig, files: Files, *, default: Ma
         changes = ", ".join(f"{name} is {settings[name]} and was {before.settings[name]}" for name in stricter)
         _log.warning("%(path)s: retention deletes more from now on: %(changes)s", path=path, changes=changes)
     with full_disk_suffered(path, "settings of retention"), notes_locked(path, files):
-        # A peer of a former owner can have named some since the look before. They stay: what it was told holds.
+        # A peer of a former owner can have named some since the look before. They stay, because it relies on them.
         now = read_retention(path, files)
         later = {name: now.settings[name] for name in now.named if name not in before.named}
         _write_retention(path, files, {**settings, **later}, now.named)

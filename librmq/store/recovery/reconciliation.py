@@ -719,7 +719,7 @@ def lacking_queues(
     if a group has progress in it, and if another queue of the topic has an older entry.
     """
     spans = {name: _unknown_spans(queues[name], log, until) for name in queues if not has_begin_and_end(name)}
-    with suppress(CorruptionError):  # a table that is told where it is read
+    with suppress(CorruptionError):  # a damaged table, which is reported where it is read
         tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
         topics = {topic for topic, _ in queues}
         for (_, topic), offsets in tables.progress().items():
