@@ -171,12 +171,15 @@ class OrderlyDelivery(Delivery):
     def _find_position(self, assigned: AssignedQueue) -> None:
         """Continue at the group's progress if that is further."""
         stored, first = self.consumer.offsets.read(assigned.queue), assigned.messages.first
+        present = assigned.next_offset if first is None else first
         if stored is None:  # a new group, which has consumed nothing of what it holds
-            stored = assigned.next_offset if first is None else first
+            stored = present
         position = stored if assigned.progress is None else max(stored, assigned.progress)
         if assigned.progress is not None and position > assigned.progress:
             assigned.progress = assigned.stored_progress = position
-        if position != assigned.messages.progress or not len(assigned.messages):
+        # Wake the pull for another position only. It asks for the lock itself, so one that the broker refuses would be
+        # repeated without a pause.
+        if position != present:
             assigned.messages.drop_all()
             assigned.next_offset = position
             self.runner.wake(assigned.pull)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from librmq.consumer import DeliveredMessage, OrderlyResult, PushConsumer
+from librmq.errors import BrokerError
 from librmq.listener import DeadLetter, SuspendQueue
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
@@ -17,6 +18,7 @@ from librmq.protocol import (
     PullMessage,
     QueryOffset,
     Request,
+    ResponseCode,
     SendMessage,
     UnlockQueues,
     Unregister,
@@ -91,6 +93,23 @@ def test_a_new_group_keeps_what_it_holds_while_its_broker_is_away(one_queue: Kit
     seam.cut()
     rmq.advance(seconds=40)
     assert bodies(rmq) == [*"aaaaaa", "b", "c"]
+
+
+def test_a_refused_pull_is_repeated_after_a_pause(one_queue: Kit) -> None:
+    """The consumer asks for its lock again after each, since the broker can be another."""
+    seam = seam_of(one_queue)
+    seam.answers[QueryOffset] = None
+    ordered(one_queue, route=seam)
+    refusal = BrokerError(ResponseCode.NO_PERMISSION, "not readable")
+    seam.fail = lambda request: refusal if isinstance(request, PullMessage) else None
+    send(one_queue, "a")
+    seam.asked.clear()
+    one_queue.advance(seconds=9)
+    pulls = [request for request in seam.asked if isinstance(request, PullMessage) and request.topic == "t"]
+    assert len(pulls) == 4
+    seam.cut()
+    one_queue.advance(seconds=3)
+    assert bodies(one_queue) == ["a"]
 
 
 def test_a_topic_that_the_first_send_makes_is_consumed_at_once(rmq: Kit) -> None:
