@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -28,6 +27,7 @@ from librmq.errors import (
     StoreFullError,
     StoreIOError,
 )
+from librmq.files.interface import is_full
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import CopiedTables, LockQueues, ResponseCode, UnlockQueues
@@ -220,8 +220,6 @@ class QueueLocks:
 
 # ---- life
 
-_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
-
 
 class BrokerLife:
     """Whether one broker answers. It owns the broker's turns, which do not run after its end."""
@@ -268,7 +266,7 @@ class BrokerLife:
         if isinstance(error, StoreClosedError):
             return BrokerUnreachableError(f"{self._name} is closed: {self.why_dead if self.dead else error}")
         kind, code = BrokerError, ResponseCode.SERVICE_NOT_AVAILABLE
-        if isinstance(error, DiskFullError) or (isinstance(error, StoreIOError) and error.errno in _NO_SPACE):
+        if isinstance(error, DiskFullError) or (isinstance(error, StoreIOError) and is_full(error)):
             kind = BrokerDiskFullError
         elif isinstance(error, StoreFullError):
             kind = BrokerStoreFullError

@@ -446,6 +446,11 @@ def read_replaced(files: Files, path: str, limit: int = 64 << 20) -> bytes:
         return b""
 
 
+def is_full(error: StoreIOError) -> bool:
+    """Return whether a call failed because a disk is full, or the quota of its user is used up."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def link_file(files: Files, path: str, target: str) -> bool:
     """Give a file a second name; return False if links are impossible but a copy may work."""
     try:

@@ -476,11 +476,32 @@ class FullDisk(MemoryFiles):
     """A disk that has no room for a new file while ``is_full``."""
 
     is_full = False
+    code = errno.ENOSPC
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
         if self.is_full:
-            raise StoreIOError("create", path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            raise StoreIOError("create", path, OSError(self.code, os.strerror(self.code)))
         return super().create(path, size, keep_descriptor=keep_descriptor)
+
+    def write(self, path: str, data: bytes) -> None:
+        if self.is_full and data:
+            raise StoreIOError("write", path, OSError(self.code, os.strerror(self.code)))
+        super().write(path, data)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_store_opens_and_closes_without_room_for_its_documents(code: int) -> None:
+    """A full disk, or a quota that is used up, prevents no reading."""
+    files = FullDisk()
+    files.code = code
+    with MessageStore.open("/s", StoreConfig.tiny(), files=files) as store:
+        store.append(Message("T", b"1"))
+    files.is_full = True
+    config = StoreConfig.tiny(file_reserved_hours=1, message_delay_level="1s 1h")
+    with MessageStore.open("/s", config, files=files) as store:
+        assert [message.body for message in store] == [b"1"]
+    with MessageStore.open("/s", files=files) as store:
+        assert [message.body for message in store] == [b"1"]
 
 
 @pytest.mark.parametrize("before", [1, 100])

@@ -5,7 +5,6 @@ Mirrors 4.9.4's ``CommitLog.asyncPutMessage`` and ``asyncPutMessages``.
 
 from __future__ import annotations
 
-import errno
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
+from librmq.files.interface import is_full
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE, check_batch, check_batch_size
 from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
@@ -622,7 +622,7 @@ def _as_far_as_it_fits() -> Iterator[None]:
     try:
         yield
     except StoreIOError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_full(error):
             raise
 
 

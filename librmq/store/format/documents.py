@@ -34,7 +34,6 @@ milliseconds; without it all letters count as unsent. `librmq.store.recovery.sav
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
@@ -47,7 +46,7 @@ from typing import Any, Final, NamedTuple
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MalformedError, StoreIOError, StoreLockedError
-from librmq.files.interface import Files, confine, identity_of, make_folders, read_replaced
+from librmq.files.interface import Files, confine, identity_of, is_full, make_folders, read_replaced
 from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import EventLog
 
@@ -170,7 +169,7 @@ def full_disk_suffered(path: str, what: str) -> Iterator[None]:
     try:
         yield
     except StoreIOError as error:
-        if error.errno != errno.ENOSPC:
+        if not is_full(error):
             raise
         _log.warning("%(what)s are not recorded: %(error)s", what=what, error=error, path=path)
 

@@ -18,7 +18,6 @@ only if the files still have what it says. `docs/formats.md` argues why it can't
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,7 +29,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
-from librmq.files.interface import Damage, Files, identity_of
+from librmq.files.interface import Damage, Files, identity_of, is_full
 from librmq.files.rolling import file_name
 from librmq.message.record import crc32
 from librmq.message.topics import validate_queue
@@ -146,7 +145,7 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
     try:
         write_document(_closed_path(path), files, _complete(_fields(log, index), log, states))
     except StoreIOError as error:
-        if error.errno != errno.ENOSPC:
+        if not is_full(error):
             raise
         _log.warning("the next open takes longer: %(error)s", error=error)
         files.delete(_closed_path(path))  # an earlier close may have left one
