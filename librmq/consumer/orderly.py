@@ -177,9 +177,9 @@ class OrderlyDelivery(Delivery):
         position = stored if assigned.progress is None else max(stored, assigned.progress)
         if assigned.progress is not None and position > assigned.progress:
             assigned.progress = assigned.stored_progress = position
-        # Wake the pull for another position only. It asks for the lock itself, so one that the broker refuses would be
-        # repeated without a pause.
-        if position != present:
+        # Otherwise what is held stays, with its attempts: only messages that the group leaves out can precede it. The
+        # pull is not woken either. It asks for the lock itself, so one that the broker refuses would repeat at once.
+        if position > present:
             assigned.messages.drop_all()
             assigned.next_offset = position
             self.runner.wake(assigned.pull)

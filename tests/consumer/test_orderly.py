@@ -95,6 +95,22 @@ def test_a_new_group_keeps_what_it_holds_while_its_broker_is_away(one_queue: Kit
     assert bodies(rmq) == [*"aaaaaa", "b", "c"]
 
 
+def test_attempts_count_on_after_the_broker_was_away(one_queue: Kit) -> None:
+    """Also behind messages that the tags leave out, up to which the progress is stored."""
+    rmq, seam, listener = one_queue, seam_of(one_queue), Noted(one_queue, {"a": 5})
+    ordered(rmq, listener, route=seam, filters={"tags": "wanted"})
+    producer = rmq.producer()
+    for body, tags in (("left out", "other"), ("a", "wanted")):
+        producer.send("t", body, tags=tags)
+    rmq.advance(seconds=1)
+    seam.cut(PullMessage)
+    producer.send("t", "b", tags="wanted")
+    rmq.advance(seconds=1)
+    seam.cut()
+    rmq.advance(seconds=40)
+    assert [(body, times) for body, times, _ in listener.seen] == [*(("a", times) for times in range(6)), ("b", 0)]
+
+
 def test_a_refused_pull_is_repeated_after_a_pause(one_queue: Kit) -> None:
     """The consumer asks for its lock again after each, since the broker can be another."""
     seam = seam_of(one_queue)
