@@ -464,19 +464,17 @@ class ManualRunner(Runner):
         while not self.is_over():
             # Also by hand the lock is needed: other threads, such as a server's, may wake steps meanwhile.
             with self.lock:
-                at, is_due = heap[0][0] if heap else NEVER, False
-                if at <= now or (not ready and at <= until_ms):
-                    top = self._top()  # the first entry can be outdated
-                    at = NEVER if top is None else top.at or 0
-                    is_due = at <= now
-                    if top is not None and is_due:
-                        steps += 1
-                        self._take_step(top, steps)
-                if not is_due and not ready:
+                top = self._top() if heap else None
+                at = NEVER if top is None else top.at or 0
+                is_due = top is not None and at <= now
+                if top is not None and is_due:
+                    steps += 1
+                    self._take_step(top, steps)
+                elif not ready:
                     if at > until_ms or self._tasks:  # time stands while a coroutine runs
                         return
                     clock.move_to(at)
-            if not is_due and ready:
+            if ready and not is_due:
                 ready[0].go(self)
             if clock.now_ms() != now:
                 steps, now = 0, clock.now_ms()
