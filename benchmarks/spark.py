@@ -98,7 +98,7 @@ def log(bench: Bench, body_bytes: int = 512) -> Iterator[tuple[Any, Any]]:
 
 def decode(given: tuple[Any, Any], _: Path, *, columns: Sequence[str]) -> Timed:
     """Decode columns of records whose places are known."""
-    from librmq.columns.arrow_columns import FIXED_COLUMNS, Block
+    from librmq.columns.decoding import FIXED_COLUMNS, Block
 
     raw, places = given
     yield
@@ -497,7 +497,7 @@ import json, sys
 from librmq.spark.options import ReadOptions, ReadSelection
 from librmq.columns.planner import plan
 from librmq.columns.read import Reading
-from librmq.columns.arrow_columns import default_columns
+from librmq.columns.decoding import default_columns
 from librmq.spark.source import arrow_schema, schema_of
 path = sys.argv[1]
 options = ReadOptions((path,), selection=ReadSelection())

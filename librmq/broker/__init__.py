@@ -9,7 +9,7 @@ from librmq.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from librmq.broker.broker import Broker as Broker
     from librmq.broker.config import BrokerConfig as BrokerConfig
-    from librmq.broker.context import QueueLocks as QueueLocks
+    from librmq.broker.queue_locks import QueueLocks as QueueLocks
     from librmq.protocol import ConnectedClient as ConnectedClient
     from librmq.protocol import GroupConnections as GroupConnections
 else:
@@ -17,7 +17,7 @@ else:
         __name__,
         {
             "librmq.broker.broker": ("Broker",),
-            "librmq.broker.context": ("QueueLocks",),
+            "librmq.broker.queue_locks": ("QueueLocks",),
             "librmq.broker.config": ("BrokerConfig",),
             "librmq.protocol": ("ConnectedClient", "GroupConnections"),
         },

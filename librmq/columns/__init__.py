@@ -8,11 +8,11 @@ from librmq.errors import MissingExtraError
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.columns.arrow_columns import CORRUPT as CORRUPT
-    from librmq.columns.arrow_columns import TYPES as TYPES
-    from librmq.columns.arrow_columns import default_columns as default_columns
     from librmq.columns.arrow_dataset import StoreDataset as StoreDataset
     from librmq.columns.arrow_dataset import dataset as dataset
+    from librmq.columns.decoding import CORRUPT as CORRUPT
+    from librmq.columns.decoding import TYPES as TYPES
+    from librmq.columns.decoding import default_columns as default_columns
     from librmq.columns.exports import Exported as Exported
     from librmq.columns.exports import export as export
     from librmq.columns.options import DataLossError as DataLossError
@@ -31,7 +31,7 @@ else:
         __name__,
         {
             "librmq.columns.arrow_dataset": ("StoreDataset", "dataset"),
-            "librmq.columns.arrow_columns": ("CORRUPT", "TYPES", "default_columns"),
+            "librmq.columns.decoding": ("CORRUPT", "TYPES", "default_columns"),
             "librmq.columns.exports": ("Exported", "export"),
             "librmq.columns.options": ("DataLossError", "Part", "ReadOptions", "ReadSelection"),
             "librmq.columns.planner": ("plan",),

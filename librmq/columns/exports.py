@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from librmq.columns.arrow_columns import CORRUPT, TYPES
+from librmq.columns.decoding import CORRUPT, TYPES
 from librmq.columns.options import ReadOptions
 from librmq.columns.planned_store import PlannedStore
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection

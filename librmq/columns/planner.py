@@ -20,7 +20,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq.columns.arrow_columns import TIMESTAMP, TYPES
+from librmq.columns.decoding import TIMESTAMP, TYPES
 from librmq.columns.options import Part, ReadOptions, ReadSelection, Slice
 from librmq.columns.planned_store import PlannedStore, stored_entries
 from librmq.columns.remote import RemoteFiles

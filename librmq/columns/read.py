@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, record_starts, runs, strings
-from librmq.columns.arrow_columns import CORRUPT, FIXED_COLUMNS, TYPES, Block
+from librmq.columns.decoding import CORRUPT, FIXED_COLUMNS, TYPES, Block
 from librmq.columns.options import REST, DataLossError, Part, ReadOptions, Slice
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
 from librmq.config import ENTRY_SIZE

@@ -16,7 +16,7 @@ from typing import Any, TypedDict, Unpack, cast, get_args
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq.columns.arrow_columns import TYPES, columns_of, default_columns
+from librmq.columns.decoding import TYPES, columns_of, default_columns
 from librmq.columns.options import (
     LARGEST_OFFSET,
     LATEST,

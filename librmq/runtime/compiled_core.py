@@ -39,7 +39,7 @@ class Core:
     derive: Callable[..., Any] | None = None
     """The entries and keys of many records (`librmq.store.engine.dispatch`)."""
     checksums: Callable[..., Any] | None = None
-    """The checksums of many bodies (`librmq.columns.arrow_columns`)."""
+    """The checksums of many bodies (`librmq.columns.decoding`)."""
 
 
 def _load() -> tuple[Core, str]:

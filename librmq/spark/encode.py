@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from librmq.columns.arrays import Ints
-from librmq.columns.arrow_columns import HEADER
+from librmq.columns.decoding import HEADER
 from librmq.config import suggest
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.lang import (

@@ -34,7 +34,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
 
-from librmq.columns.arrow_columns import CORRUPT, TYPES, columns_of, default_columns
+from librmq.columns.decoding import CORRUPT, TYPES, columns_of, default_columns
 from librmq.columns.options import Predicate, ReadOptions
 from librmq.config import suggest
 from librmq.errors import ConfigError, RmqError

@@ -11,7 +11,7 @@ pytest.importorskip("pyarrow")
 import numpy as np
 import pyarrow as pa
 
-from librmq.columns.arrow_columns import COLUMNS, FIXED_COLUMNS, Block, Properties
+from librmq.columns.decoding import COLUMNS, FIXED_COLUMNS, Block, Properties
 from librmq.errors import RecordError
 from librmq.message.ids import format_host
 from librmq.message.properties import decode_properties

@@ -17,7 +17,7 @@ from librmq.store.engine.durability import flush_all
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, set_abort
 from librmq.store.format.indexfile import FRESH, IndexFile
 from librmq.store.format.keyindex import KeyIndex
-from librmq.store.recovery.reconciliation import find_flaw
+from librmq.store.recovery.log_comparison import find_flaw
 from librmq.testing import CrashImages, FailingFiles, RecordingFiles
 from tests.crash.runs import assert_settled
 from tests.stores import START_MS

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from librmq.columns import dataset, reader
-from librmq.columns.arrow_columns import TYPES, columns_of
+from librmq.columns.decoding import TYPES, columns_of
 from tests.golden.recorded import expected, of_record
 from tests.reference import rows, store_folders
 

@@ -515,7 +515,7 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
 
 def test_parts_are_read_without_a_session(folder: Path) -> None:
     """Only tasks report it: a damaged entry with its file, an entry without a record as lost data."""
-    from librmq.columns.arrow_columns import default_columns
+    from librmq.columns.decoding import default_columns
     from librmq.columns.options import DataLossError, Part, Slice
     from librmq.columns.read import Reading
     from librmq.consumequeue import ENTRY
@@ -553,7 +553,7 @@ def test_a_reader_needs_no_pandas(folder: Path) -> None:
 import sys
 from librmq.spark.options import parse_read_options
 from librmq.columns.read import Reading
-from librmq.columns.arrow_columns import default_columns
+from librmq.columns.decoding import default_columns
 from librmq.columns.planner import plan
 from librmq.spark.source import arrow_schema, schema_of
 for given in ({{}}, {{"view": "log"}}, {{"view": "queues"}}, {{"tags": "vip"}}, {{"selector": "amount < 9"}}):

@@ -44,7 +44,7 @@ def needs_core(test: Any) -> Any:
 
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the store run its Python code."""
-    for module in ("message.frames", "store.engine.dispatch", "store.recovery.reconciliation"):
+    for module in ("message.frames", "store.engine.dispatch", "store.recovery.log_comparison"):
         monkeypatch.setattr(f"librmq.{module}.CORE", compiled_core.PURE)
 
 
@@ -81,7 +81,7 @@ def test_columns_find_wrong_bodies_alike(tmp_path: Path, monkeypatch: pytest.Mon
     compiled = reader(tmp_path, mode="PERMISSIVE").read_all()
     assert CORE.counts()["checksums"] == before + 50
     assert compiled.num_rows - compiled["body"].null_count == 48
-    monkeypatch.setattr("librmq.columns.arrow_columns.CORE", compiled_core.PURE)
+    monkeypatch.setattr("librmq.columns.decoding.CORE", compiled_core.PURE)
     assert reader(tmp_path, mode="PERMISSIVE").read_all() == compiled
 
 
@@ -137,9 +137,9 @@ def test_verdicts_are_equal(sizes: list[int], flips: list[tuple[str, int, int]],
         with pytest.MonkeyPatch.context() as patch:
             without_core(patch)
             patch.setattr(
-                "librmq.store.recovery.reconciliation.COMPARED", compared
+                "librmq.store.recovery.log_comparison.COMPARED", compared
             )  # fewer, so that arrays are worth it
-            patch.setattr("librmq.store.recovery.reconciliation._LEAST_APART", 1)
+            patch.setattr("librmq.store.recovery.log_comparison._LEAST_APART", 1)
             assert verify("/store", config, files) == compiled
 
 

@@ -29,8 +29,8 @@ from librmq.message.record import MESSAGE_MAGIC, PHYSICAL_OFFSET_AT, QUEUE_ID_AT
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.log_comparison import Reconciliation
 from librmq.store.recovery.queue_check import GapError
-from librmq.store.recovery.reconciliation import Reconciliation
 from librmq.store.recovery.verify import verify
 from tests.budget import examples, many
 from tests.store.test_core import without_core
@@ -209,13 +209,13 @@ def found_by(way: str, queue_offsets: Sequence[int], changed: Sequence[tuple[int
     """Return what the repair of a log says and leaves: with the core, with arrays, or one record after the other."""
     parts = Parts()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("librmq.store.recovery.reconciliation.COMPARED", 4)  # so that arrays are worth it
+        patch.setattr("librmq.store.recovery.log_comparison.COMPARED", 4)  # so that arrays are worth it
         patch.setattr("librmq.store.recovery.queue_check.COMPARED", 4)
-        patch.setattr("librmq.store.recovery.reconciliation._LEAST_APART", 1)
+        patch.setattr("librmq.store.recovery.log_comparison._LEAST_APART", 1)
         if way == "arrays":
             patch.setattr("librmq.store.engine.dispatch.CORE", compiled_core.PURE)
         if way == "one by one":
-            patch.setattr("librmq.store.recovery.reconciliation.derived_block", lambda *_, **_options: None)
+            patch.setattr("librmq.store.recovery.log_comparison.derived_block", lambda *_, **_options: None)
         places = [parts.record(queue_offset) for queue_offset in queue_offsets]
         if has_entries:
             parts.reconcile()

@@ -29,8 +29,8 @@ from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.recovery import salvage
+from librmq.store.recovery.log_comparison import Reconciliation, Scope, UncleanQueues, lacking_queues, missing_keys
 from librmq.store.recovery.queue_check import GapError
-from librmq.store.recovery.reconciliation import Reconciliation, Scope, UncleanQueues, lacking_queues, missing_keys
 from librmq.store.recovery.saved_state import Mark, MarkError
 
 # ---- plan

@@ -30,8 +30,8 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.recovery.log_comparison import UncleanQueues
 from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings
-from librmq.store.recovery.reconciliation import UncleanQueues
 from librmq.store.recovery.saved_state import Mark, MarkError, StoreState, read_closed_state, take_mark
 
 _T = TypeVar("_T")

@@ -38,7 +38,7 @@ from librmq.store.format.broker_tables import BrokerTables, compaction_note, is_
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
-from librmq.store.recovery.reconciliation import Reconciliation, Scope, lacking_queues
+from librmq.store.recovery.log_comparison import Reconciliation, Scope, lacking_queues
 from librmq.store.recovery.saved_state import judge_begin, read_closed_state
 
 _T = TypeVar("_T")
