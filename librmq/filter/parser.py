@@ -16,14 +16,14 @@ it) and the depth of the tree below it. Nodes are immutable and compared by iden
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from lark import Lark, Transformer
-from lark.parsers.lalr_analysis import Shift
+import lark
+from lark import Lark, Transformer, UnexpectedToken
 
 from librmq.errors import FilterSyntaxError
 from librmq.java.lang import INT_MAX, LONG_MAX
@@ -208,18 +208,11 @@ _READABLE: Final = {
 }
 
 
-class Token(str):
-    """A part of an expression, with the ``type`` by which the grammar refers to it."""
+class Token(lark.Token):
+    """A token of an expression with its place, in characters."""
 
-    __slots__ = ("end_pos", "start_pos", "type")
+    __slots__ = ()
 
-    def __new__(cls, type: str, text: str, start_pos: int, end_pos: int) -> Token:
-        """Return the text from ``start_pos`` to before ``end_pos``, in characters."""
-        name = str.__new__(cls, text)
-        name.type, name.start_pos, name.end_pos = type, start_pos, end_pos
-        return name
-
-    type: str
     start_pos: int
     end_pos: int
 
@@ -259,7 +252,7 @@ def parse(expression: str, dialect: Dialect = "4.9") -> Selector:
     if dialect not in ("4.9", "5.3"):
         raise ValueError(f"dialect: expected '4.9' or '5.3', found {dialect!r}")
     names = _WORDS_OF_5 if dialect == "4.9" else ()
-    run = _Run()
+    run = _grammar().parser.parse_interactive("")
     trailing: Token | None = None
     nesting = 0
     try:
@@ -272,15 +265,17 @@ def parse(expression: str, dialect: Dialect = "4.9") -> Selector:
                     raise _RefusedError(token.start_pos, f"more than {MAX_DEPTH} parentheses in one another")
             elif token.type == "RPAR":
                 nesting -= 1
-            if not run.feed(token):
+            try:
+                run.feed_token(token)
+            except UnexpectedToken:
                 trailing = token
                 break
-        tree = run.tree()
-        if tree is None:
+        try:
+            root = _boolean(run.feed_eof())  # type: ignore[no-untyped-call]
+        except UnexpectedToken as error:
             problem = "the expression ends here" if trailing is None else f"unexpected {str(trailing)[:40]!r}"
             position = len(expression) if trailing is None else trailing.start_pos
-            raise _RefusedError(position, f"{problem}; expected {_expected(run.expected(), dialect)}")
-        root = _boolean(tree)
+            raise _RefusedError(position, f"{problem}; expected {_expected(error.expected, dialect)}") from None
     except _RefusedError as refused:
         raise FilterSyntaxError(expression, refused.position, refused.reason) from None
     return Selector(expression, root, None if trailing is None else trailing.start_pos)
@@ -320,37 +315,20 @@ def _expected(terminals: Any, dialect: Dialect) -> str:  # noqa: ANN401 (lark's 
     return " or ".join(sorted(names, key=lambda name: (not name[:2].islower(), name)))
 
 
-_END: Final = "$END"
+class _Grammar(NamedTuple):
+    """The grammar as Lark compiles it, and its tokens as patterns."""
 
-
-class _Rule(NamedTuple):
-    """A rule of the grammar that is complete in a state."""
-
-    build: Callable[[list[Any]], Any] | None
-    """None if the rule passes its only part through."""
-    size: int
-    name: str
-
-
-class _Tables(NamedTuple):
-    """The grammar as Lark compiles it; a loop over these tables takes half the time of Lark's own."""
-
-    steps: Mapping[int, Mapping[str, int | _Rule]]
-    """The action of a state at a terminal: move to a state, or complete a rule."""
-    after: Mapping[int, Mapping[str, int]]
-    """The state after a rule by the state before it."""
-    start: int
-    end: int
+    parser: Lark
     with_comments: re.Pattern[str]
     without_line_comments: re.Pattern[str]
 
 
 def _tokens(expression: str) -> Iterator[Token]:
     """Yield the tokens; `_RefusedError` where no token can be read."""
-    tables = _tables()
+    grammar = _grammar()
     # Searching for the end of a line after each -- would take quadratic time on many minus signs.
     last_line_end = max(expression.rfind("\n"), expression.rfind("\r"))
-    with_comments, without = tables.with_comments.match, tables.without_line_comments.match
+    with_comments, without = grammar.with_comments.match, grammar.without_line_comments.match
     place, end = 0, len(expression)
     while place < end:
         match = with_comments(expression, place) if place < last_line_end else without(expression, place)
@@ -361,83 +339,24 @@ def _tokens(expression: str) -> Iterator[Token]:
         if kind not in _IGNORED:
             assert kind is not None
             start = match.start(kind)
-            yield Token(kind, expression[start:place], start, place)
-
-
-class _Run:
-    """The state of an LALR parser within an expression."""
-
-    def __init__(self) -> None:
-        self._tables = tables = _tables()
-        self._states = [tables.start]
-        self._values: list[Any] = []
-
-    def feed(self, token: Token) -> bool:
-        """Take a token; False if it does not continue the expression."""
-        states, kind = self._states, token.type
-        steps = self._tables.steps
-        while (step := steps[states[-1]].get(kind)) is not None:
-            if step.__class__ is int:
-                states.append(step)
-                self._values.append(token)
-                return True
-            self._reduce(step)  # type: ignore[arg-type]
-        return False
-
-    def tree(self) -> Any | None:  # noqa: ANN401 (lark's token)
-        """Return the tree of the tokens so far; None if they are no whole expression."""
-        states, tables = self._states, self._tables
-        while (step := tables.steps[states[-1]].get(_END)) is not None:
-            self._reduce(step)  # type: ignore[arg-type]
-            if states[-1] == tables.end:
-                return self._values[-1]
-        return None
-
-    def expected(self) -> list[str]:
-        return list(self._tables.steps[self._states[-1]])
-
-    def _reduce(self, rule: _Rule) -> None:
-        build, size, name = rule
-        states, values = self._states, self._values
-        if build is not None:
-            children = values[-size:]
-            del values[-size:]
-            values.append(build(children))
-        del states[-size:]
-        states.append(self._tables.after[states[-1]][name])
+            yield Token(kind, expression[start:place], start_pos=start, end_pos=place)
 
 
 _IGNORED: Final = frozenset(("LINE_COMMENT", "BLOCK_COMMENT", "SPACE"))
 
 
 @cache
-def _tables() -> _Tables:
-    grammar = files(__package__).joinpath("sql92.lark").read_text("utf-8")
-    lark = Lark(grammar, parser="lalr", lexer="basic", transformer=_Builder(), maybe_placeholders=False)
-    table = lark.parse_interactive("").parser_state.parse_conf
-    steps: dict[int, dict[str, int | _Rule]] = {}
-    after: dict[int, dict[str, int]] = {}
-    for state, actions in table.states.items():
-        for symbol, (action, to) in actions.items():
-            if not symbol.isupper():
-                after.setdefault(state, {})[symbol] = to
-            elif action is Shift:
-                steps.setdefault(state, {})[symbol] = to
-            else:
-                same = to.options.expand1 and to.alias is None and len(to.expansion) == 1
-                build = None if same else table.callbacks[to]
-                steps.setdefault(state, {})[symbol] = _Rule(build, len(to.expansion), to.origin.name)
-        steps.setdefault(state, {})
+def _grammar() -> _Grammar:
+    text = files(__package__).joinpath("sql92.lark").read_text("utf-8")
+    parser = Lark(text, parser="lalr", lexer="basic", transformer=_Builder(), maybe_placeholders=False)
     # At each place the longest match wins, words and comments first, as in Lark's own lexer.
     order = sorted(
-        lark.terminals, key=lambda term: (-term.priority, -term.pattern.max_width, -len(term.pattern.value), term.name)
+        parser.terminals,
+        key=lambda term: (-term.priority, -term.pattern.max_width, -len(term.pattern.value), term.name),
     )
     patterns = [(term.name, f"(?P<{term.name}>{term.pattern.to_regexp()})") for term in order]
-    return _Tables(
-        steps,
-        after,
-        table.start_state,
-        table.end_state,
+    return _Grammar(
+        parser,
         re.compile("[ \\t\\n\\r\\f]*(?:" + "|".join(text for _, text in patterns) + ")"),
         re.compile("[ \\t\\n\\r\\f]*(?:" + "|".join(text for name, text in patterns if name != "LINE_COMMENT") + ")"),
     )
