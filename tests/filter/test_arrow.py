@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 from typing import Any
 
 import pytest
 
+from librmq.errors import MissingExtraError
 from librmq.filter import SqlFilter
 from librmq.filter.parser import JavaLong
 from librmq.java.lang import java_int, java_long, parse_double
@@ -177,3 +179,10 @@ def test_more_rows_than_are_worked_on_at_a_time() -> None:
     assert SQL.match_arrow(pa.RecordBatch.from_arrays(columns, names=["a", "b"])).to_pylist() == expected
     with pytest.raises(TypeError, match="map array"):
         SQL.match_arrow(pa.array(["x"] * 70_000))
+
+
+def test_without_pyarrow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "librmq.filter.arrow_backend", raising=False)
+    with pytest.raises(MissingExtraError, match=r"librmq\[arrow\]"):
+        SQL.match_arrow(maps(ROWS))
