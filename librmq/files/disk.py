@@ -413,11 +413,8 @@ class DiskFiles:
     def break_links(self, path: str) -> bool:
         if not self.is_linked(path):
             return False
-        with self._place(path) as place:
-            is_confined = place.folder is not None
-        if is_confined and os.path.islink(path):
+        if os.path.islink(path):
             raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store")
-        path = path if is_confined else os.path.realpath(path)
         with self._replacement("copy", path, _temporary_path(path)) as file, open(path, "rb") as source:
             shutil.copyfileobj(source, file, 1 << 20)
         self.flush_folder(os.path.dirname(path))

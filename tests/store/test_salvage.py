@@ -524,6 +524,27 @@ def test_a_linked_file_is_copied_before_it_is_changed(on_disk: bool, tmp_path: P
     assert {entry.name for entry in files.list(os.path.dirname(folder))} == {"b", "commitlog"}
 
 
+def test_a_linked_file_is_copied_where_it_is(tmp_path: Path) -> None:
+    """An operator keeps the log on another disk, behind a link that `follow_links` allows, unlike links of files."""
+    files = DiskFiles(follow_links=True)
+    elsewhere, store = tmp_path / "elsewhere" / "log", tmp_path / "s"
+    for folder in (elsewhere, store):
+        folder.mkdir(parents=True)
+    (store / "commitlog").symlink_to(elsewhere)
+    files.confine(str(store), "librmq", "commitlog")
+    name = f"{0:020d}"
+    (elsewhere / name).write_bytes(b"once")
+    os.link(elsewhere / name, tmp_path / "snapshot")
+    assert files.break_links(str(store / "commitlog" / name))
+    (elsewhere / name).write_bytes(b"then")
+    assert ((tmp_path / "snapshot").read_bytes(), (store / "commitlog").is_symlink()) == (b"once", True)
+    assert [path.name for path in tmp_path.rglob("*.tmp")] == []
+    os.link(elsewhere / name, tmp_path / "b")
+    (elsewhere / "link").symlink_to(elsewhere / name)
+    with pytest.raises(CorruptionError, match="a symbolic link"):
+        files.break_links(str(store / "commitlog" / "link"))
+
+
 def test_cutting_and_repairing_spare_linked_files() -> None:
     """Give each of the log's oldest files a second name, as a snapshot does."""
     found = store_of(120)
