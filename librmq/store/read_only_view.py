@@ -108,6 +108,8 @@ def _before_time(log: CommitLog, moment: datetime) -> _IsBefore:
     first_ms = log.first_store_timestamp_ms(log.begin) if log.end > log.begin else None
     if first_ms is None or first_ms > at_ms:
         if first_ms is None:
+            if log.unreadable is not None:
+                raise log.unreadable
             raise ConfigError(f"at: the store has no messages, so it has no earlier state; found {moment}")
         first, found = datetime.fromtimestamp(first_ms / 1000, UTC), moment.astimezone(UTC)
         raise ConfigError(

@@ -361,3 +361,13 @@ def _names(commands: list[str], of: Collection[str]) -> str:
     together = [name for name, named in NAMED.items() if named <= set(said)]
     alone = [f"`{command}`" for command in said if not any(command in NAMED[name] for name in together)]
     return ("" if said is commands else "all but ") + ", ".join(together + alone)
+
+
+@pytest.mark.parametrize("words", ["disk s", COMMANDS["expiring"], "lag s --at 2023-11-14T22:14:00Z"])
+def test_times_of_a_log_whose_first_record_is_damaged(shell: Shell, sound: Path, words: str) -> None:
+    """What looks only at the time of the first record says too that it can't be read."""
+    path = shutil.copytree(sound, shell.folder / "s")
+    patch(logs(path)[0], 4, bytes(4))
+    answer = shell(*words.split())
+    assert answer.status
+    assert "the file begins with none" in answer.said
