@@ -559,10 +559,12 @@ class CommitLog(Closing, LogState):
     def _file_contains(self, start: int, text: bytes) -> bool:
         """Look for a text in pieces, which overlap, so that no more pages are held than those of one."""
         file = self._sequence.file_at(start)
-        end = 0 if file is None else min(self.end - start, self._sequence.data_end(file))
+        if file is None:
+            return False  # retention has deleted it since the search began
+        end = min(self.end - start, self._sequence.data_end(file))
         for at in range(0, end, _MOST_HELD):
             piece_end = at + _MOST_HELD
-            is_found = file is not None and file.buffer.find(text, at, min(piece_end + len(text) - 1, end)) >= 0
+            is_found = file.buffer.find(text, at, min(piece_end + len(text) - 1, end)) >= 0
             self.release_read_pages(start + at, start + piece_end)
             if is_found:
                 return True

@@ -293,6 +293,21 @@ def test_a_half_that_is_sent_again_is_the_same_transaction(desk: Desk, ended_fir
     assert (desk.bodies(), desk.check()) == ([b"0"], [])
 
 
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_a_message_with_the_id_of_a_delivered_one_is_named(
+    desk: Desk, is_reopened: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that sends its message once more has to know that a second commit delivers nothing."""
+    desk.commit(desk.prepare())
+    again = desk.prepare()
+    if is_reopened:
+        desk = desk.after_crash()
+        desk.prepare(1)
+    assert desk.commit(again) is None
+    (warning,) = (entry.getMessage() for entry in caplog.records if entry.name == "librmq.txn")
+    assert warning.endswith("remove UNIQ_KEY to send a message again")
+
+
 def test_a_rollback_ends_a_half_that_was_sent_twice(desk: Desk) -> None:
     halves = [desk.prepare(born_timestamp_ms=START_MS + number) for number in range(2)]
     desk.rollback(halves[1])
@@ -899,11 +914,14 @@ def test_a_rollback_ends_the_copies_that_the_index_lacks(desk: Desk) -> None:
         desk.commit(half)
 
 
-def test_a_late_commit_delivers_a_discarded_half_that_the_index_lacks(desk: Desk) -> None:
+@pytest.mark.parametrize("others", [0, 40])
+def test_a_late_commit_delivers_a_discarded_half_that_the_index_lacks(desk: Desk, others: int) -> None:
+    for number in range(others):
+        desk.prepare(2 + number)
     half = desk.prepare()
     desk.check(check_max=1)
     desk.check(check_max=1)
-    (discarded,) = desk.of(CHECK_MAX_TIME_TOPIC)
+    *_, discarded = desk.of(CHECK_MAX_TIME_TOPIC)
     desk.prepare(1)
     desk = desk.with_index_without(discarded)
     assert desk.commit(half) is not None

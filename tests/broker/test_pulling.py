@@ -239,6 +239,7 @@ def test_a_pull_that_is_answered_immediately_is_not_held(rmq: Kit, broker: Broke
     send(broker, "T")
     assert pull(broker, "T", 9, notify=bell).status is PullStatus.OFFSET_ILLEGAL
     assert pull(broker, "T", notify=bell).status is PullStatus.FOUND
+    assert not pull(broker, "T", stay=True).is_held  # its client gave no call for the next message
     send(broker, "T")
     assert bell.rung_ms == []
 

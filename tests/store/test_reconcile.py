@@ -254,6 +254,24 @@ def test_keys_are_indexed_under_a_corrected_topic(parts: Parts) -> None:
     parts.settled()
 
 
+@pytest.mark.parametrize("is_before", [False, True])
+def test_a_record_that_names_another_queue_takes_no_message_from_it(parts: Parts, is_before: bool) -> None:
+    """Both records name one place there; the entries of the queues show which of them is wrong."""
+    mine, others = [parts.record(0)], [parts.record(0, "U")]
+    if not is_before:
+        mine.append(parts.record(1))
+    others.append(parts.record(1, "U"))
+    mine += [parts.record(number) for number in range(len(mine), 4)]
+    others.append(parts.record(2, "U"))
+    parts.reconcile()
+    raw = parts.log.data_at(others[1], 100)
+    parts.log.patch(others[1] + raw.index(b"\1U\0") + 1, b"T")
+    parts.reconcile()
+    assert parts.entries() == list(enumerate(mine))
+    assert parts.entries("U") == list(enumerate(others))
+    parts.settled()
+
+
 @pytest.mark.parametrize("at", [0, 6])
 def test_the_queue_finds_a_misaddressed_record_at_its_ends(parts: Parts, at: int) -> None:
     """The queue's entries show that its first or last record has a wrong queue offset."""

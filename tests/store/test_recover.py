@@ -852,6 +852,30 @@ def test_a_store_that_is_refused_is_as_clean_as_before() -> None:
         opened(files)
     assert files.size(f"{ROOT}/abort") is None
     assert derived(contents(files)) == derived(found)
+    with opened(files, thorough=True) as store:  # only on demand are sound records cut
+        assert store.log.end == old.physical_offset
+        assert {message.physical_offset for message in store} == {
+            message.physical_offset for message in records if message.physical_offset < old.physical_offset
+        }
+        served(store)
+    assert verify(ROOT, SMALL, files).sound
+
+
+@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+def test_a_record_with_an_impossible_queue_takes_only_what_follows(config: StoreConfig) -> None:
+    """Entries of the records behind it lead no queue to a record of another one."""
+    found = filled(config, 40)
+    with opened(in_memory(found), config, read_only=True) as store:
+        records = list(store)
+    for number, wrong in enumerate(records):
+        path, place = f"commitlog/{wrong.physical_offset // 4096 * 4096:020d}", wrong.physical_offset % 4096
+        data = found[path]
+        assert data is not None
+        at = place + record.QUEUE_ID_AT
+        files = in_memory({**found, path: data[:at] + b"\xff" + data[at + 1 :]})
+        with opened(files, config, thorough=True) as store:
+            assert [message.raw for message in store] == [message.raw for message in records[:number]]
+        assert verify(ROOT, config, files).sound
 
 
 def test_recovering_leaves_derived_files_of_a_sound_store() -> None:
