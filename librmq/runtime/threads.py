@@ -51,7 +51,7 @@ class ThreadRunner(Runner):
 
     A worker that calls a listener is named after its group, ``ConsumeMessageThread_<group>_<number>`` as in
     RocketMQ, so that a dump of all threads can be searched by group. The numbers of a group begin with 1. A worker
-    has its own name again while it has nothing to do.
+    keeps its name until it gets other work, because a new name for each message takes time.
 
     A signal handler can raise in the main thread at any point. So waking a thread only releases the lock that it waits
     for, which is safe to repeat. Only the threads themselves change the counts.
@@ -292,10 +292,6 @@ class ThreadRunner(Runner):
                     except BaseException:
                         _log.exception(_NOT_APPLIED, work=work.label)
                     self._holder_searches = False
-                if group and not self.ready:
-                    self._listener_names.pop(name, None)
-                    group, name = "", own_name
-                    thread.name = name
                 work = self._next_work(turn)
 
     def _claim_name(self, number: int, group: str) -> str:
@@ -309,15 +305,18 @@ class ThreadRunner(Runner):
         """Take due steps, and return ready work or wait for some; None at the end."""
         lock, ready, heap, parked = self.lock, self.ready, self._heap, self._parked
         while not self._stopping:
-            at, now = heap[0][0] if heap else NEVER, self.now_ms()
-            if at <= now:
-                self._holder_searches = True
-                top = self._run_steps(now)
-                self._holder_searches = False
-                at = NEVER if top is None else top.at or 0
-            has_clock = True
+            at, has_clock, is_due = heap[0][0] if heap else NEVER, True, False
+            # What is due when the clock thread wakes is left to it, so few workers have to read the time.
             if at < self._sleeps_until or (at < NEVER and not self._clock_runs):
-                has_clock = self._wake_clock(at)
+                now = self.now_ms()
+                if at <= now:
+                    self._holder_searches = True
+                    top = self._run_steps(now)
+                    self._holder_searches = False
+                    at = NEVER if top is None else top.at or 0
+                    is_due = at <= now
+                if at < self._sleeps_until or (at < NEVER and not self._clock_runs):
+                    has_clock = self._wake_clock(at)
             # If listeners are fast one worker is enough; others would mostly wait for the lock.
             if ready and not (self._is_swift and (self._is_worker_woken or self._workers - len(parked) > 1)):
                 work = ready.popleft()
@@ -330,7 +329,7 @@ class ThreadRunner(Runner):
                 if ready and not self._searching and not self._is_worker_woken and not self._is_watched:
                     self._leave_ready_work()
                 return work
-            if not ready and (not has_clock or at <= now):  # what is due since then is the clock thread's
+            if not ready and (not has_clock or is_due):  # what is due since then is the clock thread's
                 lock.release()
                 turn.acquire(timeout=_YIELD_S if has_clock else _WATCH_S)
                 lock.acquire()
