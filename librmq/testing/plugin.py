@@ -71,10 +71,10 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
 
 def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> Generator[ServedKit, None, None]:
     """Make the fixture ``rmq_grpc``, or ``rmq_remoting``."""
-    from librmq.testing.served import Serve, ServedKit, serve_grpc, serve_remoting
+    from librmq.testing.served import ServedKit
 
     node = request.node
-    serve: Serve = serve_grpc
+    listening = None
     settings: dict[str, Any] = _settings(request)
     start: StoreStart | None = settings.get("store")
     now_ms = SystemClock().now_ms()  # clients compute times of delivery by theirs
@@ -85,11 +85,11 @@ def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> 
         listening = listen()
         config = settings.get("store_config") or SMALL_FILES
         store_host = format_host(listening.getsockname())  # clients of 4.x dial the store's address
-        settings["store_config"], serve = replace(config, store_host=store_host), serve_remoting(listening)
+        settings["store_config"] = replace(config, store_host=store_host)
     with _opened(settings) as kit:
         node.stash[_KIT] = kit
         try:
-            with ServedKit(kit, serve) as served:
+            with ServedKit(kit, None if remoting else 0, listening) as served:
                 yield served
             if node.stash.get(_ERROR, None) is None:
                 kit.close()

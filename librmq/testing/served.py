@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from librmq.clock import SystemClock
 from librmq.config import to_seconds
@@ -51,7 +51,7 @@ from librmq.scheduling.timer_config import DELETE_KEY
 from librmq.testing.histories.history import Call, show
 from librmq.testing.kit import Kit, to_milliseconds
 from librmq.testing.process import Process
-from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting import RemotingServer, listen
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
@@ -191,62 +191,82 @@ class NotSettledError(AssertionError):
     """Clients did not answer within a bounded time by the wall clock."""
 
 
-class _Server(Protocol):
-    """What serves a kit's broker."""
+class Ports:
+    """The servers of a kit, for one protocol or both; closed, they are followed by others on the same ports."""
 
-    port: int
+    def __init__(
+        self,
+        kit: Kit,
+        client_of: Callable[[str], WireClient],
+        grpc: int | None,
+        listening: socket.socket | None,
+        changed: Callable[[str, str, bool], None] | None,
+        former: Ports | None,
+    ) -> None:
+        """Serve on the port ``grpc`` and on the socket ``listening``, or on the ports of a ``former`` one."""
+        self.grpc: GrpcServer | None = None
+        self.remoting: ServedRemoting | None = None
+        if grpc is not None:
+            from librmq.wire.grpc import GrpcServer
+
+            before = None if former is None else former.grpc
+            port = grpc if before is None else before.port
+            self.grpc = GrpcServer(kit.broker, port=port, endpoints=client_of, changed=changed, former=before)
+        if listening is not None:
+            last = None if former is None else former.remoting
+            socket_of = listening if last is None else listen(port=last.port)
+            self.remoting = ServedRemoting(kit, socket_of, client_of, last, changed)
+        self._servers = [server for server in (self.grpc, self.remoting) if server is not None]
 
     @property
-    def address(self) -> str: ...
+    def address(self) -> str:
+        """``host:port`` of each."""
+        return " and ".join(server.address for server in self._servers)
 
-    def is_settled(self) -> bool: ...
+    def is_settled(self) -> bool:
+        """Return whether no client has work left until time passes."""
+        return all(server.is_settled() for server in self._servers)
 
-    def missing(self) -> list[str]: ...
+    def missing(self) -> list[str]:
+        """Return the clients that are not back after a fault."""
+        return [client for server in self._servers for client in server.missing()]
 
-    def close(self) -> object: ...
-
-
-Serve = Callable[[Kit, int, Callable[[str], WireClient], Any], _Server]
-"""Serves a kit's broker on a port; the function returns the endpoint of a client by its name.
-
-The last argument is the closed server that this one replaces, or None.
-"""
-
-
-def serve_grpc(kit: Kit, port: int, client_of: Callable[[str], WireClient], former: GrpcServer | None) -> _Server:
-    """Serve clients of RocketMQ 5."""
-    from librmq.wire.grpc import GrpcServer
-
-    return GrpcServer(kit.broker, port=port, endpoints=client_of, former=former)
-
-
-def serve_remoting(listening: socket.socket) -> Serve:
-    """Serve clients of RocketMQ 4.x, at first on a socket whose address is the kit's ``store_host``."""
-    from librmq.wire.remoting import listen
-
-    def serve(kit: Kit, port: int, client_of: Callable[[str], WireClient], former: ServedRemoting | None) -> _Server:
-        return ServedRemoting(kit, listen(port=port) if port else listening, client_of, former)
-
-    return serve
+    def close(self, timeout: float = 5) -> bool:
+        """Cut all clients off; return whether all calls have ended within ``timeout`` seconds for each server."""
+        have_ended = [server.close(timeout) for server in self._servers]
+        return all(have_ended)
 
 
 class ServedKit(Closing):
     """A kit and its server. A context manager; at its end clients are cut off. Not thread-safe."""
 
-    def __init__(self, kit: Kit, serve: Serve = serve_grpc, *, was_killed: bool = False) -> None:
+    def __init__(
+        self,
+        kit: Kit,
+        grpc: int | None = 0,
+        listening: socket.socket | None = None,
+        *,
+        changed: Callable[[str, str, bool], None] | None = None,
+        was_killed: bool = False,
+    ) -> None:
         """Serve the broker of a kit, whose clock should start at the machine's time.
 
-        ``was_killed`` says that another process served the kit's store and was killed: its groups are awaited.
+        Args:
+            kit: The kit.
+            grpc: The port for clients of RocketMQ 5; 0 takes a free one.
+            listening: The socket for clients of 4.x, whose address should be the kit's ``store_host``.
+            changed: ``changed(client_id, group, is_connected)`` is called as clients come and go.
+            was_killed: Whether another process served the kit's store and was killed: its groups are awaited.
         """
         self.kit = kit
         """The broker, its dead letters, its faults and history, and all else of the fixture ``rmq``."""
         self._lost_groups = _groups(kit.broker) if was_killed else set()
         self._clients: dict[str, WireClient] = {}
         self._processes: dict[str, Process] = {}
-        self._serve = serve
-        kit.name_fixture("rmq_grpc" if serve is serve_grpc else "rmq_remoting")
+        self._arguments = kit, self._endpoint, grpc, listening, changed
+        kit.name_fixture("rmq_remoting" if grpc is None else "rmq_grpc")
         self._is_down = False
-        self.server = serve(kit, 0, self._endpoint, None)
+        self.server = Ports(*self._arguments, None)
 
     def _endpoint(self, name: str) -> WireClient:
         with self.kit.runner.lock:
@@ -362,8 +382,7 @@ class ServedKit(Closing):
         self.kit.runner.after(down, "the broker serves again", self._serve_again)
 
     def _serve_again(self) -> None:
-        former = self.server
-        self.server = self._serve(self.kit, former.port, self._endpoint, former)
+        self.server = Ports(*self._arguments, self.server)
         self._is_down = False
 
     def close(self) -> None:

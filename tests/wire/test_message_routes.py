@@ -28,7 +28,7 @@ from librmq.clock import SystemClock
 from librmq.message.message import StoredMessage
 from librmq.protocol import Route, TransactionState
 from librmq.testing import Kit
-from librmq.testing.served import ServedKit, serve_grpc, serve_remoting
+from librmq.testing.served import ServedKit
 from librmq.wire.remoting import listen
 from librmq.wire.remoting.frames import VERSION, Frame, answer_to
 from librmq.wire.remoting.headers import RequestCode
@@ -62,7 +62,7 @@ def opened(
         if way != "connect":
             yield Opened(kit, kit.route)
             return
-        served = rest.enter_context(ServedKit(kit, serve_remoting(listen())))
+        served = rest.enter_context(ServedKit(kit, None, listen()))
         yield Opened(kit, rest.enter_context(librmq.connect(served.address)))
 
 
@@ -177,7 +177,7 @@ def test_a_client_of_5_sends_the_same_messages() -> None:
     with Kit(broker_config=TIMERS, now_ms=SystemClock().now_ms() // 1000 * 1000) as kit:
         kit.broker.create_topic("t", 4)
         begin_ms = kit.clock.now_ms()
-        with ServedKit(kit, serve_grpc) as served, Stub(served.address) as stub:
+        with ServedKit(kit) as served, Stub(served.address) as stub:
             for what in alike:
                 fields = cases(begin_ms)[what]
                 body = fields["body"]

@@ -21,11 +21,16 @@ from librmq.wire.remoting.headers import RequestCode as Code
 from tests.wire.remoting_client import RawClient
 
 
+def port_of(served: ServedKit) -> int:
+    """Return the port for clients of 4.x."""
+    return int(served.address.rpartition(":")[2])
+
+
 class PushClient:
     """A push consumer of one queue, reduced to what it says: it pulls, consumes, and commits with its next pull."""
 
     def __init__(self, served: ServedKit, group: str, topic: str, *, fails: bool = False) -> None:
-        self._client = RawClient(served.server.port)
+        self._client = RawClient(port_of(served))
         self._group, self._fails = group, fails
         self.seen: list[tuple[bytes, int]] = []
         self._topics = topic, f"%RETRY%{group}"
@@ -80,7 +85,7 @@ class PushClient:
 @pytest.fixture
 def client(rmq_remoting: ServedKit) -> Iterator[RawClient]:
     rmq_remoting.kit.broker.create_topic("t", 1)
-    with RawClient(rmq_remoting.server.port) as made:
+    with RawClient(port_of(rmq_remoting)) as made:
         yield made
 
 
@@ -212,7 +217,7 @@ def test_a_wake_up_by_a_thread_of_the_server_is_not_lost(
 
 def test_a_cut_and_a_crash_lose_nothing(rmq_remoting: ServedKit, client: RawClient) -> None:
     client.put("t", b"one")
-    port = rmq_remoting.server.port
+    port = port_of(rmq_remoting)
     rmq_remoting.cut_connections()
     assert client.has_ended()
     rmq_remoting.crash_broker()
@@ -228,7 +233,7 @@ def test_clients_are_awaited_after_a_fault(
     client.beat("worker-7", "g", topics=("t",))
     client.beat("shop-7", producers=("p",))
     getattr(rmq_remoting, fault)()
-    with RawClient(rmq_remoting.server.port) as again, monkeypatch.context() as patched:
+    with RawClient(port_of(rmq_remoting)) as again, monkeypatch.context() as patched:
         patched.setattr(served_module, "_BACK_S", 0.05)
         again.beat("shop-7", producers=("p",))
         for call in rmq_remoting.settle, partial(rmq_remoting.advance, hours=1):

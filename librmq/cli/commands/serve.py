@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from librmq.config import StoreConfig
     from librmq.message.message import StoredMessage
     from librmq.testing import Kit
-    from librmq.testing.served import ServedKit, ServedRemoting, WireClient
+    from librmq.testing.served import Ports, ServedKit
     from librmq.wire.grpc import GrpcServer
     from librmq.wire.remoting import RemotingServer
 
@@ -180,20 +180,14 @@ def _by_hand(
     )
     serving.callback(_close_kit, kit)
     kit.clock.move_to(max(kit.clock.now_ms(), _last_stored_ms(kit.broker)))  # an earlier run can have moved its clock
-    ports: list[Ports] = []
-
-    def serve_again(kit: Kit, port: int, client_of: Callable[[str], WireClient], former: Ports | None) -> Ports:
-        ports[:] = [Ports(kit, client_of, grpc, listening, changed, former)]
-        return ports[0]
-
-    served = ServedKit(kit, serve_again, was_killed=was_killed)
-    serving.callback(lambda: stop.close(ports[0]))
+    served = ServedKit(kit, grpc, listening, changed=changed, was_killed=was_killed)
+    serving.callback(lambda: stop.close(served.server))
     control = Control(served, arguments.control or 0, put_row)
     serving.callback(stop.close, control)
-    first = ports[0]
+    ports = served.server
     return {
-        "grpc": None if first.grpc is None else first.grpc.address,
-        "remoting": None if first.remoting is None else first.remoting.address,
+        "grpc": None if ports.grpc is None else ports.grpc.address,
+        "remoting": None if ports.remoting is None else ports.remoting.address,
         "control": control.address,
     }
 
@@ -378,56 +372,6 @@ def _read(path: str) -> bytes:
 _MOST_BYTES: Final = 64 << 10
 _READ_S: Final = 10
 _TIMES: Final = ("hours", "minutes", "seconds", "ms")
-
-
-class Ports:
-    """The servers of a served kit, for both protocols; closed, it is followed by another with the same ports."""
-
-    def __init__(
-        self,
-        kit: Kit,
-        client_of: Callable[[str], WireClient],
-        grpc: int | None,
-        listening: socket.socket | None,
-        changed: Callable[[str, str, bool], None],
-        former: Ports | None,
-    ) -> None:
-        """Serve on the port ``grpc`` and on the socket ``listening``, or on the ports of a ``former`` one."""
-        self.grpc: GrpcServer | None = None
-        self.remoting: ServedRemoting | None = None
-        if grpc is not None:
-            from librmq.wire.grpc import GrpcServer
-
-            before = None if former is None else former.grpc
-            port = grpc if before is None else before.port
-            self.grpc = GrpcServer(kit.broker, port=port, endpoints=client_of, changed=changed, former=before)
-        if listening is not None:
-            from librmq.testing.served import ServedRemoting
-            from librmq.wire.remoting import listen
-
-            last = None if former is None else former.remoting
-            socket_of = listening if last is None else listen(port=last.port)
-            self.remoting = ServedRemoting(kit, socket_of, client_of, last, changed)
-        self._servers = [server for server in (self.grpc, self.remoting) if server is not None]
-        self.port = self._servers[0].port
-
-    @property
-    def address(self) -> str:
-        """``host:port`` of each."""
-        return " and ".join(server.address for server in self._servers)
-
-    def is_settled(self) -> bool:
-        """Return whether no client has work left until time passes."""
-        return all(server.is_settled() for server in self._servers)
-
-    def missing(self) -> list[str]:
-        """Return the clients that are not back after a fault."""
-        return [client for server in self._servers for client in server.missing()]
-
-    def close(self, timeout: float = 5) -> bool:
-        """Cut all clients off; return whether all calls have ended within ``timeout`` seconds for each server."""
-        have_ended = [server.close(timeout) for server in self._servers]
-        return all(have_ended)
 
 
 class _Refused(Exception):
