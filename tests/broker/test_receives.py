@@ -26,7 +26,7 @@ from librmq import (
     StoreConfig,
     StoreError,
 )
-from librmq.broker.handlers.in_flight import QueueKey, Receipt
+from librmq.broker.handlers.in_flight import IN_ORDER, QueueKey, Receipt
 from librmq.broker.handlers.receive import ReceiveHandler
 from librmq.broker.long_polling import Deadlines, HeldRequests
 from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
@@ -99,7 +99,7 @@ def test_text_that_is_not_a_receipt_is_refused(broker: Broker, text: str) -> Non
 
 @pytest.mark.parametrize("broker_name", ["broker-a", "a broker with blanks"])
 def test_receipt_is_read_back(broker_name: str) -> None:
-    receipt = Receipt(1, 2, True, False, broker_name, 3, 4, 5)
+    receipt = Receipt(0, 1, 2, IN_ORDER, "0", broker_name, 3, 4, 5)
     assert Receipt.parse(str(receipt)) == receipt
 
 

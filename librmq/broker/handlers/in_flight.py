@@ -19,15 +19,15 @@ from typing import Any, Final, NamedTuple, Self
 
 from librmq.broker.context import BrokerContext
 from librmq.broker.offsets import DelayedSave
-from librmq.errors import BrokerError, CorruptionError
+from librmq.errors import BrokerError, CorruptionError, MalformedError
 from librmq.message.topics import receive_retry_topic
 from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.store.format.broker_tables import ConfigTable
 
-_IN_ORDER: Final = 999
+IN_ORDER: Final = 999
+"""The revive queue in receipts of a group that receives in order, as in 5.x."""
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
-_RECEIPT: Final = re.compile("(N) (N) (N) (N) (N) (.*) (N) (N) (N)".replace("N", _NUMBER.pattern), re.DOTALL)
 _SAVED_FIELDS: Final = 6
 
 
@@ -67,31 +67,49 @@ class RetryOwners:
 
 
 class Receipt(NamedTuple):
-    """Names a delivery for its receiver. As text it has the nine fields of 5.x, separated by blanks."""
+    """Names a delivery for its receiver. As text it has these nine fields, separated by blanks."""
 
+    first_offset: int
     received_ms: int
     invisible_ms: int
-    is_ordered: bool
-    is_retry: bool
+    revive_queue: int
+    """`IN_ORDER` for a group that receives in order."""
+    retry: str
+    """``0`` for the topic itself, ``1`` for the group's retry topic, ``2`` for that of ``enableRetryTopicV2``."""
     broker_name: str
     queue_id: int
     queue_offset: int
-    physical_offset: int
+    physical_offset: int = 0
 
     def __str__(self) -> str:
-        return (
-            f"{self.queue_offset} {self.received_ms} {self.invisible_ms} {_IN_ORDER if self.is_ordered else 0} "
-            f"{int(self.is_retry)} {self.broker_name} {self.queue_id} {self.queue_offset} {self.physical_offset}"
-        )
+        return " ".join(map(str, self))
+
+    @property
+    def extra_info(self) -> str:
+        """The receipt in the form of 5.x, without the place in the log."""
+        return " ".join(map(str, self[:-1]))
 
     @classmethod
-    def parse(cls, text: str) -> Self | None:
-        """Return the receipt in a text, None for any other text."""
-        match = _RECEIPT.fullmatch(text)
-        if match is None:
-            return None
-        _, received, invisible, order, retry, name, *place = match.groups()
-        return cls(int(received), int(invisible), int(order) == _IN_ORDER, retry != "0", name, *map(int, place))
+    def parse(cls, text: str) -> Self:
+        """Read a receipt; the place in the log may be missing.
+
+        Raises:
+            MalformedError: It is none.
+        """
+        try:
+            first, received, invisible, revive, retry, rest = text.split(" ", 5)
+            fields = rest.split(" ")
+            count = 3 if len(fields) > 3 and all(map(str.isdecimal, fields[-3:])) else 2
+            broker_name, numbers = " ".join(fields[:-count]), list(map(int, fields[-count:]))
+            if not broker_name or retry not in ("0", "1", "2"):
+                raise ValueError(text)
+            return cls(int(first), int(received), int(invisible), int(revive), retry, broker_name, *numbers)
+        except (ValueError, TypeError):
+            raise MalformedError(f"{text!r:.200} is no receipt of POP: pass one as it came") from None
+
+    def stored_topic(self, group: str, topic: str) -> str:
+        """Return the topic that has the record."""
+        return topic if self.retry == "0" else receive_retry_topic(group, topic, v2=self.retry == "2")
 
 
 class Flight:

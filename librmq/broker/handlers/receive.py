@@ -16,11 +16,13 @@ ignores the file. Without it, messages in flight are delivered again immediately
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from librmq.broker.administration import Progress
 from librmq.broker.context import BrokerContext
 from librmq.broker.handlers.in_flight import (
+    IN_ORDER,
     Flight,
     QueueFlights,
     QueueKey,
@@ -32,7 +34,7 @@ from librmq.broker.handlers.in_flight import (
 from librmq.broker.handlers.send import SendHandler
 from librmq.broker.long_polling import ALL, Deadlines, Selection, selection_of
 from librmq.broker.topics import Topic, not_readable
-from librmq.errors import BrokerError, ReceiptError, RmqError
+from librmq.errors import BrokerError, MalformedError, ReceiptError, RmqError
 from librmq.message.message import StoredMessage
 from librmq.message.topics import check_receive_retry_topic, receive_retry_topic
 from librmq.protocol import (
@@ -167,11 +169,18 @@ class ReceiveHandler:
         flight.visible_ms = now_ms + request.invisible_ms
         if not request.keeps_receipt:
             flight.invisible_ms = request.invisible_ms
-            if not receipt.is_ordered:
+            if receipt.revive_queue != IN_ORDER:
                 flight.received_ms = now_ms
         self._wake_at(flight.visible_ms, key, receipt.queue_offset)
         self._saved.save_soon()
-        return str(self._receipt(key, receipt.is_ordered, receipt.queue_offset, flight))
+        return str(
+            receipt._replace(
+                first_offset=receipt.queue_offset,
+                received_ms=flight.received_ms,
+                invisible_ms=flight.invisible_ms,
+                physical_offset=flight.physical_offset,
+            )
+        )
 
     def forward(self, request: ForwardToDeadLetters) -> None:
         """Make a message a dead letter."""
@@ -333,21 +342,19 @@ class ReceiveHandler:
     def _received(
         self, topic: str, key: QueueKey, message: StoredMessage, flight: Flight, is_ordered: bool
     ) -> Received:
-        receipt = self._receipt(key, is_ordered, message.queue_offset, flight)
-        return Received(message, topic, str(receipt), flight.attempt, flight.visible_ms)
-
-    def _receipt(self, key: QueueKey, is_ordered: bool, queue_offset: int, flight: Flight) -> Receipt:
-        group, topic, queue_id = key
-        return Receipt(
+        group, stored_topic, queue_id = key
+        receipt = Receipt(
+            message.queue_offset,
             flight.received_ms,
             flight.invisible_ms,
-            is_ordered,
-            is_receive_retry(group, topic),
+            IN_ORDER if is_ordered else 0,
+            "1" if is_receive_retry(group, stored_topic) else "0",
             self._broker_name,
             queue_id,
-            queue_offset,
+            message.queue_offset,
             flight.physical_offset,
         )
+        return Received(message, topic, str(receipt), flight.attempt, flight.visible_ms)
 
     # ---- messages in flight
 
@@ -430,12 +437,14 @@ class ReceiveHandler:
             self._held.wake_receives(key[0], key[1])
 
     def _parse(self, text: str) -> Receipt | None:
-        receipt = Receipt.parse(text)
-        return receipt if receipt is not None and receipt.broker_name == self._broker_name else None
+        with suppress(MalformedError):
+            receipt = Receipt.parse(text)
+            return receipt if receipt.broker_name == self._broker_name else None
+        return None
 
     @staticmethod
     def _key(group: str, topic: str, receipt: Receipt) -> QueueKey:
-        return group, receive_retry_topic(group, topic) if receipt.is_retry else topic, receipt.queue_id
+        return group, receipt.stored_topic(group, topic), receipt.queue_id
 
     def _in_flight(self, group: str, topic: str, text: str) -> tuple[QueueKey, Receipt, Flight]:
         """Return the delivery of a receipt; raise `ReceiptError` if it has ended."""

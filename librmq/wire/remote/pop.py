@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from librmq.broker.handlers.in_flight import Receipt
 from librmq.errors import RmqError
 from librmq.protocol import (
     Acknowledge,
@@ -32,9 +33,7 @@ from librmq.runtime.locks import Lock
 from librmq.wire.remoting.codec import FORMS
 from librmq.wire.remoting.frames import Frame, version_name
 from librmq.wire.remoting.pop import (
-    PopReceipt,
     ack_frame,
-    all_of,
     change_frame,
     notification_frame,
     pop_frame,
@@ -179,19 +178,17 @@ class PopReceives:
 
     def acknowledge(self, request: Acknowledge) -> tuple[bool, ...]:
         """Acknowledge messages, one by one; return for each whether its receipt was valid."""
-        return tuple(
-            read_acked(self._ask("ACK_MESSAGE", ack_frame(request.group, request.topic, receipt)))
-            for receipt in all_of(request.receipts)
-        )
+        frames = [ack_frame(request.group, request.topic, Receipt.parse(text)) for text in request.receipts]
+        return tuple(read_acked(self._ask("ACK_MESSAGE", frame)) for frame in frames)
 
     def change(self, request: ChangeInvisible) -> str:
         """Change when a message is visible again, and return its new receipt; the old one is no longer valid."""
-        receipt = PopReceipt.parse(request.receipt)
+        receipt = Receipt.parse(request.receipt)
         return read_changed(receipt, self._ask("CHANGE_MESSAGE_INVISIBLETIME", change_frame(request, receipt)))
 
     def forward(self, request: ForwardToDeadLetters) -> None:
         """Make a message a dead letter: it is sent back, then acknowledged."""
-        receipt = PopReceipt.parse(request.receipt)
+        receipt = Receipt.parse(request.receipt)
         back = SendBack(
             request.group, receipt.physical_offset, _TO_DEAD_LETTERS, origin_topic=request.topic, cause=request.cause
         )

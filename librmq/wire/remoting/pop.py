@@ -13,9 +13,9 @@
                  group, topic of the record, queue, queue offset, and as ``extraInfo`` what names the receive
     RECALL_MESSAGE  topic, and the handle in the answer to the send of a message with a delivery time
 
-A receipt has the nine fields that librmq's own receipts have (`librmq.broker.handlers.in_flight`); the first eight are
-``extraInfo``, which a record of a retry topic carries as its property ``POP_CK``. Mirrors ``PopMessageProcessor``,
-``AckMessageProcessor``, ``ChangeInvisibleTimeProcessor``, ``RecallMessageProcessor`` and ``ExtraInfoUtil`` of 5.3.3.
+A receipt (`librmq.broker.handlers.in_flight.Receipt`) has nine fields; the first eight are ``extraInfo``, which a
+record of a retry topic carries as its property ``POP_CK``. Mirrors ``PopMessageProcessor``, ``AckMessageProcessor``,
+``ChangeInvisibleTimeProcessor``, ``RecallMessageProcessor`` and ``ExtraInfoUtil`` of 5.3.3.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple, Self
+from typing import Final
 
 from librmq.broker import Broker
+from librmq.broker.handlers.in_flight import Receipt
 from librmq.broker.long_polling import Deadlines
 from librmq.errors import BrokerError, MalformedError, RmqError
 from librmq.message.ids import RecallHandle
@@ -73,53 +74,6 @@ _ANY_QUEUE: Final = -1
 _FROM_FIRST: Final = 0
 _LONGEST_POLL_MS: Final = 60_000
 _MOST_NOTIFICATIONS: Final = 10_000
-_FIELDS: Final = 9
-
-
-class PopReceipt(NamedTuple):
-    """Names a delivery by POP, with the place of the record in the log."""
-
-    first_offset: int
-    received_ms: int
-    invisible_ms: int
-    revive_queue: int
-    retry: str
-    """``0`` for the topic itself, ``1`` for the group's retry topic, ``2`` for that of ``enableRetryTopicV2``."""
-    broker_name: str
-    queue_id: int
-    queue_offset: int
-    physical_offset: int = 0
-
-    def __str__(self) -> str:
-        return " ".join(map(str, self))
-
-    @property
-    def extra_info(self) -> str:
-        """The receipt in the form of 5.x, without the place in the log."""
-        return " ".join(map(str, self[:-1]))
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read a receipt; the place in the log may be missing.
-
-        Raises:
-            MalformedError: It is none.
-        """
-        head = text.split(" ", 5)
-        try:
-            first, received, invisible, revive, retry, rest = head
-            fields = rest.split(" ")
-            count = 3 if len(fields) > 3 and all(map(str.isdecimal, fields[-3:])) else 2
-            broker_name, numbers = " ".join(fields[:-count]), list(map(int, fields[-count:]))
-            if not broker_name or retry not in ("0", "1", "2"):
-                raise ValueError(text)
-            return cls(int(first), int(received), int(invisible), int(revive), retry, broker_name, *numbers)
-        except (ValueError, TypeError):
-            raise MalformedError(f"{text!r:.200} is no receipt of POP: pass one as it came") from None
-
-    def real_topic(self, group: str, topic: str) -> str:
-        """Return the topic that has the record."""
-        return topic if self.retry == "0" else receive_retry_topic(group, topic, v2=self.retry == "2")
 
 
 # ---- at the client
@@ -171,11 +125,11 @@ def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveRes
     for message in messages_of(answer.body):
         named = message.properties.get(PROPERTY_POP_CK)
         if named is not None:
-            receipt = PopReceipt.parse(named)
+            receipt = Receipt.parse(named)
         else:
             retry = _retry_of(request.group, request.topic, message.topic)
             begin = first.get((retry, str(message.queue_id)), message.queue_offset)
-            receipt = PopReceipt(
+            receipt = Receipt(
                 begin, header.pop_time, header.invisible_time, header.revive_qid, retry, broker_name,
                 message.queue_id, message.queue_offset,
             )  # fmt: skip
@@ -210,9 +164,9 @@ def _retry_of(group: str, topic: str, stored_topic: str) -> str:
     return "2" if stored_topic == receive_retry_topic(group, topic, v2=True) else "0"
 
 
-def ack_frame(group: str, topic: str, receipt: PopReceipt) -> Frame:
+def ack_frame(group: str, topic: str, receipt: Receipt) -> Frame:
     """Return the frame that acknowledges a message."""
-    real_topic = receipt.real_topic(group, topic)
+    real_topic = receipt.stored_topic(group, topic)
     header = PopAckHeader(group, real_topic, receipt.queue_id, receipt.extra_info, receipt.queue_offset)
     return frame_of(RequestCode.ACK_MESSAGE, header)
 
@@ -229,15 +183,15 @@ def read_acked(answer: Frame) -> bool:
     return True
 
 
-def change_frame(request: ChangeInvisible, receipt: PopReceipt) -> Frame:
+def change_frame(request: ChangeInvisible, receipt: Receipt) -> Frame:
     """Return the frame that changes when a message is visible again."""
-    real_topic = receipt.real_topic(request.group, request.topic)
+    real_topic = receipt.stored_topic(request.group, request.topic)
     place = receipt.queue_id, receipt.extra_info, receipt.queue_offset
     header = PopChangeHeader(request.group, real_topic, *place, request.invisible_ms)
     return frame_of(RequestCode.CHANGE_MESSAGE_INVISIBLETIME, header)
 
 
-def read_changed(receipt: PopReceipt, answer: Frame) -> str:
+def read_changed(receipt: Receipt, answer: Frame) -> str:
     """Return the new receipt.
 
     Raises:
@@ -304,7 +258,7 @@ class PopRequests:
         )  # fmt: skip
         if not response.messages:
             return call.answer(code=_NOTHING[-1], remark="no message")
-        receipts = [PopReceipt.parse(part.receipt) for part in response.messages]
+        receipts = [Receipt.parse(part.receipt) for part in response.messages]
         first = receipts[0]
         offsets: dict[tuple[str, int], list[int]] = {}
         records = []
@@ -380,7 +334,7 @@ class PopRequests:
     def _change(self, call: RemotingCall) -> bytes:
         header: PopChangeHeader = call.header
         topic, receipt = _named(header)
-        changed = PopReceipt.parse(
+        changed = Receipt.parse(
             call.call_broker(ChangeInvisible(header.consumer_group, topic, receipt, header.invisible_time))
         )
         return call.answer(PopChangedHeader(changed.received_ms, changed.invisible_ms, changed.revive_queue))
@@ -399,7 +353,7 @@ class PopRequests:
         return call.answer(RecalledHeader(message_id))
 
 
-def _order_counts(parts: Iterable[Received], receipts: Iterable[PopReceipt]) -> str:
+def _order_counts(parts: Iterable[Received], receipts: Iterable[Receipt]) -> str:
     """Return how often messages of a group in order were received before, and the least such count of each queue."""
     counts, least = list[str](), dict[tuple[str, int], int]()
     for part, receipt in zip(parts, receipts, strict=True):
@@ -410,7 +364,7 @@ def _order_counts(parts: Iterable[Received], receipts: Iterable[PopReceipt]) -> 
     return ";".join([*counts, *(f"{retry} {queue_id} {count}" for (retry, queue_id), count in least.items())])
 
 
-def _with_receipt(part: Received, receipt: PopReceipt) -> StoredMessage:
+def _with_receipt(part: Received, receipt: Receipt) -> StoredMessage:
     """Return a message under the topic of the receive, with its receipt, as 5.x answers one of a retry topic."""
     record = decode_record(part.message.raw)
     properties = decode_properties(record.properties_raw) | {PROPERTY_POP_CK: receipt.extra_info}
@@ -421,7 +375,7 @@ def _with_receipt(part: Received, receipt: PopReceipt) -> StoredMessage:
 
 def _named(header: PopAckHeader | PopChangeHeader) -> tuple[str, str]:
     """Return the topic of a receive, and the receipt."""
-    receipt = PopReceipt.parse(header.extra_info)
+    receipt = Receipt.parse(header.extra_info)
     receipt = receipt._replace(queue_id=header.queue_id, queue_offset=header.offset)
     topic = header.topic
     for v2 in (False, True) if receipt.retry != "0" else ():
@@ -435,8 +389,3 @@ def unsupported(kind: str, broker_name: str, version: str) -> BrokerError:
         ResponseCode.REQUEST_CODE_NOT_SUPPORTED,
         f"{broker_name} is a broker of RocketMQ {version}, which has no {kind}: see docs/connect.md",
     )
-
-
-def all_of(receipts: Iterable[str]) -> list[PopReceipt]:
-    """Read receipts."""
-    return [PopReceipt.parse(text) for text in receipts]
