@@ -18,6 +18,8 @@ BAR = "\\|"
 PAGES = ("README.md", "docs/judged.md", "docs/guarantees.md")
 PROOFS = CHECKOUT / "tests" / "judged" / "proofs.json"
 JUDGED = "docs/judged.md"
+NIGHT_HOURS = 16
+"""The hours of tests in eight hours on two processors."""
 FIGURES = (
     ("append", "store", "single append", "128 B", "SQLite, a row a transaction", "SQLite"),
     ("append", "store", "single append", "128 B", "LMDB nosync, writable map", "LMDB"),
@@ -144,20 +146,26 @@ def proof_table() -> str:
     for test in dict.fromkeys(name.partition("[")[0] for name in recorded):
         of_test = [row for name, row in recorded.items() if name.partition("[")[0] == test]
         path, _, name = test.partition("::")
-        hours, failures = sum(row["hours"] for row in of_test), [one for row in of_test for one in row["failed"]]
+        hours, rounds = sum(row["hours"] for row in of_test), sum(row["rounds"] for row in of_test)
+        failures = [one for row in of_test for one in row["failed"]]
+        seconds = 3600 * hours / max(rounds, 1)
+        in_night = len(of_test) * NIGHT_HOURS / len(recorded)  # `tools/prove.py` gives each test the same time
         commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in of_test))
         rows.append(
             (
                 f"[`{name}`](../{path})",
                 survived(recorded, [test]),
                 f"{hours:.2f}",
+                f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}",
+                f"{3600 * in_night / seconds:,.0f}",
                 commits,
                 ", ".join(f"repaired by `{one['repaired']}`" if "repaired" in one else "open" for one in failures),
             )
         )
     if not rows:
         return "No long run is recorded yet."
-    return table(("test", "survived", "hours", "last commit", "failures"), rows)
+    head = "test", "survived", "hours", "seconds a round", "rounds a night", "last commit", "failures"
+    return table(head, rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
