@@ -88,10 +88,6 @@ class Properties:
     @cached_property
     def _splits(self) -> Ints:
         """The first 01 of each segment, which ends its name; else the end of the segment."""
-        if self._names:
-            sizes = np.array([len(name) for name in self._names])
-            ends: Ints = (self._begins.reshape(-1, len(sizes)) + sizes).ravel()
-            return ends
         ones = np.flatnonzero(self._text == 1)
         if len(ones) == len(self._ends) and (ones >= self._begins).all() and (ones < self._ends).all():
             return ones
@@ -152,8 +148,6 @@ class Properties:
         unusual = self._unusual_names
         if not name or {1, 2} & set(needle):
             rows = begins = ends = np.zeros(0, np.int64)
-        elif self._names:
-            rows, begins, ends = self._find_in_column(needle)
         else:
             rows, begins, ends = self._values_of(needle + b"\1")
         values = self._texts(begins, ends)
@@ -180,16 +174,6 @@ class Properties:
         for at in range(_WORD, size):
             hits = hits[self._text[self._begins[hits] + at] == needle[at]]
         return self._row[hits], self._begins[hits] + size, self._ends[hits]
-
-    def _find_in_column(self, name: bytes) -> tuple[Ints, Ints, Ints]:
-        """Return the same where all rows have the same names."""
-        if name not in self._names:
-            return (np.zeros(0, np.int64),) * 3
-        column, count = self._names.index(name), len(self._names)
-        begins, ends = self._splits[column::count] + 1, self._ends[column::count]
-        rows = np.arange(self.rows)
-        some = begins < ends
-        return (rows, begins, ends) if some.all() else (rows[some], begins[some], ends[some])
 
     @cached_property
     def _is_ascii(self) -> bool:
