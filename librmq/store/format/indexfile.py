@@ -139,7 +139,6 @@ def all_entry_seconds(timestamps_ms: NDArray[np.int64], begin_timestamp_ms: int)
 
 _pack_header = HEADER.pack
 _pack_entry = struct.Struct(">iqi4s").pack
-_pack_entries = struct.Struct(">iqi4siqi4s").pack
 _INT: Final = struct.Struct(">i")
 _pack_int = _INT.pack
 _NO_ENTRY: Final = bytes(SLOT_SIZE)
@@ -156,9 +155,9 @@ class IndexWriter:
         self.end_physical = header.end_physical_offset
         self.slot_count, self.count = header.slot_count, header.index_count
 
-    def put_many(self, buffer: Buffer, records: Iterable[tuple[int, int, Sequence[int]]]) -> None:  # noqa: C901 (the hot path of appending keys)
+    def put_many(self, buffer: Buffer, records: Iterable[tuple[int, int, Sequence[int]]]) -> None:
         """Add all keys of records, for which there is room; skip records before that of the last entry."""
-        # Hot path of every append: literal sizes, locals, and no avoidable call.
+        # For a few records, without NumPy: literal sizes, locals, and no avoidable call.
         number = start = self.count
         begin_timestamp, begin_physical = self.begin_timestamp, self.begin_physical
         end_physical = self.end_physical
@@ -173,43 +172,20 @@ class IndexWriter:
                 seconds = (timestamp - begin_timestamp) // 1000 if begin_timestamp > 0 else 0
                 if not 0 <= seconds <= MAX_SECONDS:
                     seconds = entry_seconds(timestamp, begin_timestamp)
-            if len(hashes) == 2 and number > 1:
-                # Fast path for a unique id and one key: both entries in one write.
-                first, second = hashes
-                first_slot, second_slot = first % max_slots * 4 + 40, second % max_slots * 4 + 40
-                first_number, second_number = _pack_int(number), _pack_int(number + 1)
-                first_previous = buffer[first_slot : first_slot + 4]
-                second_previous = buffer[second_slot : second_slot + 4]
+            for key_hash in hashes:
+                slot = key_hash % max_slots * 4 + 40
+                packed = _pack_int(number)
+                previous = buffer[slot : slot + 4]
                 # Packed numbers compare like numbers, with negative ones after all others.
-                if not _NO_ENTRY < first_previous <= first_number:
-                    first_previous = _NO_ENTRY
+                if not _NO_ENTRY < previous <= packed:
+                    previous = _NO_ENTRY
                     slot_count += 1
-                if first_slot == second_slot:
-                    second_previous = first_number
-                elif not _NO_ENTRY < second_previous <= second_number:
-                    second_previous = _NO_ENTRY
-                    slot_count += 1
-                buffer[position : position + 40] = _pack_entries(
-                    first, physical, seconds, first_previous, second, physical, seconds, second_previous
-                )
-                buffer[first_slot : first_slot + 4] = first_number
-                buffer[second_slot : second_slot + 4] = second_number
-                number += 2
-                position += 40
-            else:
-                for key_hash in hashes:
-                    slot = key_hash % max_slots * 4 + 40
-                    packed = _pack_int(number)
-                    previous = buffer[slot : slot + 4]
-                    if not _NO_ENTRY < previous <= packed:
-                        previous = _NO_ENTRY
-                        slot_count += 1
-                    buffer[position : position + 20] = _pack_entry(key_hash, physical, seconds, previous)
-                    buffer[slot : slot + 4] = packed
-                    if number <= 1:
-                        begin_timestamp, begin_physical, seconds = timestamp, physical, 0
-                    number += 1
-                    position += 20
+                buffer[position : position + 20] = _pack_entry(key_hash, physical, seconds, previous)
+                buffer[slot : slot + 4] = packed
+                if number <= 1:
+                    begin_timestamp, begin_physical, seconds = timestamp, physical, 0
+                number += 1
+                position += 20
             end_physical = physical
         if end_timestamp is not None:
             buffer[0:40] = _pack_header(
