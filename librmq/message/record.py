@@ -462,26 +462,6 @@ def check_record(raw: Raw, position: int, limit: int, *, check_body: bool) -> in
         RecordError: The record is not sound; the error names the field.
         BodyChecksumError: Only the body is wrong.
     """
-    if limit - position >= FIXED_SIZE:
-        # Fast path for IPv4 hosts and plausible lengths. Any other record takes the careful path.
-        size, magic, expected, sys_flag, body_length = _unpack_check(raw, position)
-        topic_end = position + TOPIC_AT + body_length
-        end = position + size
-        fits = 0 <= body_length <= size - FIXED_SIZE and end <= limit
-        if fits and magic == MESSAGE_MAGIC and not sys_flag & HOSTS_V6:
-            topic_length = raw[topic_end - 1]
-            topic_end += topic_length
-            if (
-                topic_length <= MAX_TOPIC_SIZE
-                and topic_end + 2 <= end
-                and raw[topic_end] << 8 | raw[topic_end + 1] == end - topic_end - 2 <= MAX_PROPERTIES_SIZE
-                and topic_length != _SCHEDULE_TOPIC_SIZE
-            ):
-                if check_body and body_length:
-                    checksum = crc32(raw[position + BODY_AT : position + BODY_AT + body_length]) & 0x7FFFFFFF
-                    if checksum != expected:
-                        raise _bad_checksum(expected, checksum)
-                return int(size)
     try:
         body_at, body_end, topic_at, topic_end, properties_at, end = frame(raw, position, limit)
     except RecordError:
