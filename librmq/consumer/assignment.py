@@ -19,13 +19,10 @@ _unpack_begun = header_struct("queue_offset", "sys_flag", "body_length").unpack_
 _unpack_queue_offset = header_struct("queue_offset").unpack_from
 
 
-def _body_sizes(messages: Iterable[StoredMessage]) -> int:
-    """Return the total size of the stored bodies."""
-    total = 0
-    for message in messages:
-        flags, size = _unpack_body(message.raw)
-        total += len(message.stored_body) if flags & _V6_HOSTS else size
-    return total
+def _body_size(message: StoredMessage) -> int:
+    """Return the size of the stored body."""
+    flags, size = _unpack_body(message.raw)
+    return len(message.stored_body) if flags & _V6_HOSTS else size
 
 
 class ProcessQueue:
@@ -110,21 +107,20 @@ class ProcessQueue:
         self._largest = messages[-1].queue_offset
         self._waiting.extend(messages)
         self._bounds.append((self._largest, (min_offset, max_offset)))
-        self.size += _body_sizes(messages)
+        self.size += sum(map(_body_size, messages))
         return len(messages)
 
-    def put_and_take(self, message: StoredMessage, bounds: tuple[int, int]) -> DeliveredMessage | None:
-        """Add and begin a pulled message, like `put` and `take`; return None and do nothing unless it is the next one.
+    def put_and_take(self, raw: bytes, bounds: tuple[int, int]) -> DeliveredMessage | None:
+        """Add and begin a pulled record, like `put` and `take`; return None and do nothing unless it is the next one.
 
         ``bounds`` are the minimum and maximum offset of the queue.
         """
-        raw = message.raw
         queue_offset, flags, size = _unpack_begun(raw)
         if self._waiting or queue_offset <= self._largest:
             return None
         self._largest = queue_offset
-        self.size += len(message.stored_body) if flags & _V6_HOSTS else size
         begun = self._begun[queue_offset] = DeliveredMessage(raw, self.queue, queue_offset, bounds)
+        self.size += len(begun.stored_body) if flags & _V6_HOSTS else size
         return begun
 
     def take(self, limit: int) -> list[DeliveredMessage]:
@@ -147,7 +143,9 @@ class ProcessQueue:
         begun = self._begun
         if not begun and not self._waiting:
             return None
-        self.size -= _body_sizes([message for message in messages if begun.pop(message.queue_offset, None) is not None])
+        for message in messages:
+            if begun.pop(message.queue_offset, None) is not None:
+                self.size -= _body_size(message)
         for queue_offset in begun:  # like `progress`, inlined
             return queue_offset
         return self._waiting[0].queue_offset if self._waiting else self._largest + 1
@@ -164,7 +162,7 @@ class ProcessQueue:
         if not begun:
             return None
         progress = next(reversed(begun)) + 1
-        self.size -= _body_sizes(begun.values())
+        self.size -= sum(map(_body_size, begun.values()))
         begun.clear()
         return progress
 
@@ -210,7 +208,7 @@ class ProcessQueue:
         offsets = [*self._begun, *(message.queue_offset for message in self._waiting)]
         assert offsets == sorted(set(offsets))
         assert not offsets or offsets[-1] <= self._largest
-        assert self.size == _body_sizes([*self._begun.values(), *self._waiting])
+        assert self.size == sum(map(_body_size, [*self._begun.values(), *self._waiting]))
         assert all(key == message.queue_offset for key, message in self._begun.items())
         assert 0 <= self.lined_up <= len(self._begun)
 

@@ -32,7 +32,7 @@ from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.consumer.rebalancing import next_from_first
 from librmq.errors import ClientStateError
 from librmq.listener import DownstreamDown
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult, ListenerCall, MessageModel
 from librmq.runtime.runner import Step, Work
@@ -110,7 +110,7 @@ class Delivery:
         """Begin ``count`` messages that were added to a queue."""
         raise NotImplementedError
 
-    def try_begin(self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
+    def try_begin(self, assigned: AssignedQueue, raw: bytes, bounds: tuple[int, int], now_ms: int) -> bool:
         """Add one message to a queue and begin it if nothing precedes it: the fast path.
 
         ``bounds`` are the minimum and maximum offset of the queue. Return False if `pulled` has to handle the message.
@@ -578,13 +578,13 @@ class ConcurrentDelivery(Delivery):
         if former is not None:
             self._enqueue(former)
 
-    def try_begin(self, assigned: AssignedQueue, message: StoredMessage, bounds: tuple[int, int], now_ms: int) -> bool:
+    def try_begin(self, assigned: AssignedQueue, raw: bytes, bounds: tuple[int, int], now_ms: int) -> bool:
         """Add and begin a message if nothing precedes it: the fast path of a consumer that keeps up."""
         if self._backlog.lanes or self.running >= self.config.threads or self.consumer.stopping:
             return False
         if self.rests.is_probing or assigned.queue in self.rests:
             return False
-        begun = assigned.messages.put_and_take(message, bounds)
+        begun = assigned.messages.put_and_take(raw, bounds)
         if begun is None:
             return False
         begun.consume_start_timestamp_ms = now_ms

@@ -43,7 +43,7 @@ from librmq.consumer.orderly import OrderlyDelivery
 from librmq.consumer.rebalancing import AWAY_MS, REOPENED_MS
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
 from librmq.filter import Policy, WatchedPredicate
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ConsumeDirectly,
@@ -175,7 +175,7 @@ class Fetcher:
         stores = self._is_clustering and not (assigned.may_be_passed or assigned.is_chosen)
         return assigned.progress if stores and assigned.progress else None
 
-    def _take(self, assigned: AssignedQueue, message: StoredMessage, min_offset: int, max_offset: int) -> int | None:
+    def _take(self, assigned: AssignedQueue, raw: bytes, min_offset: int, max_offset: int) -> int | None:
         """Begin the next message of a held pull in the thread that stores it, if no listener runs.
 
         While one runs, messages gather, and a pull gets them together. Return the progress to store, 0 for none; None
@@ -196,7 +196,7 @@ class Fetcher:
             return None
         delivery, now_ms = consumer.delivery, consumer.runner.now_ms()
         try:
-            if not delivery.try_begin(assigned, message, (min_offset, max_offset), now_ms):
+            if not delivery.try_begin(assigned, raw, (min_offset, max_offset), now_ms):
                 return None
             assigned.next_offset = max_offset
             assigned.pulled_timestamp_ms = now_ms
@@ -247,7 +247,7 @@ class Fetcher:
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
         delivery, bounds = self._consumer.delivery, (response.min_offset, response.max_offset)
-        if len(messages) != 1 or not delivery.try_begin(assigned, messages[0], bounds, now_ms):
+        if len(messages) != 1 or not delivery.try_begin(assigned, messages[0].raw, bounds, now_ms):
             count = assigned.messages.put(messages, *bounds)
             if count:
                 delivery.pulled(assigned, count, now_ms)

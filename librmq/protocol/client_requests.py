@@ -193,10 +193,10 @@ class PullMessage(Request[PullResponse]):
     notify: Callable[[], None] | None = None
     stay: bool = False
     """Keep ``notify`` for the next messages even if this pull finds some, unless the next are already stored."""
-    take: Callable[[StoredMessage, int, int], int | None] | None = None
-    """Called with a matching message and the queue's minimum and maximum offset, in place of ``notify``, when that
-    message is the only one after those pulled. The call begins it and returns the progress to store, 0 for none; the
-    pull stays held. Or it returns None: then ``notify`` is called, and a pull gets the message."""
+    take: Callable[[bytes, int, int], int | None] | None = None
+    """Called with the record of a matching message and the queue's minimum and maximum offset, in place of ``notify``,
+    when that message is the only one after those pulled. The call begins it and returns the progress to store, 0 for
+    none; the pull stays held. Or it returns None: then ``notify`` is called, and a pull gets the message."""
     subscription_version: int | None = None
     """The least version that the subscription in the group's heartbeats must have, unless None."""
     joined: bool = False

@@ -61,7 +61,7 @@ class ProcessQueueMachine(RuleBasedStateMachine):
         """Pull a message and begin it immediately, unless others precede it or the queue already had it."""
         queue_offset = max(0, self.largest + gap)
         bounds = (1, queue_offset + 3)
-        message = self.real.put_and_take(record(queue_offset, size), bounds)
+        message = self.real.put_and_take(record(queue_offset, size).raw, bounds)
         if self.waiting or queue_offset <= self.largest:
             assert message is None
             return

@@ -156,7 +156,7 @@ class PullHandler:
     def _hand_over(
         self,
         request: PullMessage,
-        take: Callable[[StoredMessage, int, int], int | None],
+        take: Callable[[bytes, int, int], int | None],
         selection: Selection,
         arrived: AppendResult,
     ) -> bool:
@@ -173,10 +173,11 @@ class PullHandler:
                 return False
         except BrokerError:
             return False
-        raw = self._store.log.read(arrived.physical_offset, arrived.size)
-        if raw is None:
+        # The call that stores the message has just written the record, so it is not checked again.
+        raw = self._store.log.data_at(arrived.physical_offset, arrived.size)
+        if len(raw) != arrived.size:
             return False
-        progress = take(StoredMessage(raw), begin, end)
+        progress = take(raw, begin, end)
         if progress is None:
             return False
         if progress and not self._is_replica:
