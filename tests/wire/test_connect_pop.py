@@ -16,7 +16,7 @@ from librmq.errors import MalformedError, ReceiptError
 from librmq.protocol import CancelReceive, Receive, ReceiveResponse
 from librmq.runtime.runner import AT_ONCE, Step
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote.pop import PopReceives
+from librmq.wire.remote.consumer_requests import PopReceives
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to, encode
 from librmq.wire.remoting.headers import RequestCode

@@ -31,7 +31,7 @@ from librmq.wire.remote.connection import (
     dial_by_tcp,
     is_held_here,
 )
-from librmq.wire.remote.long_pulls import LongPulls
+from librmq.wire.remote.consumer_requests import LongPulls
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.frames import Frame, FrameSocket, answer_to, encode
 from tests.interrupting import at_each_call

@@ -1,6 +1,6 @@
 """What a broker asks of its clients: frames to requests of `librmq.protocol`, and results to answers.
 
-Mirrors ``ClientRemotingProcessor``.
+Also the heartbeats of clients that share an id. Mirrors ``ClientRemotingProcessor``.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any, Final, TypeVar
 
 from librmq.errors import ClientStateError, MalformedError, RmqError
 from librmq.message.ids import parse_host
@@ -24,13 +25,17 @@ from librmq.protocol import (
     ConsumersChanged,
     DescribeInstance,
     DirectlyConsumed,
+    Endpoint,
     Heartbeat,
     HeldQueue,
     InstanceState,
     ReplyArrived,
+    Request,
     ResetOffsets,
     ResponseCode,
+    SaveProgress,
     SendMessage,
+    Unregister,
 )
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
@@ -50,6 +55,7 @@ from librmq.wire.remoting.headers import (
     ResetOffsetHeader,
 )
 
+R = TypeVar("R")
 _log = EventLog("librmq.wire")
 _MOST_WAITING: Final = 256 << 20  # bytes of a broker's requests
 _REQUEST_SIZE: Final = 1 << 10  # without its body
@@ -271,3 +277,73 @@ def _stacks() -> str:
         text += [f"    {call.name} ({call.filename}:{call.lineno})\n" for call in calls]
         text.append("\n")
     return "".join(text)
+
+
+# ---- heartbeats of clients that share an id
+
+# A connection belongs to an id, and a broker takes the last heartbeat of a connection for all that its client does. So
+# clients of one id, such as the producer and the consumer of one ``instance_name``, send theirs as one, as Java's
+# `MQClientInstance` does for the producers and consumers of its process.
+
+_OF_CONSUMERS = ConsumersChanged | ResetOffsets | ConsumerOffsets | SaveProgress | DescribeInstance | ConsumeDirectly
+
+
+class _ClientsOfOneId:
+    """Passes a request on to the client of its group; one without a group goes to all."""
+
+    def __init__(self, heartbeats: Iterable[Heartbeat]) -> None:
+        self.heartbeats = tuple(heartbeats)
+
+    def call(self, request: Request[R], /) -> R:
+        answers = [beat.client.call(request) for beat in self.heartbeats if _is_for(request, beat)]
+        if not answers:
+            raise ClientStateError(f"{self.heartbeats[0].client_id} is in no group that {request} names")
+        return answers[-1]
+
+
+def join(before: Heartbeat | None, heartbeat: Heartbeat) -> Heartbeat:
+    """Return what an id stands for after a heartbeat, which takes its groups over from other clients of the id."""
+    others = [] if before is None else [part for part in _parts(before) if part.client is not heartbeat.client]
+    for group in heartbeat.producer_groups:
+        others = [left for part in others if (left := leave(part, Unregister(part.client_id, group)))]
+    for data in heartbeat.consumers:
+        leaving = Unregister(heartbeat.client_id, consumer_group=data.group)
+        others = [left for part in others if (left := leave(part, leaving))]
+    return _joined([*others, *_parts(heartbeat)])
+
+
+def leave(heartbeat: Heartbeat, request: Unregister) -> Heartbeat | None:
+    """Return a heartbeat without the group that its client leaves; None if it has no other."""
+    left = []
+    for part in _parts(heartbeat):
+        producers = part.producer_groups - {request.producer_group}
+        consumers = tuple(data for data in part.consumers if data.group != request.consumer_group)
+        if producers or consumers:
+            left.append(replace(part, producer_groups=producers, consumers=consumers))
+    return _joined(left) if left else None
+
+
+def _parts(heartbeat: Heartbeat) -> tuple[Heartbeat, ...]:
+    client: Endpoint = heartbeat.client
+    return client.heartbeats if isinstance(client, _ClientsOfOneId) else (heartbeat,)
+
+
+def _joined(parts: list[Heartbeat]) -> Heartbeat:
+    if len(parts) == 1:
+        return parts[0]
+    checking = [part.checking_groups for part in parts if part.checking_groups is not None]
+    return Heartbeat(
+        parts[0].client_id,
+        _ClientsOfOneId(parts),
+        frozenset[str]().union(*(part.producer_groups for part in parts)),
+        tuple(data for part in parts for data in part.consumers),
+        reduce(frozenset.union, checking) if checking else None,
+    )
+
+
+def _is_for(request: Request[Any], heartbeat: Heartbeat) -> bool:
+    if isinstance(request, CheckTransaction):
+        return request.group in heartbeat.producer_groups
+    if isinstance(request, _OF_CONSUMERS):
+        return any(data.group == request.group for data in heartbeat.consumers)
+    return True

@@ -69,11 +69,9 @@ from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step
 from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote.administration import ANSWERS
-from librmq.wire.remote.client_requests import ClientRequests
+from librmq.wire.remote.client_requests import ClientRequests, join, leave
 from librmq.wire.remote.connection import Connections, Transport
-from librmq.wire.remote.heartbeats import join, leave
-from librmq.wire.remote.long_pulls import HeldReceives, LongPulls
-from librmq.wire.remote.pop import PopReceives
+from librmq.wire.remote.consumer_requests import HeldReceives, LongPulls, PopReceives
 from librmq.wire.remoting.bodies import group_clients_of, read_body, table_in
 from librmq.wire.remoting.codec import FORMS, SentFrame, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting.frames import Frame, version_name
