@@ -31,7 +31,7 @@ from librmq.errors import (
 )
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue
-from librmq.message.properties import PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, priority_of
+from librmq.message.properties import PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, PROPERTY_WAIT, priority_of
 from librmq.message.topics import AUTO_CREATE_TOPIC, RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -140,6 +140,8 @@ class TopicQueues(NamedTuple):
     """The queues at the client's own site."""
     broker: InProcess | None
     """The broker of all queues, if it stores usual messages without a request."""
+    remote: Endpoint | None
+    """The broker of all queues, if it is in another process."""
     next_queue: Callable[[], MessageQueue]
     """Returns the next of the queues."""
 
@@ -211,22 +213,29 @@ class PublishRoutes:
             turns = RoundRobin(self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)]))
         site = self.client.site
         near = () if site is None else tuple(queue for queue in queues if site_of(queue.broker_name) == site)
-        topic_queues = TopicQueues(queues, turns, near, self._sole_broker(queues), partial(turns.next_queue, queues))
+        broker = self._sole_broker(queues)
+        topic_queues = TopicQueues(
+            queues,
+            turns,
+            near,
+            broker if isinstance(broker, InProcess) else None,
+            cast("Endpoint", broker) if isinstance(broker, SendsLater) else None,
+            partial(turns.next_queue, queues),
+        )
         with self._runner.lock:
             if not is_new and version == self._version:  # the created topic can have another number of queues
                 self.topics[topic] = topic_queues
         return topic_queues
 
-    def _sole_broker(self, queues: Sequence[MessageQueue]) -> InProcess | None:
-        """Return the broker that has all queues and stores usual messages without a request; None without one."""
+    def _sole_broker(self, queues: Sequence[MessageQueue]) -> object:
+        """Return the broker that has all queues; None without one."""
         names = {queue.broker_name for queue in queues}
         if len(names) > 1:
             return None
         try:
-            endpoint = self._route.endpoint(names.pop())
+            return self._route.endpoint(names.pop())
         except RmqError:  # a try of a send gets the error
             return None
-        return endpoint if isinstance(endpoint, InProcess) else None
 
     def named_queue(self, topic: str, queue: MessageQueue | int) -> MessageQueue:
         """Return the queue that a caller names; its number is enough if only one broker has the topic."""
@@ -296,6 +305,7 @@ _RETRIED: Final = frozenset(
 _PRIORITY: Final = PROPERTY_PRIORITY
 _COMPRESSED: Final = record.COMPRESSED | record.COMPRESSION_ZLIB
 _UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
+_WAIT: Final = PROPERTY_WAIT
 _OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
 _RUNNING: Final = State.RUNNING
 
@@ -515,11 +525,11 @@ class Sender:
                     self._metrics.count("send_retries", topic=queue.topic)
 
     def send_plain(self, message: Message, timeout_ms: float) -> SendResult | None:
-        """Let a broker of this process store a usual message without a request; None if a request has to send it."""
+        """Send a usual message to the only broker of its topic with less work; None if `send` has to do it."""
         queues, body = self._topics.get(message.topic), message.body
         if (
             queues is None
-            or queues.broker is None
+            or (queues.broker is None and queues.remote is None)
             or not 0 < len(body) < self._plain_size
             or message._delays is not None
             or self._hooks
@@ -531,6 +541,8 @@ class Sender:
         if unique_id is None:
             unique_id = properties[_UNIQUE_KEY] = self._client.unique_ids.next(begin_ms)
         copy = Message.from_parts(message.topic, body, message.flag, properties)
+        if queues.broker is None:
+            return self._send_remotely(copy, queues, begin_ms, timeout_ms)
         try:
             place = queues.broker.store_plain(copy, queues.next_queue, begin_ms, self._client.host)
         except RmqError:  # the request gets the error that says why, or another broker stores the message
@@ -542,6 +554,35 @@ class Sender:
             raise _too_late(queue, self._now_ms() - begin_ms)
         result: SendResult = _new_result(SendResult, (_OK, unique_id, offset_id, queue, queue_offset, None, None))
         return result
+
+    def _send_remotely(
+        self, message: Message, queues: TopicQueues, begin_ms: int, timeout_ms: float
+    ) -> SendResult | None:
+        """Send a usual message to a broker over a connection, and after a failed try like `send`."""
+        properties = message.properties
+        remote = queues.remote
+        if remote is None or _PRIORITY in properties:
+            return None
+        if _WAIT not in properties:
+            properties[_WAIT] = "true"
+        queue, client, defaults = queues.next_queue(), self._client, self.config.default_topic_queues
+        request = SendMessage(
+            self._group, message, queue.queue_id, begin_ms, client.host, 0, defaults, timeout_ms=timeout_ms
+        )
+        failure: Exception | None = None
+        result: SendResult | None = None
+        try:
+            response = remote.call(request)
+            self._check_time(queue, request, timeout_ms)
+        except (BrokerError, BrokerUnreachableError) as error:
+            if not _is_retried(error):
+                raise
+            failure = error
+        else:
+            result = self._result_of(message, queue, request, response)
+            if result.status is _OK or not self.config.retry_another_broker_when_not_ok:
+                return result
+        return self.send(message, timeout_ms, first=(begin_ms, queue.broker_name, failure, result))
 
     def send(
         self,

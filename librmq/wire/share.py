@@ -411,8 +411,7 @@ class SharedBroker(AdministeredRoute):
         if isinstance(request, SendLater):
             request.explain = link.explained
             return self.link is link and endpoint.call(request)
-        if until_s is None:
-            until_s = SystemClock().monotonic() + self._timeout_of(request)
+        begin_s = SystemClock().monotonic()
         if self.link is not link:
             return self._call_next(request, until_s)
         if link.is_silent and is_held_here(self.runner.lock) and (stopped := link.stopped_error()) is not None:
@@ -423,6 +422,8 @@ class SharedBroker(AdministeredRoute):
             return endpoint.call(request)
         except BrokerUnreachableError as error:
             link.is_silent = True
+            if until_s is None:
+                until_s = begin_s + self._timeout_of(request)
             if not self._is_lost(link, until_s - SystemClock().monotonic()):
                 raise link.explained(error) from error
             if type(request) in _STORES and not isinstance(error, RequestNotSentError):

@@ -418,11 +418,14 @@ def test_a_caller_whose_answer_another_thread_has_read_does_not_read(monkeypatch
     assert True not in late
 
 
-def test_a_socket_that_is_closed_before_a_caller_waits_for_it() -> None:
+@pytest.mark.parametrize("is_brief", [True, False])
+def test_a_socket_that_is_closed_before_a_caller_waits_for_it(is_brief: bool) -> None:
     """Another thread has closed it at the end of the connection, before the caller has an outcome."""
     ours, others = socket.socketpair()
     with others:
         stream = FrameSocket(ours)
+        if is_brief:
+            stream.look_briefly(0.001)
         stream.close()
         assert stream.wait(0)
         with pytest.raises(OSError, match="Bad file descriptor"):

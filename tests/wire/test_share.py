@@ -615,6 +615,7 @@ def full(error: Exception) -> Callable[[SharedBroker], object]:
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("librmq.store.MessageStore.check_room", refuse)
+            patched.setattr("librmq.store.handle.StoreHandle.has_room", lambda *_: False)
             return shared.call(_send(Message("orders", b"x")))
 
     return send

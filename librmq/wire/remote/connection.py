@@ -325,6 +325,7 @@ class Connection:
         self.address = address
         self._silent_s = silent_s
         self._stream = stream
+        stream.look_briefly(_LOOK_S)
         self._keys = keys
         self._requested = requested
         self._lost = lost
@@ -625,7 +626,8 @@ class Connection:
         if received:
             self._received += 1
             try:
-                self._arrived(self._frames.feed(received))
+                only = self._frames.read_only(received)
+                self._arrived(self._frames.feed(received) if only is None else (only,))
             except MalformedError as error:
                 why = f"the server sends no frames: {error}"
             else:

@@ -11,6 +11,7 @@ Mirrors ``RemotingCommand`` and ``RocketMQSerializable``.
 
 from __future__ import annotations
 
+import _socket
 import json
 import json.encoder
 import math
@@ -49,7 +50,8 @@ LANGUAGES: Final = (
 
 _IS_ANSWER: Final = 1
 _IS_ONE_WAY: Final = 2
-_PREFIX: Final = struct.Struct(">iI")
+PREFIX: Final = struct.Struct(">iI")
+"""Length of a frame, and type and length of its header."""
 _LENGTH: Final = struct.Struct(">i")
 _BINARY: Final = struct.Struct(">hbhii")
 _SHORT: Final = struct.Struct(">h")
@@ -156,7 +158,7 @@ def framed(header: bytes, body: bytes, kind: int = 0) -> bytes:
     length = 4 + len(header) + len(body)
     if length > MAX_FRAME:
         raise MalformedError(f"a frame of {length:,} bytes: expected at most {MAX_FRAME:,}")
-    return b"".join((_PREFIX.pack(length, kind << 24 | len(header)), header, body))
+    return b"".join((PREFIX.pack(length, kind << 24 | len(header)), header, body))
 
 
 class FrameReader:
@@ -176,6 +178,15 @@ class FrameReader:
     def held(self) -> int:
         """Bytes of the incomplete frame."""
         return len(self._held)
+
+    def read_only(self, received: bytes) -> Frame | None:
+        """Return the frame that ``received`` is, if it can be read faster; None if `feed` has to take the bytes."""
+        if self._held or self._known is None or len(received) < PREFIX.size:
+            return None
+        length, size = PREFIX.unpack_from(received)
+        if length != len(received) - 4 or not 0 < size <= length - 4:
+            return None
+        return self._known(received[8 : 8 + size], received[8 + size :])
 
     def feed(self, received: bytes) -> Iterator[Frame]:
         """Yield the frames that ``received`` completes.
@@ -493,6 +504,7 @@ class FrameSocket:
         if hasattr(select, "poll"):
             self._poll = select.poll()
             self._poll.register(connected, select.POLLIN)
+        self._is_brief = False  # whether `look_briefly` was called, and the socket can do so
         self._write_lock = Lock()
         self._unsent = b""
         """What `write_now` has left to `write`."""
@@ -519,6 +531,12 @@ class FrameSocket:
         """
         connected = self._socket
         if not isinstance(connected, ssl.SSLSocket):
+            while self._is_brief and not flags:
+                try:
+                    return connected.recv(size)
+                except BlockingIOError:  # the time of `look_briefly` is over
+                    assert self._poll is not None
+                    self._poll.poll()
             return connected.recv(size, flags)
         while True:
             try:
@@ -527,6 +545,12 @@ class FrameSocket:
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as want:
                 _wait(connected, want, self._idle_s)
 
+    def look_briefly(self, seconds: float) -> None:
+        """Let `wait` take less processor time, where the socket can, and no longer than this, whatever its argument."""
+        # A socket of gevent, which is none of the system's module, would wait on.
+        if self.can_poll and isinstance(self._socket, _socket.socket):
+            self._is_brief = limit_time(self._socket, socket.SO_RCVTIMEO, seconds)
+
     @property
     def can_poll(self) -> bool:
         """Whether `wait` and `write_now` work: not under TLS, which has buffers of its own, nor on Windows."""
@@ -534,6 +558,14 @@ class FrameSocket:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until `receive` need not wait; return False after some time. Called by one thread at a time."""
+        if self._is_brief:
+            try:
+                self._socket.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return False
+            except OSError:  # `receive` raises it
+                return True
+            return True
         assert self._poll is not None
         return bool(self._poll.poll(math.ceil(1000 * timeout_s)))
 
@@ -593,11 +625,16 @@ class FrameSocket:
             self._socket.close()
 
 
-def limit_time(connected: socket.socket, option: int, seconds: float) -> None:
-    """Let blocking calls on a socket fail after some time; ``option`` is ``SO_RCVTIMEO`` or ``SO_SNDTIMEO``."""
+def limit_time(connected: socket.socket, option: int, seconds: float) -> bool:
+    """Let blocking calls on a socket fail after some time; ``option`` is ``SO_RCVTIMEO`` or ``SO_SNDTIMEO``.
+
+    Return whether the system does that.
+    """
     whole_s = int(seconds)
     with suppress(OSError, struct.error):  # systems other than Linux and macOS expect another form
         connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole_s, int(1e6 * (seconds - whole_s))))
+        return True
+    return False
 
 
 def _wait(connected: ssl.SSLSocket, want: ssl.SSLError, timeout_s: float) -> None:

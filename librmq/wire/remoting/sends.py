@@ -8,9 +8,11 @@ Mirrors ``SendMessageProcessor``, ``EndTransactionProcessor`` and ``ReplyMessage
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import repeat
 from typing import Final
 
 from librmq.broker import Broker
@@ -18,7 +20,7 @@ from librmq.clock import moves_by_itself
 from librmq.errors import BrokerBusyError, BrokerUnreachableError, MalformedError, MessageIllegalError, RmqError
 from librmq.message.batch import check_batch_size, decode_batch
 from librmq.message.ids import Host, RecallHandle, format_host
-from librmq.message.message import Message
+from librmq.message.message import Message, MessageQueue
 from librmq.message.properties import (
     PROPERTY_PUSH_REPLY_TIME,
     PROPERTY_REPLY_TO_CLIENT,
@@ -41,7 +43,16 @@ from librmq.runtime.locks import Lock
 from librmq.scheduling.timer_config import DELIVER_MS
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting.codec import sent_reply
-from librmq.wire.remoting.frames import SMALL_NUMBERS, Frame, answer_form, framed, from_fields, to_fields
+from librmq.wire.remoting.frames import (
+    PREFIX,
+    SMALL_NUMBERS,
+    VERSION,
+    Frame,
+    answer_form,
+    framed,
+    from_fields,
+    to_fields,
+)
 from librmq.wire.remoting.headers import (
     REQUESTS,
     PushedReplyHeader,
@@ -88,6 +99,16 @@ def plain_request(frame: Frame, born_host: Host, now_ms: int | None) -> SendMess
         return None
 
 
+_match_plain: Final = re.compile(
+    rb'{"code":310,"extFields":{"a":"[ !#-\[\]-~]+","b":"([ !#-\[\]-~]+)","c":"TBW102","d":"[0-9]{1,4}",'
+    rb'"e":"([0-9]{1,3})","f":"0","g":"([0-9]{1,18})","h":"([0-9]{1,9})","i":"([^"\x00-\x1f]*)","j":"0","k":"false","m":"false"},"flag":0,'
+    rb'"language":"PYTHON","opaque":(0|[1-9][0-9]{0,8}),"serializeTypeCurrentRPC":"JSON","version":%d}' % VERSION
+).fullmatch
+"""Matches the headers of usual sends, in all their bytes, as librmq's clients write them."""
+_turns: Final = [repeat(MessageQueue("", "", number)).__next__ for number in range(1000)]
+"""What returns a queue of each number that `_match_plain` finds."""
+_CLOCKS_MS: Final = 100
+"""Clients whose clocks differ more have their sends answered by `Sends.send_all`."""
 _MARKS: Final = "msgid", 10101010, 20202020
 _FORM: Final = answer_form(SentHeader(*_MARKS), None, _MARKS)
 
@@ -146,6 +167,40 @@ class Sends:
 
         values = {"b": PLAIN_TEXT, "e": NUMBER, "g": NUMBER, "i": TEXT}
         return HeaderPattern(_BY_LETTERS, values, parse, fill)
+
+    def answer_plain(self, channel: Channel, received: bytes) -> bytes | None:
+        """Store the message of a usual frame of librmq's clients that came alone; return its answer.
+
+        None: nothing was stored, and `send_all` has to answer.
+        """
+        length, size = PREFIX.unpack_from(received) if len(received) > PREFIX.size else (0, 0)
+        if length != len(received) - 4 or channel.endpoint is not self._broker:
+            return None
+        match = _match_plain(received, 8, 8 + size)
+        if match is None:
+            return None
+        topic, queue_id, born, flag, properties, opaque = match.groups()
+        try:
+            text = properties.decode()
+            if "\\" in text:
+                text = text.replace("\\u0001", "\1").replace("\\u0002", "\2")
+                if "\\" in text:
+                    return None
+            body, begin_ms = received[8 + size :], self._now_ms()
+            born_ms = int(born) if self._is_real_time else begin_ms
+            if abs(begin_ms - born_ms) > _CLOCKS_MS:  # by the born time the store looks for room only now and then
+                return None
+            message = Message.from_parts(str(topic, "ascii"), body, int(flag), decode_properties(text))
+            stored = self._broker.store_plain(message, _turns[int(queue_id)], born_ms, channel.peer)
+        except (RmqError, ValueError):  # the complete reader and the broker's request get the error for clients
+            return None
+        if stored is None:
+            return None
+        queue, queue_offset, offset_id = stored
+        now_ms = self._now_ms()
+        self._rates.took("put", now_ms - begin_ms)
+        self._rates.count("put", message.topic, now_ms, 1, len(body))
+        return framed((_FORM % (offset_id, queue.queue_id, queue_offset, int(opaque))).encode(), b"")
 
     def send(self, call: RemotingCall) -> bytes:
         """Store a message or a batch."""

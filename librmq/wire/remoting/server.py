@@ -356,6 +356,14 @@ class FrameAnswers:
         """Return a fast reader for the headers of one connection."""
         return KnownHeaders((self._sends.pattern(peer), PULLS))
 
+    def write_plain(self, channel: Channel, received: bytes) -> bool:
+        """Answer the frame of a usual send that came alone; return False, and do nothing, for anything else."""
+        answer = self._sends.answer_plain(channel, received) if len(received) <= _COUNTED else None
+        if answer is None:
+            return False
+        channel.write(answer)
+        return True
+
     def write(self, channel: Channel, frames: list[Frame]) -> None:
         """Answer frames that came together, by writing to their channel."""
         answers: list[bytes] = []
@@ -649,6 +657,8 @@ class RemotingServer(Closing):
             if self._tls is not None:
                 channel.begin_tls(self._tls)
             while channel.is_open and (received := channel.receive(_RECEIVED)):
+                if has_asked and not reader.held and self._answers.write_plain(channel, received):
+                    continue
                 held = reader.held + len(received)
                 if held > _COUNTED:
                     self._count(channel, held, has_asked=has_asked)

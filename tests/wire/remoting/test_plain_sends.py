@@ -6,20 +6,22 @@ import socket
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from librmq import Broker, BrokerConfig, StoreConfig
+from librmq import Broker, BrokerConfig, Message, StoreConfig
 from librmq.clock import ManualClock
 from librmq.files import MemoryFiles
 from librmq.files.interface import Files
-from librmq.protocol import ResponseCode, SendTogether
+from librmq.protocol import ResponseCode, SendMessage, SendTogether
 from librmq.runtime.runner import ManualRunner
 from librmq.testing import FailingFiles
 from librmq.wire.remoting.channels import Channel, answer_of, answering, tried
+from librmq.wire.remoting.codec import send_frame
 from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting.headers import REQUESTS, SendHeader
 from librmq.wire.remoting.headers import RequestCode as Code
@@ -99,6 +101,15 @@ def test_sends_together_are_as_each_alone(frames: list[Frame]) -> None:
         handlers = answering([producing.handlers])
         assert together == [answer_of(handlers, channel, frame) for frame in FrameReader().feed(raw)]
         assert stored == records(broker)
+    with served() as (broker, producing, channel):
+        assert together == [answer_alone(producing, channel, frame) for frame in FrameReader().feed(raw)]
+        assert stored == records(broker)
+
+
+def answer_alone(producing: Sends, channel: Channel, frame: Frame) -> bytes | None:
+    """Return the answer to a frame that came alone, by the fast path for librmq's clients if it takes the frame."""
+    raw = encode(replace(frame, language="PYTHON"))
+    return producing.answer_plain(channel, raw) or producing.send_all(channel, [*FrameReader().feed(raw)])[0][1]
 
 
 HEADER = (
@@ -175,6 +186,78 @@ def test_a_known_header_is_read_as_a_new_one(old: str, new: str) -> None:
             errors = [str(each) for each in found if isinstance(each, Exception)]
             asked.append(([answer for _, answer in answers], [frame.flag for frame in frames], errors, records(broker)))
     assert asked[0] == asked[1]
+
+
+PLAIN = Message.from_parts("t", b"x", 7, {"UNIQ_KEY": "k", "TAGS": "größe", "WAIT": "true"})
+OF_PLAIN = {
+    "as it is": ("", ""),
+    "a backslash": ("UNIQ_KEY", "UNIQ\\\\KEY"),
+    "a backslash before a mark": ("UNIQ_KEY", "UNIQ_KEY\\\\u0001"),
+    "a quote in the properties": ("UNIQ_KEY", '\\"e\\":\\"2'),
+    "a control character": ("UNIQ_KEY", "\x01"),
+    "half a character": ("UNIQ_KEY", "\\ud800"),
+    "a delay": ("TAGS", "DELAY"),
+    "a delivery time": ("TAGS", "TIMER_DELIVER_MS"),
+    "no such queue": ('"e":"1"', '"e":"9"'),
+    "a queue with zeros": ('"e":"1"', '"e":"001"'),
+    "the queue twice": ('"e":"1"', '"e":"1","e":"3"'),
+    "another topic": ('"b":"t"', '"b":"other"'),
+    "a topic of the broker": ('"b":"t"', '"b":"SCHEDULE_TOPIC_XXXX"'),
+    "a control character in the topic": ('"b":"t"', '"b":"t\x1f"'),
+    "a topic in other letters": ('"b":"t"', '"b":"ť"'),
+    "another default topic": ("TBW102", "like"),
+    "a flag": ('"f":"0"', '"f":"8"'),
+    "too large a flag": ('"h":"7"', '"h":"9999999999"'),
+    "a large flag": ('"h":"7"', '"h":"999999999"'),
+    "a resend": ('"j":"0"', '"j":"1"'),
+    "a batch": ('"m":"false"', '"m":"true"'),
+    "one way": ('"flag":0', '"flag":2'),
+    "an answer": ('"flag":0', '"flag":1'),
+    "another language": ("PYTHON", "GO"),
+    "a number with zeros": ('"opaque":5', '"opaque":05'),
+    "more after the end": ("401}", "401}]"),
+}
+
+
+@many
+@pytest.mark.parametrize(("old", "new"), OF_PLAIN.values(), ids=OF_PLAIN)
+def test_a_usual_send_that_comes_alone_is_stored_as_others(old: str, new: str) -> None:
+    frame = send_frame(SendMessage("p", PLAIN, 1, BEGIN_MS, ("127.0.0.1", 5)))
+    frame.opaque = 5
+    header = frame.json_header().decode()
+    assert old in header
+    asked = []
+    for is_alone in (True, False):
+        with served() as (broker, producing, channel):
+            answers: list[bytes | None] = []
+            for each in (header, header.replace(old, new), header):
+                raw = each.encode()
+                raw = (len(raw) + 5).to_bytes(4) + len(raw).to_bytes(4) + raw + b"x"
+                answer = producing.answer_plain(channel, raw) if is_alone else None
+                if answer is None:
+                    read = tried(lambda _, raw: [*FrameReader().feed(raw)], channel, raw)
+                    frames = (
+                        [read_frame for read_frame in read if not read_frame.is_answer] if type(read) is list else []
+                    )
+                    answers += [answer for _, answer in producing.send_all(channel, frames)]
+                else:
+                    answers.append(answer)
+            assert producing.answer_plain(channel, raw) is not None  # the topic is ready now
+            assert producing.answer_plain(channel, raw + raw) is None
+            assert producing.answer_plain(channel, raw[:-1]) is None
+            assert producing.answer_plain(channel, raw[:5]) is None
+            asked.append((answers, records(broker)))
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize("born_ms", [BEGIN_MS - 60_000, BEGIN_MS + 60_000])
+def test_a_full_disk_is_seen_whatever_a_clients_clock_says(born_ms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker looks for room by the time of its own clock."""
+    monkeypatch.setattr(ManualClock, "moves_by_itself", True)
+    with served() as (_, producing, channel):
+        raw = encode(send_frame(SendMessage("p", PLAIN, 1, born_ms, ("127.0.0.1", 5))))
+        producing.send_all(channel, [*FrameReader().feed(raw)])
+        assert producing.answer_plain(channel, raw) is None
 
 
 def test_long_headers_are_not_kept() -> None:
