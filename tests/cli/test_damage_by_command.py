@@ -17,6 +17,8 @@ import pytest
 from librmq import Broker, ManualClock, ManualRunner, Message, Producer, StoreConfig
 from librmq.columns import reader
 from librmq.errors import RmqError
+from tests import budget
+from tests.budget import many
 from tests.cli.stand import Shell
 from tests.log_parser import parse
 from tests.reference import CHECKOUT
@@ -246,6 +248,7 @@ def table() -> dict[str, dict[str, str]]:
     return {}
 
 
+@many
 @pytest.mark.parametrize("name", DAMAGES)
 def test_each_command_has_one_of_four_answers(
     shell: Shell, sound: Path, whole: Answers, table: dict[str, dict[str, str]], name: str
@@ -318,10 +321,14 @@ def test_spark_answers_as_columns_do(tmp_path: Path, sound: Path) -> None:
 
 
 def test_the_page_has_this_table(table: dict[str, dict[str, str]]) -> None:
-    assert len(table) == len(DAMAGES), "this test needs those before it"
+    assert "none" in table, "this test needs those before it"
     text = rendered(table)
     page = PAGE.read_text("utf-8")
     assert "<!-- damage by command -->" in page
+    if budget.run.quick:  # it has some of the rows
+        assert set(text.splitlines()) <= set(page.splitlines()), "LIBRMQ_WRITE_TABLE=1 writes the table"
+        return
+    assert len(table) == len(DAMAGES)
     written = _MARKED.sub(lambda match: match[1] + text + match[2], page)
     if os.environ.get("LIBRMQ_WRITE_TABLE"):
         PAGE.write_text(written, "utf-8")

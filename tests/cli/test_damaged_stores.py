@@ -12,6 +12,7 @@ import pytest
 from librmq import Broker, BrokerConfig, CorruptionError, ManualClock, Message, MessageStore, StoreConfig
 from librmq.columns import reader
 from librmq.store.condition import Wholeness
+from tests.budget import some
 from tests.cli.stand import Shell
 from tests.stores import START_MS
 
@@ -156,7 +157,7 @@ def test_reads_say_that_sound_records_follow(shell: Shell, damaged: tuple[Path, 
     path, end = damaged
     recovered = shutil.copytree(path, path.with_name("recovered"))
     shell("recover", recovered)
-    for words in READS:
+    for words in some(READS):
         answer = shell(words[0], path, *words[1:])
         assert answer.status == 1, words
         assert f"the log ends at {end}; " in answer.said, words
@@ -231,7 +232,7 @@ def test_a_torn_end_is_read_as_recovery_leaves_it(filled: Path, shell: Shell) ->
     log = min((path / "commitlog").iterdir())
     raw = log.read_bytes()
     log.write_bytes(raw.replace(b"body 139", b"bodi 139"))
-    for words in [*READS, ["export", "-o", "out.jsonl"]]:
+    for words in [*some(READS), ["export", "-o", "out.jsonl"]]:
         answer = shell(words[0], path, *words[1:])
         assert (answer.status, "sound records" in answer.said) == (0, False)
     assert shell("count", path).rows[0]["messages"] == MESSAGES - 1
@@ -251,7 +252,7 @@ def test_bytes_behind_the_end_of_a_killed_store_are_its_end(filled: Path, shell:
     (path / "abort").touch()
     assert "damage" not in kinds(shell, path, "--verify")
     assert shell("extract", path, "-o", "small").rows[0]["messages"] == MESSAGES
-    assert [shell(words[0], path, *words[1:]).status for words in READS] == [0] * len(READS)
+    assert {shell(words[0], path, *words[1:]).status for words in some(READS)} == {0}
 
 
 @pytest.mark.parametrize("kind", ["consumequeue", "index"])
@@ -285,7 +286,7 @@ def test_reads_say_that_queues_lead_beyond_the_log(shell: Shell, orders: Path, w
     if writer == "a broker":
         (orders / "librmq" / "closed.json").unlink()
     whole_end = remove_end(orders)
-    for words in (*READS, ["dump"], ["dump", "--all"]):
+    for words in (*some(READS), ["dump"], ["dump", "--all"]):
         answer = shell(words[0], orders, *words[1:])
         assert answer.status == 1, words
         assert f"queues have entries up to {whole_end}, beyond the log's end: copy the missing end" in answer.said

@@ -13,6 +13,7 @@ from librmq import Broker, StoreConfig
 from librmq.errors import NotAStoreError
 from librmq.store import MessageStore
 from tests import budget
+from tests.budget import many
 from tests.cli.stand import Shell
 from tests.reference import existing
 from tests.stores_of_5 import KINDS, add_database, keep_queues_elsewhere, state_of
@@ -114,6 +115,7 @@ def files_in(folder: Path) -> list[tuple[str, bytes]]:
     ]
 
 
+@many
 def test_reading_commands_print_the_same(stores: Shell) -> None:
     known = message_of(stores)
     commands = [["store" if word == "STORE" else known.get(word, word) for word in words.split()] for words in READING]

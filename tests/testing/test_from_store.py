@@ -365,6 +365,7 @@ def test_explored_schedules_begin_with_the_store(source: Path) -> None:
         explore(booked_once, seed=seed, store=source, topics=["orders"], groups=["billing"])
 
 
+@pytest.mark.slow
 def test_a_failing_schedule_is_shown_with_the_fewest_messages(
     start: StoreStart, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
