@@ -43,8 +43,12 @@ QUICK_EXTRAS = frozenset(
 CHECK_EXTRAS = QUICK_EXTRAS | {"docs", "jvm", "spark", "test-spark"}
 SITE_EXTRAS = (QUICK_EXTRAS - {"test"}) | {"docs"}
 
-IN_PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder")
-"""One process for each core; the latter of two equal pytest options counts, as in ``./check -n 0``."""
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+IN_PARALLEL = ("-n", str(min(CORES + 1, 8)), "--dist", "loadgroup", "--no-loadscope-reorder")
+"""One process more than there are cores, because tests also wait: for programs, for flushes, for a poll to end.
+
+The latter of two equal pytest options counts, as in ``./check -n 0``.
+"""
 WITHOUT_SPARK = ("--allow-subclassing-any", "--allow-untyped-decorators", "--no-warn-unused-ignores")
 """What mypy must let pass where PySpark and its types are not installed."""
 QUICK_TYPES = ("pytest_librmq.py", "librmq", "examples", "benchmarks", "tools")
