@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from librmq.broker import Broker
 from librmq.client.recorder import Recorder
-from librmq.clock import ManualClock
 from librmq.consumer.base import Consumer
 from librmq.consumer.push import PushConsumer
 from librmq.diagnosis.pending import open_halves
@@ -22,7 +21,6 @@ from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, is_user_topic, retry_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
-from librmq.runtime.runner import Work
 from librmq.testing.faults import Faults
 from librmq.testing.histories.history import Call, DeliveryAttempt, History, show
 from librmq.testing.histories.verdict import Facts, Scene
@@ -338,7 +336,6 @@ class Evidence:
 
 
 class _Observed(Protocol):
-    clock: ManualClock
     runner: KitRunner
     faults: Faults
     recorder: Recorder
@@ -361,10 +358,6 @@ class KitObserver:
 
     # ---- processes and replicas
 
-    def place(self, topic: str, broker_name: str, queue_id: int) -> str:
-        """Return a queue as the history shows it."""
-        return self._history.place(topic, broker_name, queue_id)
-
     def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None:
         """Note a pull; the history gets a line when a process takes over a queue."""
         if self.evidence.facts.is_broadcasting(request.group):  # each of its instances reads all queues
@@ -376,7 +369,7 @@ class KitObserver:
             if before is not None:
                 queue = MessageQueue(request.topic, broker_name, request.queue_id)
                 self._kit.recorder.assigned("assign", process.label, request.group, queue)  # two read it after a fault
-                where = self.place(request.topic, broker_name, request.queue_id)
+                where = self._history.place(request.topic, broker_name, request.queue_id)
                 self._kit.note(f"{request.group}@{process.label}", f"takes over {where} at {request.queue_offset}")
 
     def noted_receive(self, process: Process, request: Receive, broker_name: str, messages: Sequence[Received]) -> None:
@@ -384,7 +377,7 @@ class KitObserver:
         for received in messages:
             self.evidence.note_received(request.group, request.topic)
             message = received.message
-            where = f"{self.place(message.topic, broker_name, message.queue_id)}:{message.queue_offset}"
+            where = f"{self._history.place(message.topic, broker_name, message.queue_id)}:{message.queue_offset}"
             retry = f", retry {received.attempt - 1}" if received.attempt > 1 else ""
             self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(message)}{retry}")
 
@@ -419,10 +412,6 @@ class KitObserver:
         if error is not None and self._kit.runner.failure is None:
             self._kit.runner.failure = error
 
-    def keep_messages(self) -> None:
-        """Read what listeners got so far, because a replica replaces a broker."""
-        self._history.keep_messages(self.evidence.message_at)
-
     # ---- the runner
 
     def half_of(self, broker_name: str, physical_offset: int) -> tuple[str, int]:
@@ -436,11 +425,3 @@ class KitObserver:
         with suppress(LookupError):
             return self.evidence.message_at(broker_name, physical_offset).unique_key or ""
         return ""
-
-    def listener_begins(self, work: Work) -> None:
-        """Note that user code begins."""
-        self._history.listener_begins(work)
-
-    def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None:
-        """Note that user code ends."""
-        self._history.listener_ends(self._kit.clock.now_ms(), work, outcome, error)

@@ -49,8 +49,6 @@ class _Host(Protocol):
 
     def cut(self, end: str, other: str) -> int: ...
 
-    def heal(self, end: str, other: str, number: int | None = None) -> bool: ...
-
 
 @dataclass(slots=True)
 class _Due:
@@ -115,7 +113,7 @@ class Faults:
         number = self._kit.cut(end, other)
 
         def heal() -> None:
-            if self._kit.heal(end, other, number):  # unless another cut lasts longer
+            if self._kit.network.heal(end, other, number):  # unless another cut lasts longer
                 self._kit.note("fault", f"{link} works again")
 
         if seconds is not None:
@@ -137,7 +135,7 @@ class Faults:
     def heal(self, end: str, other: str) -> None:
         """Restore a link, however many times `cut` has cut it."""
         self._kit.note("fault", f"the link of {end} and {other} works again")
-        self._kit.heal(end, other)
+        self._kit.network.heal(end, other)
 
     def skew_clock(self, process: Process, seconds: float | timedelta) -> None:
         """Set the clock of a process, and thus all its timestamps, ahead (below 0: back)."""

@@ -485,10 +485,6 @@ class Kit:
         self.network.table.changed()
         return number
 
-    def heal(self, end: str, other: str, number: int | None = None) -> bool:
-        """End all cuts of a link, or one of them; return whether this restored the link."""
-        return self.network.heal(end, other, number)
-
     def _again(self, process: Process) -> Process:
         new = self.process_table.make(process.name, process.factory, process.generation + 1, process.site)
         self._set_up(new)

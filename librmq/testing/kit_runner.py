@@ -21,6 +21,7 @@ from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.runtime.runner import ManualRunner, Step, Turn, Work
 from librmq.testing.faults import Faults
+from librmq.testing.histories.history import History
 from librmq.testing.network import Network
 from librmq.testing.process import A_PROCESS, LIBRARY, Process, ProcessDied
 
@@ -35,11 +36,7 @@ def current_work() -> Work | None:
 
 
 class _Observer(Protocol):
-    """What a runner reports user code to: `KitObserver`."""
-
-    def listener_begins(self, work: Work) -> None: ...
-
-    def listener_ends(self, work: Work, outcome: str, error: Exception | None) -> None: ...
+    """What a runner asks about messages: `KitObserver`."""
 
     def half_of(self, broker_name: str, physical_offset: int) -> tuple[str, int]: ...
 
@@ -56,6 +53,8 @@ class _Kit(Protocol):
 
     @property
     def observer(self) -> _Observer: ...
+
+    def history(self) -> History: ...
 
     def note(self, actor: str, what: str) -> None: ...
 
@@ -161,13 +160,13 @@ class KitRunner(ManualRunner):
     def run_code(self, work: Work) -> None:
         """Run user code until it ends, waits in an event loop, or dies with its process."""
         token = _current.set(work)
-        self.kit.observer.listener_begins(work)
+        self.kit.history().listener_begins(work)
         try:
             self._check_chain(work)
             super().perform(work)
         except ProcessDied:
             self.running.discard(work)
-            self.kit.observer.listener_ends(work, "died", None)
+            self.kit.history().listener_ends(self.now_ms(), work, "died")
         finally:
             _current.reset(token)
 
@@ -179,7 +178,7 @@ class KitRunner(ManualRunner):
             await super()._run(work, _until_death(work, coroutine))
         except ProcessDied:
             self.running.discard(work)
-            self.kit.observer.listener_ends(work, "died", None)
+            self.kit.history().listener_ends(self.now_ms(), work, "died")
         finally:
             del self._works[task]
             if asyncio.current_task() in self._tasks:
@@ -209,7 +208,7 @@ class KitRunner(ManualRunner):
         else:
             outcome = "later" if isinstance(error, ReconsumeLater | SuspendQueue) else "failed"
             outcome = "rests" if isinstance(error, DownstreamDown) else outcome
-        self.kit.observer.listener_ends(work, outcome, error)
+        self.kit.history().listener_ends(self.now_ms(), work, outcome, error)
         if (
             outcome == "failed"
             and error is not None

@@ -16,7 +16,7 @@ from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
-from librmq.protocol import Endpoint, QueueData
+from librmq.protocol import Endpoint
 from librmq.runtime.runner import Runner
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
@@ -306,20 +306,6 @@ class Network:
             for queue in sorted(name_and_id for name_and_id in store.queues if name_and_id[0] == topic)
             for message in store.messages(*queue)
         ]
-
-    # ---- route
-
-    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the queues of a topic as clients know them."""
-        return self.table.topic_route(topic)
-
-    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the queues of a topic in all brokers, including those that are down."""
-        return self.table.registered_route(topic)
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` when topics change and when a broker is reopened; return a function that ends this."""
-        return self.table.watch(changed)
 
     # ---- links
 

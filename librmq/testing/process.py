@@ -44,7 +44,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.runner import Runner, Work
-from librmq.testing.histories.history import show
+from librmq.testing.histories.history import History, show
 from librmq.testing.network import Network
 
 R = TypeVar("R")
@@ -83,8 +83,6 @@ Repeated = Literal["request", "answer"]
 
 
 class _Observer(Protocol):
-    def place(self, topic: str, broker_name: str, queue_id: int) -> str: ...
-
     def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None: ...
 
     def noted_receive(
@@ -114,6 +112,8 @@ class _Kit(Protocol):
 
     @property
     def recorder(self) -> Recorder: ...
+
+    def history(self) -> History: ...
 
     def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None: ...
 
@@ -238,7 +238,7 @@ class Process(Route):
 
     def registered_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the queues of a topic in all brokers, also in those that are down."""
-        return self._kit.network.registered_route(topic)
+        return self._kit.network.table.registered_route(topic)
 
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return the process's connection to a broker, or to the broker and its replica."""
@@ -261,7 +261,7 @@ class Process(Route):
             if not self.dead:
                 changed()
 
-        return self._kit.network.watch(unless_dead)
+        return self._kit.network.table.watch(unless_dead)
 
     # ---- its end
 
@@ -296,7 +296,7 @@ class _Masters(Route):
         return self._kit.runner
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        return self._kit.network.topic_route(topic)
+        return self._kit.network.table.topic_route(topic)
 
     def broker_names(self) -> tuple[str, ...]:
         return self._kit.network.names_for(self._process)
@@ -309,7 +309,7 @@ class _Masters(Route):
         return connection
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        return self._kit.network.watch(changed)
+        return self._kit.network.table.watch(changed)
 
 
 class _Connection:
@@ -349,7 +349,7 @@ class _Connection:
         elif isinstance(request, EndTransaction):
             kit.note(process.label, f"ends a transaction: {request.state.name.lower()}")
         elif isinstance(request, UpdateOffset) and request.queue_offset:
-            place = kit.observer.place(request.topic, self._name, request.queue_id)
+            place = kit.history().place(request.topic, self._name, request.queue_id)
             kit.note(f"{request.group}@{process.label}", f"saves progress {place}:{request.queue_offset}")
         answer = broker.call(request)
         if isinstance(request, Receive):
@@ -396,7 +396,7 @@ class _Connection:
             again: Callable[[Any], Any] = (lambda request: response) if has_frames else broker.call
             kit.recorder.call(process.label, self._name, request, again)
         count = 1 if isinstance(request, SendMessage) else len(request.messages)
-        place = f"{kit.observer.place(first.topic, self._name, response.queue_id)}:{response.queue_offset}"
+        place = f"{kit.history().place(first.topic, self._name, response.queue_id)}:{response.queue_offset}"
         what = f"sends {place}" if count == 1 else f"sends {count} messages, the first is {place},"
         kit.note(process.label, lambda: f"{what} {show(first)}")
         if not of_consumer:

@@ -177,7 +177,7 @@ class KitReplica:
             raise ProcessStateError(f"{self.name} cannot be promoted, because {state}: crash only the master")
         self._kit.note("fault", f"{self.name} takes the place of {self.master_name}")
         master = network.store(self.master_name)
-        self._kit.observer.keep_messages()
+        self._kit.history().keep_messages(self._kit.observer.evidence.message_at)
         self.replica.promote()
         promoted = network.replace_broker(self.master_name, self)
         self._kit.history().promoted(promoted, master)

@@ -182,7 +182,7 @@ class Facts:
         return all(
             self._is_read(consumers, MessageQueue(topic, data.broker_name, queue_id))
             for topic in topics
-            for data in network.topic_route(topic)
+            for data in network.table.topic_route(topic)
             if data.permission & PERM_READ
             for queue_id in range(data.read_queues)
         ) and not self._has_pending(topics)
