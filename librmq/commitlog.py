@@ -646,8 +646,8 @@ class CommitLog(Closing, LogState):
         """Return the store time of the first record of the file at ``start``, None if the file starts without one."""
         # Reading a hole would fill it in a file system that lies in memory.
         file = self._sequence.file(start)
-        raw = file.buffer[: min(96, self.file_size)] if self._sequence.data_end(file) else b""
-        if len(raw) >= record.FIXED_SIZE and SIZE_AND_MAGIC.unpack_from(raw)[1] in MAGICS:
+        raw = file.buffer[: record.FIXED_SIZE] if self._sequence.data_end(file) else b""
+        if raw and SIZE_AND_MAGIC.unpack_from(raw)[1] in MAGICS:
             return record.store_timestamp_ms(raw)
         if start < self.end:
             self.leave_out(CorruptionError(self._sequence.path(start), start, "record", "the file begins with none"))

@@ -365,6 +365,17 @@ def test_a_reader_can_end_where_the_log_ended_although_the_writer_writes_on() ->
     assert next(reader.follow())[0] == end
 
 
+def test_a_record_that_reaches_beyond_a_readers_end_is_not_read() -> None:
+    files = MemoryFiles()
+    writer = opened(files)
+    put(writer, 300)
+    reader = opened(files, writable=False)
+    reader.end = writer.end - 1
+    assert reader.read(0) is None
+    reader.end = writer.end
+    assert len(reader.read(0) or b"") == 300
+
+
 @pytest.mark.parametrize("at", [(32 << 20) - 4, 32 << 20, (32 << 20) - 17])
 def test_a_text_is_found_wherever_it_lies(at: int) -> None:
     """A search looks at pieces of 32 MiB, and the text may lie across the border of two."""

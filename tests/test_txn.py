@@ -47,6 +47,7 @@ class Desk(ByTime):
         at_ms: int = START_MS,
         original: bool = False,
         settings: TransactionConfig | None = None,
+        is_reachable: Callable[[str], bool] | None = None,
     ) -> None:
         super().__init__(config, files, at_ms)
         self.offsets = BrokerTables.open(f"{ROOT}/config", files=self.files)
@@ -58,6 +59,7 @@ class Desk(ByTime):
             ask=self.asked.append,
             discarded=lambda *what: self.discarded.append(what),
             make_topic=self.topics.append,
+            is_reachable=is_reachable,
             original=original,
         )  # fmt: skip
 
@@ -594,6 +596,17 @@ def test_copies_of_a_pass_wait_for_the_next(desk: Desk) -> None:
         desk.prepare(number)
     assert [copy.queue_offset for copy in desk.check()] == list(range(40, 80))
     assert [copy.queue_offset for copy in desk.check()] == list(range(80, 120))
+
+
+def test_no_copies_are_written_for_halves_that_all_wait_for_a_producer(desk: Desk) -> None:
+    """A half that has ended is no question to a group, although a producer of that group could be asked."""
+    desk.prepare()
+    desk.commit(desk.prepare(1, properties={"PGROUP": "reached"}), "reached")
+    desk = desk.after_crash(is_reachable=lambda group: group == "reached")
+    assert desk.check() == []
+    assert len(desk.of(HALF_TOPIC)) == 2
+    desk.prepare(2, properties={"PGROUP": "reached"})
+    assert [half.body for half in desk.check()] == [b"2"]
 
 
 def test_deleted_halves_are_skipped(desk: Desk) -> None:

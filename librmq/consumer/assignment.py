@@ -67,7 +67,7 @@ class ProcessQueue:
     def exceeds(self, messages: int, size: int, span: int) -> bool:
         """Return whether it holds more messages than this, more bytes of bodies, or a longer span of offsets."""
         count = len(self._waiting) + len(self._begun)
-        return count > 0 and (count > messages or self.size > size or (count > 1 and self.span > span))
+        return count > messages or self.size > size or (count > 1 and self.span > span)
 
     @property
     def span(self) -> int:

@@ -461,6 +461,15 @@ def test_letters_that_a_killed_call_has_sent_are_left_out_by_their_names(
         assert resent_bodies(broker) == [b"1", b"0", b"0", b"2"]
 
 
+def test_a_copy_that_names_no_letter_counts_for_one(tmp_path: Path) -> None:
+    """librmq 0.1 stored such a copy. However many queues the store has, the other letter with its ids is unsent."""
+    with librmq.Broker.open(tmp_path) as broker:
+        for topic, body in ((LETTERS, b"1"), (LETTERS, b"2"), ("%RETRY%billing", b"1"), ("orders", b"3")):
+            broker.store.append(librmq.Message(topic, body, unique_key="U"))
+        assert broker.resend_dead_letters("billing") == 1
+        assert resent_bodies(broker) == [b"1", b"2"]
+
+
 def test_a_named_resend_says_nothing_of_a_later_letter_of_its_message(tmp_path: Path) -> None:
     with librmq.Broker.open(tmp_path) as broker:
         broker.store.append(librmq.Message(LETTERS, b"first", unique_key="U"))

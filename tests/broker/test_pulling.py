@@ -19,7 +19,7 @@ from librmq.errors import (
 )
 from librmq.files.memory import MemoryFiles
 from librmq.java import json as java_json
-from librmq.message.message import MessageQueue
+from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol import (
     ChannelClosed,
     CheckSubscription,
@@ -291,6 +291,20 @@ def test_the_next_pull_filters_the_message_that_ended_a_hold(rmq: Kit, broker: B
     assert len(bell.rung_ms) == 1
     other = pull(broker, "T", 1, notify=bell, stay=True, subscription=Subscription("T", "b"))
     assert (other.status, other.next_offset) == (PullStatus.NO_MATCHED_MESSAGE, 2)
+
+
+def test_a_message_that_is_handed_over_stores_the_progress(rmq: Kit, broker: Broker) -> None:
+    given, bell = list[bytes](), Bell(rmq.runner)
+
+    def take(message: StoredMessage, begin: int, end: int) -> int:
+        given.append(message.body)
+        return end
+
+    send(broker, "T", b"0")
+    pull(broker, "T", notify=bell, stay=True, take=take)
+    send(broker, "T", b"1")
+    assert (given, bell.rung_ms) == ([b"1"], [])
+    assert broker.call(QueryOffset("g", "T", 0)) == 2
 
 
 def test_a_client_that_is_forgotten_leaves_nothing(rmq: Kit, broker: Broker) -> None:

@@ -14,7 +14,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.record import TRANSACTION_PREPARED
-from librmq.message.topics import TIMER_TOPIC
+from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC
 from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError, delete_key, is_timed
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit, read_slots
 from tests.bytime import TINY, Wheel
@@ -389,6 +389,18 @@ def test_a_queue_offset_ahead_of_the_log_that_was_flushed() -> None:
     again = Wheel(files=files)
     again.pass_to(60_000)
     assert [body for body, _ in again.delivered()] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("topic", [HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC])
+def test_nothing_is_delivered_to_a_topic_of_the_store_itself(topic: str, caplog: pytest.LogCaptureFixture) -> None:
+    """There a message would be a prepared transaction that no producer sent, or wait for ever."""
+    wheel = Wheel()
+    stored = Message(TIMER_TOPIC, b"from elsewhere")
+    stored.properties |= {"REAL_TOPIC": topic, "REAL_QID": "0", "TIMER_OUT_MS": str(START_MS + 1000)}
+    wheel.store.append(stored)
+    wheel.pass_to(5000)
+    assert [message.body for message in wheel.store] == [b"from elsewhere"]
+    assert f"expected a topic for delivery, found {topic}" in caplog.text
 
 
 def test_a_queue_offset_that_the_queue_does_not_have(caplog: pytest.LogCaptureFixture) -> None:

@@ -334,6 +334,22 @@ def test_recovery_takes_no_record_for_one_of_a_light_queue(tmp_path: Path) -> No
     assert (tmp_path / "commitlog" / f"{0:020d}").read_bytes() == log
 
 
+@pytest.mark.parametrize(("offsets", "kept"), [([0, 1, 1, 2], [0, 1, 3]), ([0, 5, 1, 2], [0, 2, 3])])
+def test_a_record_out_of_the_count_of_a_light_queue_has_no_place_there(
+    tmp_path: Path, offsets: list[int], kept: list[int]
+) -> None:
+    records = [
+        encode_properties({"INNER_MULTI_DISPATCH": "%LMQ%x", "INNER_MULTI_QUEUE_OFFSET": str(at)}) for at in offsets
+    ]
+    write_log(tmp_path, [Record(topic="orders", queue_offset=at, properties_raw=raw) for at, raw in enumerate(records)])
+    with ConsumeQueue.open(tmp_path / "consumequeue" / "%LMQ%x" / "0", 2000) as queue:
+        place, size, _ = next(CommitLog.open(tmp_path / "commitlog", 1 << 16).scan())
+        queue.append(0, place, size, 0)
+    with MessageStore.open(tmp_path, SMALL, thorough=True) as store:
+        assert [message.queue_offset for message in store.messages("%LMQ%x", 0)] == kept
+    assert verify(tmp_path).sound
+
+
 def test_batches_beside_files_of_queues(tmp_path: Path) -> None:
     """A log with batches and no sign of them is read right, refused for writing, and not called sound."""
     model = model_of([("T", 0, [b"a", b"bb"], [], True), ("T", 0, [b"c"], [], False)])

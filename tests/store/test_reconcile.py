@@ -205,6 +205,26 @@ def test_a_lone_first_record_gives_way_to_the_others(parts: Parts) -> None:
     parts.settled()
 
 
+def test_a_first_record_above_the_others_is_corrected(parts: Parts) -> None:
+    places = [parts.record(number) for number in (99, 1, 2, 3)]
+    said = [damage for damage in parts.reconcile() if damage.kind == "record"]
+    assert [(damage.offset, damage.what) for damage in said] == [(0, "queue offset: expected 0, found 99")]
+    assert parts.entries() == list(enumerate(places))
+    parts.settled()
+
+
+def test_a_gap_takes_no_record_of_a_topic_with_another_name(parts: Parts) -> None:
+    """A record that is out of its own count has the place that is free in a queue which lost one."""
+    places = {0: parts.record(0)}
+    parts.fill(400)
+    others = [parts.record(0, "Another"), parts.record(1, "Another"), parts.record(1, "Another")]
+    places |= {number: parts.record(number) for number in (2, 3)}
+    parts.reconcile()
+    assert parts.entries() == list(places.items())
+    assert parts.entries("Another") == list(enumerate(others))
+    parts.settled()
+
+
 def found_by(way: str, queue_offsets: Sequence[int], changed: Sequence[tuple[int, int]], has_entries: bool) -> object:
     """Return what the repair of a log says and leaves: with the core, with arrays, or one record after the other."""
     parts = Parts()

@@ -701,6 +701,7 @@ def test_a_gap_between_queue_files_is_repaired_by_recovering() -> None:
     [
         "consumequeue/TopicA/0/x",
         f"consumequeue/TopicA/0/{0:019d}",
+        "consumequeue/TopicA/0/" + "\u0660" * 20,  # Arabic digits
         "consumequeue/TopicA/x/y",
         "index/123",
         "index/20239999221320001",

@@ -91,6 +91,7 @@ LIMITS: dict[str, Callable[[MessageStore], object]] = {
     "half a pair in keys": lambda store: store.append(Message("T", b"", keys="\ud800")),
     "half a pair in a property": lambda store: store.append(Message("T", b"", properties={"a\ud800": "b"})),
     "queue id below 0": lambda store: store.append(Message("T", b""), -1),
+    "queue id that is a text": lambda store: store.append(Message("T", b""), "1"),  # type: ignore[arg-type]
     "queue id of 2^31": lambda store: store.append(Message("T", b""), 1 << 31),
     "sys flag for hosts that are not": lambda store: store.append(Message("T", b""), sys_flag=record.STORE_HOST_V6),
     "batch for hosts that are not": lambda store: store.append_batch([Message("T", b"")], sys_flag=record.BORN_HOST_V6),
@@ -101,6 +102,7 @@ LIMITS: dict[str, Callable[[MessageStore], object]] = {
         Message("T", b""), prepared_transaction_offset=1 << 63
     ),
     "host that is none": lambda store: store.append(Message("T", b""), born_host=("nowhere", 1)),
+    "host of five bytes": lambda store: store.append(Message("T", b""), born_host=b"12345"),
     "port beyond 32 bits": lambda store: store.append(Message("T", b""), store_host=("1.2.3.4", 1 << 31)),
     "batch of nothing": lambda store: store.append_batch([]),
     "batch of two topics": lambda store: store.append_batch([Message("T", b""), Message("U", b"")]),
@@ -125,6 +127,15 @@ LIMITS: dict[str, Callable[[MessageStore], object]] = {
     ),
     "batch of too large a time": lambda store: store.append_batch([Message("T", b"")], born_timestamp_ms=1 << 63),
 }
+
+
+def test_hosts_as_a_record_has_them() -> None:
+    with MessageStore.open(ROOT, SMALL, files=MemoryFiles()) as store:
+        host = bytes((10, 1, 2, 3, 0, 0, 0x2A, 0x9F))
+        at = store.append(Message("T", b""), born_host=host, store_host=host).physical_offset
+        message = store.message_at(at)
+        assert message is not None
+        assert message.born_host == message.store_host == ("10.1.2.3", 0x2A9F)
 
 
 def flag_beyond_32_bits(store: MessageStore) -> None:
