@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from librmq.columns.record_batches import ReaderKeywords as ReaderKeywords
     from librmq.columns.record_batches import reader as reader
     from librmq.columns.record_batches import scan as scan
+    from librmq.columns.record_batches import traces as traces
     from librmq.columns.remote import RemoteStore as RemoteStore
-    from librmq.columns.traces import traces as traces
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -36,9 +36,8 @@ else:
             "librmq.columns.options": ("DataLossError", "Part", "ReadOptions", "ReadSelection"),
             "librmq.columns.planner": ("plan",),
             "librmq.columns.read": ("Reading",),
-            "librmq.columns.record_batches": ("ReaderKeywords", "reader", "scan"),
+            "librmq.columns.record_batches": ("ReaderKeywords", "reader", "scan", "traces"),
             "librmq.columns.remote": ("RemoteStore",),
-            "librmq.columns.traces": ("traces",),
         },
     )
 if not TYPE_CHECKING:  # otherwise a type checker would accept any name

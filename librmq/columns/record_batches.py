@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, TypedDict, Unpack, cast, get_args
+from typing import Any, Final, TypedDict, Unpack, cast, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,6 +33,8 @@ from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_option
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files.interface import Files
+from librmq.message.topics import TRACE_TOPIC
+from librmq.message.traces import TRACE_PREFIX, Trace, TraceReader
 from librmq.store import MessageStore
 
 Store = str | os.PathLike[str] | RemoteStore
@@ -343,3 +345,71 @@ def _several(what: str, values: Iterable[Any]) -> list[Any]:
 
 def _milliseconds(name: str, time: datetime | int | None) -> int | None:
     return None if time is None else to_timestamp_ms(name, time)
+
+
+# ---- the traces of clients: a row for each record in the messages of trace topics
+
+TRACE_TOPICS: Final = f"{TRACE_TOPIC}|{TRACE_PREFIX}.*"
+"""A pattern for the topics of traces whose names users have not chosen."""
+_TRACE_SOURCE: Final = ("store", "storeTimestamp", "bornHost", "uniqueKey", "physicalOffset", "body")
+"""The columns of messages that `decoded_traces` needs; it adds ``store`` if it is there."""
+_TRACE_TYPES: Final = {
+    "trace": pa.string(), "at_ms": pa.timestamp("us", "UTC"), "id": pa.string(), "topic": pa.string(),
+    "group": pa.string(), "instance": pa.string(), "succeeded": pa.bool_(), "result": pa.string(),
+    "took_s": pa.float64(), "retries": pa.int32(), "keys": pa.string(), "request": pa.string(),
+    "physical_offset": pa.int64(),
+}  # fmt: skip
+_TRACE_NAMES: Final = {"at_ms": "at", "took_s": "tookSeconds", "physical_offset": "physicalOffset"}
+_TRACE_SCHEMA: Final = pa.schema([(_TRACE_NAMES.get(name, name), _TRACE_TYPES[name]) for name in Trace._fields])
+"""The columns of a trace, those of `librmq.message.traces.Trace`: ``at`` is a time, ``tookSeconds`` a number."""
+
+
+def traces(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchReader:
+    """Return what clients have recorded about messages in a store, or several, as a stream of record batches.
+
+    ``topic`` names the topics of traces; by default they are RocketMQ's own. Of several stores the column ``store``
+    names the store. The other settings, and errors, are those of `reader`, but for ``columns``.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        NotAStoreError: There is no store.
+        CorruptionError: The store is damaged; also raised while batches are read.
+    """
+    several = not isinstance(store, str) and isinstance(store, Iterable)
+    chosen: ReaderKeywords = {**settings, "columns": _TRACE_SOURCE if several else _TRACE_SOURCE[1:]}
+    if chosen.get("topic") is None:
+        chosen["topic"] = re.compile(TRACE_TOPICS)
+    schema = _TRACE_SCHEMA.insert(0, pa.field("store", pa.string())) if several else _TRACE_SCHEMA
+    return pa.RecordBatchReader.from_batches(schema, decoded_traces(reader(store, **chosen)))
+
+
+def decoded_traces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the traces in batches of messages of trace topics; records that can't be read are left out."""
+    decoder = TraceReader()
+    for batch in batches:
+        columns: list[list[object]] = [[] for _ in Trace._fields]
+        stores: list[object] = []
+        has_store = "store" in batch.schema.names
+        for row in batch.to_pylist():
+            stored_ms = int(row["storeTimestamp"].timestamp() * 1000)
+            address = row["bornHost"].rpartition(":")[0].strip("[]")
+            for trace in decoder.decode(
+                row["body"] or b"", address, row["uniqueKey"], stored_ms, row["physicalOffset"]
+            ):
+                for column, value in zip(columns, trace, strict=True):
+                    column.append(value)
+                if has_store:
+                    stores.append(row["store"])
+        arrays = [_trace_array(name, column) for name, column in zip(Trace._fields, columns, strict=True)]
+        if has_store:
+            yield pa.RecordBatch.from_arrays(
+                [pa.array(stores, pa.string()), *arrays], schema=_TRACE_SCHEMA.insert(0, pa.field("store", pa.string()))
+            )
+        else:
+            yield pa.RecordBatch.from_arrays(arrays, schema=_TRACE_SCHEMA)
+
+
+def _trace_array(name: str, values: list[object]) -> pa.Array:
+    if name == "at_ms":
+        return pa.array(values, pa.timestamp("ms", "UTC")).cast(_TRACE_TYPES[name])
+    return pa.array(values, _TRACE_TYPES[name])

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.decoding import CORRUPT
 from librmq.columns.options import Mode
-from librmq.columns.traces import TRACE_TOPICS, decoded
+from librmq.columns.record_batches import TRACE_TOPICS, decoded_traces
 from librmq.config import suggest
 from librmq.errors import ConfigError
 from librmq.message.delays import SCHEDULE_TOPIC
@@ -304,7 +304,7 @@ def _reads_traces(settings: Settings) -> MessageRead:
 
 
 def _traces(messages: DataFrame, inputs: Inputs) -> DataFrame:
-    frame = messages.drop("topic").mapInArrow(decoded, PIPELINES["traces"].columns)
+    frame = messages.drop("topic").mapInArrow(decoded_traces, PIPELINES["traces"].columns)
     return named_rows(frame, {name: value for name, value in inputs.settings.items() if name == "group"})
 
 
