@@ -4,7 +4,7 @@ Delivery has three steps: begin (claim messages, under the lock), run the listen
 (under the lock). Other turns, such as a rebalance, can come between the steps.
 
 Concurrent listeners run in parallel, in any order. ``threads`` is the number of running listeners: when one ends, the
-next begins without waiting for the others. Which messages begin next is for `Backlog` to say. Mirrors
+next begins without waiting for the others. Which messages begin next is for `weights.Backlog` to say. Mirrors
 ``ConsumeMessageConcurrentlyService``.
 """
 
@@ -30,6 +30,7 @@ from librmq.consumer.instance import (
 )
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.consumer.rebalancing import next_from_first
+from librmq.consumer.weights import Backlog, Pulled, batches_of
 from librmq.errors import ClientStateError
 from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue
@@ -416,80 +417,6 @@ EXPIRED_LEVEL: Final = 3
 MAX_EXPIRED: Final = 16
 
 
-class Pulled:
-    """Messages of one pull that wait for a listener; a batch never mixes pulls."""
-
-    __slots__ = ("assigned", "count", "messages", "weight")
-
-    def __init__(self, assigned: AssignedQueue, count: int, messages: list[DeliveredMessage] | None = None) -> None:
-        self.assigned = assigned
-        self.count = count
-        self.messages = messages
-        """A batch that was taken from its queue and is lined up, in place of messages that wait in the queue."""
-        self.weight = 1
-        """Its lane in the backlog."""
-
-
-_COST: Final = 1 << 40
-"""What a message of weight 1 costs, in units of virtual time."""
-
-
-class Backlog:
-    """What waits for a thread: in the order of the pulls within a weight, and by share between weights.
-
-    Start-time fair queueing: each weight has the virtual time at which its next message starts, which moves by 1/weight
-    with each message; the earliest begins. A weight that had nothing to wait for starts at the present virtual time, so
-    its first message begins next, and it can't save up its share. While two weights wait, the numbers of their
-    messages that have begun, each divided by its weight, differ by at most the sum of one batch of each. O(weights) a
-    message.
-    """
-
-    __slots__ = ("_now", "_starts", "lanes")
-
-    def __init__(self) -> None:
-        self.lanes: dict[int, deque[Pulled]] = {}
-        """By weight; without empty ones."""
-        self._starts: dict[int, int] = {}
-        self._now = 0
-
-    def append(self, pulled: Pulled, weight: int, *, is_first: bool = False) -> None:
-        """Add messages to the end of their lane, or to its beginning."""
-        pulled.weight = weight
-        lane = self.lanes.get(weight)
-        if lane is None:
-            lane = self.lanes[weight] = deque()
-            self._starts[weight] = max(self._starts.get(weight, 0), self._now)
-        if is_first:
-            lane.appendleft(pulled)
-        else:
-            lane.append(pulled)
-
-    def first(self) -> Pulled:
-        """Return what begins next; of equal starts the larger weight's."""
-        lanes = self.lanes
-        if len(lanes) == 1:
-            return next(iter(lanes.values()))[0]
-        return lanes[min(lanes, key=lambda weight: (self._starts[weight], -weight))][0]
-
-    def remove(self, pulled: Pulled) -> None:
-        """Remove what begins next."""
-        lane = self.lanes[pulled.weight]
-        lane.popleft()
-        if not lane:
-            del self.lanes[pulled.weight]
-
-    def charge(self, weight: int, count: int) -> None:
-        """Count messages that begin."""
-        self._now = self._starts[weight]
-        self._starts[weight] += count * _COST // weight
-
-    def take_all(self) -> list[Pulled]:
-        """Remove and return everything."""
-        contents = [pulled for weight in sorted(self.lanes, reverse=True) for pulled in self.lanes[weight]]
-        self.lanes.clear()
-        return contents
-
-
 class ConcurrentDelivery(Delivery):
     """Calls listeners in parallel, in the order of the pulled messages. Called under the runner's lock."""
 
@@ -549,7 +476,7 @@ class ConcurrentDelivery(Delivery):
         batches = [
             (batch, (listener.weight or 1) if is_weighted else 1)
             for listener, messages in by_listener.values()
-            for batch in _batches(pulled.assigned, messages, self.config.batch_size if listener.as_list else 1)
+            for batch in batches_of(pulled.assigned, messages, self.config.batch_size if listener.as_list else 1)
         ]
         # Each batch that goes first stands before the one added last, so add them from the end to keep their order.
         for batch, weight in reversed(batches) if is_first else batches:
@@ -778,7 +705,7 @@ class ConcurrentDelivery(Delivery):
         # All of them wait for the same time, so the deque is in order of the due times.
         due_ms = self.runner.now_ms() + REDELIVERY_MS
         assigned.messages.lined_up += len(messages)
-        for batch in _batches(assigned, messages, self.batch_size(assigned)):
+        for batch in batches_of(assigned, messages, self.batch_size(assigned)):
             self._postponed.append((due_ms, batch))
         self.runner.wake(self._redelivery, self._postponed[0][0])
 
@@ -824,8 +751,3 @@ class ConcurrentDelivery(Delivery):
         if any(assigned.messages.begun for assigned in self.consumer.assigned.values()):
             return next_from_first(now_ms, self.started_ms, self._timeout_ms)
         return None
-
-
-def _batches(assigned: AssignedQueue, messages: list[DeliveredMessage], size: int) -> list[Pulled]:
-    parts = (messages[start : start + size] for start in range(0, len(messages), size))
-    return [Pulled(assigned, len(part), part) for part in parts]

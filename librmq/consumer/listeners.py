@@ -141,28 +141,6 @@ class Listener:
     """Whether its messages are selected by an SQL92 expression."""
 
 
-MAX_WEIGHT: Final = 1000
-
-
-def check_weight(topic: str, weight: object, orderly: bool) -> None:
-    """Refuse a weight that a subscription can't have.
-
-    Raises:
-        ConfigError: It is out of range, or the consumer is orderly.
-    """
-    if weight is None:
-        return
-    if type(weight) is not int or not 1 <= weight <= MAX_WEIGHT:
-        raise ConfigError(
-            f"topic {topic!r}: weight: expected a whole number from 1 to {MAX_WEIGHT}, found {weight!r:.80}"
-        )
-    if orderly:
-        raise ConfigError(
-            f"topic {topic!r}: weight: an orderly consumer delivers each queue in its order, so no message can "
-            "overtake another: leave weight out, or send important messages to a topic of their own"
-        )
-
-
 class Listeners:
     """The listeners of one consumer. A topic has one for all its messages, or several for disjoint tags.
 

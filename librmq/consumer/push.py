@@ -34,13 +34,13 @@ from librmq.consumer.listeners import (
     MessageListener,
     Predicate,
     TopicPredicate,
-    check_weight,
     is_coroutine_function,
     refuse_generator,
     with_predicate,
 )
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.consumer.rebalancing import AWAY_MS, REOPENED_MS
+from librmq.consumer.weights import check_weight
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
 from librmq.filter import Policy, WatchedPredicate
 from librmq.message.message import MessageQueue
