@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 from librmq.broker import Broker
 from librmq.clock import ManualClock
@@ -14,48 +13,13 @@ from librmq.cluster.sites import check_site, site_of
 from librmq.errors import BrokerUnreachableError, ConfigError, ReplicaError
 from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
-from librmq.protocol import Endpoint, LogBytes, Request
+from librmq.protocol import LogBytes, Request
 from librmq.testing.evidence import KitObserver
 from librmq.testing.histories.history import History
 from librmq.testing.kit_runner import KitRunner, ProcessStateError
 from librmq.testing.network import Network
 
 # ---- the link to the master
-
-
-class ReplicaLink:
-    """An `Endpoint` in front of a master, for simulating failures. Pass it to `Replica.open` as the master."""
-
-    def __init__(self, master: Endpoint, clock: ManualClock) -> None:
-        self.master = master
-        self.is_cut = False
-        self.seconds = 0.0
-        """Seconds that each copy takes."""
-        self.most_bytes: int | None = None
-        """Number of bytes after which the link breaks, even in the middle of a record."""
-        self._clock = clock
-
-    def call(self, request: Request[R], /) -> R:
-        """Forward a request now or later, or fail."""
-        if self.is_cut:
-            raise BrokerUnreachableError("the master cannot be reached: the link is cut")
-        answer = self.master.call(request)
-        if self.seconds and isinstance(answer, LogBytes) and answer.data:
-            self._clock.advance(seconds=self.seconds)
-        most_bytes = self.most_bytes
-        if most_bytes is not None and isinstance(answer, LogBytes) and len(answer.data) > most_bytes:
-            self.most_bytes, self.is_cut = None, True
-            return cast(R, replace(answer, data=answer.data[:most_bytes]))
-        return answer
-
-    def cut(self) -> None:
-        """Let all calls fail until `restore`."""
-        self.is_cut = True
-
-    def restore(self) -> None:
-        """Let calls through again. The replica notices at its next attempt, or at `Replica.follow`."""
-        self.is_cut, self.most_bytes = False, None
-
 
 R = TypeVar("R")
 
@@ -105,8 +69,7 @@ class KitReplica:
         self.master_name = master_name
         self.path = os.path.join(kit.path, "replicas", name)
         """The folder of the copy."""
-        self.link = ReplicaLink(_MasterLink(kit, master_name, name), kit.clock)
-        """The link to the master, which can be slow or break in the middle of a copy."""
+        self._link = _MasterLink(kit, master_name, name)
         self._kit = kit
         self._config = config
         self.open()
@@ -114,7 +77,7 @@ class KitReplica:
     def open(self) -> None:
         """Open the replica again after its death."""
         kit = self._kit
-        self.replica = Replica.open(self.path, of=self.link, config=self._config, runner=kit.runner, files=kit.files)
+        self.replica = Replica.open(self.path, of=self._link, config=self._config, runner=kit.runner, files=kit.files)
 
     @property
     def dead(self) -> bool:
@@ -159,7 +122,7 @@ class KitReplica:
         if self.dead:
             return
         try:
-            self.replica.reconnect(self.link)
+            self.replica.reconnect(self._link)
         except BrokerUnreachableError:
             return  # the replica tries again
         except ReplicaError as error:

@@ -51,13 +51,13 @@ from librmq.store import MessageStore
 from librmq.store.format.documents import write_document
 from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
 from librmq.testing.histories.verdict import HistoryAnomalyError
-from librmq.testing.replica import ReplicaLink
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codec import FORMS as FORMS_OF_REQUESTS
 from librmq.wire.remoting.frames import Frame, answer_to
 from tests.broker.parties import broker_directory, opened, send
 from tests.budget import examples, some
+from tests.cluster.replica_link import ReplicaLink
 
 DELAYS_S: Final = {"level": (1, 5, 10, 30), "timer": (2, 7, 41), "relay": (130, 200, 333)}
 """Seconds that a message waits: the wheel takes up to 120 s, and moves those beyond 20 s on."""

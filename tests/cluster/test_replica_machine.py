@@ -13,9 +13,9 @@ from librmq.cluster import Replica
 from librmq.files.memory import MemoryFiles
 from librmq.protocol import SendStatus, UpdateOffset
 from librmq.store.recovery.verify import verify
-from librmq.testing.replica import ReplicaLink
 from tests.broker.parties import send
 from tests.budget import examples
+from tests.cluster.replica_link import ReplicaLink
 
 FILE = 4096
 STORE = StoreConfig.tiny(commitlog_file_size=FILE, max_message_size=3000, max_total_size=6 * FILE)

@@ -19,9 +19,9 @@ from librmq.errors import (
     ReplicaError,
 )
 from librmq.files.memory import MemoryFiles
-from librmq.testing.replica import ReplicaLink
 from tests.broker.parties import manual, opened, send
 from tests.cluster.copies import COPY, assert_copies, copy_of, fill, log_files
+from tests.cluster.replica_link import ReplicaLink
 from tests.stores import contents
 
 

@@ -30,13 +30,13 @@ from librmq.protocol import (
 )
 from librmq.store import snapshot
 from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
-from librmq.testing.replica import ReplicaLink
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codec import FORMS
 from librmq.wire.remoting.frames import Frame, answer_to
 from tests.broker.parties import beat
 from tests.budget import examples, some
+from tests.cluster.replica_link import ReplicaLink
 
 BEGIN: Final = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -62,11 +62,11 @@ def test_a_replica_of_the_kit_follows_asynchronously(rmq: Kit) -> None:
     assert replica.messages("orders") == []
     rmq.advance(seconds=1)
     assert len(replica.messages("orders")) == 1
-    replica.link.most_bytes = 10  # the link breaks in the middle of a record
+    rmq.faults.cut("broker-a", replica.name)
     send(rmq)
     rmq.advance(seconds=1)
     assert len(replica.messages("orders")) == 1
-    replica.link.restore()
+    rmq.faults.heal("broker-a", replica.name)
     assert replica.follow()
     assert len(replica.messages("orders")) == 2
 
