@@ -25,8 +25,8 @@ from librmq.message.properties import PROPERTY_KEYS
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import has_queue_entry, is_indexed
 from librmq.store.engine.store_parts import QueueTable
-from librmq.testing.files import Event, FailingFiles
 from tests.budget import some, step
+from tests.file_seams import Event, FailingFiles
 
 ROOT = "/store"
 EVER = -(1 << 63)

@@ -22,7 +22,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
 from librmq.message.record import BLANK_MAGIC, Record, body_checksum, encode_record
-from librmq.testing import FailingFiles, RecordingFiles
+from tests.file_seams import FailingFiles, RecordingFiles
 
 FOLDER = "/log"
 SIZE = 1024

@@ -3,8 +3,8 @@
 Writes to store files are slice assignments on a file's ``buffer``, apart from those of `Files.overwrite` and
 `Files.put`. numpy can write many numbers at once into a plain mapping, but not into a subclass, which must see each
 write. Opening, creating, allocating, flushing, listing, renaming and deleting are methods of `Files`. Production maps
-real files (`DiskFiles`), tests and ephemeral stores use anonymous memory (`MemoryFiles`), and `librmq.testing.files`
-has wrappers that record or fail.
+real files (`DiskFiles`), tests and ephemeral stores use anonymous memory (`MemoryFiles`), and the tests of librmq
+wrap either in files that record or fail.
 
 Rules of use:
 

@@ -1,8 +1,8 @@
-"""Tests of stores and of applications that send and consume messages: a kit, an explorer of schedules, file seams.
+"""Tests of applications that send and consume messages: a kit, an explorer of schedules, a checker of histories.
 
 `Kit` is a broker under a clock that the test moves; with pytest it is the fixture ``rmq``. `explore` runs a test under
 many legal schedules; with pytest it is the marker ``rmq_explore``. `check_history` finds what is wrong in the history
-of a run. The rest are file seams for tests of stores.
+of a run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from librmq.testing.exploring.exploration import Exploration as Exploration
     from librmq.testing.exploring.exploration import explore as explore
     from librmq.testing.faults import Faults as Faults
-    from librmq.testing.files import CrashImages as CrashImages
-    from librmq.testing.files import Event as Event
-    from librmq.testing.files import FailingFiles as FailingFiles
-    from librmq.testing.files import Image as Image
-    from librmq.testing.files import RecordingFiles as RecordingFiles
     from librmq.testing.histories.anomalies import Anomaly as Anomaly
     from librmq.testing.histories.anomalies import check_history as check_history
     from librmq.testing.histories.history import DeliveryAttempt as DeliveryAttempt
@@ -42,7 +37,6 @@ else:
             "librmq.testing.evidence": ("UndeliveredWarning", "UnknownGroupError"),
             "librmq.testing.exploring.exploration": ("Exploration", "explore"),
             "librmq.testing.faults": ("Faults",),
-            "librmq.testing.files": ("CrashImages", "Event", "FailingFiles", "Image", "RecordingFiles"),
             "librmq.testing.histories.anomalies": ("Anomaly", "check_history"),
             "librmq.testing.histories.history": ("DeliveryAttempt", "History", "HistoryLine"),
             "librmq.testing.histories.verdict": ("HistoryAnomalyError",),

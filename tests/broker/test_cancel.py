@@ -49,7 +49,7 @@ from librmq.scheduling import waiting
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.documents import write_document
-from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
+from librmq.testing import Kit, Process, explore
 from librmq.testing.histories.verdict import HistoryAnomalyError
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
@@ -58,6 +58,7 @@ from librmq.wire.remoting.frames import Frame, answer_to
 from tests.broker.parties import broker_directory, opened, send
 from tests.budget import examples, some
 from tests.cluster.replica_link import ReplicaLink
+from tests.file_seams import CrashImages, RecordingFiles
 
 DELAYS_S: Final = {"level": (1, 5, 10, 30), "timer": (2, 7, 41), "relay": (130, 200, 333)}
 """Seconds that a message waits: the wheel takes up to 120 s, and moves those beyond 20 s on."""

@@ -36,8 +36,8 @@ from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import group_row
 from librmq.testing import Kit
-from librmq.testing.files import FailingFiles
 from tests.broker.parties import HOST, beat, manual, opened, pull, send
+from tests.file_seams import FailingFiles
 
 
 def test_events_are_counted() -> None:

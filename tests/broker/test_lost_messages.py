@@ -20,8 +20,8 @@ from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import Heartbeat, SendMessage, UpdateOffset
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.testing import CrashImages, RecordingFiles
 from tests.broker.parties import HOST, Listening
+from tests.file_seams import CrashImages, RecordingFiles
 
 SIZES = StoreConfig.tiny(commitlog_file_size=1 << 20)
 TIMED = BrokerConfig(timers=TimerConfig(slots_total=1000, timer_log_file_size=1 << 16))

@@ -23,7 +23,7 @@ from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore, verify
 from librmq.store.retention import Unread, UnreadInFile
-from librmq.testing import FailingFiles, RecordingFiles
+from tests.file_seams import FailingFiles, RecordingFiles
 
 FILE = 4096
 BODY = bytes(800)  # a log file holds four records

@@ -19,7 +19,7 @@ from librmq.message.message import Message
 from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset
 from librmq.runtime.runner import ManualRunner
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.testing.files import FailingFiles
+from tests.file_seams import FailingFiles
 
 WAIT_S = 30.0
 

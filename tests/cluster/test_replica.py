@@ -28,10 +28,10 @@ from librmq.metrics import Metrics
 from librmq.protocol import CopyTables, PullStatus, SendStatus, UpdateOffset
 from librmq.store.format import directory
 from librmq.store.recovery.verify import verify
-from librmq.testing.files import FailingFiles
 from tests.broker.parties import manual, opened, pull, send
 from tests.cluster.copies import COPY, assert_copies, copy_of, fill, log_files
 from tests.cluster.replica_link import ReplicaLink
+from tests.file_seams import FailingFiles
 from tests.interrupting import at_each_call
 from tests.reference import store_folders
 

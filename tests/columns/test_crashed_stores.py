@@ -12,9 +12,9 @@ import pytest
 
 from librmq import CorruptionError, ManualClock, Message, MessageStore, StoreConfig
 from librmq.files.interface import Files
-from librmq.testing import CrashImages
 from tests.budget import examples, many, some
 from tests.crash.runs import record
+from tests.file_seams import CrashImages
 from tests.stores import ROOT, START_MS, contents, from_disk, in_memory, on_disk
 
 pytest.importorskip("pyarrow")

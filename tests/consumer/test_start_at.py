@@ -29,7 +29,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.store import snapshot
-from librmq.testing import CrashImages, Kit, Process, RecordingFiles, explore
+from librmq.testing import Kit, Process, explore
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting.codec import FORMS
@@ -37,6 +37,7 @@ from librmq.wire.remoting.frames import Frame, answer_to
 from tests.broker.parties import beat
 from tests.budget import examples, some
 from tests.cluster.replica_link import ReplicaLink
+from tests.file_seams import CrashImages, RecordingFiles
 
 BEGIN: Final = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -21,7 +21,7 @@ from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.engine.durability import Acknowledgement
 from librmq.store.recovery.verify import verify
 from librmq.store.retention import Retention
-from librmq.testing import CrashImages, Event, Image, RecordingFiles
+from tests.file_seams import CrashImages, Event, Image, RecordingFiles
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, RetainedStore, any_message, opened, served
 
 PAGES = replace(SMALL, commitlog_file_size=3 * 4096)

@@ -18,9 +18,9 @@ from librmq.store.recovery import salvage
 from librmq.store.recovery.verify import verify
 from librmq.store.retention import Retention
 from librmq.store.snapshots import restore, snapshot
-from librmq.testing import CrashImages, Image, RecordingFiles
 from tests.budget import examples, many
 from tests.crash.runs import BusyFiles
+from tests.file_seams import CrashImages, Image, RecordingFiles
 from tests.stores import ROOT, SMALL, START_MS, Contents, RetainedStore, configs, fill, filled, opened
 
 TARGET = "/snapshots/of today/one"

@@ -23,11 +23,11 @@ from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreIOError
 from librmq.store import AppendResult, MessageStore
 from librmq.store.recovery.verify import verify
-from librmq.testing import CrashImages, FailingFiles, RecordingFiles
 from tests.budget import examples, many
 from tests.conftest import SlowBudget
 from tests.crash.runs import Recorded, check
 from tests.data.cut import spread
+from tests.file_seams import CrashImages, FailingFiles, RecordingFiles
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, opened
 
 CODES = (errno.ENOSPC, errno.EIO, errno.EINTR)

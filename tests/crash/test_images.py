@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from librmq import Broker, BrokerConfig, ManualClock, ManualRunner, Message, MessageStore, Producer, StoreConfig
-from librmq.testing import CrashImages, Event, Image, RecordingFiles
-from librmq.testing.files import PAGE, SECTOR
 from tests.budget import examples, many, some
 from tests.conftest import SlowBudget
 from tests.crash.runs import Run, check_images, check_lives
+from tests.file_seams import PAGE, SECTOR, CrashImages, Event, Image, RecordingFiles
 from tests.stores import ROOT, START_MS, opened
 
 pytestmark = pytest.mark.usefixtures("mark_each_flush")

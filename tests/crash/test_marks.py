@@ -19,9 +19,9 @@ from librmq.files.memory import OverlayFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore, snapshot
 from librmq.store.format.indexfile import ENTRY_SIZE, HEADER, HEADER_SIZE, IndexHeader, file_length, unpack_entry
-from librmq.testing import CrashImages, Event, FailingFiles
 from tests.budget import examples, many, some
 from tests.crash.runs import BusyFiles, Recorded, record
+from tests.file_seams import CrashImages, Event, FailingFiles
 from tests.stores import (
     ROOT,
     SMALL,

@@ -18,8 +18,8 @@ from librmq.store.format.checkpoint import Checkpoint, clear_abort, set_abort
 from librmq.store.format.indexfile import FRESH, IndexFile
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.log_comparison import find_flaw
-from librmq.testing import CrashImages, FailingFiles, RecordingFiles
 from tests.crash.runs import assert_settled
+from tests.file_seams import CrashImages, FailingFiles, RecordingFiles
 from tests.stores import START_MS
 
 LOG_FILE = 1024

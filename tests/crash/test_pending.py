@@ -19,9 +19,9 @@ from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.testing import CrashImages, RecordingFiles
 from librmq.txn import CheckBack, TransactionConfig, Transactions
 from tests.conftest import SlowBudget
+from tests.file_seams import CrashImages, RecordingFiles
 from tests.stores import ROOT, SMALL, START_MS, died
 
 SYNC = replace(SMALL, durability="sync")

@@ -11,9 +11,9 @@ from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.protocol import SendStatus
 from librmq.store.recovery.verify import verify
-from librmq.testing import CrashImages, RecordingFiles
 from tests.broker.parties import send
 from tests.conftest import SlowBudget
+from tests.file_seams import CrashImages, RecordingFiles
 
 FILE = 4096
 STORE = StoreConfig.tiny(commitlog_file_size=FILE, max_message_size=3000)

@@ -15,9 +15,9 @@ from librmq.files.interface import make_folders
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.retention import Retention
-from librmq.testing import CrashImages, FailingFiles, Image
 from tests.budget import many, some
 from tests.crash.runs import BusyFiles, assert_settled
+from tests.file_seams import CrashImages, FailingFiles, Image
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, RetainedStore, configs, fill, opened, served
 
 pytestmark = pytest.mark.usefixtures("mark_each_flush")

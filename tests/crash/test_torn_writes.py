@@ -17,9 +17,8 @@ from librmq.errors import CorruptionError
 from librmq.files.memory import MemoryFiles
 from librmq.store.recovery.verify import verify
 from librmq.store.snapshots import snapshot
-from librmq.testing import CrashImages, RecordingFiles
-from librmq.testing.files import Event
 from tests.broker.parties import send
+from tests.file_seams import CrashImages, Event, RecordingFiles
 
 STORE = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=3000)
 

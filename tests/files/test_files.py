@@ -21,7 +21,7 @@ from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import File, Files, confine, used_end, without_zeros
 from librmq.files.lock import DiskLock
 from librmq.files.memory import MemoryFiles, OverlayFiles
-from librmq.testing import Event, FailingFiles, RecordingFiles
+from tests.file_seams import Event, FailingFiles, RecordingFiles
 from tests.programs import start_program
 
 

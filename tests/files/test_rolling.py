@@ -15,7 +15,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import File
 from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
-from librmq.testing.files import FailingFiles
+from tests.file_seams import FailingFiles
 from tests.interrupting import interrupted_at_call
 
 SIZE = 64

@@ -80,9 +80,9 @@ EXPORTS = {
         "split_batch"
     ),
     "librmq.testing": (
-        "Anomaly CrashImages DeliveryAttempt Elapsed Event Exploration FailingFiles Faults History "
-        "HistoryAnomalyError HistoryLine Image Kit NotAwaitedError Process ProcessDied ProcessStateError "
-        "RecordingFiles UndeliveredWarning UnknownGroupError UnsoundStoreError check_history explore"
+        "Anomaly DeliveryAttempt Elapsed Exploration Faults History HistoryAnomalyError HistoryLine Kit "
+        "NotAwaitedError Process ProcessDied ProcessStateError UndeliveredWarning UnknownGroupError "
+        "UnsoundStoreError check_history explore"
     ),
     "librmq.wire.remote": "RemoteRoute connect",
 }

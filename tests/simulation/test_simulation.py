@@ -11,9 +11,10 @@ import pytest
 
 from librmq import Broker, DeliveredMessage, ManualRunner, SimpleConsumer, StoreConfig
 from librmq.listener import ReconsumeLater
-from librmq.testing import CrashImages, Kit
+from librmq.testing import Kit
 from tests.budget import examples, many
 from tests.conftest import SlowBudget, StoreCopy
+from tests.file_seams import CrashImages
 from tests.programs import POSIX, environment
 from tests.reference import existing, rows
 from tests.simulation.promises import Record, broken_promises

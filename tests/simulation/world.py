@@ -40,8 +40,9 @@ from librmq.listener import ReconsumeLater
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC
 from librmq.protocol import EndTransaction
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.testing import CrashImages, Image, Kit, RecordingFiles
+from librmq.testing import Kit
 from librmq.testing.process import Process
+from tests.file_seams import CrashImages, Image, RecordingFiles
 from tests.simulation.promises import broken_promises, records
 
 DAYS: Final = 7

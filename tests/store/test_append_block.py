@@ -13,7 +13,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.message import record
-from librmq.testing import FailingFiles, RecordingFiles
+from tests.file_seams import FailingFiles, RecordingFiles
 
 SIZE = 1 << 16
 

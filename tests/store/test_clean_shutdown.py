@@ -17,8 +17,8 @@ from librmq.message.message import Message
 from librmq.runtime.event_log import watched
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
-from librmq.testing import FailingFiles
 from tests.budget import many
+from tests.file_seams import FailingFiles
 from tests.stores import ROOT, SMALL, START_MS, Contents, OpenedFiles, contents, fill, in_memory, opened, served
 
 CLOSED = "librmq/closed.json"

@@ -20,7 +20,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.format.directory import StoreKind
-from librmq.testing.files import FailingFiles
+from tests.file_seams import FailingFiles
 from tests.reference import existing, rows, store_folders
 
 ROOT = os.sep + "store"

@@ -22,7 +22,7 @@ from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.durability import Acknowledgement
 from librmq.store.recovery.verify import verify
-from librmq.testing.files import FailingFiles, RecordingFiles
+from tests.file_seams import FailingFiles, RecordingFiles
 from tests.programs import run_program
 from tests.stores import ROOT, SMALL, START_MS, contents, opened, store_threads, with_contents
 

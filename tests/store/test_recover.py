@@ -30,8 +30,8 @@ from librmq.store.recovery import salvage
 from librmq.store.recovery.open import clear_leftovers
 from librmq.store.recovery.verify import verify
 from librmq.store.retention import Retention
-from librmq.testing import FailingFiles, RecordingFiles
 from tests.budget import many, step
+from tests.file_seams import FailingFiles, RecordingFiles
 from tests.stores import (
     ROOT,
     SMALL,

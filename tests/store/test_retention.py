@@ -26,9 +26,8 @@ from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
 from librmq.store.recovery.verify import verify
 from librmq.store.retention import Retention, Unread, UnreadInFile, unread_between
-from librmq.testing import FailingFiles, RecordingFiles
-from librmq.testing.files import Event
 from tests.budget import some
+from tests.file_seams import Event, FailingFiles, RecordingFiles
 from tests.stores import ROOT, SMALL, RetainedStore, apply, configs, contents, died, opened, served
 
 HOUR = 3_600_000

@@ -23,8 +23,8 @@ from librmq.store import MessageStore
 from librmq.store.recovery import salvage
 from librmq.store.recovery.salvage import Gap
 from librmq.store.recovery.verify import verify
-from librmq.testing import FailingFiles
 from tests.budget import examples
+from tests.file_seams import FailingFiles
 from tests.reference import store_folders
 from tests.stores import (
     ROOT,

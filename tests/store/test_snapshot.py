@@ -34,8 +34,8 @@ from librmq.store.recovery import salvage
 from librmq.store.recovery.salvage import Gap
 from librmq.store.recovery.verify import verify
 from librmq.store.snapshots import Snapshot, restore, snapshot
-from librmq.testing import FailingFiles
 from tests.budget import examples, many, some
+from tests.file_seams import FailingFiles
 from tests.programs import start_program
 from tests.reference import rows, store_folders
 from tests.stores import (

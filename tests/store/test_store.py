@@ -36,8 +36,8 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import tags_code
 from librmq.store import AppendResult, GetStatus, MessageStore
 from librmq.store.recovery.verify import verify
-from librmq.testing import RecordingFiles
 from tests.budget import many
+from tests.file_seams import RecordingFiles
 from tests.programs import run_program
 from tests.stores import (
     ROOT,

@@ -17,7 +17,7 @@ from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import list_queues
 from librmq.store.recovery.verify import verify
-from librmq.testing.files import RecordingFiles
+from tests.file_seams import RecordingFiles
 from tests.stores import ROOT, SMALL, SMALL_EXT, died, opened
 
 

@@ -19,7 +19,6 @@ from librmq.files import MemoryFiles
 from librmq.files.interface import Files
 from librmq.protocol import ResponseCode, SendMessage, SendTogether
 from librmq.runtime.runner import ManualRunner
-from librmq.testing import FailingFiles
 from librmq.wire.remoting.channels import Channel, answer_of, answering, tried
 from librmq.wire.remoting.codec import send_frame
 from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
@@ -30,6 +29,7 @@ from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sends import Sends
 from librmq.wire.remoting.server import RemotingServer
 from tests.budget import many
+from tests.file_seams import FailingFiles
 from tests.wire.remoting_client import RawClient
 
 BEGIN_MS = 1_000_000

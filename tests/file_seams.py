@@ -11,7 +11,7 @@ A `CrashImages` computes from the trace of `RecordingFiles` which contents a dis
     `Files.write`                the old file or the new one until it returns, then the new one
 
 A sector is written as a whole; a running write is there in whole words (8 bytes). This module does not depend on
-stores: it works for the trace of any program that writes through `librmq.files`.
+stores: it works for the trace of anything that writes through `librmq.files`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from librmq.errors import StoreIOError
 from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
 from librmq.runtime.locks import Lock
-
-# ruff: noqa: D102 (the methods are those of Files, described there)
 
 
 class Event(NamedTuple):
@@ -63,7 +61,7 @@ class _RecordingBuffer(mmap.mmap):
         self.record = record
         return self
 
-    def __setitem__(self, place: SupportsIndex | slice, value: Any) -> None:  # noqa: ANN401 (as mmap has it)
+    def __setitem__(self, place: SupportsIndex | slice, value: Any) -> None:
         super().__setitem__(place, value)
         if isinstance(place, slice):
             self.record(Event("write", self.path, place.indices(len(self))[0], bytes(value)))
@@ -126,7 +124,7 @@ class RecordingFiles(MemoryFiles):
             self.trace.append(Event("replace", path, 0, data))
 
 
-def _passed_on(call: str, *, can_fail: bool = True) -> Any:  # noqa: ANN401 (as Files has it)
+def _passed_on(call: str, *, can_fail: bool = True) -> Any:
     """Return the method of `FailingFiles` that passes a call on."""
 
     def pass_on(self: FailingFiles, place: File | str, *arguments: object, **settings: object) -> object:
