@@ -412,6 +412,18 @@ def test_a_queue_offset_that_the_queue_does_not_have(caplog: pytest.LogCaptureFi
     assert "queue offset was 9" in caplog.text
 
 
+def test_a_recovery_that_cuts_the_queue_skips_no_later_message() -> None:
+    """A new message has the place that the timer has passed."""
+    wheel = Wheel()
+    place = wheel.put(b"cut", TIMER_DELAY_SEC=50).physical_offset
+    wheel.files.open(f"{ROOT}/commitlog/{0:020d}", writable=True).buffer[place + 4 : place + 8] = b"torn"
+    wheel.store.recover()
+    wheel.timers.run_due(wheel.clock.now_ms())
+    wheel.put(b"new", TIMER_DELAY_SEC=5)
+    wheel.pass_to(20_000)
+    assert b"new" in [body for body, _ in wheel.delivered()]
+
+
 def test_a_checkpoint_of_another_length() -> None:
     wheel = Wheel()
     wheel.files.make_folder(f"{ROOT}/config")

@@ -832,6 +832,22 @@ def test_data_of_a_clean_exit_is_cut_only_on_demand() -> None:
     assert verify(ROOT, SMALL, files).sound
 
 
+def test_a_damaged_body_in_an_old_file_is_cut_only_on_demand() -> None:
+    """An opening of a closed store reads the last files only, and a recovery that a person asks for reads all."""
+    found = filled(SMALL, 120)
+    with opened(in_memory(found), read_only=True) as store:
+        damaged = next(message for message in store if len(message.stored_body) > 1)
+    path = f"commitlog/{0:020d}"
+    data, at = found[path], damaged.physical_offset + record.BODY_AT
+    assert data is not None
+    files = in_memory({**found, path: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]})
+    with opened(files) as store:
+        assert store.log.end > 4 * 4096
+    with opened(files, thorough=True) as store:
+        assert store.log.end == damaged.physical_offset
+    assert verify(ROOT, SMALL, files).sound
+
+
 def test_a_store_that_is_refused_is_as_clean_as_before() -> None:
     """The rebuild of a lost queue meets an old record with an impossible queue id."""
     found = filled(SMALL, 120)

@@ -196,9 +196,10 @@ def test_values_at_the_limit_are_accepted(files: MemoryFiles, message: Message, 
 def test_the_longest_properties(files: MemoryFiles) -> None:
     config = StoreConfig.tiny()
     with opened(files, config) as store:
-        store.append(Message("T", b"", properties={"a": "b" * 32765}))
-        (found,) = store.read("T", 0, 0).messages
-        assert len(found.properties_raw) == 32767
+        message = Message("T", b"", properties={"a": "b" * 32765})
+        store.append(message)
+        store.append_batch([message])
+        assert [len(found.properties_raw) for found in store.read("T", 0, 0).messages] == [32767, 32767]
     assert verify(ROOT, config, files).sound
 
 

@@ -500,6 +500,23 @@ def test_the_last_one_hands_over_to_none(tmp_path: Path) -> None:
             librmq.share(tmp_path / "store")
 
 
+def test_a_store_that_is_released_a_moment_later_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a process that ends goes after its connections."""
+    holder, open_broker = Broker.open(tmp_path / "store"), Broker.open
+
+    def open_once_released(*place: Any, **settings: Any) -> Broker:
+        try:
+            return open_broker(*place, **settings)
+        except StoreLockedError:
+            holder.close()
+            raise
+
+    monkeypatch.setattr("librmq.wire.share._RELEASED_S", 30.0)
+    monkeypatch.setattr(Broker, "open", open_once_released)
+    with librmq.share(tmp_path / "store") as shared:
+        assert shared.is_owner
+
+
 def test_a_command_reaches_the_owner(tmp_path: Path) -> None:
     with pytest.raises(BrokerUnreachableError, match="can't be reached"):
         connect_to_owner(tmp_path / "store")
