@@ -25,7 +25,7 @@ from librmq.testing.faults import Faults
 from librmq.testing.histories.history import Call, DeliveryAttempt, History, show
 from librmq.testing.histories.verdict import Facts, Scene
 from librmq.testing.kit_runner import KitRunner, ProcessStateError, current_work
-from librmq.testing.process import Process, Repeated
+from librmq.testing.process import Process
 
 # ---- undelivered messages and unmatched subscriptions
 
@@ -389,8 +389,8 @@ class KitObserver:
         """Note the subscriptions of a process's consumers."""
         self.evidence.note_heartbeat(request, process.name in self.declared)
 
-    def before_send(self, process: Process, topic: str, broker_name: str) -> Repeated | None:
-        """Record a message before it is stored; refuse it if a fault is due, or return what comes twice."""
+    def before_send(self, process: Process, topic: str, broker_name: str) -> bool:
+        """Record a message before it is stored; refuse it if a fault is due, or return whether it comes twice."""
         if current_work() is None:
             try:
                 self._start()

@@ -17,14 +17,13 @@ from librmq.config import to_seconds, wrong_kind
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, ConfigError
 from librmq.protocol import ResponseCode, SendResponse
 from librmq.testing.network import Network
-from librmq.testing.process import A_PROCESS, Process, Repeated
+from librmq.testing.process import A_PROCESS, Process
 
 _METHODS = {
     "lose": "lose_answer",
     "refuse": "refuse_send",
     "late": "late_answer",
     "request": "repeat_request",
-    "answer": "repeat_answer",
 }
 """The method that requests a fault, by its kind."""
 
@@ -93,10 +92,6 @@ class Faults:
         """Let the next send arrive twice: the broker stores the message twice, and the producer gets one answer."""
         self._due.append(_Due("request", times, topic, broker))
 
-    def repeat_answer(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
-        """Let the answer to the next send arrive twice; over TCP the producer gets a second frame, and ignores it."""
-        self._due.append(_Due("answer", times, topic, broker))
-
     def slow_listener(self, group: str, seconds: float | timedelta, *, times: int = 1) -> None:
         """Let the next listener of a group work immediately and return ``seconds`` later.
 
@@ -156,8 +151,8 @@ class Faults:
             if ("group", group) not in self._met:
                 yield f"the fault slow_listener never happened: no listener of group {group!r} was called"
 
-    def before_send(self, process: Process, topic: str, broker: str) -> Repeated | None:
-        """Raise the error of a refused send, if one is due; return what comes twice, if anything does."""
+    def before_send(self, process: Process, topic: str, broker: str) -> bool:
+        """Raise the error of a refused send, if one is due; return whether the request arrives twice."""
         self._met |= {("topic", topic), ("broker", broker)}
         if self._due and (due := self._take("refuse", topic, broker)) is not None:
             self._kit.note("fault", f"refuses what {process.label} sends to {topic}")
@@ -167,16 +162,10 @@ class Faults:
                 if due.code == ResponseCode.SYSTEM_BUSY
                 else BrokerError(due.code, remark)
             )
-        return self._repeated(process, topic, broker) if self._due else None
-
-    def _repeated(self, process: Process, topic: str, broker: str) -> Repeated | None:
-        if self._take("request", topic, broker) is not None:
+        is_repeated = bool(self._due) and self._take("request", topic, broker) is not None
+        if is_repeated:
             self._kit.note("fault", f"what {process.label} sends to {topic} arrives twice, and is stored twice")
-            return "request"
-        if self._take("answer", topic, broker) is not None:
-            self._kit.note("fault", f"the answer to {process.label}, topic {topic}, arrives twice")
-            return "answer"
-        return None
+        return is_repeated
 
     def after_send(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
         """Lose or delay the answer, if a fault is due."""

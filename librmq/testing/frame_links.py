@@ -131,10 +131,9 @@ class _TurnTransport:
         channel: _TurnChannel,
         requested: Requested,
         lost: Callable[[Transport], None],
-        repeated: Callable[[], str | None],
+        repeated: Callable[[], bool],
     ) -> None:
         self._repeated = repeated
-        self._is_answered_twice = False
         self._cable = cable
         self._server = server
         self._channel = channel
@@ -159,16 +158,14 @@ class _TurnTransport:
     def send(self, frame: Frame, ended: Ended) -> None:
         self._number = frame.opaque = self._number + 1
         self._ended[frame.opaque] = ended
-        what = self._repeated() if frame.code in SENDS else None
-        self._is_answered_twice = what == "answer"
-        self._send(frame, times=2 if what == "request" else 1)
+        self._send(frame, times=2 if frame.code in SENDS and self._repeated() else 1)
 
     def send_later(self, requests: Sequence[tuple[Frame, Any]], ended: EndedTogether[Any]) -> None:
         """Send nothing: `request` is a turn of the explorer."""
 
     def send_one_way(self, frame: Frame) -> None:
         self._number = frame.one_way().opaque = self._number + 1
-        self._send(frame, times=2 if self._repeated() == "request" else 1)
+        self._send(frame, times=2 if self._repeated() else 1)
 
     def send_answer(self, frame: Frame) -> None:
         self._send(frame)
@@ -180,9 +177,6 @@ class _TurnTransport:
         self._server.answers.write(self._channel, list(self._to_server.feed(raw)))
 
     def _arrive(self, raw: bytes) -> None:
-        if self._is_answered_twice:
-            self._is_answered_twice = False
-            raw += raw
         for frame in self._to_client.feed(raw):
             if not frame.is_answer:
                 self._requested(self, frame)
@@ -206,8 +200,8 @@ class FrameLinks:
         """``is_shared`` takes the connections of processes that share a store."""
         self._runner = runner
         self._is_shared = is_shared
-        self.repeat: str | None = None
-        """What of the next send arrives twice: ``request`` or ``answer``."""
+        self.repeats_next = False
+        """Whether the next send arrives twice."""
         self._cable = _Cable(is_shared=is_shared)
         self._servers: dict[str, _Server] = {}
         self._brokers: dict[tuple[str, str], tuple[_Server, RemoteBroker]] = {}
@@ -244,9 +238,9 @@ class FrameLinks:
         remote.has_receives = self._is_shared
         return remote
 
-    def _take_repeat(self) -> str | None:
-        what, self.repeat = self.repeat, None
-        return what
+    def _take_repeat(self) -> bool:
+        is_repeated, self.repeats_next = self.repeats_next, False
+        return is_repeated
 
     def close(self) -> None:
         """End all connections."""

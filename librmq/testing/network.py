@@ -347,14 +347,11 @@ class Network:
         self._check_ends(end, other, {name for process in processes for name in (process.name, process.site)})
         self._latencies[frozenset((end, other))] = seconds
 
-    def repeat_frame(self, what: str | None) -> bool:
-        """Let the next request, or its answer, arrive twice; return False if requests do not cross a connection.
-
-        None cancels this, for a request that was not sent.
-        """
+    def repeat_frame(self, is_repeated: bool) -> bool:
+        """Let the next request arrive twice, or no longer; return False if requests do not cross a connection."""
         if self._frames is None:
             return False
-        self._frames.repeat = what
+        self._frames.repeats_next = is_repeated
         return True
 
     def latency(self, end: str, other: str, site: str | None = None) -> float:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, Literal, Protocol, TypeVar, Unpack, cast
+from typing import Any, Final, Protocol, TypeVar, Unpack, cast
 
 from librmq.client.client import Client
 from librmq.client.producer import Producer, ProducerArguments
@@ -78,8 +78,6 @@ class ProcessDied(BaseException):
 
 A_PROCESS: Final = "a Process, as rmq.app returns one"
 """What errors about an argument expect."""
-Repeated = Literal["request", "answer"]
-"""What comes twice."""
 
 
 class _Observer(Protocol):
@@ -91,7 +89,7 @@ class _Observer(Protocol):
 
     def noted_heartbeat(self, process: Process, request: Heartbeat) -> None: ...
 
-    def before_send(self, process: Process, topic: str, broker_name: str) -> Repeated | None: ...
+    def before_send(self, process: Process, topic: str, broker_name: str) -> bool: ...
 
     def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None: ...
 
@@ -381,18 +379,18 @@ class _Connection:
         kit.clock.advance(seconds=kit.network.latency(process.name, self._name, process.site))
         first = request.message if isinstance(request, SendMessage) else request.messages[0]
         of_consumer = first.topic.startswith(RETRY_PREFIX)
-        repeated: Repeated | None = None
+        is_repeated = False
         if not of_consumer:
-            repeated = kit.observer.before_send(process, first.topic, self._name)
+            is_repeated = kit.observer.before_send(process, first.topic, self._name)
             if process.dead:
                 raise ProcessDied(process.label)
-        has_frames = repeated is not None and kit.network.repeat_frame(repeated)
+        has_frames = is_repeated and kit.network.repeat_frame(True)
         try:
             response = broker.call(request)
         finally:
             if has_frames:
-                kit.network.repeat_frame(None)
-        if repeated == "request":  # for the history a send of its own
+                kit.network.repeat_frame(False)
+        if is_repeated:  # for the history a send of its own
             again: Callable[[Any], Any] = (lambda request: response) if has_frames else broker.call
             kit.recorder.call(process.label, self._name, request, again)
         count = 1 if isinstance(request, SendMessage) else len(request.messages)

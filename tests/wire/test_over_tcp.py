@@ -87,15 +87,6 @@ def test_a_send_without_an_answer_arrives_twice(rmq: Kit, over_tcp: bool) -> Non
     assert [one.body for one in rmq.broker.messages("orders")] == [b"x", b"x", b"y"]
 
 
-@BOTH
-def test_an_answer_that_arrives_twice_is_ignored(rmq: Kit, over_tcp: bool) -> None:
-    rmq.faults.repeat_answer(times=2)
-    sent = [rmq.producer().send("orders", b"%d" % number) for number in range(4)]
-    stored = list(rmq.broker.messages("orders"))
-    assert [one.offset_id for one in stored] == sorted(one.offset_id for one in sent)
-    assert "the answer to test, topic orders, arrives twice" in str(rmq.history())
-
-
 def fail(message: DeliveredMessage) -> None:
     raise ValueError("no stock")
 
