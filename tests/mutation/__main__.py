@@ -71,9 +71,15 @@ _ENDS = (
     "crash/test_pending.py",
 )
 TESTS = {
-    "commitlog": ("test_commitlog.py", "store/test_recover.py", "store/test_store.py", "crash/test_full_disk.py"),
+    "commitlog": (
+        *("test_commitlog.py", "store/test_recover.py", "store/test_store.py", "crash/test_full_disk.py"),
+        *("store/test_append_block.py", "cluster/test_replica.py", "cli/test_damage_by_command.py"),
+    ),
     "message.frames": ("test_commitlog.py", "message", "store/test_flipped_bytes.py", "store/test_recover.py"),
-    "files.disk": ("files", "crash/test_disk_flushes.py", "crash/test_parts.py", "store/test_directory.py"),
+    "files.disk": (
+        *("files", "crash/test_disk_flushes.py", "crash/test_parts.py", "store/test_directory.py"),
+        *("store/test_salvage.py", "store/test_foreign_files.py", "wire/test_share.py"),
+    ),
     "store.engine.append": (
         *(
             "store/test_append_block.py",
@@ -84,6 +90,7 @@ TESTS = {
         *(
             "store/test_store_machine.py",
             "store/test_live_handle.py",
+            "store/test_interrupted.py",
             "broker/test_sending.py",
             "crash/test_full_disk.py",
         ),
@@ -96,14 +103,17 @@ TESTS = {
             "store/test_deleted_topics.py",
             "crash/test_images.py",
         ),
-        *("crash/test_parts.py", "store/test_verify.py", "crash/test_damage.py"),
+        *("crash/test_parts.py", "store/test_verify.py", "crash/test_damage.py", "store/test_queues_in_memory.py"),
     ),
     "delay": ("test_delay.py", "scheduling/test_waiting.py", "crash/test_pending.py", "broker/test_broker_machine.py"),
     "scheduling.timer": ("scheduling/test_timer.py", "broker/test_timers.py", "broker/test_cancel.py"),
     "scheduling.half_messages": _ENDS,
     "txn": _ENDS,
     "broker.transactions": ("broker/test_transactions.py", "client/test_transactions.py", "broker/test_life.py"),
-    "broker.retries": ("broker/test_receives.py", "consumer/test_push.py", "broker/test_resends.py", "consumer"),
+    "broker.retries": (
+        *("broker/test_receives.py", "consumer/test_push.py", "broker/test_resends.py", "consumer"),
+        *("broker/test_administered_routes.py", "cluster/test_cluster.py"),
+    ),
     "broker.handlers.receive": (
         "broker/test_receives.py",
         "broker/test_receives_machine.py",
@@ -298,9 +308,6 @@ def main(arguments: list[str]) -> int:
     """Make mutants, and print those that survive."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description="See that tests notice mistakes.")
     parser.add_argument("words", nargs="+", metavar="part", help=f"{', '.join(PARTS)}; a room or module of librmq")
-    parser.add_argument(
-        "--reach", action="store_true", help="run the quick tests, and note the lines that each reaches"
-    )
     parser.add_argument("--sample", type=int, default=40, help="this many at random, as many of each part; 0: all")
     parser.add_argument("--seed", default="0", help="of the sample")
     parser.add_argument("--skip", type=int, default=0, help="leave out the first ones of the sample, which were made")
