@@ -392,7 +392,7 @@ class PlannedStore(Closing):
         else:
             bound = self._bounds_of_store(offsets).get(name[0], {}).get(str(name[1]), default)
             if isinstance(offsets, OffsetTimes) and bound >= 0:
-                if self._has_times:
+                if self._store is not None:
                     return self.first_at(name, bound)
                 bound = default
         return queue.begin if bound == EARLIEST else queue.end if bound == LATEST else int(bound)
@@ -403,18 +403,13 @@ class PlannedStore(Closing):
         bounds: Mapping[str, Any] = offsets.get(self.path, {}) if by_store else offsets
         return bounds
 
-    @property
-    def _has_times(self) -> bool:
-        """Whether messages can be looked up by time: not in a store that is too damaged to open."""
-        return self._store is not None
-
     def first_at(self, name: QueueName, timestamp_ms: int) -> int:
         """Return the first queue offset whose message was stored at ``timestamp_ms`` or later.
 
         In a store that is too damaged to open it is the first offset of the queue.
         """
         queue = self.queues[name]
-        if not self._has_times:
+        if self._store is None:
             return queue.begin
 
         def stored(queue_offset: int) -> int:
@@ -458,7 +453,7 @@ class PlannedStore(Closing):
             begin, end = max(begin, queue.begin, conditions.begin_offset), min(end, queue.end, conditions.end_offset)
             if conditions.begin_ms is not None and begin < end:
                 begin = max(begin, self.first_at(name, conditions.begin_ms))
-            if conditions.end_ms is not None and begin < end and self._has_times:  # else each row is compared
+            if conditions.end_ms is not None and begin < end and self._store is not None:  # else rows are compared
                 end = min(end, self.first_at(name, conditions.end_ms))
             if begin < end:
                 ranges[name] = range(begin, end)

@@ -449,24 +449,17 @@ def _plain_numbers(text: Any, target: Any) -> Any:
 
     For such texts Arrow's cast agrees with Java. For texts with letters it does not.
     """
-    if not _all_between(text, "-", "9"):
-        return None
+    kind = np.int64 if pa.types.is_large_string(text.type) else np.int32
+    offsets, data = text.buffers()[1:]
+    if len(text) and data is not None:
+        begin, end = np.frombuffer(offsets, kind)[[text.offset, text.offset + len(text)]]
+        others = np.frombuffer(data, np.uint8)[begin:end] - np.uint8(ord("-"))  # smaller ones wrap around to large ones
+        if len(others) and int(others.max()) > ord("9") - ord("-"):
+            return None
     try:
         return text.cast(target)
     except pa.ArrowInvalid:
         return None
-
-
-def _all_between(text: Any, first: str, last: str) -> bool:
-    """Return whether all bytes of all texts are between two ASCII characters."""
-    kind = np.int64 if pa.types.is_large_string(text.type) else np.int32
-    offsets, data = text.buffers()[1:]
-    if not len(text) or data is None:
-        return True
-    begin, end = np.frombuffer(offsets, kind)[[text.offset, text.offset + len(text)]]
-    bytes_of_all = np.frombuffer(data, np.uint8)[begin:end]
-    # Bytes below the first wrap around to large numbers.
-    return not len(bytes_of_all) or int((bytes_of_all - np.uint8(ord(first))).max()) <= ord(last) - ord(first)
 
 
 def integers_of(text: Any, kind: type) -> tuple[Any, Any]:

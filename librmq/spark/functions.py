@@ -163,7 +163,7 @@ def _match_one(expression: str, dialect: Dialect, properties: pa.Array) -> pa.Ar
 
 def _match_sql(dialect: Dialect, properties: pa.Array, expressions: pa.Array) -> pa.Array:
     """Match filters that can differ from row to row."""
-    return _by_value(expressions, "expression", lambda text, rows: _match_one(text, dialect, properties.take(rows)))
+    return _by_value(expressions, lambda text, rows: _match_one(text, dialect, properties.take(rows)))
 
 
 def match_tags(tags: Column | str, expression: str) -> Column:
@@ -183,19 +183,19 @@ def _match_tags(tags: pa.Array, expressions: pa.Array) -> pa.Array:
         filter_ = TagFilter(text)
         return pa.array([filter_.matches(tag) for tag in tags.take(rows).to_pylist()], pa.bool_())
 
-    return _by_value(expressions, "expression", matched)
+    return _by_value(expressions, matched)
 
 
-def _by_value(values: pa.Array, what: str, answer: Callable[[str, pa.Array], pa.Array]) -> pa.Array:
-    """Return ``answer(value, rows)`` for each distinct value, in the order of the rows."""
-    encoded = values.dictionary_encode()
+def _by_value(expressions: pa.Array, answer: Callable[[str, pa.Array], pa.Array]) -> pa.Array:
+    """Return ``answer(expression, rows)`` for each distinct expression, in the order of the rows."""
+    encoded = expressions.dictionary_encode()
     if encoded.null_count:
-        raise ConfigError(f"{what}: expected a text, found null")
+        raise ConfigError("expression: expected a text, found null")
     indices = encoded.indices.to_numpy()
     answers, places = [], []
-    for number, value in enumerate(encoded.dictionary.to_pylist()):
+    for number, expression in enumerate(encoded.dictionary.to_pylist()):
         rows = pa.array((indices == number).nonzero()[0])
-        answers.append(answer(value, rows))
+        answers.append(answer(expression, rows))
         places.append(rows)
     if not answers:
         return pa.array([], pa.bool_())

@@ -47,7 +47,7 @@ from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETR
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables, ConfigTable
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.documents import (
     JOB_NOTES_FOLDER,
@@ -415,9 +415,6 @@ def _op_of_half(message: StoredMessage, numbers: Renumbering) -> bytearray:
 
 # ---- progress of groups and delay levels
 
-PROGRESS_TABLES: Final = ("consumerOffset.json", "delayOffset.json")
-"""Files of ``config`` with the progress of consumers and delay levels."""
-
 NewOffset = Callable[[str, int, int], int]
 """Function of topic, queue id and queue offset to the queue offset in the copy."""
 
@@ -438,13 +435,8 @@ def revise_progress(path: str, files: Files, new_offset: NewOffset, now_ms: int)
         tables.offsets.set(name, {queue_id: new_offset(topic, queue_id, at) for queue_id, at in offsets.items()})
     for level, at in list(tables.delays.rows.items()):
         tables.delays.set(level, new_offset(SCHEDULE_TOPIC, queue_id_of_level(level), at))
-    for table, file in zip((tables.offsets, tables.delays), PROGRESS_TABLES, strict=True):
-        _write(table, os.path.join(folder, file), files, now_ms)
-
-
-def _write(table: ConfigTable, path: str, files: Files, now_ms: int) -> None:
-    if not files.size(path) and not files.size(f"{path}.bak"):
-        return  # the source has no such table
-    table.persist(now_ms)
-    if files.size(f"{path}.bak") is not None:
-        files.delete(f"{path}.bak")
+    for table in (tables.offsets, tables.delays):
+        if files.size(table.path) or files.size(f"{table.path}.bak"):  # else the source has no such table
+            table.persist(now_ms)
+            if files.size(f"{table.path}.bak") is not None:
+                files.delete(f"{table.path}.bak")

@@ -169,9 +169,7 @@ class IndexWriter:
                 continue
             if timestamp != end_timestamp:
                 end_timestamp = timestamp
-                seconds = (timestamp - begin_timestamp) // 1000 if begin_timestamp > 0 else 0
-                if not 0 <= seconds <= MAX_SECONDS:
-                    seconds = entry_seconds(timestamp, begin_timestamp)
+                seconds = entry_seconds(timestamp, begin_timestamp)
             for key_hash in hashes:
                 slot = key_hash % max_slots * 4 + 40
                 packed = _pack_int(number)
