@@ -19,12 +19,10 @@ from librmq.config import nearest
 from librmq.errors import BodyCompressionError, CorruptionError, InputError, MissingExtraError, StoreError
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import is_system_topic, kind_of_topic
-from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import advance
 
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
-    from librmq.diagnosis.lag_report import Ints
     from librmq.diagnosis.view import ClusterView
     from librmq.store import MessageStore
     from librmq.store.engine.read import MessageFilter
@@ -348,30 +346,26 @@ def first_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: ra
     The machine's clock can have been put back by up to an hour.
     """
     begin, end = (_near(store, queue, at, offsets) for at in (time_ms - _STEP_BACK_MS, time_ms))
-    for at, times in _times(store, queue, begin, end):
-        later = np.flatnonzero(times >= time_ms)
-        if len(later):
-            return at + int(later[0])
-    return end
+    times = _times(store, queue, begin, end)
+    return next((at for at, stored_ms in times if stored_ms is not None and stored_ms >= time_ms), end)
 
 
 def end_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: range) -> int:
     """Return the end of those of some queue offsets whose messages were stored before a time, as `first_at` does."""
     begin, end = (_near(store, queue, at, offsets) for at in (time_ms, time_ms + _STEP_BACK_MS))
-    for at, times in _times(store, queue, begin, end):
-        earlier = np.flatnonzero((times < time_ms) & (times >= 0))  # below 0: unknown
-        if len(earlier):
-            begin = at + int(earlier[-1]) + 1
+    for at, stored_ms in _times(store, queue, begin, end):
+        if stored_ms is not None and stored_ms < time_ms:
+            begin = at + 1
     return begin
 
 
-def _times(store: MessageStore, queue: ConsumeQueue, begin: int, end: int) -> Iterator[tuple[int, Ints]]:
-    """Yield blocks of the store times of a queue's messages, with the first queue offset of each."""
-    from librmq.diagnosis.lag_report import store_times  # few selections need this import
+def _times(store: MessageStore, queue: ConsumeQueue, begin: int, end: int) -> Iterator[tuple[int, int | None]]:
+    """Yield queue offsets with the store times of their messages."""
+    from librmq.diagnosis.lag_report import store_times_at  # few selections need this import
 
     if begin < end:
-        for at, block in queue.blocks(begin, end):
-            yield at, store_times(store.log, block["physical_offset"].astype(np.int64))
+        for first, block in queue.blocks(begin, end):
+            yield from enumerate(store_times_at(store.log, block["physical_offset"].tolist()), first)
 
 
 def _near(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: range) -> int:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
@@ -28,31 +28,22 @@ from librmq.message.record import (
     FIXED_SIZE,
     HOST_V6_EXTRA,
     PHYSICAL_OFFSET_AT,
-    STORE_TIMESTAMP_AT,
-    SYS_FLAG_AT,
     store_timestamp_ms,
 )
 from librmq.message.topics import RETRY_PREFIX, is_own_group
-from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-
 # ----------------------------------------------------------------------------------------------- store times of records
 
-UNKNOWN: Final = -1
 _PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # the fields from the physical offset to the store time
 
-Ints: TypeAlias = "npt.NDArray[np.int64]"
 _T = TypeVar("_T")
 
 
 def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int | None]:
-    """Return the store times of a few records at these places in ms; None if no record starts there.
+    """Return the store times of the records at these places in ms; None if no record starts there.
 
     Raises:
         CorruptionError: A file of the log has a wrong length.
@@ -78,45 +69,8 @@ def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int 
     return times
 
 
-def store_times(log: CommitLog, physical_offsets: Ints) -> Ints:
-    """Return the store times of the records at these places in ms; `UNKNOWN` if no record starts there.
-
-    Raises:
-        CorruptionError: A file of the log has a wrong length.
-    """
-    times = np.full(len(physical_offsets), UNKNOWN, np.int64)
-    files, size = log.sequence, log.sequence.file_size
-    inside = (physical_offsets >= log.begin) & (physical_offsets + FIXED_SIZE <= log.end)
-    starts = physical_offsets - physical_offsets % size
-    for start in sorted(set(starts[inside].tolist())):  # numpy.unique would load numpy.ma
-        file = files.file_at(start)
-        rows = np.flatnonzero(
-            inside & (starts == start) & (physical_offsets - start + FIXED_SIZE + HOST_V6_EXTRA <= size)
-        )
-        if file is not None and len(rows):
-            times[rows] = _of_file(np.frombuffer(file.buffer, np.uint8), start, physical_offsets[rows])
-            unknown = rows[times[rows] == UNKNOWN]
-            if len(unknown):
-                store_times_at(log, physical_offsets[unknown[:1]].tolist())  # notes it, if no record is there
-    return times
-
-
 def _leave_out(log: CommitLog, place: int) -> None:
     log.leave_out(CorruptionError(log.sequence.path_at(place), place, "record", "an entry leads here, to no record"))
-
-
-def _of_file(raw: npt.NDArray[np.uint8], start: int, physical_offsets: Ints) -> Ints:
-    at = physical_offsets - start
-    is_record = _numbers(raw, at + PHYSICAL_OFFSET_AT) == physical_offsets
-    shift = np.where(raw[at + SYS_FLAG_AT + 3] & BORN_HOST_V6, HOST_V6_EXTRA, 0)
-    times = _numbers(raw, at + STORE_TIMESTAMP_AT + shift)
-    return np.asarray(np.where(is_record & (times >= 0), times, UNKNOWN), np.int64)
-
-
-def _numbers(raw: npt.NDArray[np.uint8], at: Ints) -> Ints:
-    """Return the numbers of 8 bytes, big-endian, at these places."""
-    words = raw[at[:, None] + np.arange(8)].view(">i8")
-    return np.asarray(words[:, 0], np.int64)
 
 
 _AT_ONCE: Final = 64  # entries
