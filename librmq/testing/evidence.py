@@ -25,6 +25,7 @@ from librmq.testing.faults import Faults
 from librmq.testing.histories.history import Call, DeliveryAttempt, History, show
 from librmq.testing.histories.verdict import Facts, Scene
 from librmq.testing.kit_runner import KitRunner, ProcessStateError, current_work
+from librmq.testing.network import KitParts
 from librmq.testing.process import Process
 
 # ---- undelivered messages and unmatched subscriptions
@@ -335,12 +336,10 @@ class Evidence:
 # ---- the observer, to which runner, processes and replicas report
 
 
-class _Observed(Protocol):
+class _Observed(KitParts, Protocol):
     runner: KitRunner
     faults: Faults
     recorder: Recorder
-
-    def note(self, actor: str, what: str | Callable[[], str]) -> None: ...
 
 
 class KitObserver:

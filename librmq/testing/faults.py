@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from librmq.clock import ManualClock
 from librmq.config import to_seconds, wrong_kind
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, ConfigError
 from librmq.protocol import ResponseCode, SendResponse
-from librmq.testing.network import Network
+from librmq.testing.network import KitParts
 from librmq.testing.process import A_PROCESS, Process
 
 _METHODS = {
@@ -34,17 +33,12 @@ class _Runner(Protocol):
     def after(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None: ...
 
 
-class _Host(Protocol):
-    clock: ManualClock
-    network: Network
-
+class _Host(KitParts, Protocol):
     @property
     def processes(self) -> Sequence[Process]: ...
 
     @property
     def runner(self) -> _Runner: ...
-
-    def note(self, actor: str, what: str) -> None: ...
 
     def cut(self, end: str, other: str) -> int: ...
 

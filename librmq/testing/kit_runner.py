@@ -21,8 +21,7 @@ from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.runtime.runner import ManualRunner, Step, Turn, Work
 from librmq.testing.faults import Faults
-from librmq.testing.histories.history import History
-from librmq.testing.network import Network
+from librmq.testing.network import KitParts
 from librmq.testing.process import A_PROCESS, LIBRARY, Process, ProcessDied
 
 LONGEST_CHAIN = 1_000
@@ -43,9 +42,8 @@ class _Observer(Protocol):
     def unique_id_of(self, broker_name: str, physical_offset: int) -> str: ...
 
 
-class _Kit(Protocol):
+class _Kit(KitParts, Protocol):
     faults: Faults
-    network: Network
     process_table: ProcessTable
 
     @property
@@ -53,10 +51,6 @@ class _Kit(Protocol):
 
     @property
     def observer(self) -> _Observer: ...
-
-    def history(self) -> History: ...
-
-    def note(self, actor: str, what: str) -> None: ...
 
     def died(self, process: Process) -> object: ...
 

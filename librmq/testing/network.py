@@ -10,6 +10,7 @@ from string import ascii_lowercase
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.clock import ManualClock
 from librmq.cluster import Cluster, Replica, RouteTable
 from librmq.cluster.sites import check_site, site_of
 from librmq.config import StoreConfig
@@ -20,6 +21,7 @@ from librmq.protocol import Endpoint
 from librmq.runtime.runner import Runner
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
+from librmq.testing.histories.history import History
 
 if TYPE_CHECKING:
     from librmq.testing.frame_links import FrameLinks
@@ -88,6 +90,21 @@ class Copy(Protocol):
 
     def reconnect(self) -> None:
         """Connect it with its master."""
+
+
+class KitParts(Protocol):
+    """What all parts of a kit know of it."""
+
+    clock: ManualClock
+    files: Files
+    path: str
+    network: Network
+
+    def history(self) -> History:
+        """Return the history."""
+
+    def note(self, actor: str, what: str | Callable[[], str]) -> None:
+        """Add a line to the history."""
 
 
 class Network:

@@ -16,12 +16,10 @@ from librmq.client.client import Client
 from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.recorder import Recorder
 from librmq.client.sender import SendResult
-from librmq.clock import ManualClock
 from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerKeywords
-from librmq.files.interface import Files
 from librmq.message.topics import RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -44,8 +42,8 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.runner import Runner, Work
-from librmq.testing.histories.history import History, show
-from librmq.testing.network import Network
+from librmq.testing.histories.history import show
+from librmq.testing.network import KitParts
 
 R = TypeVar("R")
 LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -96,12 +94,7 @@ class _Observer(Protocol):
     def ended_in_background(self, result: object, error: Exception | None) -> None: ...
 
 
-class _Kit(Protocol):
-    clock: ManualClock
-    files: Files
-    path: str
-    network: Network
-
+class _Kit(KitParts, Protocol):
     @property
     def runner(self) -> Runner: ...
 
@@ -111,11 +104,7 @@ class _Kit(Protocol):
     @property
     def recorder(self) -> Recorder: ...
 
-    def history(self) -> History: ...
-
     def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None: ...
-
-    def note(self, actor: str, what: str | Callable[[], str]) -> None: ...
 
     def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]: ...
 

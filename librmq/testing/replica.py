@@ -7,34 +7,23 @@ from datetime import timedelta
 from typing import Protocol, TypeVar
 
 from librmq.broker import Broker
-from librmq.clock import ManualClock
 from librmq.cluster.replica import Replica, ReplicaConfig
 from librmq.cluster.sites import check_site, site_of
 from librmq.errors import BrokerUnreachableError, ConfigError, ReplicaError
-from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
 from librmq.protocol import LogBytes, Request
 from librmq.testing.evidence import KitObserver
-from librmq.testing.histories.history import History
 from librmq.testing.kit_runner import KitRunner, ProcessStateError
-from librmq.testing.network import Network
+from librmq.testing.network import KitParts
 
 # ---- the link to the master
 
 R = TypeVar("R")
 
 
-class _Host(Protocol):
-    clock: ManualClock
-    files: Files
-    path: str
-    network: Network
+class _Host(KitParts, Protocol):
     runner: KitRunner
     observer: KitObserver
-
-    def note(self, actor: str, what: str) -> None: ...
-
-    def history(self) -> History: ...
 
 
 class _MasterLink:
