@@ -18,7 +18,7 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from cpython.tuple cimport PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_CheckExact, PyUnicode_GET_LENGTH
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy
 from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
 
@@ -36,6 +36,7 @@ cdef extern from "Python.h":
     bint PyUnicode_IS_COMPACT_ASCII(object text)
     Py_ssize_t Py_REFCNT(PyObject *held)
     object PyObject_CallNoArgs(object called)
+    object PyUnicode_DecodeASCII(const char *text, Py_ssize_t size, const char *errors)
     long long PyLong_AsLongLongAndOverflow(object number, int *overflow) except? -1
 
 cdef extern from *:
@@ -96,7 +97,7 @@ cdef extern from "crc32.h":
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
 API = 11
-"""Number that librmq compares at its import; it changes with the functions here."""
+"""Number that librmq compares at its import; it changes with the functions here, but not for one that it can lack."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
 
@@ -110,6 +111,7 @@ cdef enum:
     FIXED = 91
     HOSTS_V6 = 48
     SCHEDULE_TOPIC_SIZE = 19
+    HALF_TOPIC_SIZE = 24
     AT_ONCE = 16
     AHEAD = 2048  # bytes behind the next record that a scan fetches
     FETCHED = 4  # number of the record after this one that a pull fetches
@@ -284,23 +286,29 @@ cdef class Items:
         return count
 
 
-cdef bint is_sound(const uint8_t *record, uint64_t size, bint check_body) noexcept:
-    """Return whether bytes are a usual record that is sound."""
+cdef inline uint64_t properties_of(const uint8_t *record, uint64_t size) noexcept:
+    """Return where the properties of a usual record begin, 0 if bytes are none."""
     cdef uint64_t body_size = big32(record + 84), topic_end
     if (
         big32(record) != size or body_size > size - FIXED or big32(record + 4) != MAGIC
         or big32(record + 36) & HOSTS_V6
     ):
-        return False
+        return 0
     topic_end = 89 + body_size + record[88 + body_size]
-    return (
-        record[88 + body_size] <= 127 and record[88 + body_size] != SCHEDULE_TOPIC_SIZE and topic_end + 2 <= size
-        and <uint64_t>(record[topic_end] << 8 | record[topic_end + 1]) == size - topic_end - 2
-        and record[topic_end] <= 127
-        and (
-            not check_body or not body_size
-            or rmq_crc32(record + 88, body_size, FOLDS) & 0x7FFFFFFF == big32(record + 8)
-        )
+    if record[88 + body_size] > 127 or topic_end + 2 > size or record[topic_end] > 127:
+        return 0
+    return topic_end + 2 if <uint64_t>(record[topic_end] << 8 | record[topic_end + 1]) == size - topic_end - 2 else 0
+
+
+cdef bint is_sound(const uint8_t *record, uint64_t size, bint check_body) noexcept:
+    """Return whether bytes are a usual record that is sound."""
+    cdef uint64_t body_size
+    if not properties_of(record, size):
+        return False
+    body_size = big32(record + 84)
+    return record[88 + body_size] != SCHEDULE_TOPIC_SIZE and (
+        not check_body or not body_size
+        or rmq_crc32(record + 88, body_size, FOLDS) & 0x7FFFFFFF == big32(record + 8)
     )
 
 
@@ -312,7 +320,7 @@ the place of its value in the dict. librmq fills and bounds it."""
 
 cdef dict _shapes = shapes
 cdef object _mmap = mmap.mmap
-cdef object UNSET = object(), ZERO = 0
+cdef object UNSET = object(), ZERO = 0, SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 # The records of the running append. The interpreter lock protects them, because nothing in between gives it up.
 cdef uint8_t scratch[SCRATCH]
 cdef uint8_t batch_scratch[BATCH_SCRATCH]
@@ -327,11 +335,11 @@ cdef struct Piece:
 
 
 cdef struct Shape:
-    Py_ssize_t count
+    Py_ssize_t count, stored  # a delayed message is stored with its topic and queue, behind its own properties
     PyObject *names[MOST_PROPERTIES]
     Piece pieces[MOST_PROPERTIES]
-    Py_ssize_t tags, unique, keys
-    bint delays, waits
+    Py_ssize_t tags, unique, keys, delay, real_topic, real_queue
+    bint waits
 
 
 cdef struct Values:
@@ -391,7 +399,7 @@ cdef class AppendState:
     cdef public AlarmState _housekeeping
     cdef public LogState log
     cdef public DispatchState dispatcher
-    cdef public dict lanes
+    cdef public dict lanes, _delays
     cdef public int64_t _max_body_size, _compress_from, batch_fixed_size
     cdef Py_ssize_t topic_at, body_at, flag_at, properties_at, delays_at
     cdef LaneState last_lane
@@ -411,6 +419,19 @@ cdef class AppendState:
                     self._acknowledge(last[0] + last[1], wait)
                 return results
         return self.append_batch(messages, queue_id, wait=wait, **fields)
+
+    def append_waiting(self, list messages not None, list befores not None, tuple places not None):
+        """Append usual messages that waited, each to its own queue; return what reports each, or None before any effect.
+
+        Their properties have the layout of `librmq.delay.Layout`.
+        """
+        cdef list reports = _append_waiting(self, messages, befores, places)
+        if reports is not None:
+            end = self.log.end
+            if PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
+                self.write_due()
+            self.finish_append(end, False)
+        return reports
 
     def append_usual(
         self, message, queue_id=0, *, born_timestamp_ms=None, born_host=None, store_host=None, sys_flag=ZERO,
@@ -474,29 +495,40 @@ cdef int32_t java_hash(object text):
     return <int32_t>hashed(0, PyUnicode_KIND(text), PyUnicode_DATA(text), 0, PyUnicode_GET_LENGTH(text))
 
 
-no_shape.tags = no_shape.unique = no_shape.keys = -1
+no_shape.tags = no_shape.unique = no_shape.keys = no_shape.delay = -1
 
 
 cdef bint keep_shape(Shape *shape, tuple names):
     """Keep the stored form of properties with these names; return whether librmq has it."""
-    cdef list pieces = _shapes.get(names)
+    cdef tuple stored = names
+    cdef list pieces
     cdef Py_ssize_t count = PyTuple_GET_SIZE(names), at
     cdef bytes before
+    if "DELAY" in names:
+        stored = tuple(dict.fromkeys(names + ("REAL_TOPIC", "REAL_QID")))
+    pieces = _shapes.get(stored)
     if pieces is None:
         return False
     kept[count & 7] = names, pieces
-    shape.count, shape.tags, shape.unique, shape.keys, shape.delays, shape.waits = count, -1, -1, -1, False, False
-    for at in range(count):
-        name = names[at]
-        shape.names[at] = <PyObject *>name
+    shape.count, shape.stored = count, PyTuple_GET_SIZE(stored)
+    shape.tags = shape.unique = shape.keys = shape.delay = shape.real_topic = shape.real_queue = -1
+    shape.waits = "WAIT" in names
+    for at in range(shape.stored):
+        name = stored[at]
+        if at < count:
+            shape.names[at] = <PyObject *>name
         if name == "TAGS":
             shape.tags = at
         elif name == "UNIQ_KEY":
             shape.unique = at
         elif name == "KEYS":
             shape.keys = at
-        shape.delays |= name == "DELAY"
-        shape.waits |= name == "WAIT"
+        elif name == "DELAY":
+            shape.delay = at
+        elif name == "REAL_TOPIC":
+            shape.real_topic = at
+        elif name == "REAL_QID":
+            shape.real_queue = at
         before, number = pieces[at]
         shape.pieces[at].before, shape.pieces[at].size = PyBytes_AS_STRING(before), PyBytes_GET_SIZE(before)
         shape.pieces[at].number = number
@@ -531,7 +563,7 @@ cdef Py_ssize_t put_properties(const Values *found, uint8_t *at) except -2:
     cdef Py_ssize_t number, size, total = 0
     cdef const char *text
     cdef const Piece *piece
-    for number in range(found.shape.count):
+    for number in range(found.shape.stored):
         piece = &found.shape.pieces[number]
         if total + piece.size > MOST_PROPERTY_BYTES:
             return -1
@@ -566,7 +598,7 @@ cdef inline object part(object message, Py_ssize_t at):
 
 
 cdef bint is_usual(AppendState self, object message, object topic):
-    """Return whether a message has the usual types and no delay; its topic must be ``topic`` unless that is None."""
+    """Return whether a message has the usual types; its topic must be ``topic`` unless that is None."""
     if type(message) is not self.message_class or not (self.topic_at or find_slots(self)):
         return False
     own, body, flag = part(message, self.topic_at), part(message, self.body_at), part(message, self.flag_at)
@@ -595,10 +627,7 @@ cdef LaneState usual_lane(AppendState self, object topic, object queue_id):
 
 cdef bint is_plain(LaneState lane):
     """Return whether records of a lane are usual, and note it."""
-    if (
-        lane.queue.ext is not None or PyUnicode_GET_LENGTH(lane.topic) == SCHEDULE_TOPIC_SIZE
-        or PyBytes_GET_SIZE(lane.topic_field) > 128
-    ):
+    if lane.queue.ext is not None or PyBytes_GET_SIZE(lane.topic_field) > 128:
         return False
     lane.plain_queue = lane.queue
     return True
@@ -660,17 +689,16 @@ cdef object _append(
     While many entries and keys are due, each append advances them once; if that is due first, ``end`` becomes -1.
     """
     cdef int64_t now = clock_ms(self)  # first, because it may run Python code
-    if now == -2 or not is_usual(self, message, None):
+    if now == -2 or not is_usual(self, message, None) or not PyLong_CheckExact(queue_id):
         return None
-    cdef LaneState lane = usual_lane(self, part(message, self.topic_at), queue_id)
-    if lane is None or PyBytes_GET_SIZE(part(message, self.body_at)) >= self._compress_from:
+    if PyBytes_GET_SIZE(part(message, self.body_at)) >= self._compress_from:
         return None
     # Nothing from here on gives up the interpreter, so a lock that is free remains free.
     cdef int collects = PyGC_Disable()  # it could run Python code
     try:
         if PyObject_CallNoArgs(self.is_locked) is True:
             return None
-        return _write(self, lane, message, <uint32_t>queue_id, fields, now, end, advanced)
+        return _write(self, message, queue_id, fields, now, end, advanced)
     finally:
         if collects:
             PyGC_Enable()
@@ -733,13 +761,17 @@ cdef void put_place(uint8_t *record, int64_t queue_offset, int64_t physical_offs
     put64(record + 56, now)
 
 
-cdef bytes new_entry(int64_t physical_offset, int64_t size, object tags):
+cdef inline int64_t tags_code(object tags):
+    return 0 if tags is None else java_hash(tags)
+
+
+cdef bytes new_entry(int64_t physical_offset, int64_t size, int64_t code):
     """Return the queue entry of a record."""
     cdef bytes entry = PyBytes_FromStringAndSize(NULL, 20)
     cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(entry)
     put64(at, physical_offset)
     put32(at + 8, size)
-    put64(at + 12, <uint64_t><int64_t>(0 if tags is None else java_hash(tags)))
+    put64(at + 12, <uint64_t>code)
     return entry
 
 
@@ -789,21 +821,45 @@ cdef object copy_in(LogState log, object begin, const uint8_t *data, int64_t siz
     log.end += size
 
 
+cdef inline int note_entry(DispatchState dispatcher, LaneState lane, bytes entry) except -1:
+    """Note the entry of the next record of a queue."""
+    if not lane.pending:
+        lane.pending_from = lane.next_queue_offset
+        dispatcher.lanes.append(lane)
+    lane.next_queue_offset += 1
+    lane.pending.append(entry)
+
+
 cdef object _write(
-    AppendState self, LaneState lane, object message, uint32_t queue_id, const Fields *fields, int64_t now,
-    int64_t *end, bint advanced
+    AppendState self, object message, object queue_id, const Fields *fields, int64_t now, int64_t *end, bint advanced
 ):
     """Write the record, and note its entry and keys, while the lock is free."""
     cdef DispatchState dispatcher = self.dispatcher
-    cdef int64_t size, physical_offset, queue_offset
+    cdef LaneState lane
+    cdef int64_t size, physical_offset, queue_offset, code, wait_ms = -1
     cdef Values found
+    cdef tuple delay
     global appended
+    topic = part(message, self.topic_at)
     if (
         PyBytes_GET_SIZE(part(message, self.body_at)) > SCRATCH - HEADER - 130 - MOST_PROPERTY_BYTES
-        or not find_values(part(message, self.properties_at), &found) or found.shape.delays
+        or not find_values(part(message, self.properties_at), &found)
     ):
         return None
-    size = encode(self, lane, message, &found, queue_id, scratch)
+    if found.shape.delay >= 0:
+        delay = self._delays.get(<object>found.values[found.shape.delay])
+        if delay is None or delay[0] <= 0:
+            return None
+        level, name, wait_ms = delay
+        queue_text = str(queue_id)
+        found.values[found.shape.delay] = <PyObject *>name
+        found.values[found.shape.real_topic] = <PyObject *>topic
+        found.values[found.shape.real_queue] = <PyObject *>queue_text
+        topic, queue_id = SCHEDULE_TOPIC, level - 1
+    lane = usual_lane(self, topic, queue_id)
+    if lane is None:
+        return None
+    size = encode(self, lane, message, &found, <uint32_t>queue_id, scratch)
     if size < 0 or not can_write(self, size):
         return None
     if not advanced and PyList_GET_SIZE(dispatcher.records) >= BATCH:
@@ -819,17 +875,19 @@ cdef object _write(
     put64(scratch + 76, fields.prepared)
     if fields.born >= 0:
         put64(scratch + 40, fields.born)
-    entry = new_entry(physical_offset, size, value_of(&found, found.shape.tags))
+    if wait_ms < 0:
+        code = tags_code(value_of(&found, found.shape.tags))
+    elif now <= INT64_MAX - wait_ms:
+        code = now + wait_ms
+    else:
+        return None
+    entry = new_entry(physical_offset, size, code)
     py_offset = physical_offset
     record = new_record(lane, &found, py_offset, py_now)
-    result = new_result(self, True, py_offset, size, queue_offset, py_now)
+    result = new_result(self, True, py_offset, size, queue_offset, py_now, self._host)
     dispatcher.writing_at = physical_offset  # the next append repairs what a failing step leaves
     copy_in(self.log, py_offset, scratch, size, False)
-    lane.next_queue_offset = queue_offset + 1
-    if not lane.pending:
-        lane.pending_from = queue_offset
-        dispatcher.lanes.append(lane)
-    lane.pending.append(entry)
+    note_entry(dispatcher, lane, entry)
     dispatcher.records.append(record)
     dispatcher.writing_at = -1
     appended += 1
@@ -857,7 +915,7 @@ cdef object _write_batch(
             not is_usual(self, message, topic)
             or PyBytes_GET_SIZE(part(message, self.body_at)) + HEADER + 130 + MOST_PROPERTY_BYTES > BATCH_SCRATCH - total
             or not find_values(part(message, self.properties_at), &found)
-            or found.shape.delays or found.shape.waits
+            or found.shape.delay >= 0 or found.shape.waits
         ):
             return None
         size = encode(self, lane, message, &found, queue_id, record)
@@ -865,10 +923,10 @@ cdef object _write_batch(
             return None
         encoded += size - HEADER - PyBytes_GET_SIZE(lane.topic_field) - 2 + self.batch_fixed_size
         put_place(record, queue_offset + number, physical_offset + total, now)
-        entries.append(new_entry(physical_offset + total, size, value_of(&found, found.shape.tags)))
+        entries.append(new_entry(physical_offset + total, size, tags_code(value_of(&found, found.shape.tags))))
         py_offset = physical_offset + total
         records.append(new_record(lane, &found, py_offset, py_now))
-        results.append(new_result(self, False, py_offset, size, queue_offset + number, py_now))
+        results.append(new_result(self, False, py_offset, size, queue_offset + number, py_now, self._host))
         total += size
         number += 1
     if encoded > self._max_body_size or not can_write(self, total):
@@ -886,6 +944,149 @@ cdef object _write_batch(
     return results
 
 
+cdef object _append_waiting(AppendState self, list messages, list befores, tuple places):
+    """Append messages that waited, and return what reports each, or None before any effect."""
+    cdef int64_t now = clock_ms(self)
+    if now == -2 or PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
+        return None
+    cdef int collects = PyGC_Disable()
+    try:
+        if PyObject_CallNoArgs(self.is_locked) is True:
+            return None
+        return _write_waiting(self, messages, befores, places, now)
+    finally:
+        if collects:
+            PyGC_Enable()
+
+
+cdef struct Span:
+    const char *at
+    Py_ssize_t size
+
+
+cdef bint find_spans(const uint8_t *raw, Py_ssize_t size, list befores, Span *spans):
+    """Find the values of properties in stored form; return whether these bytes are before them, and they are usual."""
+    cdef Py_ssize_t at = 0, number, before_size
+    cdef uint8_t seen = 0
+    cdef bytes before
+    for number in range(PyList_GET_SIZE(befores)):
+        before = befores[number]
+        before_size = PyBytes_GET_SIZE(before)
+        if before_size > size - at or memcmp(raw + at, PyBytes_AS_STRING(before), before_size):
+            return False
+        at += before_size
+        spans[number].at = <const char *>raw + at
+        while at < size and raw[at] != 2:
+            seen |= raw[at]
+            at += 1
+        spans[number].size = <const char *>raw + at - spans[number].at
+        if not spans[number].size:
+            return False
+    return at == size and seen <= 127
+
+
+cdef object text_at(const Span *spans, Py_ssize_t number):
+    """Return a value, None for a number of -1."""
+    return PyUnicode_DecodeASCII(spans[number].at, spans[number].size, NULL) if number >= 0 else None
+
+
+cdef LaneState own_lane(AppendState self, const Span *topic, const Span *queue):
+    """Return the lane of the queue that a message waits for, None if it is unusual or not open."""
+    cdef int64_t queue_id = 0
+    cdef Py_ssize_t at
+    if topic.size == SCHEDULE_TOPIC_SIZE or queue.size > 9 or (
+        topic.size == HALF_TOPIC_SIZE and not memcmp(topic.at, b"RMQ_SYS_TRANS_HALF_TOPIC", HALF_TOPIC_SIZE)
+    ):
+        return None
+    for at in range(queue.size):
+        if not 48 <= queue.at[at] <= 57:
+            return None
+        queue_id = 10 * queue_id + queue.at[at] - 48
+    return usual_lane(self, PyUnicode_DecodeASCII(topic.at, topic.size, NULL), queue_id)
+
+
+cdef object _write_waiting(AppendState self, list messages, list befores, tuple places, int64_t now):
+    """Write the records side by side, and note their entries and keys, while the lock is free."""
+    cdef DispatchState dispatcher = self.dispatcher
+    cdef int64_t total = 0, size, code, queue_offset = 0, physical_offset = self.log.end
+    cdef Py_ssize_t count = PyList_GET_SIZE(messages), number, earlier, topic_size
+    cdef Py_ssize_t topic, queue, unique, keys, tags
+    cdef uint64_t begin, body_end, raw_size
+    cdef list lanes = [], entries = [], records = [], reports = []
+    cdef LaneState lane
+    cdef const uint8_t *raw
+    cdef uint8_t *record
+    cdef Span spans[MOST_PROPERTIES]
+    cdef Span last_topic, last_queue
+    global appended
+    topic, queue, unique, keys, tags = places
+    number = PyList_GET_SIZE(befores)
+    if (
+        not count or not can_write(self, 0) or number > MOST_PROPERTIES or topic < 0 or queue < 0
+        or max(topic, queue, unique, keys, tags) >= number
+    ):
+        return None
+    py_now = time_now(&now)
+    lane = None
+    for number in range(count):
+        message = messages[number]
+        if type(message) is not stored_class or not PyBytes_CheckExact((<StoredState>message).raw):
+            return None
+        data = (<StoredState>message).raw
+        raw, size = <const uint8_t *>PyBytes_AS_STRING(data), PyBytes_GET_SIZE(data)
+        if size < FIXED or raw[39] & 4:  # a record that is in no queue
+            return None
+        begin = properties_of(raw, size)
+        if not begin or not find_spans(raw + begin, size - begin, befores, spans):
+            return None
+        if (
+            lane is None or spans[topic].size != last_topic.size or spans[queue].size != last_queue.size
+            or memcmp(spans[topic].at, last_topic.at, last_topic.size)
+            or memcmp(spans[queue].at, last_queue.at, last_queue.size)
+        ):
+            lane = own_lane(self, &spans[topic], &spans[queue])
+            if lane is None:
+                return None
+            queue_offset = lane.next_queue_offset
+            for earlier in range(number):
+                queue_offset += lanes[earlier] is lane
+        last_topic, last_queue = spans[topic], spans[queue]  # the caller keeps their bytes
+        body_end, raw_size, topic_size = HEADER + big32(raw + 84), size - begin, PyBytes_GET_SIZE(lane.topic_field)
+        size = body_end + topic_size + 2 + raw_size
+        if size > BATCH_SCRATCH - total:
+            return None
+        record = batch_scratch + total
+        memcpy(record, raw, body_end)
+        memcpy(record + body_end, PyBytes_AS_STRING(lane.topic_field), topic_size)
+        memcpy(record + body_end + topic_size, raw + begin - 2, 2 + raw_size)
+        put32(record, size)
+        put32(record + 8, rmq_crc32(record + HEADER, body_end - HEADER, FOLDS) & 0x7FFFFFFF)
+        put32(record + 12, <uint32_t>lane.queue_id)
+        put64(record + 20, queue_offset)
+        put64(record + 28, physical_offset + total)
+        put64(record + 56, now)
+        py_offset = physical_offset + total
+        code = 0 if tags < 0 else <int32_t>hashed(0, 1, spans[tags].at, 0, spans[tags].size)
+        host = PyBytes_FromStringAndSize(<const char *>raw + 64, 8)
+        result = new_result(self, False, py_offset, size, queue_offset, py_now, host)
+        lanes.append(lane)
+        entries.append(new_entry(py_offset, size, code))
+        records.append((py_offset, py_now, lane.prefix_hash, text_at(spans, unique), text_at(spans, keys)))
+        reports.append((message, lane.topic, lane.queue_id, result))
+        total += size
+        queue_offset += 1
+    if not can_write(self, total):
+        return None
+    dispatcher.writing_at = physical_offset
+    copy_in(self.log, physical_offset, batch_scratch, total, True)
+    for number in range(count):
+        note_entry(dispatcher, lanes[number], entries[number])
+    dispatcher.records.extend(records)
+    dispatcher.writing_at = -1
+    appended += count
+    return reports
+
+
 cdef tuple new_record(LaneState lane, const Values *found, object physical_offset, object now):
     """Return what the index needs of a record."""
     cdef const Shape *shape = found.shape
@@ -893,7 +1094,7 @@ cdef tuple new_record(LaneState lane, const Values *found, object physical_offse
 
 
 cdef object new_result(
-    AppendState self, bint alone, object physical_offset, int64_t size, int64_t queue_offset, object now
+    AppendState self, bint alone, object physical_offset, int64_t size, int64_t queue_offset, object now, object host
 ):
     """Return a named tuple of these fields without a call of its class; ``alone``, the last one if no caller has it."""
     cdef object result
@@ -906,7 +1107,7 @@ cdef object new_result(
     rmq_put_item(result, 1, size)
     rmq_put_item(result, 2, queue_offset)
     rmq_put_item(result, 3, now)
-    rmq_put_item(result, 4, self._host)
+    rmq_put_item(result, 4, host)
     if alone:
         self.last_result = result
     return result

@@ -50,6 +50,7 @@ from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import MessageStore
 from librmq.store.engine.append import AppendResult
 from librmq.store.engine.copies import CopyTarget, Prepared
+from librmq.store.engine.read import records_of
 
 __all__ = ["DelayConfig", "DelayOffsets", "DelaySchedule"]
 
@@ -110,8 +111,13 @@ class Layout:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         text = "\2".join(f"{re.escape(name)}\1([^\1\2]+)" for name in names)
+        self.befores = [f"\2{name}\1".encode() for name in names]
+        """The bytes before each value."""
+        self.befores[0] = self.befores[0][1:]
+        self.places = tuple(names.index(name) if name in names else -1 for name in COPIED_PROPERTIES)
+        """The numbers of the needed values, -1 for an absent one."""
         self._match = re.compile(f"{text}((?!))?").fullmatch  # the last group, of absent properties, is None
-        self._groups = [names.index(name) + 1 if name in names else len(names) + 1 for name in COPIED_PROPERTIES]
+        self._groups = [len(names) + 1 if place < 0 else place + 1 for place in self.places]
 
     def values_of(self, raw: bytes) -> tuple[str | None, ...] | None:
         """Return the values of the needed properties, None if the properties have another layout."""
@@ -335,7 +341,7 @@ class DelaySchedule:
             raw = queue.read(queue_offset, min(count, end - queue_offset))
             if not raw:
                 return None
-            due: list[tuple[int, int]] = []
+            due = 0
             next_look: int | None = None
             for physical_offset, size, code in ENTRY.iter_unpack(raw):
                 if size <= 0 or physical_offset < 0:
@@ -346,12 +352,13 @@ class DelaySchedule:
                 if look_ms is None or (due_ms > look_ms and not too_far):
                     next_look = self._begin_ms if too_far else self._next_look_ms(due_ms)
                     break
-                due.append((physical_offset, size))
-            self._deliver(level, queue_offset, due)
-            queue_offset += len(due)
+                due += 1
+            if due:
+                self._deliver(level, queue_offset, raw[: due * ENTRY.size])
+            queue_offset += due
             if next_look is not None:
                 return next_look
-            if len(due) * ENTRY.size < len(raw):
+            if due * ENTRY.size < len(raw):
                 queue.entry(queue_offset)  # raises, unless the queue was truncated meanwhile
                 return None
             count = min(_ENTRIES_A_READ, 2 * count)
@@ -393,17 +400,21 @@ class DelaySchedule:
         stored_ms = self._store.log.store_timestamp_ms(physical_offset, size)
         return code if stored_ms is None else stored_ms + (level.delay_ms or 0)
 
-    def _deliver(self, level: _Level, queue_offset: int, entries: Sequence[tuple[int, int]]) -> None:
-        """Deliver the messages of entries from ``queue_offset`` on, and log each one that is dropped.
+    def _deliver(self, level: _Level, queue_offset: int, entries: bytes) -> None:
+        """Deliver the messages of packed entries from ``queue_offset`` on, and log each one that is dropped.
 
         Messages deleted with the log's beginning are skipped.
         """
+        messages, _ = records_of(self._store.log, entries) or (None, 0)
+        if messages is not None and self._deliver_usual(level, queue_offset, entries, messages):
+            return
+        end = queue_offset + len(entries) // ENTRY.size
         waiting: list[StoredMessage] = []
         copies: list[Prepared] = []
         places: list[int] = []
-        for place, (physical_offset, size) in enumerate(entries, queue_offset):
+        for place, (physical_offset, size, _) in enumerate(ENTRY.iter_unpack(entries), queue_offset):
             try:
-                message = self._read(physical_offset, size)
+                message = self._read(physical_offset, size) if messages is None else messages[place - queue_offset]
                 if message is not None:
                     if self._is_cancelled is not None and self._is_cancelled(message, self._last_ms):
                         continue
@@ -429,11 +440,36 @@ class DelaySchedule:
                 level.next_offset = place + 1
                 self._unsaved = True
         self._write(level, waiting, copies, places)
-        if entries:
-            if len(places) < len(entries):  # save soon what the log showed, so that no later opening looks for it
-                self._saver.put_back(self._last_ms)
-            level.next_offset = queue_offset + len(entries)
-            self._unsaved = True
+        if len(places) < end - queue_offset:  # save soon what the log showed, so that no later opening looks for it
+            self._saver.put_back(self._last_ms)
+        level.next_offset = end
+        self._unsaved = True
+
+    def _deliver_usual(
+        self, level: _Level, queue_offset: int, entries: bytes, messages: Sequence[StoredMessage]
+    ) -> bool:
+        """Deliver the messages of entries by the compiled core; return False, without any effect, if it can't.
+
+        It takes messages of the current layout that are not cancelled and that no earlier run can have delivered.
+        """
+        append, layout = self._store.copies.append_waiting, self._layouts.current
+        if append is None or layout is None or level.earlier.concerns(ENTRY.unpack_from(entries)[0]):
+            return False
+        if self._is_cancelled is not None:
+            try:
+                if any(self._is_cancelled(message, self._last_ms) for message in messages):
+                    return False
+            except RecordError:
+                return False
+        reports = append(messages, layout.befores, layout.places)
+        if reports is None:
+            return False
+        level.next_offset = queue_offset + len(messages)
+        self._unsaved = True
+        if self._delivered is not None:
+            for report in reports:
+                self._delivered(*report)
+        return True
 
     def _prepare_copy(self, waiting: StoredMessage) -> Prepared:
         """Return a waiting message as sent to its own topic and queue.
@@ -475,7 +511,7 @@ class DelaySchedule:
             done += len(results)
 
     def _read(self, physical_offset: int, size: int) -> StoredMessage | None:
-        """Return the record of an entry, None if it is deleted.
+        """Return the unusual record of an entry, None if it is deleted.
 
         Raises:
             RecordError: The bytes are no record.

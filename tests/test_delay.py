@@ -279,6 +279,37 @@ def test_a_restart_continues_from_the_saved_progress() -> None:
     assert len(last.delivered()) == 6
 
 
+def test_a_restart_among_many_messages_repeats_none_with_an_id() -> None:
+    """Messages of one kind, of which many are read and written together."""
+    waiting = Waiting(settings=dataclasses.replace(NOW, most_at_once=40))
+    bodies = [b"%d" % number for number in range(120)]
+    for body in bodies[:100]:
+        waiting.store.append(Message("T", body, unique_key=f"U{body!r}", delay_level=1))
+    waiting.clock.advance(ms=1_000)
+    waiting.run_due(START_MS + 1_000)
+    assert [body for body, _ in waiting.delivered()] == bodies[:40]
+    again = Waiting(files=died(waiting.files), at_ms=START_MS + 1_000)
+    for body in bodies[100:]:
+        again.store.append(Message("T", body, unique_key=f"U{body!r}", delay_level=1))
+    again.pass_to(2_000)
+    assert [body for body, _ in again.delivered()] == bodies
+
+
+def test_cancelled_messages_among_many_are_left_out() -> None:
+    waiting = Waiting(StoreConfig.tiny(commitlog_file_size=1 << 20))
+    cancelled = {b"%d" % number for number in range(3, 200, 70)}
+    waiting.schedule = DelaySchedule(
+        waiting.store, waiting.offsets, START_MS, NOW,
+        delivered=waiting.tell, is_cancelled=lambda message, now_ms: message.body in cancelled,
+    )  # fmt: skip
+    for number in range(200):
+        waiting.put(b"%d" % number)
+    waiting.pass_to(1_000)
+    expected = [body for number in range(200) if (body := b"%d" % number) not in cancelled]
+    assert [body for body, _ in waiting.delivered()] == [message.body for message, _ in waiting.told] == expected
+    assert waiting.schedule.progress == {1: 200}
+
+
 @pytest.mark.parametrize(("stored", "delivered"), [(-5, 3), (9, 0)])
 def test_a_progress_that_the_queue_does_not_have_is_corrected(
     stored: int, delivered: int, caplog: pytest.LogCaptureFixture

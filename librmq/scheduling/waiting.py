@@ -213,6 +213,8 @@ class Cancellations:
 
     def skips(self, message: StoredMessage, now_ms: int) -> bool:
         """Return whether a message whose time has come is not to be delivered, and note that it has passed."""
+        if not self._by_name:
+            return False
         cancellation = self.of_message(message)
         if cancellation is not None and message.physical_offset >= cancellation.physical_offset:
             self._keep(cancellation._replace(passed_ms=now_ms))

@@ -26,6 +26,7 @@ import numpy as np
 
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
+from librmq.delay import COPIED_PROPERTIES
 from librmq.errors import RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
@@ -77,8 +78,7 @@ class Fuzzer:
             raise SystemExit(f"the core that was just built does not run: {CORE_STATE}")
         self.core = CORE.module
         self.chance = chance
-        config = StoreConfig.tiny(commitlog_file_size=1 << 20)
-        self.store = MessageStore.open("/store", config, files=MemoryFiles(), background=False)
+        self.store, self.waiting = self.open_store(), self.open_store()
         self.log = b""
         for _ in range(64):
             self.append()
@@ -86,6 +86,12 @@ class Fuzzer:
         self.log = b"".join(message.raw for message in messages)
         ends = list(accumulate((len(message.raw) for message in messages), initial=0))
         self.places = [(at, end - at) for at, end in pairwise(ends) if end <= 1 << 14]
+
+    @staticmethod
+    def open_store() -> Any:
+        """Open a store in memory."""
+        config = StoreConfig.tiny(commitlog_file_size=1 << 20)
+        return MessageStore.open("/store", config, files=MemoryFiles(), background=False)
 
     def append(self) -> None:
         """Append a message, or a batch, of unusual properties and sizes."""
@@ -171,6 +177,37 @@ class Fuzzer:
             damaged(chance, entries), buffer, start, end, chance.randrange(50), 1 << 16, chance.random() < 0.5
         )
 
+    def wait(self) -> None:
+        """Append damaged messages that waited, in layouts that fit some."""
+        chance = self.chance
+        values = {
+            "REAL_TOPIC": chance.choice(("T", "T", "T", "U", "RMQ_SYS_TRANS_HALF_TOPIC")),
+            "KEYS": chance.choice(TEXTS[:7]),
+            "REAL_QID": chance.choice(("0", "0", "0", "1", "-1", "9" * 10)),
+        }
+        names = chance.choice((tuple(values), tuple(values)[::2], ("KEYS",)))
+        befores = [f"\2{name}\1".encode() for name in names]
+        befores[0] = befores[0][1:]
+        raw = b"".join(before + values[name].encode() for before, name in zip(befores, names, strict=True))
+        body = bytes(chance.choice((0, 3, 1000)))
+        record = bytearray(84) + struct.pack(">I", len(body)) + body + b"\x13" + b"W" * 19
+        record += struct.pack(">H", len(raw)) + raw
+        record[:8] = struct.pack(">II", len(record), 0xDAA320A7)
+        is_damaged = chance.random() < 0.5
+        messages = [
+            StoredMessage((damaged(chance, bytes(record)) if is_damaged else bytes(record)).ljust(91, b"\0"))
+            for _ in range(chance.choice((1, 1, 3, 80)))
+        ]
+        places = tuple(names.index(name) if name in names else -1 for name in COPIED_PROPERTIES)
+        odd = tuple(chance.choice((-1, 0, 2, 4, 1 << 40)) for _ in places)
+        if self.waiting.log.end > 1 << 23:
+            self.waiting.close()
+            self.waiting = self.open_store()
+        self.waiting.append(Message("T", bytes(1000)), chance.randrange(2))  # it opens the queue, and makes room
+        self.waiting.appender.append_waiting(
+            messages, befores * chance.choice((1, 1, 1, 30)), chance.choice((places, places, odd))
+        )
+
     def index(self) -> None:
         """Hash keys, and write index entries over slots that lead anywhere."""
         chance = self.chance
@@ -201,7 +238,7 @@ class Fuzzer:
     def run(self, seconds: float = math.inf, calls: int = 1 << 62) -> int:
         """Call everything until the time is over, or so many calls were made; return their number."""
         parts: list[Callable[[], Any]] = [
-            self.append, self.scan, self.derive, self.pull, self.index, self.checksum,
+            self.append, self.scan, self.derive, self.pull, self.wait, self.index, self.checksum,
             lambda: self.read_body(self.log[:300]),
         ]  # fmt: skip
         clock, made = SystemClock(), 0

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
@@ -17,7 +17,9 @@ from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule
 from librmq.errors import MessageIllegalError, RmqError
 from librmq.files.memory import MemoryFiles
-from librmq.message.message import Message
+from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import HALF_TOPIC
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine.append import Appender, AppendResult
@@ -57,6 +59,7 @@ def code(compiled: bool) -> Iterator[None]:
         if not compiled:
             patch.setattr(Appender, "append_usual", Appender.append)
             patch.setattr(Appender, "append_batch_usual", Appender.append_batch)
+            patch.setattr(Appender, "append_waiting", None)
             for module in ("engine.dispatch", "engine.read", "format.keyindex", "format.indexfile"):
                 patch.setattr(f"librmq.store.{module}.CORE", compiled_core.PURE)
             patch.setattr("librmq.message.frames.CORE", compiled_core.PURE)
@@ -115,7 +118,7 @@ class Work:
             discarded=lambda half, *_: self.results.append(half.raw),
             make_topic=self.results.append,
         )  # fmt: skip
-        self.schedule = DelaySchedule(store, offsets, START_MS, NOW)
+        self.schedule = DelaySchedule(store, offsets, START_MS, NOW, delivered=self.note)
 
     def do(self, name: str, *arguments: Any) -> None:
         try:
@@ -123,9 +126,26 @@ class Work:
         except RmqError as error:
             self.results.append(f"{type(error)} {error}")
 
-    def send(self, queue_id: int, size: int, level: int | None, times: int) -> list[AppendResult]:
-        message = Message("T", b"x" * size, tags="t", keys=[f"k{size}", "k"], properties={"p": "q"}, delay_level=level)
+    def note(self, message: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
+        self.results.append((message.raw, topic, queue_id, result))
+
+    def send(
+        self, queue_id: int, size: int, level: int | None, times: int, properties: Mapping[str, str] = {"p": "q"}
+    ) -> list[AppendResult]:
+        message = Message("T", b"x" * size, tags="t", keys=[f"k{size}", "k"], delay_level=level)
+        message.properties |= properties
         return [self.store.append(message, queue_id) for _ in range(times)]
+
+    def send_later(self, topics: list[str], sizes: list[int], properties: dict[str, str], times: int) -> None:
+        """Send messages that wait, by turns to these topics and their queues."""
+        for number in range(times):
+            topic, body = topics[number % len(topics)], b"x" * sizes[number % len(sizes)]
+            message = Message(topic, body, keys=f"k{number}", unique_key=f"W{number}")
+            message.properties |= {"DELAY": "1"} | properties
+            fields: dict[str, Any] = {"sys_flag": 8, "reconsume_times": number} if number % 3 else {}
+            if number % 50 > 40:
+                fields["store_host"] = "10.0.0.1", number
+            self.results.append(self.store.append(message, number % 5 % 3, **fields))
 
     def batch(self, queue_id: int, size: int, times: int) -> list[AppendResult]:
         return self.store.append_batch([Message("T", b"x" * size, keys="k")] * times, queue_id)
@@ -154,8 +174,26 @@ class Work:
 
 
 QUEUE, SIZE, FEW = st.integers(0, 2), st.sampled_from([0, 3, 40, 700]), st.sampled_from([1, 1, 7, 90])
+PROPERTIES = st.dictionaries(NAMES, TEXTS, max_size=3) | st.sampled_from(
+    [
+        {"REAL_QID": "9", "REAL_TOPIC": "U", "p": "q"},
+        {"empty": ""},
+        {"p": "x\1y"},
+        {"p": "x\2y"},
+        *({"DELAY": text} for text in ("0", "-1", "+2", "99", "x")),
+    ]
+)
+TOPICS = st.sampled_from(["T", "T", "U", "V" * 19, "W" * 127, "W" * 300, "é", HALF_TOPIC, SCHEDULE_TOPIC])
 STEPS = st.one_of(
     st.tuples(st.just("send"), QUEUE, SIZE, st.sampled_from([None, None, 1, 2]), FEW),
+    st.tuples(st.just("send"), QUEUE, SIZE, st.sampled_from([1, 2]), FEW, PROPERTIES),
+    st.tuples(
+        st.just("send_later"),
+        st.lists(TOPICS, min_size=1, max_size=3),
+        st.lists(SIZE, min_size=1, max_size=3),
+        PROPERTIES,
+        st.sampled_from([1, 20, 90]),
+    ),
     st.tuples(st.just("batch"), QUEUE, st.sampled_from([0, 40]), st.sampled_from([1, 5, 20])),
     st.tuples(st.just("prepare"), SIZE),
     st.tuples(st.sampled_from(["commit", "rollback"]), st.integers(0, 3)),
@@ -196,6 +234,61 @@ def test_a_whole_transaction_leaves_equal_folders() -> None:
     assert compiled_core.CORE.module.counts()["append"] - before > 100
     assert worked([(0, step) for step in steps], SMALL, False) == compiled
     assert any("TRANS_CHECK_MAX_TIME_TOPIC" in path for path in compiled[0])
+
+
+def delivered(damage: list[tuple[int, int, int]], compiled: bool) -> tuple[Contents, list[Any]]:
+    """Return all files and reports of deliveries after bytes of waiting records were replaced."""
+    files, clock = MemoryFiles(), ManualClock(START_MS)
+    config = StoreConfig.tiny(commitlog_file_size=1 << 20)
+    with code(compiled), MessageStore.open(ROOT, config, files=files, clock=clock, background=False) as store:
+        work = Work(store, clock, files)
+        work.send_later(["T", "U"], [40], {"p": "q"}, 40)
+        work.later(2_000)  # a layout is kept, and the queues are open
+        store.append(Message("T", b""), 10)
+        work.send_later(["T", "T", "U"], [0, 40], {"p": "q"}, 40)
+        places = [result.physical_offset for result in work.results[-40:]]
+        buffer = store.log.sequence.file(0).buffer
+        for number, at, value in damage:
+            buffer[places[number] + at] = value
+        work.later(2_000)
+        work.send_later(["T"], [3], {"p": "q"}, 1)
+    return contents(files), work.results
+
+
+@settings(max_examples=examples(60), deadline=None)
+@example([(6, 39, 4)])  # a prepared record
+@example([(6, 112, 0xC3)])  # in the value of p
+@example([(6, 112, 1)])
+@example([(6, 112, 2)])
+@example([(6, 164, 58)])  # behind "9", in the number of the queue
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 39), st.integers(0, 164), st.integers(0, 255) | st.sampled_from([1, 2, 48, 57, 58])),
+        max_size=3,
+    )
+)
+def test_damaged_messages_that_wait_are_delivered_alike(damage: list[tuple[int, int, int]]) -> None:
+    before = compiled_core.CORE.module.counts()["append"]
+    compiled = delivered(damage, True)
+    if not damage:
+        assert compiled_core.CORE.module.counts()["append"] - before > 115
+    assert delivered(damage, False) == compiled
+
+
+def test_messages_that_wait_for_many_queues_leave_equal_folders() -> None:
+    """They are sent, and delivered together, by the compiled core; where one is unusual the Python code delivers."""
+    topics = ["T", "U", "V" * 19, HALF_TOPIC, SCHEDULE_TOPIC, "no/topic"]
+    steps: list[tuple[Any, ...]] = [("send_later", ["T", "U"], [3, 40, 0], {"p": "q"}, 90), ("later", 2_000)] * 3
+    steps += [("prepare", 9)]  # it opens the queue of halves
+    for topic in topics:
+        steps += [("send_later", [topic], [3], {"p": "q"}, 1), ("later", 2_000)]
+        steps += [("send_later", ["T", topic], [3], {"p": "q"}, 9), ("later", 2_000)]
+    steps += [("send_later", ["T"], [3], {"p": value}, 9) for value in ("x\1y", "é", "x")] + [("later", 2_000)]
+    config = StoreConfig.tiny(commitlog_file_size=1 << 20)
+    before = compiled_core.CORE.module.counts()["append"]
+    compiled = worked([(0, step) for step in steps], config, True)
+    assert compiled_core.CORE.module.counts()["append"] - before > 450
+    assert worked([(0, step) for step in steps], config, False) == compiled
 
 
 def repeated(order: list[tuple[bytes, int]], messages: Mapping[bytes, Message], config: StoreConfig) -> Contents:
@@ -247,7 +340,12 @@ def memory_that_ends(many: bool) -> None:
     """Let each allocation of a compiled append fail in turn; what it acknowledged is stored, queues and index fit."""
     testing = pytest.importorskip("_testcapi")
     files, config = MemoryFiles(), StoreConfig.tiny(commitlog_file_size=1 << 20)
-    messages = {b"%d" % number: Message("T", b"%d" % number, tags="t", keys=f"k{number}") for number in range(100)}
+    messages = {
+        b"%d" % number: Message(
+            "T", b"%d" % number, tags="t", keys=f"k{number}", delay_level=None if many or number % 2 else 1
+        )
+        for number in range(100)
+    }
     stored, failed = set(), 0
     with MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS), background=False) as store:
         for number, message in enumerate(messages.values()):

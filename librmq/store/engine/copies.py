@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from threading import get_ident
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from librmq.config import wrong_kind
 from librmq.consumequeue import ENTRY
@@ -155,6 +155,8 @@ class CopyWriter:
 
     def __init__(self, appender: Appender) -> None:
         self._appender = appender
+        self.append_waiting: Callable[..., list[Any] | None] | None = getattr(appender, "append_waiting", None)
+        """Appends messages that waited, if all are usual; the compiled core has it."""
 
     def prepare_again(self, record: StoredMessage, target: CopyTarget) -> Prepared:
         """Return the message of a record as `append` takes it, for another queue and with other properties.

@@ -10,12 +10,13 @@ from __future__ import annotations
 import enum
 import os
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import add
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
@@ -202,30 +203,37 @@ def _read_all(
     raw_entries = queue.read(queue_offset, max(max_messages, 1))
     if not raw_entries:
         return None
-    log_end, file_size, sequence = log.end, log.file_size, log.sequence
+    log_end = log.end
     (begin,), (last,) = _PLACE.unpack_from(raw_entries), _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)
     max_count, max_bytes = transfer.limits(log_end, begin)
     if log_end - begin > transfer.memory >= log_end - last:
         return None  # messages in memory have other limits
-    max_count = max(min(max_count, max_messages), 1)
-    start = begin - begin % file_size
-    file = sequence.mapped.get(start) or sequence.file_at(start)
-    if file is None:
-        return None
-    limit = min(start + file_size, log_end)
-    batch = None
-    if CORE.pull is not None:
-        batch = CORE.pull(raw_entries, file.buffer, start, limit, max_count, max_bytes, joined)
-        if joined and batch is not None:
-            data, count = batch
-            records = StoredRecords(data, count)
-            return ReadResult(GetStatus.FOUND, records, queue_offset + count, low, high, len(data))
-    if batch is None:
-        batch = _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes)
+    batch = records_of(log, raw_entries, max(min(max_count, max_messages), 1), max_bytes, joined)
     if batch is None:
         return None
     messages, total = batch
     return ReadResult(GetStatus.FOUND, messages, queue_offset + len(messages), low, high, total)
+
+
+def records_of(
+    log: CommitLog, raw_entries: bytes, max_count: int = sys.maxsize, max_bytes: int = sys.maxsize, joined: bool = False
+) -> tuple[Sequence[StoredMessage], int] | None:
+    """Return the unchecked messages of the first packed entries and their bytes, at least one message.
+
+    Return None unless they are in one file of the log, in order, with the usual magic and the sizes in the entries.
+    """
+    (begin,), file_size = _PLACE.unpack_from(raw_entries), log.file_size
+    start = begin - begin % file_size
+    file = log.sequence.mapped.get(start) or log.sequence.file_at(start)
+    if file is None:
+        return None
+    limit = min(start + file_size, log.end)
+    if CORE.pull is not None:
+        batch: Any = CORE.pull(raw_entries, file.buffer, start, limit, max_count, max_bytes, joined)
+        if batch is not None:
+            records, size = batch
+            return (StoredRecords(records, size), len(records)) if joined else (records, size)
+    return _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes)
 
 
 def _cut_out(
