@@ -663,7 +663,8 @@ class MessageStore(Closing):
         """Check the whole log, and make queues and index agree with it; return what was cut or rewritten.
 
         The log is cut at the first record that can't be read. Opening checks only what the last exit requires; call
-        this if you suspect more damage. Calls from other threads wait.
+        this if you suspect more damage. Calls from other threads wait. Close a broker before its store is recovered:
+        groups, delays and timers that were further would pass over new messages in the places of those that were cut.
         """
         return self.handle.recover()
 

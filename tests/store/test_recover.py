@@ -881,7 +881,7 @@ def test_a_store_that_is_refused_is_as_clean_as_before() -> None:
 @pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
 def test_a_record_with_an_impossible_queue_takes_only_what_follows(config: StoreConfig) -> None:
     """Entries of the records behind it lead no queue to a record of another one."""
-    found = filled(config, 40)
+    found = filled(config, 10)
     with opened(in_memory(found), config, read_only=True) as store:
         records = list(store)
     for number, wrong in enumerate(records):
