@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, repeat
 from typing import Any, Final, NamedTuple, TypeVar
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
-from librmq.diagnosis.findings import Finding, Severity, Thresholds, cut_evidence, grouped, id_ranges
+from librmq.diagnosis.findings import Finding, Severity, Thresholds, cut_evidence, id_ranges
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import QueueProgress, Source, StoreView, View, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
@@ -37,6 +38,7 @@ from librmq.store.format import directory
 
 # ----------------------------------------------------------------------------------------------- store times of records
 
+_NEVER_MS: Final = 1 << 63
 _PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # the fields from the physical offset to the store time
 
 _T = TypeVar("_T")
@@ -225,9 +227,13 @@ class Lag:
     """The time for computing ages."""
 
     def __len__(self) -> int:
+        if isinstance(self.topics, _Blocks):
+            return sum(block.row_count for block in self.topics.blocks)
         return sum(len(columns.queue_ids) for columns in self.topics)
 
     def __iter__(self) -> Iterator[QueueLag]:
+        if isinstance(self.topics, _Blocks):
+            return self.topics.rows()
         return chain.from_iterable(columns.rows() for columns in self.topics)
 
     @property
@@ -241,21 +247,8 @@ class Lag:
 
     def by_group(self) -> list[GroupLag]:
         """Return the lag of each group, sorted."""
-        topics_by_group = grouped(self.by_topic(), lambda topic_lag: topic_lag.group)
-        return [
-            GroupLag(
-                group,
-                len(topics),
-                sum(topic_lag.queues for topic_lag in topics),
-                sum(topic_lag.lag for topic_lag in topics),
-                sum(topic_lag.lag for topic_lag in topics if not topic_lag.is_again),
-                sum(topic_lag.lag for topic_lag in topics if topic_lag.is_again),
-                min(
-                    (time for topic_lag in topics if (time := topic_lag.oldest_timestamp_ms) is not None), default=None
-                ),
-            )
-            for group, topics in topics_by_group.items()
-        ]
+        blocks = self.topics.blocks if isinstance(self.topics, _Blocks) else map(_block_of, self.topics)
+        return _sums_by_group(blocks)
 
     def rates_since(self, earlier: Lag) -> list[GroupRate]:
         """Return the rates between an earlier measurement and this one, for each group and topic of both.
@@ -305,15 +298,17 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
     with viewed(source) as view:
         queues = _queues_by_topic(view)
         progress_by_topic: defaultdict[str, dict[str, dict[int, int]]] = defaultdict(dict)
+        takes_all = group is None and topic is None
         for (group_name, name), progress in view.progress.items():
-            if group in (None, group_name) and topic in (None, name):
+            if takes_all or (group in (None, group_name) and topic in (None, name)):
                 progress_by_topic[name][group_name] = progress
-        by_group: defaultdict[str, list[TopicProgress]] = defaultdict(list)
-        for name in sorted(progress_by_topic):
-            for columns in _topic_progress(view, name, progress_by_topic[name], queues.get(name), times):
-                by_group[columns.group].append(columns)
-        topics = [columns for _, of_group in sorted(by_group.items()) for columns in of_group]
-        return Lag(topics, view.now_ms)
+        return Lag(
+            _Blocks(
+                _block(view, name, progress_by_topic[name], queues.get(name), times)
+                for name in sorted(progress_by_topic)
+            ),
+            view.now_ms,
+        )
 
 
 def lag_of_view(view: View[Any], *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:
@@ -350,29 +345,132 @@ def _queues_by_topic(view: StoreView) -> dict[str, _Queues]:
     return {topic: _Queues(*zip(*rows, strict=True)) for topic, rows in rows_by_topic.items()}
 
 
-def _topic_progress(
+class _Block(NamedTuple):
+    """The groups with progress in a topic, or in a deleted queue of it, as columns for each queue."""
+
+    topic: str
+    progresses: Mapping[str, Mapping[int, int]]
+    """The progress of each group."""
+    queues: list[tuple[int, int, int]]
+    """Number, begin and end of each queue."""
+    by_queue: list[tuple[list[int | None], list[int], list[int | None]]]
+    """Progress, lag and oldest time of each group, for each queue."""
+    deleted: dict[str, list[int]]
+    """The deleted queues in which a group has progress."""
+
+    @property
+    def row_count(self) -> int:
+        """Number of queues of all groups."""
+        return len(self.queues) * len(self.progresses) + sum(map(len, self.deleted.values()))
+
+    def columns(self) -> Iterator[TopicProgress]:
+        """Yield the columns of each group."""
+        columns = zip(*self.queues, strict=True) if self.queues else repeat((), 3)
+        by_group = (
+            (zip(*items, strict=True) for items in zip(*self.by_queue, strict=True))
+            if self.queues
+            else repeat(repeat(()), 3)
+        )
+        for of_group in map(TopicProgress, self.progresses, repeat(self.topic), *map(repeat, columns), *by_group):
+            # Each group brings the deleted queues of its own progress, so that they cost nothing in the other groups.
+            if of_group.group in self.deleted:
+                yield _with_deleted(of_group, self.deleted[of_group.group], self.progresses[of_group.group])
+            elif self.queues:
+                yield of_group
+
+
+def _block(
     view: StoreView, topic: str, progresses: Mapping[str, Mapping[int, int]], queues: _Queues | None, times: bool
-) -> Iterator[TopicProgress]:
-    """Yield the columns of a topic for each group that has progress in it, or in a deleted queue of it."""
+) -> _Block:
     rows = sorted(zip(*queues, strict=True)) if queues else []
-    # A row for each queue, with an item for each group.
     by_queue: list[tuple[list[int | None], list[int], list[int | None]]] = []
     for queue_id, begin, end in rows:
         offsets = [progress.get(queue_id) for progress in progresses.values()]
         starts, lags = unread_and_lags(offsets, repeat(begin, len(offsets)), repeat(end, len(offsets)))
         oldest_ms = _oldest_timestamps(view, (topic, queue_id), starts, end if times else 0)
         by_queue.append((offsets, lags, oldest_ms))
-    columns = zip(*rows, strict=True) if rows else repeat((), 3)
-    by_group = (zip(*items, strict=True) for items in zip(*by_queue, strict=True)) if rows else repeat(repeat(()), 3)
     existing = frozenset(queue_id for queue_id, _, _ in rows)
-    for existing_queues in map(TopicProgress, progresses, repeat(topic), *map(repeat, columns), *by_group):
-        progress = progresses[existing_queues.group]
-        # Each group brings the deleted queues of its own progress, so that they cost nothing in the other groups.
-        deleted = [queue_id for queue_id in progress.keys() - existing if progress[queue_id] > 0]
-        if deleted:
-            yield _with_deleted(existing_queues, sorted(deleted), progress)
-        elif rows:
-            yield existing_queues
+    deleted: dict[str, list[int]] = {}
+    for group, progress in progresses.items():
+        if not progress.keys() <= existing and (
+            ids := [queue_id for queue_id in progress.keys() - existing if progress[queue_id] > 0]
+        ):
+            deleted[group] = sorted(ids)
+    return _Block(topic, progresses, rows, by_queue, deleted)
+
+
+class _Blocks(Sequence[TopicProgress]):
+    """The topics of each group, sorted, which are made when they are asked for; sums by group need none."""
+
+    def __init__(self, blocks: Iterable[_Block]) -> None:
+        self.blocks = list(blocks)
+
+    @cached_property
+    def _topics(self) -> list[TopicProgress]:
+        by_group: defaultdict[str, list[TopicProgress]] = defaultdict(list)
+        for columns in chain.from_iterable(block.columns() for block in self.blocks):
+            by_group[columns.group].append(columns)
+        return [columns for _, of_group in sorted(by_group.items()) for columns in of_group]
+
+    def rows(self) -> Iterator[QueueLag]:
+        """Yield a row for each queue of each group, sorted."""
+        by_group: defaultdict[str, list[QueueLag]] = defaultdict(list)
+        for block in self.blocks:
+            of_queues = [
+                map(QueueLag, block.progresses, repeat(block.topic), *map(repeat, queue), *of_queue)
+                for queue, of_queue in zip(block.queues, block.by_queue, strict=True)
+            ]
+            for group, rows in zip(block.progresses, zip(*of_queues, strict=True), strict=False):
+                if group not in block.deleted:
+                    by_group[group] += rows
+            if block.deleted:
+                for columns in block.columns():
+                    if columns.group in block.deleted:
+                        by_group[columns.group] += columns.rows()
+        return chain.from_iterable(by_group[group] for group in sorted(by_group))
+
+    def __len__(self) -> int:
+        return len(self._topics)
+
+    def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 (a number or a slice)
+        return self._topics[place]
+
+    def __iter__(self) -> Iterator[TopicProgress]:
+        return iter(self._topics)
+
+
+def _block_of(columns: TopicProgress) -> _Block:
+    """Return the block of one group."""
+    queues = list(zip(columns.queue_ids, columns.min_offsets, columns.max_offsets, strict=True))
+    of_queues = zip(columns.consumer_offsets, columns.lags, columns.oldest_ms, strict=True)
+    by_queue = [([offset], [lag], [oldest_ms]) for offset, lag, oldest_ms in of_queues]
+    return _Block(columns.topic, {columns.group: {}}, queues, by_queue, {})
+
+
+def _sums_by_group(blocks: Iterable[_Block]) -> list[GroupLag]:
+    """Return the sums of each group, sorted, without an object for each of its topics."""
+    topics, queues, new, again = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    oldest: dict[str, int] = {}
+    by_count: defaultdict[int, Counter[str]] = defaultdict(Counter)  # each group's topics of so many queues
+    for block in blocks:
+        for group, ids in block.deleted.items():
+            queues[group] += len(ids)
+        by_count[len(block.queues)].update(list(block.progresses if block.queues else block.deleted))
+        sums = again if block.topic.startswith(RETRY_PREFIX) else new
+        for _, lags, oldest_ms in block.by_queue:
+            for group, waiting, time_ms in zip(block.progresses, lags, oldest_ms, strict=True):
+                if waiting:
+                    sums[group] += waiting
+                    if time_ms is not None and time_ms < oldest.get(group, _NEVER_MS):
+                        oldest[group] = time_ms
+    for count, groups in by_count.items():
+        topics += groups
+        for group, of_count in groups.items():
+            queues[group] += count * of_count
+    return [
+        GroupLag(name, topics[name], queues[name], new[name] + again[name], new[name], again[name], oldest.get(name))
+        for name in sorted(topics)
+    ]
 
 
 def _with_deleted(columns: TopicProgress, deleted: list[int], progress: Mapping[int, int]) -> TopicProgress:

@@ -146,6 +146,31 @@ def test_deleted_queues_are_of_groups_with_progress_there() -> None:
     ]
 
 
+def test_sums_need_no_columns_of_each_group_and_topic() -> None:
+    """They are those of the columns, and rows are the same in both ways, in the same order."""
+    store = Store()
+    for queue_id, count in ((0, 5), (1, 3)):
+        store.send("T", queue_id, count)
+    store.send("%RETRY%H", 0, 2)
+    store.send("U", 0, 4)
+    store.progress("G", "T", q0=2, q1=0, q3=9)
+    store.progress("H", "T", q0=5, q1=3, q2=0)
+    store.progress("H", "%RETRY%H", q0=1)
+    store.progress("H", "U", q0=1)
+    store.progress("F", "gone", q0=3, q7=1)
+    store.progress("E", "gone", q0=0)
+    by_blocks = lag(store.view)
+    by_columns = Lag(list(by_blocks.topics), by_blocks.now_ms)
+    assert by_blocks.by_group() == by_columns.by_group()
+    assert list(by_blocks) == list(by_columns)
+    assert len(by_blocks) == len(by_columns) == len(list(by_blocks))
+    assert [row[:6] for row in by_blocks.by_group()] == [
+        ("F", 1, 2, 0, 0, 0),
+        ("G", 1, 3, 6, 6, 0),
+        ("H", 3, 4, 4, 3, 1),
+    ]
+
+
 class CountedRow(dict[int, int]):
     """A group's progress in a topic, which counts how often a queue is looked up."""
 

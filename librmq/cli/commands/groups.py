@@ -78,7 +78,9 @@ def _lag_rows(view: View[Any], by: str, group: str | None, topic: str | None) ->
         return waiting_origins(view, group=group, topic=topic)
     queue_lags = lag_of_view(view, group=group, topic=topic)
     if by == "queue":
-        return _with_in_flight(view, chain.from_iterable(map(_queue_rows, queue_lags.topics)))
+        is_one_broker = isinstance(view, StoreView)
+        rows = iter(queue_lags) if is_one_broker else chain.from_iterable(map(_queue_rows, queue_lags.topics))
+        return _with_in_flight(view, rows)
     return _with_in_flight(view, queue_lags.by_topic() if by == "topic" else queue_lags.by_group())
 
 
