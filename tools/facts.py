@@ -148,7 +148,7 @@ def proof_table() -> str:
         path, _, name = test.partition("::")
         hours, rounds = sum(row["hours"] for row in of_test), sum(row["rounds"] for row in of_test)
         failures = [one for row in of_test for one in row["failed"]]
-        seconds = 3600 * hours / max(rounds, 1)
+        seconds = 3600 * max(hours, 1e-4) / max(rounds, 1)
         in_night = len(of_test) * NIGHT_HOURS / len(recorded)  # `tools/prove.py` gives each test the same time
         commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in of_test))
         rows.append(

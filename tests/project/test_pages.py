@@ -304,8 +304,8 @@ def test_proofs_are_shown_when_they_are_there(
     facts.PROOFS.write_text(json.dumps({f"{name}[a]": row, f"{name}[b]": other}))
     assert "| 2,400 kills | [`test_a_hundred_kills`]" in facts.trusted()
     assert facts.proof_table().splitlines()[2:] == [
-        "| [`test_a_hundred_kills`](../tests/crash/test_kill.py) | 2,400 kills | 1.00 | `5b7b03c4` |"
-        " repaired by `256fa555`, open |"
+        "| [`test_a_hundred_kills`](../tests/crash/test_kill.py) | 2,400 kills | 1.00 | 1.5 | 38,400 |"
+        " `5b7b03c4` | repaired by `256fa555`, open |"
     ]
 
 
