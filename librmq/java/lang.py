@@ -196,13 +196,10 @@ def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str] | Sequenc
     lengths = list(map(len, keys))
     one_length = bool(lengths) and lengths.count(lengths[0]) == len(lengths)  # ids of one kind
     longest = lengths[0] if one_length else max(lengths, default=0)
-    if joined is None:
+    if joined is None or not 0 < longest <= _CHUNK:
         texts = (key if isinstance(key, str) else java_decode(key) for key in keys)
         pairs = zip(prefixes.tolist(), texts, strict=True)
         sums = np.array([hash_append(prefix, key) for prefix, key in pairs], np.int64)
-    elif not 0 < longest <= _CHUNK:
-        powers = np.array([pow(31, length, 1 << 32) for length in lengths], np.int64)
-        sums = prefixes * powers + string_hashes(keys)
     elif one_length:
         return fixed_key_hashes(prefixes, joined, longest)
     else:  # leading characters 0 do not change a hash

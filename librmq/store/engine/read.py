@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import add
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 
 _MIN_LOOKED_AT: Final = 16_000  # bytes of entries that a read examines, or 20 for each wanted message
 _PLACE: Final = struct.Struct(">q")  # the first field of an entry
-_heads: dict[int, bytes] = {}  # the first bytes of a record with a given size
-_HEADS_KEPT: Final = 4096
 _UNKNOWN_MEMORY: Final = 8 << 30
 
 
@@ -254,12 +253,12 @@ def _cut_out(
         return None
     if places[-1] + total > limit < max(map(add, places, sizes)):
         return None
-    new, heads = StoredMessage.__new__, _heads
+    new = StoredMessage.__new__
     messages = []
     before, head = 0, _head(0)  # no record begins with this
     for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
         if size != before:  # messages of a queue often have one size
-            before, head = size, heads.get(size) or _head(size)
+            before, head = size, _head(size)
         at = physical_offset - start
         raw = buffer[at : at + size]
         if not raw.startswith(head):
@@ -270,14 +269,10 @@ def _cut_out(
     return messages, total
 
 
+@lru_cache(maxsize=4096)
 def _head(size: int) -> bytes:
     """Return the first bytes of a record of ``size`` bytes; more bytes than that if no record is so small."""
-    if size < FIXED_SIZE:
-        return bytes(FIXED_SIZE)
-    if len(_heads) >= _HEADS_KEPT:
-        _heads.clear()
-    head = _heads[size] = struct.pack(">II", size, MESSAGE_MAGIC)
-    return head
+    return bytes(FIXED_SIZE) if size < FIXED_SIZE else struct.pack(">II", size, MESSAGE_MAGIC)
 
 
 def _read_candidates(
