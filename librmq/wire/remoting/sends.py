@@ -169,7 +169,7 @@ class Sends:
         return HeaderPattern(_BY_LETTERS, values, parse, fill)
 
     def answer_plain(self, channel: Channel, received: bytes) -> bytes | None:
-        """Store the message of a usual frame of librmq's clients that came alone; return its answer.
+        """Store the message of a usual frame of librmq's clients, if ``received`` is one; return its answer.
 
         None: nothing was stored, and `send_all` has to answer.
         """

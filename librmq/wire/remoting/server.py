@@ -356,13 +356,25 @@ class FrameAnswers:
         """Return a fast reader for the headers of one connection."""
         return KnownHeaders((self._sends.pattern(peer), PULLS))
 
-    def write_plain(self, channel: Channel, received: bytes) -> bool:
-        """Answer the frame of a usual send that came alone; return False, and do nothing, for anything else."""
-        answer = self._sends.answer_plain(channel, received) if len(received) <= _COUNTED else None
-        if answer is None:
-            return False
-        channel.write(answer)
-        return True
+    def write_plain(self, channel: Channel, received: bytes) -> bytes:
+        """Answer the usual sends with which ``received`` begins, by writing to their channel; return what follows."""
+        end, at = len(received), 0
+        if end > _COUNTED:
+            return received
+        answers: list[bytes] = []
+        while at < end:
+            size = 4 + int.from_bytes(received[at : at + 4])
+            answer = self._sends.answer_plain(channel, received if size == end else received[at : at + size])
+            if answer is None:
+                break
+            answers.append(answer)
+            at += size
+            if len(answers) >= self._most_sends:
+                channel.write(b"".join(answers))
+                answers.clear()
+        if answers:
+            channel.write(b"".join(answers))
+        return received[at:]
 
     def write(self, channel: Channel, frames: list[Frame]) -> None:
         """Answer frames that came together, by writing to their channel."""
@@ -657,7 +669,7 @@ class RemotingServer(Closing):
             if self._tls is not None:
                 channel.begin_tls(self._tls)
             while channel.is_open and (received := channel.receive(_RECEIVED)):
-                if has_asked and not reader.held and self._answers.write_plain(channel, received):
+                if has_asked and not reader.held and not (received := self._answers.write_plain(channel, received)):
                     continue
                 held = reader.held + len(received)
                 if held > _COUNTED:

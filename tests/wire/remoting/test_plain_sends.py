@@ -300,6 +300,38 @@ def code_of(answer: bytes) -> int:
     return frame.code
 
 
+def test_usual_sends_are_answered_around_others(
+    broker: Broker, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer comes in the order of its request, also if only a part of the last one has come."""
+    stored: list[int] = []
+    store_plain = Broker.store_plain
+
+    def note(*arguments: Any) -> Any:
+        place = store_plain(*arguments)
+        if place is not None:
+            stored.append(place[1])
+        return place
+
+    client.put("t", b"first")  # so that the topic is there
+    frames = []
+    for number in range(1, 43):
+        send = SendMessage("p", PLAIN, 0, broker.runner.now_ms(), ("127.0.0.1", 5), reconsume_times=number == 20)
+        frame = send_frame(send)
+        frame.opaque = 1_000 + number
+        frames.append(encode(frame))
+    monkeypatch.setattr(Broker, "store_plain", note)
+    raw, part = b"".join(frames), len(frames[-1]) // 2
+    client.write(raw[:-part])
+    answers = [client.answer() for _ in range(41)]
+    client.write(raw[-part:])
+    answers.append(client.answer())
+    assert [(answer.opaque - 1_000, answer.fields["queueOffset"]) for answer in answers] == [
+        (number, str(number)) for number in range(1, 43)
+    ]
+    assert stored[:1] == [1]
+
+
 def test_sends_together_answer_a_held_pull(server: RemotingServer, client: RawClient) -> None:
     client.beat("c1", "g", topics=("t",))
     client.put("t", b"first")
