@@ -830,6 +830,16 @@ cdef inline int note_entry(DispatchState dispatcher, LaneState lane, bytes entry
     lane.pending.append(entry)
 
 
+cdef LaneState delay_lane(AppendState self, Values *found, int64_t *wait_ms):
+    """Name the delay of a message as it is stored, and return the lane in which it waits, None if it is unusual."""
+    cdef tuple delay = self._delays.get(<object>found.values[found.shape.delay])
+    if delay is None or delay[0] <= 0:
+        return None
+    level, name, wait_ms[0] = delay
+    found.values[found.shape.delay] = <PyObject *>name  # which `_delays` keeps
+    return usual_lane(self, SCHEDULE_TOPIC, level - 1)
+
+
 cdef object _write(
     AppendState self, object message, object queue_id, const Fields *fields, int64_t now, int64_t *end, bint advanced
 ):
@@ -837,29 +847,25 @@ cdef object _write(
     cdef DispatchState dispatcher = self.dispatcher
     cdef LaneState lane
     cdef int64_t size, physical_offset, queue_offset, code, wait_ms = -1
+    cdef uint32_t number
     cdef Values found
-    cdef tuple delay
     global appended
-    topic = part(message, self.topic_at)
     if (
         PyBytes_GET_SIZE(part(message, self.body_at)) > SCRATCH - HEADER - 130 - MOST_PROPERTY_BYTES
         or not find_values(part(message, self.properties_at), &found)
     ):
         return None
-    if found.shape.delay >= 0:
-        delay = self._delays.get(<object>found.values[found.shape.delay])
-        if delay is None or delay[0] <= 0:
-            return None
-        level, name, wait_ms = delay
-        queue_text = str(queue_id)
-        found.values[found.shape.delay] = <PyObject *>name
+    if found.shape.delay < 0:
+        lane = usual_lane(self, part(message, self.topic_at), queue_id)
+    else:
+        topic, queue_text = part(message, self.topic_at), str(queue_id)
         found.values[found.shape.real_topic] = <PyObject *>topic
         found.values[found.shape.real_queue] = <PyObject *>queue_text
-        topic, queue_id = SCHEDULE_TOPIC, level - 1
-    lane = usual_lane(self, topic, queue_id)
+        lane = delay_lane(self, &found, &wait_ms)
     if lane is None:
         return None
-    size = encode(self, lane, message, &found, <uint32_t>queue_id, scratch)
+    number = lane.queue_id
+    size = encode(self, lane, message, &found, number, scratch)
     if size < 0 or not can_write(self, size):
         return None
     if not advanced and PyList_GET_SIZE(dispatcher.records) >= BATCH:
