@@ -37,7 +37,9 @@ def torn(event: Event) -> Iterator[list[Event]]:
 
 def killed_in(trace: list[Event], number: int) -> Iterator[MemoryFiles]:
     """Yield the files after a kill in the write with that number."""
-    settled = [Event("flush", path) for path in {one.path for one in trace[:number] if one.call == "create"}]
+    moved = tuple(f"{one.path}/" for one in trace[:number] if one.call == "rename")
+    created = {one.path for one in trace[:number] if one.call == "create" and not one.path.startswith(moved)}
+    settled = [Event("flush", path) for path in created]
     for part in torn(trace[number]):
         before = trace[:number] + part + settled
         yield CrashImages(before).image(0, len(before)).files()
@@ -86,12 +88,12 @@ def test_a_kill_inside_a_copy_is_made_up_for(is_at_once: bool) -> None:
                 assert verify("/copy", STORE, image).damage == ()
 
 
-def beside_a_batch(marked: int = 0) -> tuple[MessageStore, MemoryFiles, int]:
+def beside_a_batch(marked: int = 0) -> tuple[MessageStore, RecordingFiles, int]:
     """Return a store while a batch is copied to the end of its log, its files and that end; all but the head is there.
 
     The mark states the size of the batch, or ``marked``.
     """
-    files = MemoryFiles()
+    files = RecordingFiles()
     store = MessageStore.open("/s", STORE, files=files, clock=ManualClock(), background=False)
     store.append(Message("T", b"before"))
     end = store.log.end
@@ -112,6 +114,23 @@ def test_a_mark_that_the_head_has_replaced_in_part_is_cut_with_its_batch(count: 
     store.abandon()
     with MessageStore.open("/s", STORE, files=files, clock=ManualClock(), background=False) as opened:
         assert [message.body for message in opened] == [b"before"]
+
+
+def test_a_crash_while_a_batch_is_cut_leaves_its_mark_to_the_last() -> None:
+    """Without the mark its records would be sound ones behind zeros, which the next recovery refuses to cut."""
+    store, files, end = beside_a_batch()
+    store.abandon()
+    files.flush(files.open(store.log.sequence.path_at(end), writable=True))
+    begin = len(files.trace)
+    MessageStore.open("/s", STORE, files=files, clock=ManualClock(), background=False).close()
+    images = [image for number in log_writes(files.trace, begin) for image in killed_in(files.trace, number)]
+    by_power_cut = CrashImages(files.trace)
+    for crash_point in range(begin, len(files.trace)):
+        images += [by_power_cut.image(f"{crash_point}/{seed}", crash_point).files() for seed in range(4)]
+    for image in images:
+        with MessageStore.open("/s", STORE, files=image, clock=ManualClock(), background=False) as opened:
+            assert [message.body for message in opened][:1] in ([], [b"before"])
+        assert verify("/s", STORE, image).damage == ()
 
 
 def test_a_batch_being_written_is_no_damage() -> None:
