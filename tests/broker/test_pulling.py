@@ -296,8 +296,8 @@ def test_the_next_pull_filters_the_message_that_ended_a_hold(rmq: Kit, broker: B
 def test_a_message_that_is_handed_over_stores_the_progress(rmq: Kit, broker: Broker) -> None:
     given, bell = list[bytes](), Bell(rmq.runner)
 
-    def take(message: StoredMessage, begin: int, end: int) -> int:
-        given.append(message.body)
+    def take(raw: bytes, begin: int, end: int) -> int:
+        given.append(StoredMessage(raw).body)
         return end
 
     send(broker, "T", b"0")
