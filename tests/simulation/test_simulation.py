@@ -61,7 +61,7 @@ def test_a_seed_repeats_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_weeks_of_everything(slow_budget: SlowBudget) -> None:
-    for number in slow_budget.rounds(500, "weeks of everything", at_least=1):
+    for number in slow_budget.rounds(40, "weeks of everything", at_least=1):
         World(f"week {number}", over_share=number % 4 == 3).run()
 
 

@@ -7,13 +7,13 @@ import os
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from librmq import (
     Broker,
@@ -41,6 +41,7 @@ from librmq.message.topics import CHECK_MAX_TIME_TOPIC
 from librmq.protocol import EndTransaction
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing import Kit
+from librmq.testing.histories.anomalies import check_history
 from librmq.testing.process import Process
 from tests.file_seams import CrashImages, Image, RecordingFiles
 from tests.simulation.promises import broken_promises, records
@@ -156,6 +157,8 @@ class World:
         self._timers: list[SendResult] = []
         self._cancelled: set[str] = set()
         self._given_up: set[str] = set()
+        self._ended_ms: list[int] = []
+        """When the broker's process ended."""
 
     # ---- the clients
 
@@ -342,6 +345,7 @@ class World:
         """End the broker's process cleanly; the next one opens its store."""
         broker = self.kit.broker
         if not broker.dead:
+            self._ended_ms.append(self.kit.runner.now_ms())
             self._open_later(0.1, 5, 60, 400)
             broker.close()  # which fails where the disk is full
 
@@ -356,6 +360,7 @@ class World:
     def _reopen(self, damage: Callable[[], None]) -> None:
         kit = self.kit
         if not kit.broker.dead:
+            self._ended_ms.append(kit.runner.now_ms())
             kit.crash_broker(down=_NEVER)
             damage()
             self._open_later(0.1, 5, 400)
@@ -470,7 +475,15 @@ class World:
         events = [event for event in events if event.get("id") not in self._cancelled]
         broken = broken_promises(events, log, TAKEN_BY, ["shipping"])
         assert not broken, f"{len(broken)} broken promises:\n" + "\n".join(broken[:10])
+        overlaps = [anomaly.events for anomaly in check_history(events) if anomaly.anomaly == "overlap"]
+        if overlaps and all(self._is_of_an_ended_broker(events[number - 1] for number in shown) for shown in overlaps):
+            self.kit.expect("overlap")
         self.kit.close()
+
+    def _is_of_an_ended_broker(self, shown: Iterable[Mapping[str, Any]]) -> bool:
+        """Return whether the broker, and its locks with it, ended while the first of two listeners ran."""
+        first, second = (event["begin_ms"] for event in shown if event["event"] == "deliver")
+        return any(first <= at_ms <= second for at_ms in self._ended_ms)
 
     def log_files(self) -> Iterator[bytes]:
         """Yield the files of the log in order."""
