@@ -18,8 +18,8 @@ BAR = "\\|"
 PAGES = ("README.md", "docs/judged.md", "docs/guarantees.md")
 PROOFS = CHECKOUT / "tests" / "judged" / "proofs.json"
 JUDGED = "docs/judged.md"
-NIGHT_HOURS = 16
-"""The hours of tests in eight hours on two processors."""
+UNCOUNTED_HOURS = 0.15
+"""The time of a full run of a test that counts no rounds, such as one that is led by coverage."""
 FIGURES = (
     ("append", "store", "single append", "128 B", "SQLite, a row a transaction", "SQLite"),
     ("append", "store", "single append", "128 B", "LMDB nosync, writable map", "LMDB"),
@@ -140,16 +140,26 @@ def survived(rows: dict[str, dict[str, Any]], tests: Sequence[str]) -> str:
     return "; ".join(f"{count:,} {what}" for what, count in rounds.items() if count)
 
 
+def full_run_hours(row: dict[str, Any]) -> float:
+    """Return the hours that a test needs for its count, by what its rounds have cost."""
+    if not row.get("of"):
+        return UNCOUNTED_HOURS
+    return float(row["hours"] / max(row["rounds"], 1) * row["of"])
+
+
 def proof_table() -> str:
     """Return the table of the counted tests, over all their parameters."""
     recorded, rows = proofs(), []
+    total_hours = total_full_hours = 0.0
     for test in dict.fromkeys(name.partition("[")[0] for name in recorded):
         of_test = [row for name, row in recorded.items() if name.partition("[")[0] == test]
         path, _, name = test.partition("::")
         hours, rounds = sum(row["hours"] for row in of_test), sum(row["rounds"] for row in of_test)
         failures = [one for row in of_test for one in row["failed"]]
         seconds = 3600 * max(hours, 1e-4) / max(rounds, 1)
-        in_night = len(of_test) * NIGHT_HOURS / len(recorded)  # `tools/prove.py` gives each test the same time
+        full_hours = sum(full_run_hours(row) for row in of_test)
+        total_hours, total_full_hours = total_hours + hours, total_full_hours + full_hours
+        full_rounds = sum(row.get("of") or 0 for row in of_test)
         commits = ", ".join(f"`{commit}`" for commit in dict.fromkeys(row["commit"] for row in of_test))
         rows.append(
             (
@@ -157,14 +167,16 @@ def proof_table() -> str:
                 survived(recorded, [test]),
                 f"{hours:.2f}",
                 f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}",
-                f"{3600 * in_night / seconds:,.0f}",
+                f"{full_rounds:,}" if full_rounds else "",
+                f"{full_hours:.2f}",
                 commits,
                 ", ".join(f"repaired by `{one['repaired']}`" if "repaired" in one else "open" for one in failures),
             )
         )
     if not rows:
         return "No long run is recorded yet."
-    head = "test", "survived", "hours", "seconds a round", "rounds a night", "last commit", "failures"
+    rows.append(("all", "", f"{total_hours:.2f}", "", "", f"{total_full_hours:.1f}", "", ""))
+    head = "test", "survived", "hours", "seconds a round", "full run", "its hours", "last commit", "failures"
     return table(head, rows)
 
 

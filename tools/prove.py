@@ -3,8 +3,9 @@
     .venv/bin/python tools/prove.py --hours 8
     .venv/bin/python tools/prove.py --hours 0.5 --only tests/simulation
 
-Each test goes on with the seeds behind those that it has had, and the test with the least time is next, so a run can be
-interrupted at any moment. A failure keeps the test's folder and output below ``build/proofs``.
+Each test goes on with the seeds behind those that it has had, and the test that has come least far is next. So a run
+can be interrupted at any moment, and all come to their count at about the same time: after eight hours, on two
+processors. A failure keeps the test's folder and output below ``build/proofs``.
 It is printed first, until its entry in the file names the commit that repaired it as ``"repaired"``.
 """
 
@@ -24,10 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from facts import UNCOUNTED_HOURS
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 KEPT = CHECKOUT / "build" / "proofs"
-_REACHED = re.compile(r"^(?P<test>\S+): (?P<done>[\d,]+)(?: of [\d,]+)? (?P<what>.*) in [\d.]+ s$", re.MULTILINE)
+_REACHED = re.compile(
+    r"^(?P<test>\S+): (?P<done>[\d,]+)(?: of (?P<full>[\d,]+))? (?P<what>.*) in [\d.]+ s$", re.MULTILINE
+)
 
 
 class Collector:
@@ -60,16 +64,22 @@ class Proofs:
         self._lock = threading.Lock()
         self._running: set[str] = set()
         self.rows: dict[str, dict[str, Any]] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        """By test: ``what`` is counted, ``rounds`` (seeds from 0 on), ``hours``, ``commit``, ``failed`` first seeds."""
+        """By test: ``what`` is counted, ``rounds`` (seeds from 0 on) and how many a full run has (``of``; None if that
+        is a matter of time), ``hours``, ``commit``, ``failed`` first seeds."""
 
     def take(self, tests: list[str]) -> str | None:
-        """Return the test with the least time that is not running; None if all are."""
+        """Return the test that has come least far of those that do not run; None if all run."""
         with self._lock:
             free = [test for test in tests if test not in self._running]
-            test = min(free, key=lambda name: self.rows.get(name, {}).get("hours", 0), default=None)
+            test = min(free, key=lambda name: self.share(name), default=None)
             if test is not None:
                 self._running.add(test)
             return test
+
+    def share(self, test: str) -> float:
+        """Return how many full runs a test has survived."""
+        row = self.rows.get(test, {})
+        return float(row["rounds"] / row["of"] if row.get("of") else row.get("hours", 0) / UNCOUNTED_HOURS)
 
     def open_failures(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the failures that no commit has repaired, each with its test."""
@@ -81,14 +91,16 @@ class Proofs:
         """Return the seed with which a test goes on."""
         return int(self.rows.get(test, {}).get("rounds", 0))
 
-    def add(self, test: str, rounds: int, what: str, hours: float, commit: str, *, failed: bool) -> None:
+    def add(
+        self, test: str, rounds: int, of: int | None, what: str, hours: float, commit: str, *, failed: bool
+    ) -> None:
         """Add a run of a test, and write the file."""
         with self._lock:
             self._running.discard(test)
             row = self.rows.setdefault(test, {"what": what, "rounds": 0, "hours": 0.0, "commit": commit, "failed": []})
             if failed:
                 row["failed"].append({"first_round": row["rounds"], "commit": commit})
-            row.update(what=what or row["what"], rounds=row["rounds"] + rounds, commit=commit)
+            row.update(what=what or row["what"], rounds=row["rounds"] + rounds, of=of or row.get("of"), commit=commit)
             row["hours"] = round(row["hours"] + hours, 4)
             text = json.dumps(dict(sorted(self.rows.items())), indent=1) + "\n"
             beside = self._path.with_suffix(".new")
@@ -110,9 +122,9 @@ def prove(proofs: Proofs, test: str, seconds: float, commit: str) -> None:
         )
     text = (folder / "output.txt").read_text("utf-8", "replace")
     reached = _REACHED.findall(text)
-    rounds = sum(int(done.replace(",", "")) for _, done, _ in reached)
-    what = ", ".join(dict.fromkeys(what for _, _, what in reached))
-    proofs.add(test, rounds, what, (time.monotonic() - begin) / 3600, commit, failed=status != 0)
+    rounds, of = (sum(int(row[place].replace(",", "") or 0) for row in reached) for place in (1, 2))
+    what = ", ".join(dict.fromkeys(what for _, _, _, what in reached))
+    proofs.add(test, rounds, of or None, what, (time.monotonic() - begin) / 3600, commit, failed=status != 0)
     if status:
         print(f"FAILED from round {first} on: {test}\n  {folder}", flush=True)
     else:

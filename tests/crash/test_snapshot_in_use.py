@@ -187,7 +187,7 @@ def test_snapshots_under_load(tmp_path: Path, slow_budget: SlowBudget) -> None:
     """While a producer and a consumer run in threads, each snapshot is sound and complete."""
     load: Load | None = None
     try:
-        for number in slow_budget.rounds(1_000, "snapshots under load"):
+        for number in slow_budget.rounds(100, "snapshots under load"):
             if number % 10 == 0:
                 if load is not None:
                     load.close()

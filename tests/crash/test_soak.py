@@ -29,7 +29,7 @@ STORE = StoreConfig(commitlog_file_size=256 << 10, max_total_size=1 << 30)
 @pytest.mark.slow
 def test_every_message_is_consumed_by_every_group(tmp_path: Path, slow_budget: SlowBudget) -> None:
     never = threading.Event()
-    for number in slow_budget.rounds(50, "rounds of kills", at_least=1):
+    for number in slow_budget.rounds(30, "rounds of kills", at_least=1):
         rng = random.Random(number)
         path, history = tmp_path / f"store-{number}", tmp_path / f"history-{number}.jsonl"
         Broker.open(path, store_config=STORE).close()  # which keeps its sizes

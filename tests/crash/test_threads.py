@@ -288,7 +288,7 @@ def test_everything_at_once_on_a_disk(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_everything_at_once_for_long(tmp_path: Path, slow_budget: SlowBudget) -> None:
-    for seed in slow_budget.rounds(200, "runs of everything at once", at_least=3):
+    for seed in slow_budget.rounds(30, "runs of everything at once", at_least=3):
         files: Files = DiskFiles() if seed % 2 else MemoryFiles()
         assert_sound(stress(files, str(tmp_path / f"{seed}"), 1000 + seed))
 

@@ -88,7 +88,7 @@ def test_each_kill_costs_at_most_one_effect_too_many(
     where = place(name)
     where.handle  # noqa: B018 (makes the table)
     url = where.server.url if where.server is not None else str(where.path)
-    for seed in slow_budget.rounds(20, "rounds of three killed processes"):
+    for seed in slow_budget.rounds(6, "rounds of three killed processes"):
         group = f"kills-{next(_groups)}"
         kills = hammer(mode, name, url, effects, group, seed)
         counted = Counter(names(effects, group))
@@ -101,7 +101,7 @@ def test_no_kill_costs_anything_in_one_transaction(
     database: Callable[[str], Database], base: str, effects: Path, slow_budget: SlowBudget
 ) -> None:
     where = database(base)
-    for seed in slow_budget.rounds(20, "rounds of three killed processes"):
+    for seed in slow_budget.rounds(6, "rounds of three killed processes"):
         group = f"kills-{next(_groups)}"
         hammer("transactional", "", where.url, effects, group, seed)
         rows = where.run("SELECT name, COUNT(*) FROM effects WHERE name LIKE :like GROUP BY name", like=f"{group}/%")
@@ -114,7 +114,7 @@ def test_senders_that_are_killed_send_all_in_order(
 ) -> None:
     """An outbox sends each message at least once, repeats at most one per kill, and keeps the order of a key."""
     where = database(base)
-    for seed in slow_budget.rounds(20, "rounds of three killed senders"):
+    for seed in slow_budget.rounds(6, "rounds of three killed senders"):
         group = f"kills_{base}_{next(_groups)}"
         upgrade_tables(where.engine, dedup=None, messages=None, transactions=None, outbox=group)
         outbox, total = Outbox(table=group), 4 * COUNT

@@ -295,7 +295,7 @@ def test_proofs_are_shown_when_they_are_there(
 ) -> None:
     facts = importlib.import_module("facts")
     name = "tests/crash/test_kill.py::test_a_hundred_kills"
-    row = {"what": "kills", "rounds": 1200, "hours": 0.5, "commit": "5b7b03c4", "failed": []}
+    row = {"what": "kills", "rounds": 1200, "of": 2000, "hours": 0.5, "commit": "5b7b03c4", "failed": []}
     failed = {"first_round": 7, "commit": "5b7b03c4"}
     other = {**row, "failed": [{**failed, "repaired": "256fa555"}, failed]}
     monkeypatch.setattr(facts, "PROOFS", tmp_path / "proofs.json")
@@ -304,8 +304,9 @@ def test_proofs_are_shown_when_they_are_there(
     facts.PROOFS.write_text(json.dumps({f"{name}[a]": row, f"{name}[b]": other}))
     assert "| 2,400 kills | [`test_a_hundred_kills`]" in facts.trusted()
     assert facts.proof_table().splitlines()[2:] == [
-        "| [`test_a_hundred_kills`](../tests/crash/test_kill.py) | 2,400 kills | 1.00 | 1.5 | 38,400 |"
-        " `5b7b03c4` | repaired by `256fa555`, open |"
+        "| [`test_a_hundred_kills`](../tests/crash/test_kill.py) | 2,400 kills | 1.00 | 1.5 | 4,000 | 1.67 |"
+        " `5b7b03c4` | repaired by `256fa555`, open |",
+        "| all |  | 1.00 |  |  | 1.7 |  |  |",
     ]
 
 

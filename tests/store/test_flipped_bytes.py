@@ -114,5 +114,5 @@ def test_messages_left_in_a_damaged_log_are_consumed(tmp_path: Path, number: int
 
 @pytest.mark.slow
 def test_messages_left_in_many_logs_are_consumed(tmp_path: Path, slow_budget: SlowBudget) -> None:
-    for number in slow_budget.rounds(1000, "damaged logs"):
+    for number in slow_budget.rounds(600, "damaged logs"):
         check_case(tmp_path / str(number), random.Random(f"flipped again {number}"))
