@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple, cast
 
@@ -99,7 +100,7 @@ from librmq.wire.remoting.bodies import (
     text_in,
     write_body,
 )
-from librmq.wire.remoting.frames import VERSION, Frame, from_fields, to_fields, version_name
+from librmq.wire.remoting.frames import VERSION, Frame, answer_form, form_pattern, from_fields, to_fields, version_name
 from librmq.wire.remoting.headers import (
     ERROR_FIELD,
     PULL_CODES,
@@ -710,8 +711,7 @@ class MessageFrame(Frame):
             return Frame.json_header(self)
         send = self._send
         message, shared = send.message, (send.group, send.message.topic, send.default_topic, send.default_queues)
-        template = _templates.get(shared) or _template_of(shared)
-        text = template % (
+        text = _template_of(shared) % (
             send.queue_id,
             send.sys_flag,
             send.born_timestamp_ms,
@@ -724,10 +724,18 @@ class MessageFrame(Frame):
 
 
 _SEND: Final = int(RequestCode.SEND_MESSAGE_V2)
-_templates: Final[dict[tuple[str, str, str, int], str]] = {}
-_MOST_TEMPLATES: Final = 256
 
 
+def send_form() -> str:
+    """Return the header of usual sends, to be filled by ``%`` with group, topic, queues, and what else differs."""
+    marks = "a group", "a topic", 70707070
+    form = _template_of((*marks[:2], AUTO_CREATE_TOPIC, marks[2]))
+    for mark in marks:
+        form = form.replace(str(mark), "%s")
+    return form
+
+
+@lru_cache(maxsize=256)
 def _template_of(shared: tuple[str, str, str, int]) -> str:
     """Return the header of sends of one group to one topic, to be filled by ``%`` with what differs."""
     numbers = (*range(10101010, 50505051, 10101010), 60606060)
@@ -739,10 +747,7 @@ def _template_of(shared: tuple[str, str, str, int]) -> str:
     head, at, tail = text.partition('"e":')  # the names before it may contain the numbers
     for number in numbers:
         tail = tail.replace(str(number), "%d")
-    template = head + at + tail
-    if len(_templates) < _MOST_TEMPLATES:
-        _templates[shared] = template
-    return template
+    return head + at + tail
 
 
 def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None) -> Reply:
@@ -760,12 +765,12 @@ def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None)
     return Reply(header, code=code or SEND_CODES[status], remark=remark)
 
 
-_match_sent: Final = re.compile(
-    rb'{"code":0,"extFields":{"msgId":"([0-9A-F]{16}([0-7][0-9A-F]{15}))","queueId":"(0|[1-9][0-9]{0,8})",'
-    rb'"queueOffset":"(0|[1-9][0-9]{0,17})","MSG_REGION":"DefaultRegion","TRACE_ON":"true"},"flag":1,"language":"JAVA",'
-    rb'"opaque":(0|[1-9][0-9]{0,8}),"serializeTypeCurrentRPC":"JSON","version":%d}' % VERSION
+_MARKS: Final = "msgid", 10101010, 20202020
+SENT_FORM: Final = answer_form(SentHeader(*_MARKS), None, _MARKS)
+"""The header of a usual answer to a send, to be filled with the message's id, queue and queue offset, and a number."""
+_match_sent: Final = form_pattern(
+    SENT_FORM, "([0-9A-F]{16}([0-7][0-9A-F]{15}))", "(0|[1-9][0-9]{0,8})", "(0|[1-9][0-9]{0,17})", "(0|[1-9][0-9]{0,8})"
 ).fullmatch
-"""Matches the usual answers to sends, in all their bytes, as librmq's server writes them."""
 _OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
 
 

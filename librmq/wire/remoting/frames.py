@@ -15,6 +15,7 @@ import _socket
 import json
 import json.encoder
 import math
+import re
 import select
 import selectors
 import socket
@@ -147,6 +148,15 @@ def answer_form(header: object, remark: str | None, marks: Iterable[str | int]) 
     for mark in (*marks, opaque):
         text = text.replace(str(mark), "%d" if isinstance(mark, int) else "%s")
     return text
+
+
+def form_pattern(form: str, *values: str) -> re.Pattern[bytes]:
+    """Return the pattern of the headers that are made by ``form % (…)``.
+
+    ``values`` are regular expressions, one for each place of the form.
+    """
+    constants = [re.escape(constant) for constant in re.split("%[ds]", form)]
+    return re.compile("".join(map("".join, zip(constants, (*values, ""), strict=True))).encode())
 
 
 def framed(header: bytes, body: bytes, kind: int = 0) -> bytes:

@@ -8,7 +8,6 @@ Mirrors ``SendMessageProcessor``, ``EndTransactionProcessor`` and ``ReplyMessage
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -42,13 +41,12 @@ from librmq.protocol import (
 from librmq.runtime.locks import Lock
 from librmq.scheduling.timer_config import DELIVER_MS
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
-from librmq.wire.remoting.codec import sent_reply
+from librmq.wire.remoting.codec import SENT_FORM, send_form, sent_reply
 from librmq.wire.remoting.frames import (
     PREFIX,
     SMALL_NUMBERS,
-    VERSION,
     Frame,
-    answer_form,
+    form_pattern,
     framed,
     from_fields,
     to_fields,
@@ -99,18 +97,16 @@ def plain_request(frame: Frame, born_host: Host, now_ms: int | None) -> SendMess
         return None
 
 
-_match_plain: Final = re.compile(
-    rb'{"code":310,"extFields":{"a":"[ !#-\[\]-~]+","b":"([ !#-\[\]-~]+)","c":"TBW102","d":"[0-9]{1,4}",'
-    rb'"e":"([0-9]{1,3})","f":"0","g":"([0-9]{1,18})","h":"([0-9]{1,9})","i":"([^"\x00-\x1f]*)","j":"0","k":"false","m":"false"},"flag":0,'
-    rb'"language":"PYTHON","opaque":(0|[1-9][0-9]{0,8}),"serializeTypeCurrentRPC":"JSON","version":%d}' % VERSION
-).fullmatch
-"""Matches the headers of usual sends, in all their bytes, as librmq's clients write them."""
+_NAME: Final = r"[ !#-\[\]-~]+"
+_match_plain: Final = form_pattern(
+    send_form(), _NAME, f"({_NAME})", "[0-9]{1,4}", "([0-9]{1,3})", "0", "([0-9]{1,18})", "([0-9]{1,9})",
+    r'"([^"\x00-\x1f]*)"', "0", "(0|[1-9][0-9]{0,8})",
+).fullmatch  # fmt: skip
+"""Matches the headers of usual sends as librmq's clients write them."""
 _turns: Final = [repeat(MessageQueue("", "", number)).__next__ for number in range(1000)]
 """What returns a queue of each number that `_match_plain` finds."""
 _CLOCKS_MS: Final = 100
 """Clients whose clocks differ more have their sends answered by `Sends.send_all`."""
-_MARKS: Final = "msgid", 10101010, 20202020
-_FORM: Final = answer_form(SentHeader(*_MARKS), None, _MARKS)
 
 
 def plain_answer(frame: Frame, response: SendResponse) -> bytes | None:
@@ -120,7 +116,7 @@ def plain_answer(frame: Frame, response: SendResponse) -> bytes | None:
         return None
     if response.recall_handle is not None:
         return None
-    return framed((_FORM % (ids[0], response.queue_id, response.queue_offset, frame.opaque)).encode(), b"")
+    return framed((SENT_FORM % (ids[0], response.queue_id, response.queue_offset, frame.opaque)).encode(), b"")
 
 
 _SEND_BATCH: Final = int(RequestCode.SEND_BATCH_MESSAGE)
@@ -200,7 +196,7 @@ class Sends:
         now_ms = self._now_ms()
         self._rates.took("put", now_ms - begin_ms)
         self._rates.count("put", message.topic, now_ms, 1, len(body))
-        return framed((_FORM % (offset_id, queue.queue_id, queue_offset, int(opaque))).encode(), b"")
+        return framed((SENT_FORM % (offset_id, queue.queue_id, queue_offset, int(opaque))).encode(), b"")
 
     def send(self, call: RemotingCall) -> bytes:
         """Store a message or a batch."""
