@@ -166,7 +166,7 @@ def proof_table() -> str:
                 f"[`{name}`](../{path})",
                 survived(recorded, [test]),
                 f"{hours:.2f}",
-                f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}",
+                (f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}") if full_rounds else "",
                 f"{full_rounds:,}" if full_rounds else "",
                 f"{full_hours:.2f}",
                 commits,

@@ -77,9 +77,11 @@ class Proofs:
             return test
 
     def share(self, test: str) -> float:
-        """Return how many full runs a test has survived."""
+        """Return how many full runs a test has had; one with an open failure waits until the others have had theirs."""
         row = self.rows.get(test, {})
-        return float(row["rounds"] / row["of"] if row.get("of") else row.get("hours", 0) / UNCOUNTED_HOURS)
+        had = row["rounds"] / row["of"] if row.get("of") else row.get("hours", 0) / UNCOUNTED_HOURS
+        is_open = any("repaired" not in failed for failed in row.get("failed", ()))
+        return float(had + 1 + row["hours"] if is_open else had)
 
     def open_failures(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the failures that no commit has repaired, each with its test."""
@@ -98,8 +100,9 @@ class Proofs:
         with self._lock:
             self._running.discard(test)
             row = self.rows.setdefault(test, {"what": what, "rounds": 0, "hours": 0.0, "commit": commit, "failed": []})
-            if failed:
-                row["failed"].append({"first_round": row["rounds"], "commit": commit})
+            failure = {"first_round": row["rounds"], "commit": commit}
+            if failed and failure not in row["failed"]:
+                row["failed"].append(failure)
             row.update(what=what or row["what"], rounds=row["rounds"] + rounds, of=of or row.get("of"), commit=commit)
             row["hours"] = round(row["hours"] + hours, 4)
             text = json.dumps(dict(sorted(self.rows.items())), indent=1) + "\n"

@@ -145,7 +145,7 @@ class Asked:
 
 
 def consumed(route: AdministeredRoute, number: int, **selection: str) -> list[bytes]:
-    """Return the bodies of so many messages of a topic; a busy machine may need a longer time than the first."""
+    """Return the bodies of ``number`` messages of a topic, with longer waits on a busy machine."""
     bodies: list[bytes] = []
     for attempt in range(10):
         messages = route.consume("orders", group="billing", timeout=0.1 * 2**attempt, **selection)

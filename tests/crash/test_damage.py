@@ -388,9 +388,10 @@ def run_case(subject: Subject, spoilt: Spoilt) -> None:
 
 @pytest.mark.slow
 def test_much_damage_anywhere(slow_budget: SlowBudget) -> None:
-    many = cases(1_000_000)
-    for _ in slow_budget.rounds(20_000, "damaged stores"):
-        run_case(*next(many))
+    for number in slow_budget.rounds(20_000, "damaged stores"):
+        rng = random.Random(f"slow {number}")
+        subject = rng.choice(subjects())
+        run_case(subject, spoil(subject, rng))
 
 
 # ---------------------------------------------------------------------------------------------------- real stores
@@ -417,10 +418,9 @@ def test_damage_to_real_stores(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", store_folders())
 def test_much_damage_to_real_stores(folder: Path, slow_budget: SlowBudget) -> None:
-    rng = random.Random(f"{folder.name} again")
-    for _ in slow_budget.rounds(2_000, "damaged stores"):
+    for number in slow_budget.rounds(2_000, "damaged stores"):
         subject = real_subject(folder)
-        run_case(subject, spoil(subject, rng))
+        run_case(subject, spoil(subject, random.Random(f"{folder.name} {number}")))
 
 
 @pytest.mark.slow

@@ -146,8 +146,8 @@ def test_deleted_queues_are_of_groups_with_progress_there() -> None:
     ]
 
 
-def test_sums_need_no_columns_of_each_group_and_topic() -> None:
-    """They are those of the columns, and rows are the same in both ways, in the same order."""
+def test_sums_and_rows_are_those_of_the_columns() -> None:
+    """Rows are the same in both ways, in the same order."""
     store = Store()
     for queue_id, count in ((0, 5), (1, 3)):
         store.send("T", queue_id, count)

@@ -221,13 +221,12 @@ def owner_of(folder: Path) -> int:
 
 @pytest.mark.parametrize("module", list(WEB))
 def test_workers_killed_at_random_charge_once(recipes: Path, module: str, slow_budget: SlowBudget) -> None:
-    """The long form: RMQ_SLOW_SECONDS=600 for each."""
     file = {"uvicorn": "app.py", "gunicorn": "wsgi.py"}[module]
     record_charges(recipes, file)
     with closing(sqlite3.connect(recipes / "charges.db")) as database:
         database.execute("CREATE TABLE charges (number TEXT)")
     upgrade_tables(create_engine(f"sqlite:///{recipes / 'charges.db'}"))
-    port, clock, chance = free_port(), SystemClock(), random.Random(module)
+    port, clock = free_port(), SystemClock()
     bind = port if module == "uvicorn" else f"127.0.0.1:{port}"
     words = [word if word != "2" else "4" for word in WEB[module]]
     crashes: list[dict[str, Any]] = []
@@ -241,8 +240,8 @@ def test_workers_killed_at_random_charge_once(recipes: Path, module: str, slow_b
         assert server.process.poll() is None, server.text
         orders = Orders(port)
         try:
-            for _ in slow_budget.rounds(30, f"kills of workers of {module}", at_least=4):
-                confirmed = orders.count
+            for number in slow_budget.rounds(30, f"kills of workers of {module}", at_least=4):
+                confirmed, chance = orders.count, random.Random(f"{module} {number}")
                 killed, owner = chance.choice(workers()), owner_of(recipes / "shop")
                 crash = [{"process": str(killed)}, *([{"broker": "broker-a"}] if killed == owner else [])]
                 crashes += [{"event": "crash", "at_ms": clock.now_ms(), **one} for one in crash]
