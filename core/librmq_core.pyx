@@ -97,7 +97,7 @@ cdef extern from "crc32.h":
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
 API = 11
-"""Number that librmq compares at its import; it changes with the functions here, but not for one that it can lack."""
+"""Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
 
@@ -971,7 +971,10 @@ cdef struct Span:
 
 
 cdef bint find_spans(const uint8_t *raw, Py_ssize_t size, list befores, Span *spans):
-    """Find the values of properties in stored form; return whether these bytes are before them, and they are usual."""
+    """Find the values of stored properties.
+
+    Return whether they have exactly these names, in this order, with ASCII values that are not empty.
+    """
     cdef Py_ssize_t at = 0, number, before_size
     cdef uint8_t seen = 0
     cdef bytes before

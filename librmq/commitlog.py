@@ -399,10 +399,9 @@ class CommitLog(Closing, LogState):
         deleted = self._sequence.delete_from(physical_offset + 1)
         if physical_offset < self._sequence.end:
             if self.unfinished_at(physical_offset):
-                # The mark says why sound records can be behind it. So it goes last: a crash between would leave them
+                # The mark says why sound records can be behind it. So it goes last: a kill in between would leave them
                 # without it, and the next recovery would refuse to cut them.
                 self._sequence.zero_from(physical_offset + _BLANK_SIZE)
-                self._sequence.flush()
             self._sequence.zero_from(physical_offset)
         self._prepared = -1
         self.last_write = None

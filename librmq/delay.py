@@ -452,8 +452,8 @@ class DelaySchedule:
 
         It takes messages of the current layout that are not cancelled and that no earlier run can have delivered.
         """
-        append, layout = self._store.copies.append_waiting, self._layouts.current
-        if append is None or layout is None or level.earlier.concerns(ENTRY.unpack_from(entries)[0]):
+        layout = self._layouts.current
+        if layout is None or level.earlier.concerns(ENTRY.unpack_from(entries)[0]):
             return False
         if self._is_cancelled is not None:
             try:
@@ -461,7 +461,7 @@ class DelaySchedule:
                     return False
             except RecordError:
                 return False
-        reports = append(messages, layout.befores, layout.places)
+        reports = self._store.copies.append_waiting(messages, layout.befores, layout.places)
         if reports is None:
             return False
         level.next_offset = queue_offset + len(messages)
@@ -511,7 +511,7 @@ class DelaySchedule:
             done += len(results)
 
     def _read(self, physical_offset: int, size: int) -> StoredMessage | None:
-        """Return the unusual record of an entry, None if it is deleted.
+        """Read one record, where the entries could not be read together; return None if it is deleted.
 
         Raises:
             RecordError: The bytes are no record.

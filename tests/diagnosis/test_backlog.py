@@ -22,6 +22,7 @@ from librmq.diagnosis import (
     lag,
     waiting_origins,
 )
+from librmq.diagnosis.lag_report import store_times_at
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
@@ -29,7 +30,7 @@ from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import Kit
 from tests.budget import many
 from tests.reference import folders, store_folders
-from tests.stores import ROOT, SMALL, START_MS
+from tests.stores import ROOT, SMALL, START_MS, opened
 
 
 def model(store: MessageStore, tables: BrokerTables) -> list[QueueLag]:
@@ -169,6 +170,13 @@ def test_sums_and_rows_are_those_of_the_columns() -> None:
         ("G", 1, 3, 6, 6, 0),
         ("H", 3, 4, 4, 3, 1),
     ]
+
+
+def test_a_place_beyond_the_log_hides_no_store_time_after_it() -> None:
+    with opened(MemoryFiles()) as store:
+        first, second = (store.append(Message("T", b"x")) for _ in range(2))
+        places = [store.log.end + 5, first.physical_offset, second.physical_offset]
+        assert store_times_at(store.log, places) == [None, first.store_timestamp_ms, second.store_timestamp_ms]
 
 
 class CountedRow(dict[int, int]):

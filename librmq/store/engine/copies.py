@@ -155,8 +155,8 @@ class CopyWriter:
 
     def __init__(self, appender: Appender) -> None:
         self._appender = appender
-        self.append_waiting: Callable[..., list[Any] | None] | None = getattr(appender, "append_waiting", None)
-        """Appends messages that waited, if all are usual; the compiled core has it."""
+        # The compiled core has it, but for its first versions.
+        self._append_waiting: Callable[..., list[Any] | None] | None = getattr(appender, "append_waiting", None)
 
     def prepare_again(self, record: StoredMessage, target: CopyTarget) -> Prepared:
         """Return the message of a record as `append` takes it, for another queue and with other properties.
@@ -167,6 +167,17 @@ class CopyWriter:
         """
         lane = self._appender.lanes.get(target[:2]) or self._appender.lane(*target[:2])
         return prepare_again(record, target, lane, self._appender.log.file_size - record_format.BLANK_SIZE)
+
+    def append_waiting(
+        self, messages: Sequence[StoredMessage], befores: Sequence[bytes], places: tuple[int, ...]
+    ) -> list[Any] | None:
+        """Append messages that waited by the compiled core, and return a report of each.
+
+        ``befores`` and ``places`` are those of their layout. None: nothing is written, because the core is absent or a
+        message is not a usual one of this layout.
+        """
+        append = self._append_waiting
+        return None if append is None else append(messages, befores, places)
 
     def append(self, copies: Sequence[Prepared]) -> list[AppendResult]:
         """Append what `prepare` or `prepare_again` made, side by side; return at once, whatever the durability.

@@ -230,8 +230,10 @@ def records_of(
     if CORE.pull is not None:
         batch: Any = CORE.pull(raw_entries, file.buffer, start, limit, max_count, max_bytes, joined)
         if batch is not None:
-            records, size = batch
-            return (StoredRecords(records, size), len(records)) if joined else (records, size)
+            if not joined:
+                return batch  # type: ignore[no-any-return]
+            data, count = batch
+            return StoredRecords(data, count), len(data)
     return _cut_out(raw_entries, file.buffer, start, limit, max_count, max_bytes)
 
 
