@@ -97,8 +97,7 @@ class GroupOffsets:
         A member that was lost, and does not know yet that another has its queue, pulls with the progress of before.
         Members that go back on purpose store their progress by itself, by `set_consumer_offset`.
         """
-        row = self._rows.get((group, topic)) or self.of_topic(group, topic)
-        if queue_offset > row.get(queue_id, -1):
+        if queue_offset > self.of_topic(group, topic).get(queue_id, -1):
             self.set_consumer_offset(topic, group, queue_id, queue_offset)
 
     def is_started(self, group: str, topic: str) -> bool:

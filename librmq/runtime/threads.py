@@ -305,18 +305,17 @@ class ThreadRunner(Runner):
         """Take due steps, and return ready work or wait for some; None at the end."""
         lock, ready, heap, parked = self.lock, self.ready, self._heap, self._parked
         while not self._stopping:
-            at, has_clock, is_due = heap[0][0] if heap else NEVER, True, False
-            # What is due when the clock thread wakes is left to it, so few workers have to read the time.
+            # The clock thread would take due steps later: it has to get interpreter and lock from busy listeners, and
+            # sleeps on when the time of day is set forward.
+            at, now = heap[0][0] if heap else NEVER, self.now_ms()
+            if at <= now:
+                self._holder_searches = True
+                top = self._run_steps(now)
+                self._holder_searches = False
+                at = NEVER if top is None else top.at or 0
+            has_clock = True
             if at < self._sleeps_until or (at < NEVER and not self._clock_runs):
-                now = self.now_ms()
-                if at <= now:
-                    self._holder_searches = True
-                    top = self._run_steps(now)
-                    self._holder_searches = False
-                    at = NEVER if top is None else top.at or 0
-                    is_due = at <= now
-                if at < self._sleeps_until or (at < NEVER and not self._clock_runs):
-                    has_clock = self._wake_clock(at)
+                has_clock = self._wake_clock(at)
             # If listeners are fast one worker is enough; others would mostly wait for the lock.
             if ready and not (self._is_swift and (self._is_worker_woken or self._workers - len(parked) > 1)):
                 work = ready.popleft()
@@ -329,7 +328,7 @@ class ThreadRunner(Runner):
                 if ready and not self._searching and not self._is_worker_woken and not self._is_watched:
                     self._leave_ready_work()
                 return work
-            if not ready and (not has_clock or is_due):  # what is due since then is the clock thread's
+            if not ready and (not has_clock or at <= now):  # what is due since then is the clock thread's
                 lock.release()
                 turn.acquire(timeout=_YIELD_S if has_clock else _WATCH_S)
                 lock.acquire()
@@ -402,6 +401,7 @@ class ThreadRunner(Runner):
             step.at = None
         self._heap.clear()
         self.ready.clear()
+        self._listener_names.clear()
         self._clock_turn, self._loop = _turn(), None
         self._searching = self._workers = 0
         self._is_worker_woken = self._holder_searches = self._is_watched = self._is_swift = False

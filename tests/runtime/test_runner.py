@@ -309,6 +309,32 @@ def test_a_step_runs_whenever_the_clock_is_set_back(reading: int) -> None:
     runner.shutdown()
 
 
+class SetForward(SystemClock):
+    """A clock that can be set forward."""
+
+    ahead_ms = 0
+
+    def now_ms(self) -> int:
+        return super().now_ms() + self.ahead_ms
+
+
+def test_a_busy_worker_takes_steps_that_are_due_since_the_clock_was_set_forward() -> None:
+    """The thread that waits for the next step does not notice it."""
+    clock = SetForward()
+    runner, has_run, ended = ThreadRunner(clock), threading.Event(), threading.Semaphore(0)
+    with runner.lock:
+        runner.submit(Work("starts a worker", lambda: None, lambda result, error: ended.release()))
+    assert ended.acquire(timeout=20)
+    with runner.lock:
+        runner.wake(Step("in a minute", lambda now_ms: has_run.set()), runner.now_ms() + 60_000)
+    clock.ahead_ms = 120_000
+    with runner.lock:
+        runner.submit(Work("keeps the worker busy", lambda: None, lambda result, error: ended.release()))
+    assert ended.acquire(timeout=20)
+    assert has_run.wait(20)
+    runner.shutdown()
+
+
 def test_a_worker_is_named_after_its_group() -> None:
     names: dict[str, str] = {}
     ended = threading.Semaphore(0)

@@ -99,11 +99,13 @@ class Receipt(NamedTuple):
         try:
             first, received, invisible, revive, retry, rest = text.split(" ", 5)
             fields = rest.split(" ")
-            count = 3 if len(fields) > 3 and all(map(str.isdecimal, fields[-3:])) else 2
-            broker_name, numbers = " ".join(fields[:-count]), list(map(int, fields[-count:]))
-            if not broker_name or retry not in ("0", "1", "2"):
+            count = 3 if len(fields) > 3 and all(map(_NUMBER.fullmatch, fields[-3:])) else 2
+            broker_name, numbers = " ".join(fields[:-count]), [first, received, invisible, revive, *fields[-count:]]
+            if not broker_name or retry not in ("0", "1", "2") or not all(map(_NUMBER.fullmatch, numbers)):
                 raise ValueError(text)
-            return cls(int(first), int(received), int(invisible), int(revive), retry, broker_name, *numbers)
+            return cls(
+                int(first), int(received), int(invisible), int(revive), retry, broker_name, *map(int, numbers[4:])
+            )
         except (ValueError, TypeError):
             raise MalformedError(f"{text!r:.200} is no receipt of POP: pass one as it came") from None
 

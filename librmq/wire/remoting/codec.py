@@ -735,7 +735,7 @@ def send_form() -> str:
     return form
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _template_of(shared: tuple[str, str, str, int]) -> str:
     """Return the header of sends of one group to one topic, to be filled by ``%`` with what differs."""
     numbers = (*range(10101010, 50505051, 10101010), 60606060)
