@@ -171,15 +171,24 @@ def framed(header: bytes, body: bytes, kind: int = 0) -> bytes:
     return b"".join((PREFIX.pack(length, kind << 24 | len(header)), header, body))
 
 
+def json_header_end(received: bytes) -> int:
+    """Return where the JSON header ends in bytes that are exactly one frame; 0 for any other bytes."""
+    if len(received) < PREFIX.size:
+        return 0
+    length, size = PREFIX.unpack_from(received)
+    # With the type of a header that is not JSON, its size is larger than any frame.
+    return 8 + size if length == len(received) - 4 and 0 < size <= length - 4 else 0
+
+
 class FrameReader:
     """Splits the bytes of a connection into frames. Not thread-safe."""
 
     def __init__(
         self, max_frame: int = MAX_FRAME, *, read_known: Callable[[bytes, bytes], Frame | None] | None = None
     ) -> None:
-        """``known(header, body)`` returns the frame of a JSON header that it can read faster, None of any other."""
+        """``read_known(header, body)`` returns the frame of a JSON header that it reads faster, None of any other."""
         self._max_frame = max_frame
-        self._known = read_known
+        self._read_known = read_known
         self._held = bytearray()
         self._wanted = 4
         """Bytes without which no frame is complete."""
@@ -191,12 +200,10 @@ class FrameReader:
 
     def read_only(self, received: bytes) -> Frame | None:
         """Return the frame that ``received`` is, if it can be read faster; None if `feed` has to take the bytes."""
-        if self._held or self._known is None or len(received) < PREFIX.size:
+        if self._held or self._read_known is None:
             return None
-        length, size = PREFIX.unpack_from(received)
-        if length != len(received) - 4 or not 0 < size <= length - 4:
-            return None
-        return self._known(received[8 : 8 + size], received[8 + size :])
+        end = json_header_end(received)
+        return self._read_known(received[8:end], received[end:]) if end else None
 
     def feed(self, received: bytes) -> Iterator[Frame]:
         """Yield the frames that ``received`` completes.
@@ -210,7 +217,7 @@ class FrameReader:
                 return
             received = bytes(self._held)
             self._held.clear()
-        read_known = self._known
+        read_known = self._read_known
         begin, end = 0, len(received)
         self._wanted = 4
         try:

@@ -43,12 +43,12 @@ from librmq.scheduling.timer_config import DELIVER_MS
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting.codec import SENT_FORM, send_form, sent_reply
 from librmq.wire.remoting.frames import (
-    PREFIX,
     SMALL_NUMBERS,
     Frame,
     form_pattern,
     framed,
     from_fields,
+    json_header_end,
     to_fields,
 )
 from librmq.wire.remoting.headers import (
@@ -104,9 +104,12 @@ _match_plain: Final = form_pattern(
 ).fullmatch  # fmt: skip
 """Matches the headers of usual sends as librmq's clients write them."""
 _turns: Final = [repeat(MessageQueue("", "", number)).__next__ for number in range(1000)]
-"""What returns a queue of each number that `_match_plain` finds."""
+"""Functions that stand in for the sender's `next_queue`: the one at a number returns the queue of that number."""
 _CLOCKS_MS: Final = 100
-"""Clients whose clocks differ more have their sends answered by `Sends.send_all`."""
+"""Sends of clients whose clocks differ more from the server's are answered by `Sends.send_all`.
+
+The store looks for room on the disk only now and then, and decides by the born time of a usual message when to do so.
+"""
 
 
 def plain_answer(frame: Frame, response: SendResponse) -> bytes | None:
@@ -169,10 +172,10 @@ class Sends:
 
         None: nothing was stored, and `send_all` has to answer.
         """
-        length, size = PREFIX.unpack_from(received) if len(received) > PREFIX.size else (0, 0)
-        if length != len(received) - 4 or channel.endpoint is not self._broker:
+        end = json_header_end(received)
+        if not end or channel.endpoint is not self._broker:
             return None
-        match = _match_plain(received, 8, 8 + size)
+        match = _match_plain(received, 8, end)
         if match is None:
             return None
         topic, queue_id, born, flag, properties, opaque = match.groups()
@@ -182,14 +185,21 @@ class Sends:
                 text = text.replace("\\u0001", "\1").replace("\\u0002", "\2")
                 if "\\" in text:
                     return None
-            body, begin_ms = received[8 + size :], self._now_ms()
-            born_ms = int(born) if self._is_real_time else begin_ms
-            if abs(begin_ms - born_ms) > _CLOCKS_MS:  # by the born time the store looks for room only now and then
-                return None
+            body = received[end:]
             message = Message.from_parts(str(topic, "ascii"), body, int(flag), decode_properties(text))
-            stored = self._broker.store_plain(message, _turns[int(queue_id)], born_ms, channel.peer)
-        except (RmqError, ValueError):  # the complete reader and the broker's request get the error for clients
+        except (RmqError, ValueError):  # the complete reader gets the error for clients
             return None
+        begin_ms = self._now_ms()
+        born_ms = int(born) if self._is_real_time else begin_ms
+        if abs(begin_ms - born_ms) > _CLOCKS_MS:
+            return None
+        try:
+            stored = self._broker.store_plain(message, _turns[int(queue_id)], born_ms, channel.peer)
+        except RmqError:  # nothing was stored, and the broker's request gets the error for clients
+            return None
+        except Exception as error:  # the message may be stored, so there is no second try
+            self._rates.count("failed", "", self._now_ms(), 1, 0)
+            return _refused(channel, Frame(_BY_LETTERS, opaque=int(opaque)), error, message.topic)
         if stored is None:
             return None
         queue, queue_offset, offset_id = stored

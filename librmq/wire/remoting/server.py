@@ -362,18 +362,20 @@ class FrameAnswers:
         if end > _COUNTED:
             return received
         answers: list[bytes] = []
-        while at < end:
-            size = 4 + int.from_bytes(received[at : at + 4])
-            answer = self._sends.answer_plain(channel, received if size == end else received[at : at + size])
-            if answer is None:
-                break
-            answers.append(answer)
-            at += size
-            if len(answers) >= self._most_sends:
+        try:
+            while at < end:
+                size = 4 + int.from_bytes(received[at : at + 4])
+                answer = self._sends.answer_plain(channel, received if size == end else received[at : at + size])
+                if answer is None:
+                    break
+                answers.append(answer)
+                at += size
+                if len(answers) >= self._most_sends:
+                    together, answers = answers, []  # not written again if that fails
+                    channel.write(b"".join(together))
+        finally:  # what was stored before an error is answered
+            if answers:
                 channel.write(b"".join(answers))
-                answers.clear()
-        if answers:
-            channel.write(b"".join(answers))
         return received[at:]
 
     def write(self, channel: Channel, frames: list[Frame]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from librmq import Broker, BrokerConfig, Message, StoreConfig
+from librmq import Broker, BrokerConfig, Message, MessageStore, StoreConfig
 from librmq.clock import ManualClock
 from librmq.files import MemoryFiles
 from librmq.files.interface import Files
@@ -258,6 +258,120 @@ def test_a_full_disk_is_seen_whatever_a_clients_clock_says(born_ms: int, monkeyp
         raw = encode(send_frame(SendMessage("p", PLAIN, 1, born_ms, ("127.0.0.1", 5))))
         producing.send_all(channel, [*FrameReader().feed(raw)])
         assert producing.answer_plain(channel, raw) is None
+
+
+@pytest.mark.parametrize(("kind", "excess"), [(1, 0), (255, 0), (0, 50)])
+def test_a_usual_header_in_a_malformed_frame_stores_nothing(kind: int, excess: int) -> None:
+    with served() as (broker, producing, channel):
+        raw = usual_send(b"", 5)
+        producing.send_all(channel, [*FrameReader().feed(usual_send(b"x", 5))])
+        malformed = raw[:4] + (kind << 24 | len(raw) - 8 + excess).to_bytes(4) + raw[8:]
+        assert producing.answer_plain(channel, malformed) is None
+        assert FrameReader(read_known=lambda *_: Frame(0)).read_only(malformed) is None
+        assert len(records(broker)) == 1
+
+
+def usual_send(body: bytes, opaque: int, now_ms: int = BEGIN_MS) -> bytes:
+    """Return a frame that `Sends.answer_plain` takes."""
+    message = Message.from_parts("t", body, 7, {"UNIQ_KEY": "k", "WAIT": "true"})
+    frame = send_frame(SendMessage("p", message, 0, now_ms, ("127.0.0.1", 5)))
+    frame.opaque = opaque
+    return encode(frame)
+
+
+def test_a_usual_send_counts_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, clocks, append = [], list[ManualClock](), MessageStore.append
+
+    def append_slowly(*arguments: Any, **others: Any) -> Any:
+        for clock in clocks:
+            clock.advance(ms=7)
+        return append(*arguments, **others)
+
+    monkeypatch.setattr(MessageStore, "append", append_slowly)
+    for is_alone in (True, False):
+        with served() as (broker, _, channel):
+            rates, raw = Rates(), usual_send(b"body", 5)
+            producing = Sends(broker, rates)
+            producing.send_all(channel, [*FrameReader().feed(raw)])
+            assert isinstance(broker.runner.clock, ManualClock)
+            clocks[:] = [broker.runner.clock]
+            if is_alone:
+                assert producing.answer_plain(channel, raw) is not None
+            else:
+                producing.send_all(channel, [*FrameReader().feed(raw)])
+            now_ms = broker.runner.now_ms()
+            counted.append((rates.total("put"), rates.longest_ms("put"), rates.rows("TOPIC_PUT_SIZE", "t", now_ms)))
+            clocks.clear()
+    assert counted[0] == counted[1]
+    assert counted[0][:2] == ((2, 2, 8), 7)
+
+
+def test_another_endpoint_gets_usual_sends() -> None:
+    """The endpoint of a connection watches each message, for example that of a share."""
+
+    class Watching:
+        """Passes requests on."""
+
+        def __init__(self, broker: Broker) -> None:
+            self.call = broker.call
+
+    with served() as (broker, producing, channel):
+        raw = usual_send(b"x", 5)
+        producing.send_all(channel, [*FrameReader().feed(raw)])
+        channel.endpoint = Watching(broker)
+        assert producing.answer_plain(channel, raw) is None
+
+
+def test_the_body_of_a_send_is_not_taken_for_another_send(
+    broker: Broker, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its body is a frame, and comes in a read of its own."""
+    inner = usual_send(b"x", 7, broker.runner.now_ms())
+    outer = usual_send(inner, 8, broker.runner.now_ms())
+    receive, parts = Channel.receive, list[bytes]()
+
+    def receive_parts(channel: Channel, size: int) -> bytes:
+        if not parts:
+            head, *rest = receive(channel, size).partition(inner)
+            parts.extend(filter(None, (head, b"".join(rest))))
+        return parts.pop(0) if parts else b""
+
+    client.put("t", b"first")  # so that the topic is there
+    monkeypatch.setattr(Channel, "receive", receive_parts)
+    client.write(usual_send(b"second", 6, broker.runner.now_ms()))
+    assert client.answer().opaque == 6  # the server's next read is by parts
+    client.write(outer)
+    assert client.answer().opaque == 8
+    assert [message.body for message in broker.store] == [b"first", b"second", inner]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [MemoryError("full"), ValueError("odd"), SystemExit()], ids=repr)
+def test_an_error_of_one_usual_send_takes_no_answer_from_others(
+    error: BaseException, broker: Broker, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the message, which is stored before the error, stored again."""
+    store_plain = Broker.store_plain
+
+    def fail(broker: Broker, message: Message, *arguments: Any) -> Any:
+        place = store_plain(broker, message, *arguments)
+        if message.body == b"bad":
+            raise error
+        return place
+
+    client.put("t", b"first")  # so that the topic is there
+    monkeypatch.setattr(Broker, "store_plain", fail)
+    bodies, now_ms = [b"good", b"bad", b"last"], broker.runner.now_ms()
+    client.write(b"".join(usual_send(body, number, now_ms) for number, body in enumerate(bodies)))
+    if isinstance(error, SystemExit):  # it ends the thread of the connection
+        assert (client.answer().opaque, client.has_ended()) == (0, True)
+        del bodies[2]
+    else:
+        answers = [client.answer() for _ in bodies]
+        assert [answer.opaque for answer in answers] == [0, 1, 2]
+        assert [answer.code for answer in answers] == [0, ResponseCode.SYSTEM_ERROR, 0]
+        assert answers[1].remark == f"{type(error).__name__}: {error}"
+    assert [message.body for message in broker.store] == [b"first", *bodies]
 
 
 def test_long_headers_are_not_kept() -> None:
