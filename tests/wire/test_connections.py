@@ -427,9 +427,50 @@ def test_a_socket_that_is_closed_before_a_caller_waits_for_it(is_brief: bool) ->
         if is_brief:
             stream.look_briefly(0.001)
         stream.close()
-        assert stream.wait(0)
+        assert stream.wait(30)
         with pytest.raises(OSError, match="Bad file descriptor"):
             stream.receive(1)
+
+
+def test_only_long_waits_are_left_to_the_limit_of_a_socket() -> None:
+    """It is counted in ticks of the system, which are longer than the time of some sends."""
+
+    class Noting(socket.socket):
+        looks = 0
+
+        def recv(self, size: int, flags: int = 0) -> bytes:
+            self.looks += 1
+            return super().recv(size, flags)
+
+    ours, others = socket.socketpair()
+    with others, Noting(fileno=ours.detach()) as noting:
+        stream = FrameSocket(noting)
+        stream.look_briefly(0.001)
+        assert not stream.wait(0.005)
+        assert noting.looks == 0
+        assert not stream.wait(30)
+        assert noting.looks == 1
+
+
+@pytest.mark.parametrize(("timeout_s", "is_long"), [(0.003, False), (0.3, True)])
+def test_a_socket_knows_how_long_its_caller_can_wait(
+    timeout_s: float, is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, wait = list[float](), FrameSocket.wait
+
+    def note(stream: FrameSocket, timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return wait(stream, timeout_s)
+
+    with FakeServer(Keeping()) as server:
+        opened = _left_to_callers(server)
+        monkeypatch.setattr(FrameSocket, "wait", note)
+        with pytest.raises(BrokerUnreachableError):
+            opened.request(Frame(999, body=b"keep"), timeout_s)
+        monkeypatch.undo()
+        opened.close()
+    assert waits[0] == timeout_s
+    assert all((seconds >= 0.01) == is_long for seconds in waits)
 
 
 def test_a_signal_handler_can_wait_for_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,7 @@ _RECEIVED: Final = 256 << 10
 _LEFT_S: Final = 0.01
 """A caller reads its own answer for this time at most, and the reader's thread reads again after twice this time."""
 _LOOK_S: Final = 0.001
-"""A caller that waits for bytes looks in this time whether another thread has read its answer."""
+"""After this time, or the few ms that it takes a socket, a caller looks whether another thread has read its answer."""
 _MOST_OUTSTANDING: Final = 100_000
 _MOST_LATER: Final = 10_000
 """Requests for whose answers no thread waits."""
@@ -580,7 +580,7 @@ class Connection:
             try:
                 while waiter.outcome is None and now < until:
                     received = self._received
-                    if self._stream.wait(min(until - now, _LOOK_S)) and not self._read_ready(received):
+                    if self._stream.wait(timeout_s - (now - begin)) and not self._read_ready(received):
                         break
                     now = _clock.monotonic()
                 self._own_reads += 1

@@ -497,6 +497,8 @@ _MEMBERS: Final[Mapping[type[Any], str]] = {
 _HANDSHAKE_S: Final = 30
 IDLE_S: Final = 120
 SEND_S: Final = 30
+_TICKS_S: Final = 0.01
+"""Only waits of this time or more are left to a limit of the socket, which the system counts in ticks of its own."""
 
 
 _of_this_process: Final[Inherited[socket.socket]] = Inherited(socket.socket.close)
@@ -521,6 +523,7 @@ class FrameSocket:
         if hasattr(select, "poll"):
             self._poll = select.poll()
             self._poll.register(connected, select.POLLIN)
+        self._look_s = math.inf
         self._is_brief = False  # whether `look_briefly` was called, and the socket can do so
         self._write_lock = Lock()
         self._unsent = b""
@@ -563,7 +566,11 @@ class FrameSocket:
                 _wait(connected, want, self._idle_s)
 
     def look_briefly(self, seconds: float) -> None:
-        """Let `wait` take less processor time, where the socket can, and no longer than this, whatever its argument."""
+        """Let `wait` return after about this time, whatever its argument, and take less processor time if it can.
+
+        A socket that can do so waits for whole ticks of the system: 1 ms takes up to 8 ms where a tick is 4 ms.
+        """
+        self._look_s = seconds
         # A socket of gevent, which is none of the system's module, would wait on.
         if self.can_poll and isinstance(self._socket, _socket.socket):
             self._is_brief = limit_time(self._socket, socket.SO_RCVTIMEO, seconds)
@@ -575,7 +582,7 @@ class FrameSocket:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until `receive` need not wait; return False after some time. Called by one thread at a time."""
-        if self._is_brief:
+        if self._is_brief and timeout_s >= _TICKS_S:
             try:
                 self._socket.recv(1, socket.MSG_PEEK)
             except BlockingIOError:
@@ -584,7 +591,7 @@ class FrameSocket:
                 return True
             return True
         assert self._poll is not None
-        return bool(self._poll.poll(math.ceil(1000 * timeout_s)))
+        return bool(self._poll.poll(math.ceil(1000 * min(timeout_s, self._look_s))))
 
     def write(self, data: bytes | bytearray) -> None:
         """Send bytes. The other end must read them in time."""
