@@ -87,6 +87,8 @@ class FakeServer(_Listener):
         """The address of the broker in routes; None as from a name server that has just started."""
         self.slaves: dict[int, str] = {}
         """Addresses of its slaves by broker id."""
+        self.queues = 1
+        """Queues of a topic in each broker."""
         self.others: dict[str, str] = {}
         """Addresses of other brokers, by name."""
 
@@ -104,7 +106,7 @@ class FakeServer(_Listener):
             return answer_to(frame, body=write_body({"brokerAddrTable": self._rows(), "clusterAddrTable": {}}))
         if frame.code == RequestCode.GET_ROUTEINFO_BY_TOPIC:
             rows = self._rows()
-            numbers = {"perm": 6, "readQueueNums": 1, "writeQueueNums": 1, "topicSysFlag": 0}
+            numbers = {"perm": 6, "readQueueNums": self.queues, "writeQueueNums": self.queues, "topicSysFlag": 0}
             queues = [{"brokerName": name, **numbers} for name in rows]
             return answer_to(frame, body=write_body({"brokerDatas": list(rows.values()), "queueDatas": queues}))
         if frame.code in (RequestCode.HEART_BEAT, RequestCode.UNREGISTER_CLIENT):

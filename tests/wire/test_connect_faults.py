@@ -32,6 +32,7 @@ from librmq.protocol import (
     QueryOffset,
     ResponseCode,
     SendBack,
+    SendStatus,
     SentBack,
     TopicGroups,
     ViewMessage,
@@ -440,6 +441,64 @@ def test_async_sends_are_tried_as_often_as_others(refusals: int) -> None:
             with pytest.raises(librmq.BrokerError):
                 sent()
         assert codes == []
+
+
+RULES: dict[str, tuple[dict[str, Any], int, int, int, object]] = {
+    "stored": ({}, 0, 0, 1, SendStatus.SEND_OK),
+    "stored too late": ({}, 0, 600_000, 1, librmq.SendTimeoutError),
+    "not flushed": ({}, ResponseCode.FLUSH_DISK_TIMEOUT, 0, 1, SendStatus.FLUSH_DISK_TIMEOUT),
+    "not flushed, and to be sent again": (
+        {"retry_another_broker_when_not_ok": True},
+        ResponseCode.FLUSH_DISK_TIMEOUT,
+        0,
+        3,
+        SendStatus.FLUSH_DISK_TIMEOUT,
+    ),
+    "refused for now": ({}, ResponseCode.SYSTEM_ERROR, 0, 3, librmq.BrokerError),
+    "refused": ({}, ResponseCode.MESSAGE_ILLEGAL, 0, 1, librmq.BrokerError),
+}
+
+
+@pytest.mark.parametrize(("options", "code", "took_ms", "tries", "outcome"), RULES.values(), ids=RULES)
+def test_usual_sends_keep_the_rules_of_tries(
+    options: dict[str, Any],
+    code: int,
+    took_ms: int,
+    tries: int,
+    outcome: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_ms = 1_000_000
+
+    def answer(frame: Frame) -> Frame:
+        nonlocal now_ms
+        if frame.body != b"x":
+            return answer_to(frame, fields=_STORED)
+        now_ms += took_ms
+        return answer_to(frame, code, fields=_STORED)
+
+    with FakeServer(answer) as server, librmq.connect(server.address) as route:
+        producer = librmq.Producer(route, "shop", **options)
+        producer.send("orders", b"first")
+        monkeypatch.setattr(producer.sender, "_now_ms", lambda: now_ms)
+        if isinstance(outcome, SendStatus):
+            assert producer.send("orders", b"x").status is outcome
+        else:
+            with pytest.raises(cast("type[Exception]", outcome)):
+                producer.send("orders", b"x")
+        assert [frame.body for frame in server.asked].count(b"x") == tries
+
+
+def test_usual_sends_with_a_priority_keep_its_queue() -> None:
+    """A broker before 5.4 does not choose it."""
+    with FakeServer(lambda frame: answer_to(frame, fields=_STORED)) as server:
+        server.queues = 4
+        with librmq.connect(server.address) as route:
+            producer = librmq.Producer(route, "shop")
+            producer.send("orders", b"first")
+            for _ in range(3):
+                producer.send("orders", b"x", priority=2)
+        assert [frame.fields["e"] for frame in server.asked if frame.body == b"x"] == ["2", "2", "2"]
 
 
 @pytest.mark.parametrize("sends_first", [0, 1, 2])
