@@ -264,6 +264,8 @@ def served(store: MessageStore) -> dict[int, StoredMessage]:
             owners[message.topic, message.queue_id, message.queue_offset] = message
         if is_indexed(message.sys_flag):
             for key in {*message.keys, *([message.unique_key] if message.unique_key else [])}:
+                if key.endswith("\0"):  # of a record that zeros end: the keys that it had are kept
+                    continue
                 keyed.setdefault((message.topic, key), []).append(message)
     for (topic, key), messages in some([*keyed.items()]):
         by_key = {one.physical_offset: one for one in store.find_by_key(topic, key, EVER, max_messages=10_000)}
