@@ -252,7 +252,7 @@ def parse(expression: str, dialect: Dialect = "4.9") -> Selector:
     if dialect not in ("4.9", "5.3"):
         raise ValueError(f"dialect: expected '4.9' or '5.3', found {dialect!r}")
     names = _WORDS_OF_5 if dialect == "4.9" else ()
-    run = _grammar().parser.parse_interactive("")
+    run: Any = _grammar().parser.parse_interactive("")  # Lark declares no types of its methods
     trailing: Token | None = None
     nesting = 0
     try:
@@ -271,7 +271,7 @@ def parse(expression: str, dialect: Dialect = "4.9") -> Selector:
                 trailing = token
                 break
         try:
-            root = _boolean(run.feed_eof())  # type: ignore[no-untyped-call]
+            root = _boolean(run.feed_eof())
         except UnexpectedToken as error:
             problem = "the expression ends here" if trailing is None else f"unexpected {str(trailing)[:40]!r}"
             position = len(expression) if trailing is None else trailing.start_pos

@@ -406,7 +406,7 @@ def test_nothing_to_find(expression: str) -> None:
 @pytest.mark.slow
 def test_long_expressions() -> None:
     """Expressions with tens of thousands of terms compile, and answer as short ones do."""
-    count = examples(20_000)
+    count = examples(20_000) // 2 * 2  # so that the last one compares numbers
     texts = quiet(" OR ".join(f"a = '{n}'" for n in range(count)))
     assert [texts.matches({"a": str(n)}) for n in (0, count - 1, count)] == [True, True, False]
     assert texts.evaluate({"a": "x"}) is False
