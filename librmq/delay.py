@@ -41,6 +41,7 @@ from librmq.message.properties import (
     PROPERTY_UNIQUE_KEY,
     encode_properties,
     is_encoding_of,
+    texts_before_values,
 )
 from librmq.message.topics import HALF_TOPIC
 from librmq.runtime.event_log import EventLog, StateLog
@@ -111,9 +112,8 @@ class Layout:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         text = "\2".join(f"{re.escape(name)}\1([^\1\2]+)" for name in names)
-        self.befores = [f"\2{name}\1".encode() for name in names]
+        self.befores = list(map(str.encode, texts_before_values(names)))
         """The bytes before each value."""
-        self.befores[0] = self.befores[0][1:]
         self.places = tuple(names.index(name) if name in names else -1 for name in COPIED_PROPERTIES)
         """The numbers of the needed values, -1 for an absent one."""
         self._match = re.compile(f"{text}((?!))?").fullmatch  # the last group, of absent properties, is None

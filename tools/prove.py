@@ -71,7 +71,7 @@ class Proofs:
         """Return the test that has come least far of those that do not run; None if all run."""
         with self._lock:
             free = [test for test in tests if test not in self._running]
-            test = min(free, key=lambda name: self.share(name), default=None)
+            test = min(free, key=self.share, default=None)
             if test is not None:
                 self._running.add(test)
             return test

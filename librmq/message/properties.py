@@ -5,7 +5,7 @@ Mirrors ``MessageConst`` and the half of ``MessageDecoder`` that deals with prop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Final
@@ -142,6 +142,13 @@ _SHAPES_KEPT: Final = 1024
 _LARGEST_SHAPE_KEPT: Final = 64
 
 
+def texts_before_values(names: Sequence[str]) -> list[str]:
+    """Return what stands before each value in the stored form of properties with these names, in their order."""
+    befores = ["".join(("\2", name, "\1")) for name in names]  # a format would write the name of an enum's member
+    befores[0] = befores[0][1:]
+    return befores
+
+
 def _property_shape(names: tuple[str, ...]) -> _Shape:
     """Return the function that joins properties with these names, in stored order."""
     try:
@@ -151,8 +158,7 @@ def _property_shape(names: tuple[str, ...]) -> _Shape:
     if "\1" in text or "\2" in text:
         raise _unwritable(dict.fromkeys(names, ""))
     ordered = [names[at] for at in hash_map_order(names)]
-    befores = ["".join(("\2", name, "\1")) for name in ordered]  # a format would write the name of an enum's member
-    befores[0] = befores[0][1:]
+    befores = texts_before_values(ordered)
     if len(names) > _LARGEST_SHAPE_KEPT:
         return lambda properties: "".join(
             chain.from_iterable((before, properties[name]) for before, name in zip(befores, ordered, strict=True))

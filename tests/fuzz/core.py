@@ -30,6 +30,7 @@ from librmq.delay import COPIED_PROPERTIES
 from librmq.errors import RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
+from librmq.message.properties import texts_before_values
 from librmq.runtime.compiled_core import CORE, CORE_STATE
 from librmq.store import MessageStore
 
@@ -186,8 +187,7 @@ class Fuzzer:
             "REAL_QID": chance.choice(("0", "0", "0", "1", "-1", "9" * 10)),
         }
         names = chance.choice((tuple(values), tuple(values)[::2], ("KEYS",)))
-        befores = [f"\2{name}\1".encode() for name in names]
-        befores[0] = befores[0][1:]
+        befores = list(map(str.encode, texts_before_values(names)))
         raw = b"".join(before + values[name].encode() for before, name in zip(befores, names, strict=True))
         body = bytes(chance.choice((0, 3, 1000)))
         record = bytearray(84) + struct.pack(">I", len(body)) + body + b"\x13" + b"W" * 19
