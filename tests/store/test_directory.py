@@ -281,14 +281,15 @@ def test_files_that_disagree_or_show_nothing(sizes: dict[str, int], length: int)
     assert directory.infer_config(ROOT, files_with(sizes=sizes)).commitlog_file_size == length
 
 
-def test_empty_files_with_a_gap_between_them_have_the_kept_size() -> None:
-    """A power failure can leave names of queue files, without their lengths and without one between them."""
+@pytest.mark.parametrize(("length", "next_length"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_a_gap_between_queue_files_hides_no_kept_size(length: int, next_length: int) -> None:
+    """A power failure can take a file between two others, and the lengths of these."""
     files = MemoryFiles()
     MessageStore.open(ROOT, TINY, files=files).close()
     size = TINY.consumequeue_file_size
     files.make_folder(f"{ROOT}/consumequeue/T/0")
-    for start in (0, 2 * size):
-        files.write(f"{ROOT}/consumequeue/T/0/{start:020d}", b"")
+    files.write(f"{ROOT}/consumequeue/T/0/{0:020d}", bytes(size * length))
+    files.write(f"{ROOT}/consumequeue/T/0/{2 * size:020d}", bytes(size * next_length))
     assert directory.infer_config(ROOT, files).consumequeue_file_size == size
     directory.check_config(ROOT, TINY, files)
 

@@ -517,15 +517,16 @@ def _queues(path: str, name: str, files: Files) -> Iterator[Sequence]:
 def _majority_length(sequences: list[Sequence] | Iterator[Sequence], unit: int, saved_length: int | None) -> int | None:
     """Return the length of most files, which is also the distance between their names.
 
-    Between two empty files others can be missing after a power failure: their distance is a multiple of
-    ``saved_length``, which the store keeps in its settings.
+    Between two files others can be missing after a power failure: their distance is a multiple of ``saved_length``,
+    which the store keeps in its settings, unless one of the two has another length.
     """
     votes: Counter[int] = Counter()
     for sequence in sequences:
         votes.update(length for start, length in sequence if length and start % length == 0)
         for (before, length), (after, next_length) in itertools.pairwise(sequence):
-            shows_saved = saved_length and not length and not next_length and (after - before) % saved_length == 0
-            votes[saved_length if shows_saved and saved_length else after - before] += 1
+            distance = after - before
+            shows_saved = saved_length and {length, next_length} <= {0, saved_length} and distance % saved_length == 0
+            votes[saved_length if shows_saved and saved_length else distance] += 1
     plausible = [(count, length) for length, count in votes.items() if length % unit == 0 and length <= _MAX_FILE_SIZE]
     return max(plausible)[1] if plausible else None
 
