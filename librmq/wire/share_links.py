@@ -10,8 +10,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -143,7 +143,7 @@ class StorePeer:
         address = owner_socket(path)
         self._path = path
         self._lock_path = os.path.join(share_folder(path), "lock")
-        self._take_over_stopped_s = take_over_stopped_s
+        self._take_over_stopped_s, self._stopped_s = take_over_stopped_s, 0.0
         self.has_ended = threading.Event()
         self.is_silent = False
         """Whether a request had no answer, and the owner was not seen to run since."""
@@ -169,16 +169,17 @@ class StorePeer:
             undo.callback(notices.close)
             at_close = ExitStack()
             try:
-                self.route = RemoteRoute(
-                    (self.label,),
-                    runner,
-                    dial_locally(partial(self._connect, address, timeout_s), self.label, timeout_s),
-                    timeout_s=timeout_s,
-                    later=notices.later,
-                    prepare=lambda addresses: None,
-                    at_close=at_close,
-                    is_shared=True,
-                )
+                with self._watching():
+                    self.route = RemoteRoute(
+                        (self.label,),
+                        runner,
+                        dial_locally(partial(self._connect, address, timeout_s), self.label, timeout_s),
+                        timeout_s=timeout_s,
+                        later=notices.later,
+                        prepare=lambda addresses: None,
+                        at_close=at_close,
+                        is_shared=True,
+                    )
                 self.name = self.route.broker_names()[0]
             except (BrokerUnreachableError, IndexError) as error:  # without a broker while it closes
                 explained = self.explained(error)
@@ -245,29 +246,52 @@ class StorePeer:
 
     def wait_for_end(self) -> None:
         """Wait until the owner has ended; end one that is stopped, where the settings say so."""
-        stopped_s, most_s = 0.0, self._take_over_stopped_s
-        if most_s is not None:
+        if self._take_over_stopped_s is not None:
             self._sentinel.settimeout(_STOPPED_S)
         while True:
             try:
                 self._sentinel.recv(1)
                 break
             except TimeoutError:
-                stopped_s = stopped_s + _STOPPED_S if is_stopped(self.process) else 0.0
-                if most_s is not None and stopped_s >= most_s:
-                    self._end_stopped()
+                self._is_still_stopped()
             except OSError:
                 break
         self.has_ended.set()
 
+    def _is_still_stopped(self) -> bool:
+        """Return whether the owner is stopped; end it if it was so at each look for too long."""
+        if not is_stopped(self.process):
+            self._stopped_s = 0.0
+            return False
+        self._stopped_s += _STOPPED_S
+        if self._take_over_stopped_s is not None and self._stopped_s >= self._take_over_stopped_s:
+            self._end_stopped()
+        return True
+
     def _wait_while_stopped(self, gives_up: Callable[[], bool]) -> None:
         """Where the settings say that an owner that is stopped is ended, wait for it, and end it."""
-        stopped_s, most_s = 0.0, self._take_over_stopped_s
-        while most_s is not None and is_stopped(self.process) and not gives_up():
-            if stopped_s >= most_s:
-                self._end_stopped()
+        while self._take_over_stopped_s is not None and not gives_up() and self._is_still_stopped():
             SystemClock().wait(self.has_ended, _STOPPED_S)
-            stopped_s += _STOPPED_S
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """End an owner that is stopped meanwhile, where the settings say so, instead of waiting for its answer."""
+        if self._take_over_stopped_s is None:
+            yield
+            return
+        has_answered = threading.Event()
+
+        def watch() -> None:
+            while not SystemClock().wait(has_answered, _STOPPED_S):
+                self._is_still_stopped()
+
+        watching = threading.Thread(target=watch, name="librmq share stopped", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            has_answered.set()
+            watching.join()
 
     def _end_stopped(self) -> None:
         """Kill the owner, by a handle that can't mean a later process of the same number."""

@@ -352,6 +352,17 @@ def test_an_idle_peer_ends_an_owner_that_is_stopped_for_too_long(scene: Scene, m
         owner.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
+def test_who_joins_a_stopped_owner_does_not_wait_for_its_answer(scene: Scene) -> None:
+    """A peer that lost the last owner joins the next one, which can be stopped before it has answered."""
+    owner = scene.start().wait_ready()
+    owner.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: is_stopped(owner.process.pid), "the owner is stopped")
+    with librmq.share(scene.store, timeout=3600, wait=60, take_over_stopped=0.2) as heir:
+        assert heir.is_owner
+    assert owner.process.wait(60) == -signal.SIGKILL
+
+
 # ---- in this process: it is an owner and a peer
 
 
