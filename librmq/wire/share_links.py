@@ -152,10 +152,10 @@ class StorePeer:
             try:
                 self._sentinel = undo.enter_context(connect_to(address, timeout_s))
             except BrokerUnreachableError as error:
-                if not isinstance(error.__cause__, BlockingIOError):  # others wait already for an answer
-                    raise
-                self.process = lock_process(self._lock_path) or 0
-                self.label = path
+                # The owner may be stopped before it listens, or while others wait already for its answer.
+                self.process, self.label = 0, path
+                with suppress(RmqError):
+                    self.process = lock_process(self._lock_path) or 0
                 explained = self.explained(error)
                 self._wait_while_stopped(gives_up)
                 raise explained from error

@@ -78,6 +78,10 @@ class Member:
             os.close(self._writing)
             self._writing = None
 
+    def has_ended(self) -> bool:
+        """Return whether it has ended."""
+        return os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def wait(self) -> int:
         """Let it end unless it has; return its exit status, or its signal as a negative number."""
         self.leave()
@@ -186,6 +190,8 @@ class SharedWorld:
 
     def _ended(self, member: Member, *expected: int) -> None:
         """Wait for a member's end."""
+        member.leave()
+        self._wait_for(member.has_ended, f"{member.name} ends")
         status = member.wait()
         self._members.remove(member)
         if status == -signal.SIGKILL:
