@@ -130,6 +130,10 @@ class Beside:
             self._process.terminate()
             self._process.wait()
 
+    def join(self) -> None:
+        """Wait for its end, and print nothing."""
+        self._process.wait()
+
     def wait(self) -> int:
         """Print what the program has printed, and prints until its end; return its exit status."""
         with self._log.open(encoding="utf-8", errors="replace") as log:
@@ -373,17 +377,27 @@ def check(arguments: Sequence[str]) -> int:
     if options.fix:
         run([*python, "ruff", "check", "--fix", "--quiet", "."])
         run([*python, "ruff", "format", "--quiet", "."])
-    beside: dict[str, Words] = {}  # types and site keep one core busy, and tests leave cores partly idle
-    if not paths:
-        step("style (./check --fix repairs most of it)", *python, "ruff", "check", ".")
-        step("format", *python, "ruff", "format", "--check", ".")
-        step("layers", BIN / "lint-imports", "--no-logo")
-        without_spark = () if "spark" in read_stamp()["extras"] else WITHOUT_SPARK
-        beside["types"] = [*python, "mypy", *without_spark, *(QUICK_TYPES if options.quick else ())]
-        if not is_quick:
-            beside["site"] = site_command(VENV / "site")
     with ExitStack() as running:
-        programs = {name: running.enter_context(Beside(name, command)) for name, command in beside.items()}
+        # Types and site keep one core busy, and tests leave cores partly idle.
+        programs: dict[str, Beside] = {}
+
+        def beside(name: str, *command: str | Path) -> Beside:
+            return running.enter_context(Beside(name, command))
+
+        if not paths:
+            without_spark = () if "spark" in read_stamp()["extras"] else WITHOUT_SPARK
+            checked = QUICK_TYPES if options.quick else ()
+            programs["types"] = beside("types", *python, "mypy", *without_spark, *checked)
+            is_new = not any(CHECKOUT.glob("tests/*/__pycache__"))
+            if is_new and not is_linted:  # else each process of the tests would compile all, with pytest's assertions
+                compiling = beside("compiling", *python, "pytest", "-n", "0", "--collect-only")
+            step("style (./check --fix repairs most of it)", *python, "ruff", "check", ".")
+            step("format", *python, "ruff", "format", "--check", ".")
+            step("layers", BIN / "lint-imports", "--no-logo")
+            if is_new and not is_linted:
+                compiling.join()
+            if not is_quick:
+                programs["site"] = beside("site", *site_command(VENV / "site"))
         if not is_linted:
             step("tests", *python, "pytest", *pytest_words(words, paths, options))
         for name, program in programs.items():
