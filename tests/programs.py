@@ -12,9 +12,11 @@ import textwrap
 import traceback
 from collections.abc import Callable
 from importlib.metadata import version
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import AnyStr
+from typing import AnyStr, Self
 
 import pytest
 
@@ -66,6 +68,49 @@ def run_program(
         timeout=timeout,
         env=environment(**variables),
     )
+
+
+_PRELOADED = [
+    *("psycopg", "pymysql", "sqlalchemy.dialects.mysql", "sqlalchemy.dialects.postgresql"),  # else at a connection
+    *(__name__, "tests.idempotence.worker"),
+]
+
+
+class Fork:
+    """A call in a process forked by a server that has imported librmq; the ``with`` block kills it.
+
+    It starts in milliseconds, with pipes as standard input and output, and has no file, lock or thread of this process.
+    """
+
+    def __init__(self, call: Callable[..., object], *arguments: object) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        (their_input, own_input), (own_output, their_output) = os.pipe(), os.pipe()
+        self.stdin, self.stdout = os.fdopen(own_input, "w"), os.fdopen(own_output)
+        with (
+            Connection(their_input) as stdin,
+            Connection(their_output) as stdout,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])  # the first call starts the server
+            self.process = context.Process(target=_call, args=(stdin, stdout, call, arguments), daemon=True)
+            self.process.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join()
+        self.stdin.close()
+        self.stdout.close()
+
+
+def _call(stdin: Connection, stdout: Connection, call: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    os.dup2(stdin.fileno(), 0)
+    os.dup2(stdout.fileno(), 1)
+    sys.stdin = os.fdopen(0)
+    call(*arguments)
 
 
 def in_child(check: Callable[[], object]) -> None:

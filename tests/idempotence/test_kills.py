@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,8 @@ from librmq.idempotence.sqltables import upgrade_tables
 from librmq.message.message import Message
 from tests.conftest import SlowBudget
 from tests.idempotence.conftest import DATABASES, Database, Place
-from tests.idempotence.worker import MODES
+from tests.idempotence.worker import MODES, work
+from tests.programs import Fork
 
 WORKERS = 3
 COUNT = 40
@@ -35,32 +34,22 @@ def hammer(mode: str, store: str, url: str, effects: Path, group: str, seed: int
 
     This process finishes the work with a clock past the end of all claims.
     """
-    script = Path(__file__).with_name("worker.py")
-    words = [mode, store, url, str(effects), group]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, *words, str(seed + number), str(COUNT)], stdout=subprocess.PIPE, text=True
-        )
-        for number in range(WORKERS)
-    ]
     moments = random.Random(seed)
-    try:
-        for process in processes:
-            assert process.stdout is not None
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(Fork(work, mode, store, url, str(effects), group, seed + number, COUNT))
+            for number in range(WORKERS)
+        ]
+        for worker in workers:
             for _ in range(moments.randrange(1, COUNT)):
-                assert process.stdout.readline()
-            process.kill()
-    finally:
-        for process in processes:
-            process.kill()
-            with process:
-                pass
+                assert worker.stdout.readline()
+            worker.process.kill()
     clock = ManualClock(SystemClock().now_ms())
     clock.advance(minutes=10)
     with closing(MODES[mode](store, url, str(effects), group, clock)) as consumer:
         for number in range(COUNT):
             consumer.deliver(str(number))
-    return len(processes)
+    return len(workers)
 
 
 @pytest.fixture

@@ -1,15 +1,9 @@
-"""A process that is killed while it works, started by ``test_kills.py``. It imports no test code.
-
-    worker.py MODE STORE URL EFFECTS GROUP SEED COUNT
-
-Consumes messages 0 to COUNT − 1 repeatedly, in its own order, and prints a line for each round.
-"""
+"""What a process does that ``test_kills.py`` kills while it works."""
 
 from __future__ import annotations
 
 import random
 import sqlite3
-import sys
 from contextlib import closing, suppress
 from typing import Any
 
@@ -134,17 +128,14 @@ class Sender:
 MODES: dict[str, Any] = {"guarded": Guarded, "stepped": Stepped, "transactional": Transactional, "outbox": Sender}
 
 
-def main(mode: str, store: str, url: str, effects: str, group: str, seed: str, count: str) -> None:
+def work(mode: str, store: str, url: str, effects: str, group: str, seed: int, count: int) -> None:
+    """Consume messages 0 to ``count`` − 1 repeatedly, in an order of its own, and print a line for each."""
     consumer = MODES[mode](store, url, effects, group, SystemClock())
     order = random.Random(seed)
-    names = [str(number) for number in range(int(count))]
+    names = [str(number) for number in range(count)]
     while True:
         order.shuffle(names)
         for name in names:
             with suppress(ReconsumeLater, sqlalchemy.exc.DBAPIError):
                 consumer.deliver(name)
             print(name, flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
