@@ -10,8 +10,11 @@ import os
 import random
 import select
 import signal
+import threading
 import traceback
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,11 +25,13 @@ from librmq.config import StoreConfig
 from librmq.message.message import Message
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.store import MessageStore
+from librmq.store import AppendResult, MessageStore
+from librmq.store.engine.durability import Acknowledgement
+from librmq.store.recovery import saved_state
 from librmq.store.recovery.verify import verify
 from tests.budget import many
 from tests.conftest import SlowBudget
-from tests.programs import start_program
+from tests.programs import Fork
 
 pytestmark = [
     pytest.mark.platform,
@@ -46,57 +51,6 @@ CONFIG = StoreConfig(
     flush_thorough_interval_consumequeue_s=0.01,
 )
 """Settings with files so small that they roll all the time, and constant flushes."""
-
-WRITER = """
-import os
-import sys
-import threading
-import zlib
-from collections import deque
-from dataclasses import replace
-
-from librmq import Message, MessageStore
-from librmq.store.recovery import saved_state
-from tests.crash.test_kill import CONFIG, body_of
-
-saved_state.WORTH_A_MARK = 1  # each flush leaves a mark
-
-path, mode, life, thread_count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-sync = mode == "sync" or (mode == "pipelined" and life % 2 == 0)
-store = MessageStore.open(path, replace(CONFIG, durability="sync" if sync else "async"))
-
-
-def tell(number, thread, result):
-    os.write(1, b"%d %d %d\\n" % (thread, number, result.physical_offset))
-
-
-def produce(thread):
-    window = deque()
-    number = 0
-    while True:
-        topic, queue_id = f"T{thread % 3}", thread % 2
-        message = Message(topic, body_of(life, thread, number), keys=f"{life}-{thread}-{number}")
-        if mode == "pipelined":
-            window.append((number, store.submit(message, queue_id)))
-            while window and (window[0][1].done or len(window) > 32):
-                first, acknowledgement = window.popleft()
-                tell(first, thread, acknowledgement.wait())
-        elif number % 7 == 3:
-            more = Message(topic, body_of(life, thread, number + 1), keys=f"{life}-{thread}-{number + 1}")
-            for at, result in enumerate(store.append_batch([message, more], queue_id)):
-                tell(number + at, thread, result)
-            number += 1
-        else:
-            tell(number, thread, store.append(message, queue_id))
-            if mode == "async" and number % 50 == 49:
-                store.flush()
-        number += 1
-
-
-threading.excepthook = lambda failure: (sys.__excepthook__(*failure[:3]), os._exit(1))
-for thread in range(thread_count):
-    threading.Thread(target=produce, args=(thread,)).start()
-"""
 
 
 def fill(path: Path) -> None:
@@ -188,20 +142,66 @@ class Acknowledged:
         return f"T{self.thread % 3}"
 
 
+def write(path: Path, mode: str, life: int, threads: int) -> None:
+    """Append from several threads, and print what is acknowledged; each flush leaves a mark."""
+    pytest.MonkeyPatch().setattr(saved_state, "WORTH_A_MARK", 1)
+    sync = mode == "sync" or (mode == "pipelined" and life % 2 == 0)
+    store = MessageStore.open(path, replace(CONFIG, durability="sync" if sync else "async"))
+
+    def tell(number: int, thread: int, result: AppendResult) -> None:
+        os.write(1, b"%d %d %d\n" % (thread, number, result.physical_offset))
+
+    def produce(thread: int) -> None:
+        window = deque[tuple[int, Acknowledgement[AppendResult]]]()
+        number = 0
+        while True:
+            topic, queue_id = f"T{thread % 3}", thread % 2
+            message = Message(topic, body_of(life, thread, number), keys=f"{life}-{thread}-{number}")
+            if mode == "pipelined":
+                window.append((number, store.submit(message, queue_id)))
+                while window and (window[0][1].done or len(window) > 32):
+                    first, acknowledgement = window.popleft()
+                    tell(first, thread, acknowledgement.wait())
+            elif number % 7 == 3:
+                more = Message(topic, body_of(life, thread, number + 1), keys=f"{life}-{thread}-{number + 1}")
+                for at, result in enumerate(store.append_batch([message, more], queue_id)):
+                    tell(number + at, thread, result)
+                number += 1
+            else:
+                tell(number, thread, store.append(message, queue_id))
+                if mode == "async" and number % 50 == 49:
+                    store.flush()
+            number += 1
+
+    run_threads(produce, threads)
+
+
+def run_threads(target: Callable[[int], None], threads: int) -> None:
+    """Start threads, each with its number; a failure of one ends the process."""
+
+    def fail(failure: threading.ExceptHookArgs) -> None:
+        threading.__excepthook__(failure)
+        os._exit(1)
+
+    threading.excepthook = fail
+    for thread in range(threads):
+        threading.Thread(target=target, args=(thread,)).start()
+
+
 def live(path: Path, mode: str, life: int, messages: int, threads: int = 4) -> list[Acknowledged]:
     """Start a writer, kill it once it has acknowledged this many messages, and read its remaining acknowledgements."""
-    with start_program(WRITER, path, mode, life, threads) as child:
-        assert child.stdout is not None
+    with Fork(write, path, mode, life, threads) as child:
         told = b""
         while told.count(b"\n") < messages:
             select.select([child.stdout], [], [])
             part = os.read(child.stdout.fileno(), 1 << 16)
-            assert part, f"the writer ended by itself: {child.wait()}"
+            assert part, "the writer ended by itself"
             told += part
-        child.send_signal(signal.SIGKILL)
+        child.process.kill()
         while part := os.read(child.stdout.fileno(), 1 << 16):
             told += part
-        assert child.wait() == -signal.SIGKILL
+        child.process.join()
+        assert child.process.exitcode == -signal.SIGKILL
     assert told.endswith(b"\n")
     return [Acknowledged(life, *map(int, line.split())) for line in told.splitlines()]
 

@@ -10,100 +10,83 @@ import os
 import random
 import select
 import signal
-import subprocess
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from librmq import Broker, ManualRunner, MessageStore
-from librmq.cluster import Replica
+from librmq import Broker, BrokerConfig, ManualRunner, MessageStore
+from librmq.cluster import Replica, ReplicaConfig
+from librmq.protocol import SendStatus
 from librmq.store.recovery.verify import verify
+from tests.broker.parties import send
 from tests.conftest import SlowBudget
-from tests.crash.test_kill import CONFIG, MODES, WRITER, body_of
-from tests.programs import start_program
+from tests.crash.test_kill import CONFIG, MODES, body_of, run_threads, write
+from tests.programs import Fork
 
 pytestmark = [
     pytest.mark.platform,
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be killed"),
 ]
 
-FOLLOWER = """
-import os
-import sys
-import threading
 
-from librmq.cluster import Replica, ReplicaConfig
-
-config = ReplicaConfig(look_every_s=0.002, retry_after_s=0.01, copy_tables_every_s=0.05, chunk_size=5000)
-with Replica.open(sys.argv[2], of=sys.argv[1], config=config) as replica:
-    end, wait = -1, threading.Event()
-    while replica.failure is None:
-        if replica.end != end:
-            end = replica.end
-            os.write(1, b"%d\\n" % end)
-        wait.wait(0.001)
-    raise replica.failure
-"""
-
-PAIR = """
-import os
-import sys
-import threading
-
-from librmq import Broker, BrokerConfig
-from librmq.cluster import Replica
-from librmq.protocol import SendStatus
-from tests.broker.parties import send
-from tests.crash.test_kill import CONFIG, body_of
-
-path, copy, life = sys.argv[1], sys.argv[2], int(sys.argv[3])
-broker = Broker.open(path, BrokerConfig(replication="sync", replica_timeout_s=60), store_config=CONFIG)
-replica = Replica.open(copy, of=broker)
+def follow(master: Path, copy: Path) -> None:
+    """Follow a folder, and print the end of the copy when it has changed."""
+    config = ReplicaConfig(look_every_s=0.002, retry_after_s=0.01, copy_tables_every_s=0.05, chunk_size=5000)
+    with Replica.open(copy, of=master, config=config) as replica:
+        end, wait = -1, threading.Event()
+        while replica.failure is None:
+            if replica.end != end:
+                end = replica.end
+                os.write(1, b"%d\n" % end)
+            wait.wait(0.001)
+        raise replica.failure
 
 
-def produce(thread):
-    number = 0
-    while True:
-        response = send(broker, f"T{thread}", body_of(life, thread, number))
-        assert response.status is SendStatus.SEND_OK, response
-        os.write(1, b"%d %d %d\\n" % (thread, number, response.physical_offset))
-        number += 1
+def run_pair(master: Path, copy: Path, life: int) -> None:
+    """Send to a master and its replica, and print what is acknowledged."""
+    broker = Broker.open(master, BrokerConfig(replication="sync", replica_timeout_s=60), store_config=CONFIG)
+    replica = Replica.open(copy, of=broker)
+
+    def produce(thread: int) -> None:
+        for number in count():
+            response = send(broker, f"T{thread}", body_of(life, thread, number))
+            assert (response.status, replica.failure) == (SendStatus.SEND_OK, None), response
+            os.write(1, b"%d %d %d\n" % (thread, number, response.physical_offset))
+
+    run_threads(produce, 3)
 
 
-threading.excepthook = lambda failure: (sys.__excepthook__(*failure[:3]), os._exit(1))
-for thread in range(3):
-    threading.Thread(target=produce, args=(thread,)).start()
-"""
-
-
-class Child:
+class Child(Fork):
     """A process whose lines are read."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+    def __init__(self, call: Callable[..., object], *arguments: object) -> None:
+        super().__init__(call, *arguments)
         self.lines: list[list[int]] = []
         self._part = b""
 
     def read(self, *, until: int | None = None, at_end: int | None = None) -> None:
         """Read lines: ``until`` so many, until the last one is ``at_end`` or more, or else to the process's end."""
-        assert self.process.stdout is not None
         while until is None or len(self.lines) < until:
             if at_end is not None and self.lines and self.lines[-1][0] >= at_end:
                 return
-            select.select([self.process.stdout], [], [])
-            part = os.read(self.process.stdout.fileno(), 1 << 16)
+            select.select([self.stdout], [], [])
+            part = os.read(self.stdout.fileno(), 1 << 16)
             if not part:
-                assert (until, at_end) == (None, None), f"it ended by itself: {self.process.wait()}"
+                assert (until, at_end) == (None, None), "it ended by itself"
                 return
             *whole, self._part = (self._part + part).split(b"\n")
             self.lines += ([int(word) for word in line.split()] for line in whole)
 
     def kill(self) -> None:
         """Kill the process, and read what it had printed."""
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.read()
-        assert self.process.wait() == -signal.SIGKILL
+        self.process.join()
+        assert self.process.exitcode == -signal.SIGKILL
 
 
 def log_of(path: Path) -> bytes:
@@ -128,13 +111,13 @@ def follow_through_kills(folder: Path, seed: int, kills: int) -> None:
     master, copy, rng = folder / "master", folder / "copy", random.Random(seed)
     with ExitStack() as running:
 
-        def start(program: str, *words: object) -> Child:
-            return Child(running.enter_context(start_program(program, *words)))
+        def start(call: Callable[..., object], *arguments: object) -> Child:
+            return running.enter_context(Child(call, *arguments))
 
         MessageStore.open(master, CONFIG).close()
         acknowledged: dict[int, tuple[int, int, int]] = {}
         life = 0
-        writer, follower = start(WRITER, master, MODES[seed % 3], life, 2), start(FOLLOWER, master, copy)
+        writer, follower = start(write, master, MODES[seed % 3], life, 2), start(follow, master, copy)
         for _ in range(kills):
             writer.read(until=len(writer.lines) + rng.choice([1, 20, 200]))
             if rng.random() < 0.5:  # of what the writer has, because a full pipe may keep it from more
@@ -145,11 +128,11 @@ def follow_through_kills(folder: Path, seed: int, kills: int) -> None:
                     acknowledged[place] = life, thread, number
                 follower.read(at_end=writer.lines[-1][2])
                 life += 1
-                writer = start(WRITER, master, MODES[(seed + life) % 3], life, 2)
+                writer = start(write, master, MODES[(seed + life) % 3], life, 2)
             else:
                 follower.kill()
                 check_copy(master, copy)
-                follower = start(FOLLOWER, master, copy)
+                follower = start(follow, master, copy)
         writer.kill()
         for thread, number, place in writer.lines:
             acknowledged[place] = life, thread, number
@@ -168,8 +151,7 @@ def kill_both(folder: Path, seed: int, kills: int) -> None:
     master, copy, rng = folder / "master", folder / "copy", random.Random(seed)
     acknowledged: dict[int, tuple[int, int, int]] = {}
     for life in range(kills):
-        with start_program(PAIR, master, copy, life) as process:
-            child = Child(process)
+        with Child(run_pair, master, copy, life) as child:
             child.read(until=rng.choice([1, 10, 100, 400]))
             child.kill()
         for thread, number, place in child.lines:
