@@ -21,21 +21,29 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Final, NoReturn
+from itertools import chain, count, repeat
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
 
 from librmq.errors import MalformedError
+from librmq.runtime import lazy_numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _MAX_DEPTH: Final = 64
 
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 # A table of progress is an object of objects of whole numbers, and can have a million of either.
-_PAIR: Final = r"-?(?:0|[1-9][0-9]{0,17}):-?(?:0|[1-9][0-9]{0,17})"
-_NUMBERS: Final = re.compile(rf"\{{{_PAIR}(?:,{_PAIR})*[ \t\r\n]*\}}")
-_ROW: Final = rf"""\s*"[^"\\\x00-\x1f\ud800-\udfff]*"\s*:\s*\{{{_PAIR}(?:,{_PAIR})*\s*\}}\s*,"""
+_PAIR: Final = r"-?(?:0|[1-9][0-9]{0,17}+):-?(?:0|[1-9][0-9]{0,17}+)"
+_NUMBERS: Final = re.compile(rf"\{{{_PAIR}(?:,{_PAIR})*+[ \t\r\n]*+\}}")
+_PART: Final = r'[^"@\\\x00-\x1f\ud800-\udfff]*+'
+_ROW: Final = rf"""\s*+"{_PART}@{_PART}"\s*+:\s*+\{{{_PAIR}(?:,{_PAIR})*+\s*+\}}\s*+(?:,|(?=\}}))"""
 _ROWS: Final = re.compile(rf"(?:{_ROW}){{1,1024}}+".replace(r"\s", r"[ \t\r\n]"))
+_TO_SPACES: Final = bytes.maketrans(b":{},", b"    ")
 _LITERALS: Final = {"t": ("true", True), "f": ("false", False), "n": ("null", None)}
 _string_at: Final = json.JSONDecoder().raw_decode
 
@@ -52,10 +60,83 @@ class ObjectKey(tuple[tuple[str, Any], ...]):
     __slots__ = ()
 
 
-def loads(text: str | bytes) -> Any:  # noqa: ANN401 (JSON has any shape)
+class NumberColumns(NamedTuple):
+    """Objects of whole numbers by names of two parts, as columns."""
+
+    names: tuple[list[str], list[str]]
+    """The distinct first and second parts of the names."""
+    parts: tuple[NDArray[Any], NDArray[Any]]
+    """The places of each object's parts in ``names``."""
+    widths: NDArray[Any]
+    """The number of pairs of each object."""
+    keys: NDArray[Any]
+    """The keys of all pairs."""
+    values: NDArray[Any]
+    """The values of all pairs."""
+
+    @classmethod
+    def of(cls, rows: Mapping[tuple[str, str], dict[int, int]]) -> Self:
+        """Return the columns of objects by the parts of their names."""
+        names = defaultdict[str, int](count().__next__), defaultdict[str, int](count().__next__)
+        parts = [np.array([places[name[at]] for name in rows], np.int64) for at, places in enumerate(names)]
+        widths = np.fromiter(map(len, rows.values()), np.int64)
+        keys = np.fromiter(chain.from_iterable(rows.values()), np.int64)
+        values = np.fromiter(chain.from_iterable(map(dict.values, rows.values())), np.int64)
+        return cls((list(names[0]), list(names[1])), (parts[0], parts[1]), widths, keys, values)
+
+    def chosen(self, is_chosen: NDArray[Any]) -> Self:
+        """Return some of the objects."""
+        pairs = np.repeat(is_chosen, self.widths)
+        parts = self.parts[0][is_chosen], self.parts[1][is_chosen]
+        return self._replace(
+            parts=parts, widths=self.widths[is_chosen], keys=self.keys[pairs], values=self.values[pairs]
+        )
+
+
+class NumberRows:
+    """The text of objects of whole numbers with names such as ``topic@group``, read when they are asked for."""
+
+    def __init__(self, blocks: list[str]) -> None:
+        self._blocks = blocks  # some rows each, well-formed
+
+    def as_dict(self) -> dict[str, dict[int, int]]:
+        """Return the objects by their names."""
+        result: dict[str, dict[int, int]] = {}
+        for block in self._blocks:
+            parts = block.split('"')  # a space, a name, its numbers, the next name …
+            result.update(zip(parts[1::2], _numbers_of("".join(parts[2::2])), strict=True))
+        return result
+
+    def columns(self) -> NumberColumns:
+        """Return the objects as columns, without an object each; several can have one name."""
+        firsts, seconds = defaultdict[str, int](count().__next__), defaultdict[str, int](count().__next__)
+        columns: list[tuple[NDArray[Any], ...]] = []
+        for block in self._blocks:
+            parts = block.replace("@", '"').split('"')  # a space, the parts of a name, its numbers, the next name …
+            rows = len(parts) // 3
+            numbers = np.fromstring("".join(parts[3::3]).encode().translate(_TO_SPACES), np.int64, sep=" ")
+            colons = map(str.count, parts[3::3], repeat(":"))  # one before each object, and one in each pair
+            columns.append(
+                (
+                    np.fromiter(map(firsts.__getitem__, parts[1::3]), np.int64, rows),
+                    np.fromiter(map(seconds.__getitem__, parts[2::3]), np.int64, rows),
+                    np.fromiter(colons, np.int64, rows) - 1,
+                    numbers[::2],
+                    numbers[1::2],
+                )
+            )
+        first, second, widths, keys, values = map(np.concatenate, zip(*columns, strict=True))
+        return NumberColumns((list(firsts), list(seconds)), (first, second), widths, keys, values)
+
+
+def loads(text: str | bytes, *, rows_of: str | None = None) -> Any:  # noqa: ANN401 (JSON has any shape)
     """Parse a config file into dicts, lists, texts, ints, floats, booleans and None.
 
     Keys are texts, ints for numbers, and `ObjectKey`; of equal keys the last one counts. Objects can be nested 64 deep.
+
+    Args:
+        text: The file's content.
+        rows_of: A name in the file's object, whose value becomes `NumberRows` if it has such objects alone.
 
     Raises:
         MalformedError: The text has another form; the error names line and column.
@@ -65,14 +146,15 @@ def loads(text: str | bytes) -> Any:  # noqa: ANN401 (JSON has any shape)
             text = text.decode()
         except UnicodeDecodeError as error:
             raise MalformedError(f"byte {error.start} is not UTF-8") from None
-    return _Reader(text).document()
+    return _Reader(text, rows_of).document()
 
 
 class _Reader:
     """A recursive descent over one text; ``_at`` is the next character."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, rows_of: str | None) -> None:
         self._text = text
+        self._rows_of = rows_of
         self._at = 0
 
     def document(self) -> Any:  # noqa: ANN401 (JSON has any shape)
@@ -98,12 +180,17 @@ class _Reader:
                 return value
         return self._number()
 
-    def _object(self, depth: int) -> dict[Any, Any]:
+    def _object(self, depth: int, *, as_rows: bool = False) -> Any:  # noqa: ANN401 (a dict, or `NumberRows`)
         numbers = _NUMBERS.match(self._text, self._at) if depth < _MAX_DEPTH else None
         if numbers is not None:
             self._at = numbers.end()
             return _numbers_of(numbers[0])[0]
-        result: dict[Any, Any] = self._rows() if depth < _MAX_DEPTH - 1 else {}
+        blocks = self._blocks() if depth < _MAX_DEPTH - 1 else []
+        rows = NumberRows(blocks)
+        if blocks and blocks[-1][-1] != ",":
+            self._at += 1  # the closing bracket
+            return rows if as_rows else rows.as_dict()
+        result: dict[Any, Any] = rows.as_dict()
 
         def entry() -> None:
             key = self._key(depth + 1)
@@ -112,20 +199,20 @@ class _Reader:
                 self._fail("':'")
             self._at += 1
             self._skip_space()
-            result[key] = self._value(depth + 1)
+            as_rows = depth == 0 and key == self._rows_of and self._text.startswith("{", self._at)
+            result[key] = self._object(depth + 1, as_rows=True) if as_rows else self._value(depth + 1)
 
         self._elements("}", depth, entry, goes_on=bool(result))
         return result
 
-    def _rows(self) -> dict[Any, Any]:
-        """Read the first elements of an object, if they are objects of whole numbers, up to the comma behind them."""
-        result: dict[Any, Any] = {}
+    def _blocks(self) -> list[str]:
+        """Step over the first elements of an object, if they are objects of whole numbers; return their text."""
+        blocks: list[str] = []
         at = self._at + 1
         while (rows := _ROWS.match(self._text, at)) is not None:
-            parts = rows[0].split('"')  # a space, a name, its numbers, the next name …
-            result.update(zip(parts[1::2], _numbers_of("".join(parts[2::2])), strict=True))
+            blocks.append(rows[0])
             self._at = at = rows.end()
-        return result
+        return blocks
 
     def _list(self, depth: int) -> list[Any]:
         result: list[Any] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from librmq.errors import MalformedError
-from librmq.java.json import ObjectKey, dumps, loads
+from librmq.java.json import NumberColumns, NumberRows, ObjectKey, dumps, loads
 
 QUEUE = {"brokerName": "broker-a", "queueId": 0, "topic": "T"}
 
@@ -92,6 +92,28 @@ def test_of_equal_keys_the_last_wins() -> None:
     assert loads('{"a":1,"a":2,0:3,0:4}') == {"a": 2, 0: 4}
 
 
+def test_rows_of_numbers_are_read_when_they_are_asked_for() -> None:
+    text = '{"t":{"a@g":{0:1,2:3} ,\n"b@g":{0:-5},"a@h":{7:8}}, "u":{"a@g":{0:1}}}'
+    value = loads(text, rows_of="t")
+    rows = value["t"]
+    assert isinstance(rows, NumberRows)
+    assert {"t": rows.as_dict(), "u": value["u"]} == loads(text)
+    columns = rows.columns()
+    parts = {("a", "g"): {0: 1, 2: 3}, ("b", "g"): {0: -5}, ("a", "h"): {7: 8}}
+    for read in (columns, NumberColumns.of(parts)):
+        assert read.names == (["a", "b"], ["g", "h"])
+        assert [column.tolist() for column in read.parts] == [[0, 1, 0], [0, 0, 1]]
+        assert [column.tolist() for column in read[2:]] == [[2, 1, 1], [0, 2, 0, 7], [1, 3, -5, 8]]
+    some = columns.chosen(columns.parts[0] == 0)
+    assert [column.tolist() for column in some[2:]] == [[2, 1], [0, 2, 7], [1, 3, 8]]
+
+
+@pytest.mark.parametrize("rows", ['"a":{0:1}', '"a@b@c":{0:1}', '"a@g":{}', '"a@g":{0:1},"b@g":{}', '"a@g":1', ""])
+def test_other_rows_are_read_at_once(rows: str) -> None:
+    text = f'{{"t":{{{rows}}}}}'
+    assert loads(text, rows_of="t") == loads(text)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -103,6 +125,7 @@ def test_of_equal_keys_the_last_wins() -> None:
         ('{"a":1', "line 1, column 7: expected ',' or '}', found the end"),
         ('{"a":1 "b":2}', "line 1, column 8: expected ',' or '}', found"),
         ('{"a":1,}', "line 1, column 8: expected a key, found '}'"),
+        ('{"a@b":{0:1},}', "line 1, column 14: expected a key, found '}'"),
         ("[1,]", "line 1, column 4: expected a value, found ']'"),
         ("[1}", "line 1, column 3: expected ',' or ']', found '}'"),
         ("{}x", "line 1, column 3: expected the end, found 'x'"),

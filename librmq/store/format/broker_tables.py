@@ -29,7 +29,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from sys import intern
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -38,6 +38,7 @@ from librmq.errors import CorruptionError, MalformedError, MissingExtraError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files, read_replaced
 from librmq.java import json as java_json
+from librmq.java.json import NumberColumns, NumberRows
 from librmq.message.topics import DEAD_LETTER_PREFIX, LIGHT_PREFIX, RETRY_PREFIX, TOPIC_TYPES, TopicType, is_own_group
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import CONSUMEQUEUE, tables_database
@@ -397,6 +398,7 @@ class ConfigTable:
         self._files = files
         self._changes = 0
         self._versioned = versioned
+        self._rows_of = name if check is _check_offsets_by_text else None
         self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows in the file's form
         self._stored: bytes | None = None  # the content of the file, None if it is unreadable
         self.is_stored = False
@@ -404,9 +406,21 @@ class ConfigTable:
         self.replaced: str | None = None
         """What is wrong with the file in whose place its backup was read, and what that means."""
         self._document = self._load() if stored is None else self._load_stored(stored)
-        self.rows: Rows = self._document[name]
-        self.is_new = not self.rows
+        self.is_new = not self._document[name]
         """Whether nothing was stored; a broker's own topics are always stored with the first one."""
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The rows by their keys."""
+        rows: Rows | NumberRows = self._document[self._name]
+        if isinstance(rows, NumberRows):  # a million rows of progress are not read for what needs their columns alone
+            rows = self._document[self._name] = rows.as_dict()
+        return rows
+
+    def columns(self) -> NumberColumns | None:
+        """Return the rows of a table of progress as columns; None if `rows` has been read, or there is none."""
+        rows = self._document[self._name]
+        return rows.columns() if isinstance(rows, NumberRows) else None
 
     def set(self, key: str | int, row: object) -> None:
         """Add or replace a row."""
@@ -458,9 +472,9 @@ class ConfigTable:
             version["counter"] += self._changes
             version["timestamp"] = now_ms
         self._changes = 0
-        document = self._document
+        rows, document = self.rows, self._document
         if self._versioned:  # its rows are replaced, never changed
-            document = {**document, self._name: {key: self._as_written(key, row) for key, row in self.rows.items()}}
+            document = {**document, self._name: {key: self._as_written(key, row) for key, row in rows.items()}}
         return java_json.dumps(document).encode()
 
     def _as_written(self, key: object, row: object) -> java_json.Written:
@@ -506,7 +520,7 @@ class ConfigTable:
                 wrong = "is empty" if self._files.size(path) == 0 else wrong
                 continue
             try:
-                document = self._complete(java_json.loads(data))
+                document = self._complete(java_json.loads(data, rows_of=self._rows_of))
             except MalformedError as error:
                 damage = damage or CorruptionError(path, 0, "config", str(error))
                 wrong = f"is damaged ({error})"
@@ -533,7 +547,8 @@ class ConfigTable:
                 if type(version.setdefault(field, 0)) is not int:
                     raise MalformedError(f"{_DATA_VERSION}: expected a number as {field}")
             complete[_DATA_VERSION] = version
-        complete[self._name] = self._check(_object(fields.get(self._name), self._name))
+        rows = fields.get(self._name)
+        complete[self._name] = rows if isinstance(rows, NumberRows) else self._check(_object(rows, self._name))
         return {**fields, **complete} if fields else complete
 
 
@@ -549,10 +564,12 @@ class _LightOffsets(ConfigTable):
 
     def _complete(self, document: object) -> dict[str, Any]:
         complete = super()._complete(document)
+        rows = complete[self._name]
+        rows = complete[self._name] = rows.as_dict() if isinstance(rows, NumberRows) else rows
         for name, queue_offset in _object(complete.get(_LIGHT_TABLE), _LIGHT_TABLE).items():
             if not isinstance(name, str) or type(queue_offset) is not int:
                 raise MalformedError(f"expected names with offsets, found {name!r:.80}: {queue_offset!r:.80}")
-            complete[self._name].setdefault(name, {0: queue_offset})
+            rows.setdefault(name, {0: queue_offset})
         return complete
 
 
