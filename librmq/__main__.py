@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 
 def main() -> int:
     """Run the command of this process; return its exit status."""
     gc.set_threshold(100_000)  # a short command ends before a collection pays
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # no command multiplies matrices, and threads cost their start
     try:
         from librmq import cli
 

@@ -266,8 +266,7 @@ def _hot_queue_findings(
 
 def _hot_key_findings(view: StoreView, group_lag: Lag, limits: Thresholds) -> Iterator[Finding]:
     """Yield the topics of a folder of which one queue lags, with the key that most of its messages have."""
-    for columns in group_lag.topics:
-        topic_lag = columns.sums()
+    for columns, topic_lag in zip(group_lag.topics, group_lag.by_topic(), strict=True):
         is_wanted = limits.own or not is_own_group(topic_lag.group)
         largest = topic_lag.most_in_one_queue
         if is_wanted and is_uneven(view, topic_lag.topic, largest, topic_lag.lag, limits):

@@ -1,6 +1,6 @@
 """Lag of consumer groups: unconsumed messages by queue, by topic and by group.
 
-`librmq.message.lag` has the formula. There can be a hundred thousand rows, so they are kept as columns; each file of a
+`librmq.message.lag` has the formula. There can be a million rows, so they are kept as columns of numpy; each file of a
 queue is read once for all groups.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, repeat
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
@@ -23,7 +22,8 @@ from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import QueueProgress, Source, StoreView, View, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
-from librmq.message.lag import deleted_unread, unread_and_lags, unread_from
+from librmq.java.json import NumberColumns
+from librmq.message.lag import unread_and_lags, unread_from
 from librmq.message.record import (
     BORN_HOST_V6,
     FIXED_SIZE,
@@ -32,17 +32,18 @@ from librmq.message.record import (
     store_timestamp_ms,
 )
 from librmq.message.topics import RETRY_PREFIX, is_own_group
+from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 # ----------------------------------------------------------------------------------------------- store times of records
 
-_NEVER_MS: Final = 1 << 63
-_FEW_QUEUES: Final = 3
+_NEVER_MS: Final = (1 << 63) - 1
 _PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # the fields from the physical offset to the store time
-
-_T = TypeVar("_T")
 
 
 def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int | None]:
@@ -77,12 +78,6 @@ def _leave_out(log: CommitLog, place: int) -> None:
 
 
 _AT_ONCE: Final = 64  # entries
-
-
-class _Queues(NamedTuple):
-    ids: tuple[int, ...]
-    begins: tuple[int, ...]
-    ends: tuple[int, ...]
 
 
 class QueueLag(NamedTuple):
@@ -200,22 +195,7 @@ class TopicProgress(NamedTuple):
 
     def sums(self) -> TopicLag:
         """Return the sums over the queues."""
-        expired = beyond = 0
-        for begin, end, offset in zip(self.min_offsets, self.max_offsets, self.consumer_offsets, strict=True):
-            if offset is not None and not begin <= offset <= end:
-                beyond += offset > end
-                expired += deleted_unread(offset, begin)
-        return TopicLag(
-            self.group,
-            self.topic,
-            len(self.queue_ids),
-            sum(self.lags),
-            max(self.lags, default=0),
-            min((time for time in self.oldest_ms if time is not None), default=None),
-            self.consumer_offsets.count(None),
-            beyond,
-            expired,
-        )
+        return _Cells.of([self]).by_topic()[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,29 +207,28 @@ class Lag:
     now_ms: int | None
     """The time for computing ages."""
 
+    @cached_property
+    def _cells(self) -> _Cells:
+        return self.topics if isinstance(self.topics, _Cells) else _Cells.of(self.topics)
+
     def __len__(self) -> int:
-        if isinstance(self.topics, _Blocks):
-            return sum(block.row_count for block in self.topics.blocks)
-        return sum(len(columns.queue_ids) for columns in self.topics)
+        return len(self._cells.lags)
 
     def __iter__(self) -> Iterator[QueueLag]:
-        if isinstance(self.topics, _Blocks) and self.topics.are_narrow:
-            return self.topics.rows()
-        return chain.from_iterable(columns.rows() for columns in self.topics)
+        return self._cells.rows()
 
     @property
     def total(self) -> int:
         """The sum of all lags."""
-        return sum(sum(columns.lags) for columns in self.topics)
+        return int(self._cells.lags.sum())
 
     def by_topic(self) -> list[TopicLag]:
         """Return the lag of each group in each topic, sorted by group and topic."""
-        return [columns.sums() for columns in self.topics]
+        return self._cells.by_topic()
 
     def by_group(self) -> list[GroupLag]:
         """Return the lag of each group, sorted."""
-        blocks = self.topics.blocks if isinstance(self.topics, _Blocks) else map(_block_of, self.topics)
-        return _sums_by_group(blocks)
+        return self._cells.by_group()
 
     def rates_since(self, earlier: Lag) -> list[GroupRate]:
         """Return the rates between an earlier measurement and this one, for each group and topic of both.
@@ -297,19 +276,12 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
         CorruptionError: A file is damaged.
     """
     with viewed(source) as view:
-        queues = _queues_by_topic(view)
-        progress_by_topic: defaultdict[str, dict[str, dict[int, int]]] = defaultdict(dict)
-        takes_all = group is None and topic is None
-        for (group_name, name), progress in view.progress.items():
-            if takes_all or (group in (None, group_name) and topic in (None, name)):
-                progress_by_topic[name][group_name] = progress
-        return Lag(
-            _Blocks(
-                _block(view, name, progress_by_topic[name], queues.get(name), times)
-                for name in sorted(progress_by_topic)
-            ),
-            view.now_ms,
-        )
+        progress = view.progress_columns()
+        for at, name in enumerate((topic, group)):
+            if name is not None:
+                names = progress.names[at]
+                progress = progress.chosen(progress.parts[at] == (names.index(name) if name in names else -1))
+        return Lag(_cells_of(view, progress, times), view.now_ms)
 
 
 def lag_of_view(view: View[Any], *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:
@@ -339,180 +311,198 @@ def no_progress(group: str, topic: str) -> ConfigError:
     return ConfigError(f"group {group!r} has no progress in topic {topic!r}: `librmq groups` lists groups and topics")
 
 
-def _queues_by_topic(view: StoreView) -> dict[str, _Queues]:
-    rows_by_topic: dict[str, list[tuple[int, int, int]]] = {}
-    for (topic, queue_id), state in view.ranges.items():
-        rows_by_topic.setdefault(topic, []).append((queue_id, state.min_offset, state.max_offset))
-    return {topic: _Queues(*zip(*rows, strict=True)) for topic, rows in rows_by_topic.items()}
+class _Cells(Sequence[TopicProgress]):
+    """The queues of each group and topic, as columns with an element for each of them.
 
+    Groups and topics have an element for each pair, whose queues begin at its start. The queues of a pair, and the
+    pairs of a group, are behind each other.
+    """
 
-class _Block(NamedTuple):
-    """The groups with progress in a topic, or in a deleted queue of it, as columns for each queue."""
+    def __init__(
+        self, groups: NDArray[Any], topics: NDArray[Any], starts: NDArray[Any], columns: Iterable[NDArray[Any]]
+    ) -> None:
+        self._groups = groups
+        self._topics = topics
+        self._starts = starts
+        self._columns = tuple(columns)
+        self._bounds = np.append(starts, len(self._columns[0]))
+        *_, self._begins, self._ends, self._offsets, self._is_known, self.lags, self._oldest_ms = self._columns
 
-    topic: str
-    progresses: Mapping[str, Mapping[int, int]]
-    """The progress of each group."""
-    queues: list[tuple[int, int, int]]
-    """Number, begin and end of each queue."""
-    by_queue: list[tuple[list[int | None], list[int], list[int | None]]]
-    """Progress, lag and oldest time of each group, for each queue."""
-    deleted: dict[str, list[int]]
-    """The deleted queues in which a group has progress."""
-
-    @property
-    def row_count(self) -> int:
-        """Number of queues of all groups."""
-        return len(self.queues) * len(self.progresses) + sum(map(len, self.deleted.values()))
-
-    def columns(self) -> Iterator[TopicProgress]:
-        """Yield the columns of each group."""
-        columns = zip(*self.queues, strict=True) if self.queues else repeat((), 3)
-        by_group = (
-            (zip(*items, strict=True) for items in zip(*self.by_queue, strict=True))
-            if self.queues
-            else repeat(repeat(()), 3)
-        )
-        for of_group in map(TopicProgress, self.progresses, repeat(self.topic), *map(repeat, columns), *by_group):
-            # Each group brings the deleted queues of its own progress, so that they cost nothing in the other groups.
-            if of_group.group in self.deleted:
-                yield _with_deleted(of_group, self.deleted[of_group.group], self.progresses[of_group.group])
-            elif self.queues:
-                yield of_group
-
-
-def _block(
-    view: StoreView, topic: str, progresses: Mapping[str, Mapping[int, int]], queues: _Queues | None, times: bool
-) -> _Block:
-    rows = sorted(zip(*queues, strict=True)) if queues else []
-    by_queue: list[tuple[list[int | None], list[int], list[int | None]]] = []
-    for queue_id, begin, end in rows:
-        offsets = [progress.get(queue_id) for progress in progresses.values()]
-        starts, lags = unread_and_lags(offsets, repeat(begin, len(offsets)), repeat(end, len(offsets)))
-        oldest_ms = _oldest_timestamps(view, (topic, queue_id), starts, end if times else 0)
-        by_queue.append((offsets, lags, oldest_ms))
-    existing = frozenset(queue_id for queue_id, _, _ in rows)
-    deleted: dict[str, list[int]] = {}
-    for group, progress in progresses.items():
-        if not progress.keys() <= existing and (
-            ids := [queue_id for queue_id in progress.keys() - existing if progress[queue_id] > 0]
-        ):
-            deleted[group] = sorted(ids)
-    return _Block(topic, progresses, rows, by_queue, deleted)
-
-
-class _Blocks(Sequence[TopicProgress]):
-    """The topics of each group, sorted, which are made when they are asked for; sums by group need none."""
-
-    def __init__(self, blocks: Iterable[_Block]) -> None:
-        self.blocks = list(blocks)
+    @classmethod
+    def of(cls, topics: Sequence[TopicProgress]) -> _Cells:
+        """Return the cells of groups and topics, in numbers of any size."""
+        columns = [list(chain.from_iterable(column)) for column in zip(*(row[2:8] for row in topics), strict=True)]
+        ids, begins, ends, offsets, lags, oldest = columns or [[] for _ in range(6)]
+        is_known = [offset is not None for offset in offsets]
+        offsets = [begin if offset is None else offset for offset, begin in zip(offsets, begins, strict=True)]
+        oldest = [_NEVER_MS if time_ms is None else time_ms for time_ms in oldest]
+        groups, names = ([row[place] for row in topics] for place in (0, 1))
+        starts = np.cumsum([0, *(len(row.queue_ids) for row in topics)])[:-1]
+        numbers = (np.array(column, np.object_) for column in (groups, names, ids, begins, ends, offsets, lags, oldest))
+        of_groups, of_topics, *before, of_lags, of_oldest = numbers
+        return cls(of_groups, of_topics, starts, (*before, np.array(is_known, np.bool_), of_lags, of_oldest))
 
     @cached_property
-    def _topics(self) -> list[TopicProgress]:
-        by_group: defaultdict[str, list[TopicProgress]] = defaultdict(list)
-        for columns in chain.from_iterable(block.columns() for block in self.blocks):
-            by_group[columns.group].append(columns)
-        return [columns for _, of_group in sorted(by_group.items()) for columns in of_group]
-
-    @property
-    def are_narrow(self) -> bool:
-        """Whether topics have so few queues on average that `rows` is faster than the rows of each group's columns."""
-        return sum(len(block.queues) for block in self.blocks) <= _FEW_QUEUES * len(self.blocks)
-
-    def rows(self) -> Iterator[QueueLag]:
-        """Yield a row for each queue of each group, sorted; all of them are in memory."""
-        by_group: defaultdict[str, list[QueueLag]] = defaultdict(list)
-        for block in self.blocks:
-            of_queues = [
-                map(QueueLag, block.progresses, repeat(block.topic), *map(repeat, queue), *of_queue)
-                for queue, of_queue in zip(block.queues, block.by_queue, strict=True)
-            ]
-            for group, rows in zip(block.progresses, zip(*of_queues, strict=True), strict=False):
-                if group not in block.deleted:
-                    by_group[group] += rows
-            if block.deleted:
-                for columns in block.columns():
-                    if columns.group in block.deleted:
-                        by_group[columns.group] += columns.rows()
-        return chain.from_iterable(by_group[group] for group in sorted(by_group))
+    def _lists(self) -> list[list[Any]]:
+        """The columns of `QueueLag` from the queue's number on."""
+        ids, begins, ends, offsets, is_known, lags, oldest = self._columns
+        progress: list[int | None] = offsets.tolist()
+        for place in np.flatnonzero(~is_known).tolist():
+            progress[place] = None
+        return [ids.tolist(), begins.tolist(), ends.tolist(), progress, lags.tolist(), _times(oldest)]
 
     def __len__(self) -> int:
-        return len(self._topics)
+        return len(self._starts)
 
     def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 (a number or a slice)
-        return self._topics[place]
+        if isinstance(place, slice):
+            return list(self)[place]
+        place = range(len(self))[place]
+        queues = slice(*self._bounds[place : place + 2])
+        return TopicProgress(self._groups[place], self._topics[place], *(column[queues] for column in self._lists))
 
     def __iter__(self) -> Iterator[TopicProgress]:
-        return iter(self._topics)
+        queues = list(map(slice, self._bounds[:-1].tolist(), self._bounds[1:].tolist()))
+        columns = (map(column.__getitem__, queues) for column in self._lists)
+        return map(TopicProgress, self._groups.tolist(), self._topics.tolist(), *columns)
+
+    def rows(self) -> Iterator[QueueLag]:
+        """Yield the row of each queue."""
+        names = (np.repeat(column, np.diff(self._bounds)).tolist() for column in (self._groups, self._topics))
+        return map(partial(tuple.__new__, QueueLag), zip(*names, *self._lists, strict=True))
+
+    def by_topic(self) -> list[TopicLag]:
+        """Return the sums of each group and topic."""
+        beyond = self._is_known & (self._offsets > self._ends)
+        expired = np.where(self._is_known, np.maximum(self._begins - np.maximum(self._offsets, 0), 0), 0)
+        before = (
+            self._groups,
+            self._topics,
+            np.diff(self._bounds),
+            np.add.reduceat(self.lags, self._starts),
+            np.maximum.reduceat(self.lags, self._starts),
+        )
+        oldest = _times(np.minimum.reduceat(self._oldest_ms, self._starts))
+        behind = (np.add.reduceat(column, self._starts, dtype=np.int64) for column in (~self._is_known, beyond))
+        after = (*behind, np.add.reduceat(expired, self._starts))
+        return list(map(TopicLag, *map(np.ndarray.tolist, before), oldest, *map(np.ndarray.tolist, after)))
+
+    def by_group(self) -> list[GroupLag]:
+        """Return the sums of each group."""
+        firsts = np.flatnonzero(np.append(True, self._groups[1:] != self._groups[:-1])[: len(self)])
+        starts = self._starts[firsts]
+        topics = self._topics.tolist()
+        retries = {topic for topic in set(topics) if topic.startswith(RETRY_PREFIX)}
+        is_again = np.fromiter(map(retries.__contains__, topics), np.bool_)
+        lags = np.add.reduceat(self.lags, self._starts)
+        new, again = (np.add.reduceat(np.where(is_kind, lags, 0), firsts) for is_kind in (~is_again, is_again))
+        counts = np.diff(firsts, append=len(self)), np.diff(starts, append=len(self.lags))
+        columns = map(np.ndarray.tolist, (self._groups[firsts], *counts, new + again, new, again))
+        return list(map(GroupLag, *columns, _times(np.minimum.reduceat(self._oldest_ms, starts))))
 
 
-def _block_of(columns: TopicProgress) -> _Block:
-    """Return the block of one group."""
-    queues = list(zip(columns.queue_ids, columns.min_offsets, columns.max_offsets, strict=True))
-    of_queues = zip(columns.consumer_offsets, columns.lags, columns.oldest_ms, strict=True)
-    by_queue = [([offset], [lag], [oldest_ms]) for offset, lag, oldest_ms in of_queues]
-    return _Block(columns.topic, {columns.group: {}}, queues, by_queue, {})
+def _times(times_ms: NDArray[Any]) -> list[int | None]:
+    return [None if time_ms == _NEVER_MS else time_ms for time_ms in times_ms.tolist()]
 
 
-def _sums_by_group(blocks: Iterable[_Block]) -> list[GroupLag]:
-    """Return the sums of each group, sorted, without an object for each of its topics."""
-    topics, queues, new, again = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
-    oldest: dict[str, int] = {}
-    by_count: defaultdict[int, Counter[str]] = defaultdict(Counter)  # each group's topics of so many queues
-    for block in blocks:
-        for group, ids in block.deleted.items():
-            queues[group] += len(ids)
-        by_count[len(block.queues)].update(list(block.progresses if block.queues else block.deleted))
-        sums = again if block.topic.startswith(RETRY_PREFIX) else new
-        for _, lags, oldest_ms in block.by_queue:
-            for group, waiting, time_ms in zip(block.progresses, lags, oldest_ms, strict=True):
-                if waiting:
-                    sums[group] += waiting
-                    if time_ms is not None and time_ms < oldest.get(group, _NEVER_MS):
-                        oldest[group] = time_ms
-    for count, groups in by_count.items():
-        topics += groups
-        for group, of_count in groups.items():
-            queues[group] += count * of_count
-    return [
-        GroupLag(name, topics[name], queues[name], new[name] + again[name], new[name], again[name], oldest.get(name))
-        for name in sorted(topics)
-    ]
+def _sorted(names: list[str], places: NDArray[Any]) -> tuple[list[str], NDArray[Any]]:
+    """Return names in order, and the places there of those that had ``places``."""
+    order = sorted(range(len(names)), key=names.__getitem__)
+    ranks = np.empty(len(names), np.int64)
+    ranks[order] = np.arange(len(names))
+    return [names[place] for place in order], ranks[places]
 
 
-def _with_deleted(columns: TopicProgress, deleted: list[int], progress: Mapping[int, int]) -> TopicProgress:
-    """Return the columns of a group and topic with deleted queues, which are empty and where nothing waits."""
-    zeros, ids = [0] * len(deleted), [*columns.queue_ids, *deleted]
-    # Most deleted queues are those behind the last one; only others need an order of their own.
-    is_behind = not columns.queue_ids or columns.queue_ids[-1] < deleted[0]
-    order = [] if is_behind else [at for _, at in sorted(zip(ids, range(len(ids)), strict=True))]
+def _cells_of(view: StoreView, progress: NumberColumns, times: bool) -> _Cells:
+    """Return the queues of each topic in which a group has progress, and the deleted ones where it has any."""
+    topics, topic_of_row = _sorted(progress.names[0], progress.parts[0])
+    groups, group_of_row = _sorted(progress.names[1], progress.parts[1])
+    numbers = group_of_row * len(topics) + topic_of_row
+    order = np.argsort(numbers, kind="stable")
+    group_of_pair, topic_of_pair = group_of_row[order], topic_of_row[order]
+    is_last = np.diff(numbers[order], append=-1) != 0
+    if not is_last.all():  # of rows with one name the last counts
+        return _cells_of(view, progress.chosen(is_last[np.argsort(order)]), times)
+    pair_of_row = np.empty_like(order)
+    pair_of_row[order] = np.arange(len(order))
 
-    def joined(items: Sequence[_T], more: Sequence[_T]) -> Sequence[_T]:
-        rows = [*items, *more]
-        return [rows[at] for at in order] if order else rows
+    # The queues, sorted by topic and number, with one behind them that is of no topic.
+    place_of = {name: place for place, name in enumerate(topics)}
+    queues = [(name, state) for name, state in view.ranges.items() if name[0] in place_of]
+    rows = [(place_of[topic], queue_id, *state[:2]) for (topic, queue_id), state in queues]
+    topic_of_queue, ids, begins, ends = np.array([*rows, (len(topics), 0, 0, 0)], np.int64).T
+    firsts = np.searchsorted(topic_of_queue, np.arange(len(topics) + 1))
 
-    return TopicProgress(
-        columns.group,
-        columns.topic,
-        joined(columns.queue_ids, deleted),
-        joined(columns.min_offsets, zeros),
-        joined(columns.max_offsets, zeros),
-        joined(columns.consumer_offsets, [progress[queue_id] for queue_id in deleted]),
-        joined(columns.lags, zeros),
-        joined(columns.oldest_ms, [None] * len(deleted)),
+    widths = np.diff(firsts)[topic_of_pair]
+    starts = np.cumsum(widths) - widths
+    pair_of_cell = np.repeat(np.arange(len(order)), widths)
+    queue_of_cell = np.arange(len(pair_of_cell)) + np.repeat(firsts[topic_of_pair] - starts, widths)
+
+    pair_of_entry = np.repeat(pair_of_row, progress.widths)
+    topic_of_entry = topic_of_pair[pair_of_entry]
+    distinct = np.unique(ids)
+    queue_of_entry = np.searchsorted(
+        topic_of_queue * len(distinct) + np.searchsorted(distinct, ids),
+        topic_of_entry * len(distinct) + np.searchsorted(distinct, progress.keys),
     )
+    exists = (topic_of_queue[queue_of_entry] == topic_of_entry) & (ids[queue_of_entry] == progress.keys)
+    cell_of_entry = (starts - firsts[topic_of_pair])[pair_of_entry[exists]] + queue_of_entry[exists]
+    is_known = np.zeros(len(pair_of_cell), np.bool_)
+    is_known[cell_of_entry] = True
+    begin, end = begins[queue_of_cell], ends[queue_of_cell]
+    offsets = begin.copy()
+    offsets[cell_of_entry] = progress.values[exists]
+    unread = np.maximum(offsets, begin)
+    lags = np.maximum(end - unread, 0)
+    oldest_ms = np.full(len(lags), _NEVER_MS)
+    if times and lags.any():
+        waiting = np.flatnonzero(lags)
+        _read_times(view, [name for name, _ in queues], begins, ends, queue_of_cell, unread, oldest_ms, waiting)
+    columns = [pair_of_cell, ids[queue_of_cell], begin, end, offsets, is_known, lags, oldest_ms]
+
+    of_deleted = (column[~exists].tolist() for column in (pair_of_entry, progress.keys, progress.values))
+    deleted = {(pair, queue_id): offset for pair, queue_id, offset in zip(*of_deleted, strict=True)}
+    if more := [(*queue, 0, 0, offset, True, 0, _NEVER_MS) for queue, offset in deleted.items() if offset > 0]:
+        columns = [np.append(column, added) for column, added in zip(columns, zip(*more, strict=True), strict=True)]
+        order = np.lexsort((columns[1], columns[0]))
+        columns = [column[order] for column in columns]
+    starts = np.flatnonzero(np.diff(columns[0], prepend=-1))
+    pairs = columns[0][starts]  # those with any queue
+    names = (np.array(groups, np.object_)[group_of_pair[pairs]], np.array(topics, np.object_)[topic_of_pair[pairs]])
+    return _Cells(*names, starts, columns[1:])
 
 
-def _oldest_timestamps(view: StoreView, name: QueueName, starts: Sequence[int], end: int) -> list[int | None]:
-    """Return the store time of the oldest unconsumed message of each group in a queue; None without one."""
-    offsets = sorted({start for start in starts if start < end})
-    if not offsets:
-        return [None] * len(starts)
+def _read_times(
+    view: StoreView,
+    names: Sequence[QueueName],
+    begins: NDArray[Any],
+    ends: NDArray[Any],
+    queue_of_cell: NDArray[Any],
+    unread: NDArray[Any],
+    oldest_ms: NDArray[Any],
+    waiting: NDArray[Any],
+) -> None:
+    """Set the store time of the oldest unconsumed message of each cell in ``waiting``; each message is read once."""
+    sizes = np.maximum(ends - begins, 0)
+    bases = np.cumsum(sizes) - sizes - begins  # behind each other, the messages of all queues have a number each
+    numbers = unread[waiting] + bases[queue_of_cell[waiting]]
+    messages, place_of_cell = np.unique(numbers, return_inverse=True)
+    queues = np.searchsorted(bases + begins, messages, side="right") - 1
+    bounds = np.flatnonzero(np.diff(queues, prepend=-1, append=-1))
+    times: list[int | None] = []
+    for queue, begin, end in zip(queues[bounds[:-1]].tolist(), bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        times += _times_of(view, names[queue], (messages[begin:end] - bases[queue]).tolist())
+    found = np.array([_NEVER_MS if time_ms is None else time_ms for time_ms in times])
+    oldest_ms[waiting] = found[place_of_cell]
+
+
+def _times_of(view: StoreView, name: QueueName, offsets: list[int]) -> list[int | None]:
+    """Return the store time of the first message at or behind each offset of a queue."""
     places = None if view.store.queues.is_open(name) else _places_in_unopened(view, name, offsets)
     if places is None:
         queue = view.store.queues[name]
-        places = [first_place(queue, start) for start in offsets]
-    times = dict(zip(offsets, store_times_at(view.store.log, places), strict=True))
-    return list(map(times.get, starts))
+        places = [first_place(queue, offset) for offset in offsets]
+    return store_times_at(view.store.log, places)
 
 
 def _places_in_unopened(view: StoreView, name: QueueName, starts: list[int]) -> list[int] | None:
@@ -555,8 +545,7 @@ def lag_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Iterato
         return  # the progress back then is unknown
     # If the log is cut short, its damage is the finding, and a reset would lose the progress.
     is_cut_short = bool(view.store.condition.lost)
-    for columns in group_lag.topics:
-        topic_lag = columns.sums()
+    for columns, topic_lag in zip(group_lag.topics, group_lag.by_topic(), strict=True):
         if topic_lag.beyond_end and not is_cut_short:
             yield _beyond_end([row for row in columns.rows() if (row.consumer_offset or 0) > row.max_offset])
         if limits.own or not is_own_group(topic_lag.group):

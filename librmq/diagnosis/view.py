@@ -26,6 +26,7 @@ from librmq.config import wrong_kind
 from librmq.errors import BrokerError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
+from librmq.java.json import NumberColumns
 from librmq.message.delays import DEFAULT_LEVELS, DelayLevels
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue, StoredMessage
@@ -310,6 +311,11 @@ class StoreView(Closing):
                     for topic in connections.subscriptions:
                         progress.setdefault((group, topic), {})
             return progress
+
+    def progress_columns(self) -> NumberColumns:
+        """Return the progress as columns, by topic and group."""
+        columns = self.tables.offsets.columns() if self.broker is None else None
+        return columns or NumberColumns.of({(topic, group): row for (group, topic), row in self.progress.items()})
 
     @cached_property
     def groups(self) -> tuple[str, ...]:

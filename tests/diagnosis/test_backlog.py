@@ -164,12 +164,40 @@ def test_sums_and_rows_are_those_of_the_columns() -> None:
     by_columns = Lag(list(by_blocks.topics), by_blocks.now_ms)
     assert by_blocks.by_group() == by_columns.by_group()
     assert list(by_blocks) == list(by_columns)
+    topics = by_blocks.topics
+    assert list(topics) == topics[:] == [topics[place] for place in range(-len(topics), 0)]
     assert len(by_blocks) == len(by_columns) == len(list(by_blocks))
     assert [row[:6] for row in by_blocks.by_group()] == [
         ("F", 1, 2, 0, 0, 0),
         ("G", 1, 3, 6, 6, 0),
         ("H", 3, 4, 4, 3, 1),
     ]
+
+
+def test_the_columns_of_a_file_are_its_rows() -> None:
+    """Of two rows with one name, and of two numbers of a queue, the last one counts."""
+    store = Store()
+    for topic, queue_id in (("A", 0), ("A", 3), ("B", 1)):
+        store.send(topic, queue_id, 5)
+    rows = '"A@G":{0:1,3:2},"B@H":{1:9,1:2,7:4,7:0},"A@H":{3:1,5:6},"A@G":{3:4}'
+    store.files.make_folder(f"{ROOT}/config")
+    store.files.write(f"{ROOT}/config/consumerOffset.json", f'{{"offsetTable":{{{rows}}}}}'.encode())
+    found = [
+        list(lag(StoreView.over(store.store), group=group, topic=topic)) for group in "GH" for topic in ("A", "B", "C")
+    ]
+    whole = lag(StoreView.over(store.store))
+    assert list(whole) == list(itertools.chain(*found))
+    assert [row[:-1] for row in whole] == [
+        ("G", "A", 0, 0, 5, None, 5),
+        ("G", "A", 3, 0, 5, 4, 1),
+        ("H", "A", 0, 0, 5, None, 5),
+        ("H", "A", 3, 0, 5, 1, 4),
+        ("H", "A", 5, 0, 0, 6, 0),
+        ("H", "B", 1, 0, 5, 2, 3),
+    ]
+    view = StoreView.over(store.store)
+    assert [row for row in whole if row.max_offset] == model(store.store, view.tables)
+    assert list(lag(view)) == list(whole)  # from the rows, which the model has read
 
 
 def test_a_place_beyond_the_log_hides_no_store_time_after_it() -> None:

@@ -277,8 +277,7 @@ def _damage_findings(name: str, damage: Sequence[DamagedPlace], error: str | Non
 
 def _lags(view: StoreView, name: str, scope: ReportScope, group_lag: Lag) -> Iterator[GroupTopicLag]:
     instances: dict[str, int | None] = {}
-    for columns in group_lag.topics:
-        topic_lag = columns.sums()
+    for columns, topic_lag in zip(group_lag.topics, group_lag.by_topic(), strict=True):
         if (
             is_own_group(topic_lag.group)
             or topic_lag.topic == SCHEDULE_TOPIC
