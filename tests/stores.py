@@ -251,17 +251,20 @@ def opened(files: Files, config: StoreConfig | None = SMALL, **more: Any) -> Mes
     return MessageStore.open(ROOT, config, files=files, clock=ManualClock(START_MS + 86_400_000), **more)
 
 
-def served(store: MessageStore) -> dict[int, StoredMessage]:
+def served(store: MessageStore, damaged: range = range(0)) -> dict[int, StoredMessage]:
     """Return all messages by physical offset; assert that each is found by its queue and its keys.
 
-    If two messages have the same queue offset because the topic was created again, the later one counts.
+    If two messages have the same queue offset because the topic was created again, the later one counts, unless it has
+    bytes in ``damaged``, physical offsets: its queue offset can be that of another message.
     """
     found = {message.physical_offset: message for message in store}
     owners = {}
     keyed: dict[tuple[str, str], list[StoredMessage]] = {}
     for message in found.values():
-        if has_queue_entry(message.sys_flag):
-            owners[message.topic, message.queue_id, message.queue_offset] = message
+        place = message.topic, message.queue_id, message.queue_offset
+        is_damaged = message.physical_offset < damaged.stop and damaged.start < message.physical_offset + message.size
+        if has_queue_entry(message.sys_flag) and not (is_damaged and place in owners):
+            owners[place] = message
         if is_indexed(message.sys_flag):
             for key in {*message.keys, *([message.unique_key] if message.unique_key else [])}:
                 if key.endswith("\0"):  # of a record that zeros end: the keys that it had are kept
