@@ -606,6 +606,9 @@ class CommitLog(Closing, LogState):
                         on_record(self, last, raw)
             except CorruptionError as error:
                 place = error.offset - start
+                if self.file_size - _BLANK_SIZE < place and last is not None:
+                    what = f"expected {_BLANK_SIZE} bytes behind it for a blank, found {self.file_size - place}"
+                    return LogEnd(last, CorruptionError(sequence.path(start), last, "record", what))
                 zeros = not any(file.buffer[place : place + _BLANK_SIZE])
                 return LogEnd(error.offset, None if zeros else error, last)
             if start + self.file_size not in sequence.starts:

@@ -401,6 +401,23 @@ def test_a_log_whose_last_files_are_empty(files: MemoryFiles) -> None:
     assert put(log, 900) == 5120
 
 
+@pytest.mark.parametrize("rest", [1, 7])
+def test_a_record_that_leaves_no_room_for_a_blank_is_damage(rest: int) -> None:
+    """No writer ends a record there, and behind it neither a record nor a blank can follow."""
+    files = MemoryFiles()
+    first = record(0)
+    last = record(len(first), bytes(SIZE - len(first) - SMALLEST - rest))
+    files.make_folder(FOLDER)
+    files.write(f"{FOLDER}/{0:020d}", first + last + bytes(rest))
+    log = opened(files)
+    assert log.end == len(first)
+    assert log.found_end.damage is not None
+    assert f"expected 8 bytes behind it for a blank, found {rest}" in str(log.found_end.damage)
+    log.truncate(log.end)
+    assert put(log, 100) == len(first)
+    assert [at for at, _, _ in opened(files).scan()] == [0, len(first)]
+
+
 def test_a_log_that_ends_with_a_blank_writes_it_again() -> None:
     files = MemoryFiles()
     log = opened(files)
