@@ -72,7 +72,7 @@ def run_program(
 
 _PRELOADED = [
     *("psycopg", "pymysql", "sqlalchemy.dialects.mysql", "sqlalchemy.dialects.postgresql"),  # else at a connection
-    *(__name__, "tests.crash.test_replica_signals", "tests.idempotence.worker"),
+    *(__name__, "tests.crash.test_replica_signals", "tests.idempotence.worker", "tests.wire.share_worker"),
 ]
 
 

@@ -1,34 +1,33 @@
-"""A process that shares a store: it sends numbered messages, consumes them, and writes a history.
-
-Words: the store, the process's name, the folder of histories, and options as JSON: ``rate`` of sends a second, the
-``queue`` that gets them, ``group`` to consume in, ``share`` and ``producer``, the settings of both. Prints a line
-``ready``, then ``sent`` or ``refused`` with the seconds and the error for each send. A line of input ends its sends,
-the end of the input the process.
-"""
+"""What a process does that shares a store: it sends numbered messages, consumes them, and writes a history."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
-import librmq
+from librmq import ConsumeFrom, Producer, PushConsumer, RmqError, StoreConfig, record_history, share
 from librmq.clock import SystemClock
 
 
-def main(store: str, name: str, folder: str, options: dict[str, Any]) -> None:
-    """Work until the input ends."""
+def work(store: Path, name: str, folder: Path, options: dict[str, Any]) -> None:
+    """Work until the input ends; a line of input ends the sends.
+
+    Options are the ``rate`` of sends a second, the ``queue`` that gets them, the ``group`` to consume in, and settings
+    of ``share`` and ``producer``. Prints a line ``ready``, then ``sent`` or ``refused`` with the seconds and the error
+    for each send.
+    """
     ending, clock = threading.Event(), SystemClock()
-    files = librmq.StoreConfig(commitlog_file_size=1 << 20)  # since a recovery reads the last file
-    shared = librmq.share(store, store_config=files, **options.get("share", {}))
-    history = librmq.record_history(shared, os.path.join(folder, f"{name}.jsonl"), process=name)
+    files = StoreConfig(commitlog_file_size=1 << 20)  # since a recovery reads the last file
+    shared = share(store, store_config=files, **options.get("share", {}))
+    history = record_history(shared, os.path.join(folder, f"{name}.jsonl"), process=name)
     group, rate = options.get("group"), options.get("rate", 0)
-    with shared, history, librmq.Producer(history, "shop", **options.get("producer", {})) as producer:
+    with shared, history, Producer(history, "shop", **options.get("producer", {})) as producer:
         consumer = None
         if group:
-            consumer = librmq.PushConsumer(history, str(group), consume_from=librmq.ConsumeFrom.FIRST)
+            consumer = PushConsumer(history, str(group), consume_from=ConsumeFrom.FIRST)
             consumer.subscribe("orders", lambda message: None)
             consumer.start()
 
@@ -41,7 +40,7 @@ def main(store: str, name: str, folder: str, options: dict[str, Any]) -> None:
                 try:
                     producer.send("orders", f"{name} {number}".encode(), keys=f"{name}-{number}", queue=queue)
                     print(f"sent {clock.monotonic() - started:.3f}", flush=True)
-                except librmq.RmqError as error:
+                except RmqError as error:
                     print(f"refused {clock.monotonic() - started:.3f} {error}", flush=True)
                 number += 1
                 ending.wait(max(0.0, begin + number / float(str(rate)) - clock.monotonic()))
@@ -57,7 +56,3 @@ def main(store: str, name: str, folder: str, options: dict[str, Any]) -> None:
         sys.stdin.read()
         if consumer is not None:
             consumer.shutdown()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4]))

@@ -81,32 +81,30 @@ from librmq.wire.unix_sockets import (
     share_folder,
 )
 from tests.conftest import SlowBudget
-from tests.programs import Process, environment, in_child, start_program
+from tests.programs import Fork, Process, environment, in_child, start_program
 from tests.soak.worker import Recording
+from tests.wire import share_worker
 from tests.wire.stub import wait_until
 
 pytestmark = pytest.mark.skipif("sys.platform == 'win32'", reason="no Unix domain sockets with credentials")
 CLOCK = SystemClock()
-WORKER = Path(__file__).with_name("share_worker.py")
 
 
-class Worker:
+class Worker(Fork):
     """A process of `share_worker`, and what it has printed."""
 
     def __init__(self, scene: Scene, name: str, **options: Any) -> None:
-        words = [str(WORKER), str(scene.store), name, str(scene.folder), json.dumps(options)]
+        super().__init__(share_worker.work, scene.store, name, scene.folder, options)
+        assert self.process.pid is not None
+        self.pid: int = self.process.pid
         self.name = name
-        self.process: Process[str] = Process(
-            [sys.executable, "-P", *words], stdin=-1, stdout=-1, text=True, env=environment()
-        )
         self.lines: list[str] = []
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
         self.scene = scene
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self.stdout:
             self.lines.append(line.rstrip())
 
     @property
@@ -115,7 +113,7 @@ class Worker:
         return [(words[0], float(words[1])) for line in list(self.lines) if (words := line.split())[0] != "ready"]
 
     def wait_ready(self) -> Worker:
-        wait_until(lambda: bool(self.lines) or self.process.poll() is not None, f"{self.name} is ready", 60)
+        wait_until(lambda: bool(self.lines) or not self.process.is_alive(), f"{self.name} is ready", 60)
         assert self.lines, f"{self.name} has failed"
         return self
 
@@ -131,25 +129,30 @@ class Worker:
         self.end()
 
     def stop_sending(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        self.stdin.write("\n")
+        self.stdin.flush()
 
     def leave(self) -> None:
         """Let it shut down; its messages are the others'."""
         del self.scene.workers[self.name]
         self.end()
-        assert self.process.returncode == 0
+        assert self.process.exitcode == 0
+
+    def send_signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def wait_until_killed(self) -> None:
+        self.process.join(60)
+        assert self.process.exitcode == -signal.SIGKILL
 
     def end(self) -> None:
         """End its input, and wait until it has shut down."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self.stdin.close()
         self._thread.join()
-        self.process.stdout.close()
-        self.process.wait()
+        self.stdout.close()
+        self.process.join()
 
 
 class Scene:
@@ -173,7 +176,7 @@ class Scene:
         connected = connect_to(owner_socket(self.store), 5)
         with connected:
             pid = credentials_of(connected).process
-        return next(worker for worker in self.workers.values() if worker.process.pid == pid)
+        return next(worker for worker in self.workers.values() if worker.pid == pid)
 
     def crashed(self, name: str, at_ms: int) -> None:
         self._events.append({"event": "crash", "process": name, "at_ms": at_ms})
@@ -209,7 +212,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         yield made
     finally:
         for worker in list(made.workers.values()):
-            worker.process.send_signal(signal.SIGCONT)
+            worker.send_signal(signal.SIGCONT)
             worker.process.kill()
             worker.end()
 
@@ -220,9 +223,9 @@ def end_by_kill(owner: Worker) -> None:
 
 def end_stopped(owner: Worker) -> None:
     """Stop the owner; another process ends it."""
-    owner.process.send_signal(signal.SIGSTOP)
+    owner.send_signal(signal.SIGSTOP)
     owner.scene.crashed(owner.name, CLOCK.now_ms() + 100)  # before another process ends it
-    assert owner.process.wait(60) == -signal.SIGKILL
+    owner.wait_until_killed()
     owner.kill()
 
 
@@ -277,11 +280,11 @@ def test_a_stopped_owner_keeps_the_store(scene: Scene, times: int) -> None:
     scene.start().wait_ready()
     owner = scene.owner()
     peer = scene.start(rate=20, producer={"timeout": 1}, share={"timeout": 1}).wait_ready()
-    stopped = f"process {owner.process.pid}, which owns the store, is stopped"
+    stopped = f"process {owner.pid}, which owns the store, is stopped"
     for number in range(times):
         peer.wait_sends(5)
         before = len(scene.refused())
-        owner.process.send_signal(signal.SIGSTOP)
+        owner.send_signal(signal.SIGSTOP)
         wait_until(lambda: len(scene.refused()) > before, "a send is refused", 30)  # noqa: B023 (called at once)
         for refused in scene.refused()[before:]:
             assert stopped in refused
@@ -289,8 +292,8 @@ def test_a_stopped_owner_keeps_the_store(scene: Scene, times: int) -> None:
         if not number:
             with pytest.raises(BrokerUnreachableError, match=stopped):
                 librmq.share(scene.store, timeout=0.2, wait=0.5)
-        assert is_stopped(owner.process.pid)
-        owner.process.send_signal(signal.SIGCONT)
+        assert is_stopped(owner.pid)
+        owner.send_signal(signal.SIGCONT)
         wait_until(lambda: peer.sends[-1][0] == "sent", "a send is stored again", 30)
 
 
@@ -306,27 +309,27 @@ def test_clients_end_beside_a_stopped_owner(scene: Scene, caplog: pytest.LogCapt
             for queue in range(queues):
                 producer.send("orders", b"a coat", queue=queue)
             wait_until(lambda: len(heard) == queues, "the messages are consumed", 30)
-            owner.process.send_signal(signal.SIGSTOP)
-            wait_until(lambda: is_stopped(owner.process.pid), "the owner is stopped")
+            owner.send_signal(signal.SIGSTOP)
+            wait_until(lambda: is_stopped(owner.pid), "the owner is stopped")
             begin = CLOCK.monotonic()
     assert CLOCK.monotonic() - begin < queues / 2
     assert "ends although not all of its progress is stored" in caplog.text
-    assert f"process {owner.process.pid}, which owns the store, is stopped" in caplog.text
+    assert f"process {owner.pid}, which owns the store, is stopped" in caplog.text
 
 
 @pytest.mark.slow
 def test_a_stopped_owner_that_many_wait_for(scene: Scene) -> None:
     """Its queue of new connections is full, so that a connection can't say who it is."""
     owner = scene.start().wait_ready()
-    owner.process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: is_stopped(owner.process.pid), "the owner is stopped")
+    owner.send_signal(signal.SIGSTOP)
+    wait_until(lambda: is_stopped(owner.pid), "the owner is stopped")
     with ExitStack() as waiting:
         with suppress(BlockingIOError):
             while True:
                 connected = waiting.enter_context(socket.socket(socket.AF_UNIX))
                 connected.setblocking(False)
                 connected.connect(owner_socket(scene.store))
-        stopped = f"process {owner.process.pid}, which owns the store, is stopped"
+        stopped = f"process {owner.pid}, which owns the store, is stopped"
         choices: tuple[dict[str, Any], ...] = ({}, {"take_over_stopped": 60})
         for settings in choices:
             with pytest.raises(BrokerUnreachableError, match=stopped):
@@ -340,27 +343,27 @@ def test_a_stopped_owner_that_many_wait_for(scene: Scene) -> None:
 def test_an_idle_peer_ends_an_owner_that_is_stopped_for_too_long(scene: Scene, most_s: float) -> None:
     owner = scene.start().wait_ready()
     with librmq.share(scene.store, take_over_stopped=most_s, timeout=1) as peer:
-        owner.process.send_signal(signal.SIGSTOP)
+        owner.send_signal(signal.SIGSTOP)
         if most_s < 1:
             wait_until(lambda: peer.is_owner, "the peer takes over", 30)
-            assert owner.process.wait(60) == -signal.SIGKILL
+            owner.wait_until_killed()
             return
         with pytest.raises(BrokerUnreachableError, match="is stopped"):
             peer.create_topic("orders", 2)
-        assert is_stopped(owner.process.pid)
+        assert is_stopped(owner.pid)
         assert not peer.is_owner
-        owner.process.send_signal(signal.SIGCONT)
+        owner.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.slow
 def test_who_joins_a_stopped_owner_does_not_wait_for_its_answer(scene: Scene) -> None:
     """A peer that lost the last owner joins the next one, which can be stopped before it has answered."""
     owner = scene.start().wait_ready()
-    owner.process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: is_stopped(owner.process.pid), "the owner is stopped")
+    owner.send_signal(signal.SIGSTOP)
+    wait_until(lambda: is_stopped(owner.pid), "the owner is stopped")
     with librmq.share(scene.store, timeout=3600, wait=60, take_over_stopped=0.2) as heir:
         assert heir.is_owner
-    assert owner.process.wait(60) == -signal.SIGKILL
+    owner.wait_until_killed()
 
 
 @pytest.mark.slow
