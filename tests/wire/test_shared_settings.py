@@ -7,6 +7,7 @@ import json
 import queue
 import shutil
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ from librmq.store import MessageStore
 from librmq.store.format.documents import RETENTION, read_retention, write_retention
 from librmq.store.snapshots import snapshot
 from tests.conftest import SlowBudget
-from tests.programs import run_program, start_program
+from tests.programs import Fork, run_program
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="stores are not shared on Windows")
 
@@ -224,20 +225,15 @@ def test_an_accepted_reminder_fires_under_the_next_owner(tmp_path: Path, place: 
     assert settings_of(tmp_path)["broker"]["timers"]["timer_precision_ms"] == 100
 
 
-KILLED_OWNER = """
-import sys
-from itertools import count
-import librmq
-from librmq import BrokerConfig, Producer, StoreConfig, TimerConfig
-
-named = BrokerConfig(timers=TimerConfig(timer_precision_ms=100))
-with librmq.share(sys.argv[1], named, store_config=StoreConfig(durability="sync")) as shared:
-    assert shared.is_owner
-    producer = Producer(shared, "web")
-    for number in count():
-        producer.send("reminders", f"{sys.argv[2]}.{number}".encode(), delay=3)
-        print(f"{sys.argv[2]}.{number}", flush=True)
-"""
+def own(path: Path, life: int) -> None:
+    """Own a store, and print each reminder that it has accepted."""
+    named = BrokerConfig(timers=TimerConfig(timer_precision_ms=100))
+    with librmq.share(path, named, store_config=StoreConfig(durability="sync")) as shared:
+        assert shared.is_owner
+        producer = librmq.Producer(shared, "web")
+        for number in count():
+            producer.send("reminders", f"{life}.{number}".encode(), delay=3)
+            print(f"{life}.{number}", flush=True)
 
 
 @pytest.mark.slow
@@ -245,13 +241,12 @@ def test_owners_killed_again_and_again_break_no_promise(tmp_path: Path, slow_bud
     """A process that names nothing shares the folder, and becomes the owner each time."""
     accepted: set[str] = set()
     for number in slow_budget.rounds(30, "kills", 30):
-        with start_program(KILLED_OWNER, tmp_path, number) as web:
-            assert web.stdout is not None
+        with Fork(own, tmp_path, number) as web:
             accepted.add(web.stdout.readline().strip())
             with librmq.share(tmp_path) as script:
                 assert not script.is_owner
                 accepted.update(web.stdout.readline().strip() for _ in range(number % 5))
-                web.kill()
+                web.process.kill()
                 accepted.update(line.strip() for line in web.stdout if line.endswith("\n"))
                 sent = librmq.Producer(script, "script").send("orders", b"x")
                 assert script.is_owner
@@ -270,34 +265,28 @@ def test_owners_killed_again_and_again_break_no_promise(tmp_path: Path, slow_bud
                 missing.discard(arrived.get(timeout=20))
 
 
-FIRST_OPENER = """
-import sys
-import librmq
-
-print("ready", flush=True)
-for line in sys.stdin:
-    with librmq.share(line.strip()) as shared:
-        shared.create_topic("orders", 1)
-        librmq.Producer(shared, "shop").send("orders", sys.argv[1].encode())
-        print("opened", flush=True)
-        sys.stdin.readline()
-    print("closed", flush=True)
-"""
+def open_folders(name: str) -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        with librmq.share(line.strip()) as shared:
+            shared.create_topic("orders", 1)
+            librmq.Producer(shared, "shop").send("orders", name.encode())
+            print("opened", flush=True)
+            sys.stdin.readline()
+        print("closed", flush=True)
 
 
 @pytest.mark.slow
 def test_processes_that_open_a_new_folder_at_once(tmp_path: Path, slow_budget: SlowBudget) -> None:
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(start_program(FIRST_OPENER, number)) for number in range(4)]
+        processes = [stack.enter_context(Fork(open_folders, str(number))) for number in range(4)]
 
         def expect(word: str) -> None:
             for process in processes:
-                assert process.stdout is not None
                 assert process.stdout.readline().strip() == word
 
         def write(line: str) -> None:
             for process in processes:
-                assert process.stdin is not None
                 process.stdin.write(f"{line}\n")
                 process.stdin.flush()
 
