@@ -661,12 +661,21 @@ class CommitLog(Closing, LogState):
         return None
 
     def file_before(self, timestamp_ms: int) -> int:
-        """Return the start of the newest file whose first record was stored by a time; the log's begin if none."""
+        """Return the start of the newest file whose first record was stored by a time; the log's begin if none.
+
+        A record that a crash has left incomplete does not count, because it can have half of its time.
+        """
         for start in reversed(self._sequence.starts):
             stored = self.first_store_timestamp_ms(start)
-            if stored and stored <= timestamp_ms:
+            if stored and stored <= timestamp_ms and self._begins_with_record(start):
                 return max(start, self.begin)
         return self.begin
+
+    def _begins_with_record(self, start: int) -> bool:
+        try:
+            return record.check_record(self._sequence.file(start).buffer, 0, self.file_size, check_body=True) > 0
+        except RecordError:
+            return False
 
     def _items(self, file: File, start: int, place: int, end: int, check_body: bool) -> Iterator[LogItem]:
         """Yield the items of the file at ``start``; see `frames.items`."""

@@ -21,7 +21,7 @@ from librmq.errors import (
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
-from librmq.message.record import BLANK_MAGIC, Record, body_checksum, encode_record
+from librmq.message.record import BLANK_MAGIC, STORE_TIMESTAMP_AT, Record, body_checksum, encode_record
 from tests.file_seams import FailingFiles, RecordingFiles
 
 FOLDER = "/log"
@@ -399,6 +399,19 @@ def test_a_log_whose_last_files_are_empty(files: MemoryFiles) -> None:
     assert put(log, 900) == 3072
     assert put(log, 900) == 4096
     assert put(log, 900) == 5120
+
+
+def test_a_file_that_begins_with_half_a_record_is_not_taken_for_an_older_one() -> None:
+    """A crash can leave the first words of a record, and with them the first half of its time."""
+    files = MemoryFiles()
+    log = opened(files)
+    put(log, 900)
+    put(log, 200)
+    assert log.file_before(1_700_000_000_000 + SIZE) == SIZE
+    assert log.file_before(1_700_000_000_000) == 0
+    begin = record(SIZE)[: STORE_TIMESTAMP_AT + 4]
+    files.write(f"{FOLDER}/{SIZE:020d}", begin + bytes(SIZE - len(begin)))
+    assert opened(files).file_before(1_700_000_000_000) == 0
 
 
 @pytest.mark.parametrize("rest", [1, 7])
