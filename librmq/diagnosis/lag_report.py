@@ -11,7 +11,8 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
@@ -23,7 +24,7 @@ from librmq.diagnosis.view import QueueProgress, Source, StoreView, View, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
 from librmq.java.json import NumberColumns
-from librmq.message.lag import unread_and_lags, unread_from
+from librmq.message.lag import deleted_unread, unread_and_lags, unread_from
 from librmq.message.record import (
     BORN_HOST_V6,
     FIXED_SIZE,
@@ -195,7 +196,22 @@ class TopicProgress(NamedTuple):
 
     def sums(self) -> TopicLag:
         """Return the sums over the queues."""
-        return _Cells.of([self]).by_topic()[0]
+        known = [
+            (begin, end, offset)
+            for begin, end, offset in zip(self.min_offsets, self.max_offsets, self.consumer_offsets, strict=True)
+            if offset is not None
+        ]
+        return TopicLag(
+            self.group,
+            self.topic,
+            len(self.queue_ids),
+            sum(self.lags),
+            max(self.lags, default=0),
+            min((time_ms for time_ms in self.oldest_ms if time_ms is not None), default=None),
+            len(self.queue_ids) - len(known),
+            sum(offset > end for _, end, offset in known),
+            sum(deleted_unread(offset, begin) for begin, _, offset in known),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,28 +223,35 @@ class Lag:
     now_ms: int | None
     """The time for computing ages."""
 
-    @cached_property
-    def _cells(self) -> _Cells:
-        return self.topics if isinstance(self.topics, _Cells) else _Cells.of(self.topics)
-
     def __len__(self) -> int:
-        return len(self._cells.lags)
+        if isinstance(self.topics, _Cells):
+            return len(self.topics.lags)
+        return sum(len(columns.queue_ids) for columns in self.topics)
 
     def __iter__(self) -> Iterator[QueueLag]:
-        return self._cells.rows()
+        if isinstance(self.topics, _Cells):
+            return self.topics.rows()
+        return chain.from_iterable(columns.rows() for columns in self.topics)
 
     @property
     def total(self) -> int:
         """The sum of all lags."""
-        return int(self._cells.lags.sum())
+        if isinstance(self.topics, _Cells):
+            return int(self.topics.lags.sum())
+        return sum(sum(columns.lags) for columns in self.topics)
 
     def by_topic(self) -> list[TopicLag]:
         """Return the lag of each group in each topic, sorted by group and topic."""
-        return self._cells.by_topic()
+        if isinstance(self.topics, _Cells):
+            return self.topics.by_topic()
+        return [columns.sums() for columns in self.topics]
 
     def by_group(self) -> list[GroupLag]:
         """Return the lag of each group, sorted."""
-        return self._cells.by_group()
+        if isinstance(self.topics, _Cells):
+            return self.topics.by_group()
+        groups = groupby(self.by_topic(), key=itemgetter(0))
+        return [_sums_of_group(group, list(topics)) for group, topics in groups]
 
     def rates_since(self, earlier: Lag) -> list[GroupRate]:
         """Return the rates between an earlier measurement and this one, for each group and topic of both.
@@ -241,6 +264,14 @@ class Lag:
         before = {columns[:2]: columns for columns in earlier.topics}
         pairs = [(before[columns[:2]], columns) for columns in self.topics if columns[:2] in before]
         return [rate for old, columns in pairs if (rate := rate_between(old, columns, seconds)) is not None]
+
+
+def _sums_of_group(group: str, topics: Sequence[TopicLag]) -> GroupLag:
+    new, again = (sum(topic.lag for topic in topics if topic.is_again is is_again) for is_again in (False, True))
+    times_ms = (topic.oldest_timestamp_ms for topic in topics)
+    oldest_ms = min((time_ms for time_ms in times_ms if time_ms is not None), default=None)
+    queues = sum(topic.queues for topic in topics)
+    return GroupLag(group, len(topics), queues, new + again, new, again, oldest_ms)
 
 
 def rate_between(earlier: TopicProgress, later: TopicProgress, seconds: float) -> GroupRate | None:
@@ -277,11 +308,33 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
     """
     with viewed(source) as view:
         progress = view.progress_columns()
+        if progress is None:
+            return Lag(list(_few_topics(view, group, topic, times)), view.now_ms)
         for at, name in enumerate((topic, group)):
             if name is not None:
                 names = progress.names[at]
                 progress = progress.chosen(progress.parts[at] == (names.index(name) if name in names else -1))
         return Lag(_cells_of(view, progress, times), view.now_ms)
+
+
+def _few_topics(view: StoreView, group: str | None, topic: str | None, times: bool) -> Iterator[TopicProgress]:
+    """Yield what `_cells_of` returns, for so little progress that an import of numpy would take longer."""
+    for (group_name, name), progress in sorted(view.progress.items()):
+        if group not in (None, group_name) or topic not in (None, name):
+            continue
+        queues = {queue: (offsets.start, offsets.stop) for (_, queue), offsets in view.queues(name).items()}
+        queues |= {queue: (0, 0) for queue, offset in progress.items() if queue not in queues and offset > 0}
+        if not queues:
+            continue
+        ids = sorted(queues)
+        begins, ends = zip(*map(queues.__getitem__, ids), strict=True)
+        offsets = list(map(progress.get, ids))
+        starts, lags = unread_and_lags(offsets, begins, ends)
+        oldest_ms = [
+            _times_of(view, (name, queue), [start])[0] if times and waiting else None
+            for queue, start, waiting in zip(ids, starts, lags, strict=True)
+        ]
+        yield TopicProgress(group_name, name, ids, begins, ends, offsets, lags, oldest_ms)
 
 
 def lag_of_view(view: View[Any], *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:
@@ -327,20 +380,6 @@ class _Cells(Sequence[TopicProgress]):
         self._columns = tuple(columns)
         self._bounds = np.append(starts, len(self._columns[0]))
         *_, self._begins, self._ends, self._offsets, self._is_known, self.lags, self._oldest_ms = self._columns
-
-    @classmethod
-    def of(cls, topics: Sequence[TopicProgress]) -> _Cells:
-        """Return the cells of groups and topics, in numbers of any size."""
-        columns = [list(chain.from_iterable(column)) for column in zip(*(row[2:8] for row in topics), strict=True)]
-        ids, begins, ends, offsets, lags, oldest = columns or [[] for _ in range(6)]
-        is_known = [offset is not None for offset in offsets]
-        offsets = [begin if offset is None else offset for offset, begin in zip(offsets, begins, strict=True)]
-        oldest = [_NEVER_MS if time_ms is None else time_ms for time_ms in oldest]
-        groups, names = ([row[place] for row in topics] for place in (0, 1))
-        starts = np.cumsum([0, *(len(row.queue_ids) for row in topics)])[:-1]
-        numbers = (np.array(column, np.object_) for column in (groups, names, ids, begins, ends, offsets, lags, oldest))
-        of_groups, of_topics, *before, of_lags, of_oldest = numbers
-        return cls(of_groups, of_topics, starts, (*before, np.array(is_known, np.bool_), of_lags, of_oldest))
 
     @cached_property
     def _lists(self) -> list[list[Any]]:

@@ -99,6 +99,10 @@ class NumberRows:
     def __init__(self, blocks: list[str]) -> None:
         self._blocks = blocks  # some rows each, well-formed
 
+    def pairs(self) -> int:
+        """Return the number of pairs of all objects, at most, as their colons tell."""
+        return sum(block.count(":") for block in self._blocks)
+
     def as_dict(self) -> dict[str, dict[int, int]]:
         """Return the objects by their names."""
         result: dict[str, dict[int, int]] = {}

@@ -417,10 +417,13 @@ class ConfigTable:
             rows = self._document[self._name] = rows.as_dict()
         return rows
 
-    def columns(self) -> NumberColumns | None:
-        """Return the rows of a table of progress as columns; None if `rows` has been read, or there is none."""
+    def columns(self, few: int) -> NumberColumns | None:
+        """Return the rows of a table of progress as columns; None if `rows` has been read, or ``few`` has room for all.
+
+        ``few`` is a number of queues of all rows.
+        """
         rows = self._document[self._name]
-        return rows.columns() if isinstance(rows, NumberRows) else None
+        return rows.columns() if isinstance(rows, NumberRows) and rows.pairs() > few else None
 
     def set(self, key: str | int, row: object) -> None:
         """Add or replace a row."""
