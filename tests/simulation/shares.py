@@ -115,7 +115,9 @@ class SharedWorld:
 
     def _share(self, *, is_first: bool) -> Any:
         """Share the store; the first member names what it promises, and the others name nothing."""
-        config = BrokerConfig(drop_resends_within=600) if is_first and self.drops_resends else None
+        config = BrokerConfig(longest_wait_s=_PATIENCE_S)
+        if is_first and self.drops_resends:
+            config = replace(config, drop_resends_within=600)
         sizes = librmq.StoreConfig.tiny(commitlog_file_size=1 << 20)
         if is_first and self.waits:
             sizes = replace(sizes, durability="sync")
