@@ -36,6 +36,7 @@ class GroupOffsets:
     ) -> None:
         """``table`` has the rows of ``consumerOffset.json``, and ``saving`` saves it; ``starts`` has the marks."""
         self._table = table
+        table.rows  # noqa: B018 (makes them, before several threads ask for them)
         self._saving = saving
         self._starts = starts
         self._save_starts = save_starts
