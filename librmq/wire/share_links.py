@@ -143,7 +143,8 @@ class StorePeer:
         address = owner_socket(path)
         self._path = path
         self._lock_path = os.path.join(share_folder(path), "lock")
-        self._take_over_stopped_s, self._stopped_s = take_over_stopped_s, 0.0
+        self._take_over_stopped_s = take_over_stopped_s
+        self._stopped_since_s: float | None = None
         self.has_ended = threading.Event()
         self.is_silent = False
         """Whether a request had no answer, and the owner was not seen to run since."""
@@ -158,6 +159,8 @@ class StorePeer:
                     self.process = lock_process(self._lock_path) or 0
                 explained = self.explained(error)
                 self._wait_while_stopped(gives_up)
+                if explained is error:
+                    raise
                 raise explained from error
             close_in_child(self._sentinel)
             self.process = checked_credentials(self._sentinel).process
@@ -184,6 +187,8 @@ class StorePeer:
             except (BrokerUnreachableError, IndexError) as error:  # without a broker while it closes
                 explained = self.explained(error)
                 self._wait_while_stopped(gives_up)
+                if explained is error:
+                    raise
                 raise explained from error
             at_close.push(undo.pop_all())
 
@@ -259,12 +264,14 @@ class StorePeer:
         self.has_ended.set()
 
     def _is_still_stopped(self) -> bool:
-        """Return whether the owner is stopped; end it if it was so at each look for too long."""
+        """Return whether the owner is stopped; end it if each look has found it so for as long as the settings say."""
         if not is_stopped(self.process):
-            self._stopped_s = 0.0
+            self._stopped_since_s = None
             return False
-        self._stopped_s += _STOPPED_S
-        if self._take_over_stopped_s is not None and self._stopped_s >= self._take_over_stopped_s:
+        now_s = SystemClock().monotonic()
+        if self._stopped_since_s is None:
+            self._stopped_since_s = now_s
+        if self._take_over_stopped_s is not None and now_s - self._stopped_since_s >= self._take_over_stopped_s:
             self._end_stopped()
         return True
 
@@ -297,7 +304,7 @@ class StorePeer:
         """Kill the owner, by a handle that can't mean a later process of the same number."""
         if sys.platform != "linux":
             return
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # it has ended, or no handle can be had
             handle = os.pidfd_open(self.process)
             try:
                 if is_stopped(self.process) and lock_process(self._lock_path) == self.process:
