@@ -582,8 +582,8 @@ class CommitLog(Closing, LogState):
         sequence = self._sequence
         at, last, released = begin, None, begin
         while (start := sequence.start_of(at)) is not None:
-            file = sequence.file(start)
-            items = self._items(file, start, at - start, self.file_size, True)
+            file, first, before = sequence.file(start), at - start, last
+            items = self._items(file, start, first, self.file_size, True)
             # Only the compiled core's reader can skip.
             skip = None if on_record is not None else getattr(items, "skip", None)
             try:
@@ -608,7 +608,9 @@ class CommitLog(Closing, LogState):
                 place = error.offset - start
                 if self.file_size - _BLANK_SIZE < place and last is not None:
                     what = f"expected {_BLANK_SIZE} bytes behind it for a blank, found {self.file_size - place}"
-                    return LogEnd(last, CorruptionError(sequence.path(start), last, "record", what))
+                    for item in self._items(file, start, first, last - start, False):
+                        before = item[0]
+                    return LogEnd(last, CorruptionError(sequence.path(start), last, "record", what), before)
                 zeros = not any(file.buffer[place : place + _BLANK_SIZE])
                 return LogEnd(error.offset, None if zeros else error, last)
             if start + self.file_size not in sequence.starts:

@@ -424,11 +424,16 @@ def test_a_record_that_leaves_no_room_for_a_blank_is_damage(rest: int) -> None:
     files.write(f"{FOLDER}/{0:020d}", first + last + bytes(rest))
     log = opened(files)
     assert log.end == len(first)
+    assert log.found_end.last_record == 0
     assert log.found_end.damage is not None
     assert f"expected 8 bytes behind it for a blank, found {rest}" in str(log.found_end.damage)
     log.truncate(log.end)
     assert put(log, 100) == len(first)
     assert [at for at, _, _ in opened(files).scan()] == [0, len(first)]
+    put(log, 900)
+    files.write(f"{FOLDER}/{SIZE:020d}", record(SIZE, bytes(SIZE - SMALLEST - rest)) + bytes(rest))
+    found = opened(files).found_end
+    assert (found.physical_offset, found.last_record) == (SIZE, len(first))
 
 
 def test_a_log_that_ends_with_a_blank_writes_it_again() -> None:
