@@ -318,7 +318,14 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
 
 
 def _few_topics(view: StoreView, group: str | None, topic: str | None, times: bool) -> Iterator[TopicProgress]:
-    """Yield what `_cells_of` returns, for so little progress that an import of numpy would take longer."""
+    """Yield the same as `_cells_of` without numpy, whose import would take longer; each message is read once."""
+    times_ms: dict[tuple[QueueName, int], int | None] = {}
+
+    def time_at(queue: QueueName, start: int) -> int | None:
+        if (queue, start) not in times_ms:
+            times_ms[queue, start] = _times_of(view, queue, [start])[0]
+        return times_ms[queue, start]
+
     for (group_name, name), progress in sorted(view.progress.items()):
         if group not in (None, group_name) or topic not in (None, name):
             continue
@@ -331,7 +338,7 @@ def _few_topics(view: StoreView, group: str | None, topic: str | None, times: bo
         offsets = list(map(progress.get, ids))
         starts, lags = unread_and_lags(offsets, begins, ends)
         oldest_ms = [
-            _times_of(view, (name, queue), [start])[0] if times and waiting else None
+            time_at((name, queue), start) if times and waiting else None
             for queue, start, waiting in zip(ids, starts, lags, strict=True)
         ]
         yield TopicProgress(group_name, name, ids, begins, ends, offsets, lags, oldest_ms)
