@@ -25,7 +25,18 @@ from librmq.errors import CorruptionError
 from librmq.files.interface import Damage
 from librmq.files.memory import MemoryFiles
 from librmq.message.delays import DelayLevels
-from librmq.message.record import MESSAGE_MAGIC, PHYSICAL_OFFSET_AT, QUEUE_ID_AT, QUEUE_OFFSET_AT, Record, encode_record
+from librmq.message.record import (
+    MESSAGE_MAGIC,
+    PHYSICAL_OFFSET_AT,
+    QUEUE_ID_AT,
+    QUEUE_OFFSET_AT,
+    SYS_FLAG_AT,
+    TRANSACTION_COMMIT,
+    TRANSACTION_PREPARED,
+    TRANSACTION_ROLLBACK,
+    Record,
+    encode_record,
+)
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.format.keyindex import KeyIndex
@@ -271,6 +282,20 @@ def test_keys_are_indexed_under_a_corrected_topic(parts: Parts) -> None:
     parts.reconcile()
     assert parts.entries() == list(enumerate(places))
     assert (parts.index.query("T", "k3"), parts.index.query("U", "k3")) == ([places[3]], [])
+    parts.settled()
+
+
+@pytest.mark.parametrize("at", [3, 6])
+@pytest.mark.parametrize(("flag", "changed"), [(0, TRANSACTION_PREPARED), (TRANSACTION_COMMIT, TRANSACTION_ROLLBACK)])
+def test_a_record_whose_flag_denies_its_entry(parts: Parts, at: int, flag: int, changed: int) -> None:
+    places = [parts.record(n, sys_flag=flag) for n in range(7)]
+    parts.reconcile()
+    parts.log.patch(places[at] + SYS_FLAG_AT, changed.to_bytes(4, "big"))
+    (damage,) = parts.reconcile(repair=False)[:1]
+    assert damage.what == f"system flag: expected {flag}, found {changed}, of a record without a queue entry"
+    parts.reconcile()
+    assert parts.entries() == list(enumerate(places))
+    assert parts.index.query("T", f"k{at}") == [places[at]]
     parts.settled()
 
 

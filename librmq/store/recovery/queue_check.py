@@ -18,7 +18,7 @@ from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.topics import LIGHT_PREFIX
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.dispatch import BitmapOf, topic_hash
+from librmq.store.engine.dispatch import BitmapOf, has_queue_entry, is_indexed, topic_hash
 from librmq.store.engine.read import first_not_older, offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
@@ -462,8 +462,15 @@ class QueueCheck:
         return ExpectedEntry(ENTRY.pack(place, size, tags_code), message.store_timestamp_ms, message.properties_raw)
 
     def _reclaim(self, message: StoredMessage) -> None:
-        """Report and correct a record that names a wrong queue."""
+        """Report and correct a record that names a wrong queue, or a kind of record that has no queue entry."""
         topic, at = self._topic.encode(), message.physical_offset
+        if not has_queue_entry(message.sys_flag):
+            kind = message.sys_flag & ~record.TRANSACTION_PREPARED  # one bit makes it of a plain or committed record
+            what = f"system flag: expected {kind}, found {message.sys_flag}, of a record without a queue entry"
+            self.damages.append(Damage(self._log.sequence.path_at(at), at, "record", what, 4))
+            if self._repair:
+                self._checks.renamed |= not is_indexed(message.sys_flag)
+                self._log.patch(at + record.SYS_FLAG_AT, kind.to_bytes(4, "big", signed=True))
         _, _, topic_at, topic_end, _, _ = message.frame
         if len(topic) != topic_end - topic_at or (message.topic, message.queue_id) == (self._topic, self._queue_id):
             return
