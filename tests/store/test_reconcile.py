@@ -292,7 +292,7 @@ def test_a_record_whose_flag_denies_its_entry(parts: Parts, at: int, flag: int, 
     parts.reconcile()
     parts.log.patch(places[at] + SYS_FLAG_AT, changed.to_bytes(4, "big"))
     (damage,) = parts.reconcile(repair=False)[:1]
-    assert damage.what == f"system flag: expected {flag}, found {changed}, of a record without a queue entry"
+    assert damage.what == f"system flag: expected {flag}, found {changed}, of a record that has a queue entry"
     parts.reconcile()
     assert parts.entries() == list(enumerate(places))
     assert parts.index.query("T", f"k{at}") == [places[at]]

@@ -21,7 +21,16 @@ from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.dispatch import BitmapOf, has_queue_entry, is_indexed, topic_hash
 from librmq.store.engine.read import first_not_older, offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
-from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
+from librmq.store.recovery.entry_check import (
+    EntryCheck,
+    ExpectedEntry,
+    Stray,
+    Strays,
+    can_wait_until,
+    hole,
+    misaddressed,
+    record_at,
+)
 
 _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
@@ -457,20 +466,15 @@ class QueueCheck:
             if stray is not None:
                 stray.check.release_entry(stray.entry)
         self._reclaim(message)
+        if not has_queue_entry(message.sys_flag) and (not self._delayed or self._agrees_on_time(message, tags_code)):
+            self._restore_flag(place, message.sys_flag)
         if not self._delayed:
             tags_code = message.tags_code
         return ExpectedEntry(ENTRY.pack(place, size, tags_code), message.store_timestamp_ms, message.properties_raw)
 
     def _reclaim(self, message: StoredMessage) -> None:
-        """Report and correct a record that names a wrong queue, or a kind of record that has no queue entry."""
+        """Report and correct a record that names a wrong queue."""
         topic, at = self._topic.encode(), message.physical_offset
-        if not has_queue_entry(message.sys_flag):
-            kind = message.sys_flag & ~record.TRANSACTION_PREPARED  # one bit makes it of a plain or committed record
-            what = f"system flag: expected {kind}, found {message.sys_flag}, of a record without a queue entry"
-            self.damages.append(Damage(self._log.sequence.path_at(at), at, "record", what, 4))
-            if self._repair:
-                self._checks.renamed |= not is_indexed(message.sys_flag)
-                self._log.patch(at + record.SYS_FLAG_AT, kind.to_bytes(4, "big", signed=True))
         _, _, topic_at, topic_end, _, _ = message.frame
         if len(topic) != topic_end - topic_at or (message.topic, message.queue_id) == (self._topic, self._queue_id):
             return
@@ -480,6 +484,22 @@ class QueueCheck:
             self._checks.renamed |= message.topic != self._topic
             self._log.patch(at + topic_at, topic)
             self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
+
+    def _agrees_on_time(self, message: StoredMessage, code: int) -> bool:
+        """Return whether a delayed message's entry can be kept by the times of its record."""
+        unit = self.queue.ext_unit(code)
+        if unit is None:
+            return can_wait_until(message, code)
+        return unit.store_timestamp_ms == message.store_timestamp_ms and can_wait_until(message, unit.tags_code)
+
+    def _restore_flag(self, place: int, found: int) -> None:
+        """Report and correct the system flag of a record that has an entry, but by its flag none."""
+        expected = found & ~record.TRANSACTION_PREPARED  # with one bit less it is a plain or a committed message
+        what = f"system flag: expected {expected}, found {found}, of a record that has a queue entry"
+        self.damages.append(Damage(self._log.sequence.path_at(place), place, "record", what, 4))
+        if self._repair:
+            self._checks.renamed |= not is_indexed(found)
+            self._log.patch(place + record.SYS_FLAG_AT, expected.to_bytes(4, "big", signed=True))
 
     def _compare(self) -> None:
         if self.entries:
