@@ -1,7 +1,5 @@
 """The commit log: every record of every topic, one after the other, in files of equal length.
 
-::
-
     file   | record | record | ... | blank | (left as it is) |  one record never crosses files
     blank  | remaining length 4 | magic cbd43194 4 |            if the next did not fit
     mark   | number of bytes 4  | magic 756e646f 4 |            while records are written there

@@ -1,7 +1,5 @@
 """The queue of a topic: an entry of 20 bytes for each message, which points to the log.
 
-::
-
     entry  physicalOffset  8   start of the message in the log
            size            4   its length there
            tagsCode        8   hash of its tags; or the address of an extension unit (consumequeueext);

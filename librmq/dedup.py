@@ -1,7 +1,5 @@
 """A guard in front of a listener, which drops messages that were consumed before.
 
-::
-
     none ──claim──▶ CONSUMING ──finish──▶ CONSUMED        found CONSUMED: acknowledged
       ▲                 │                     │           found CONSUMING: delivered again later
       ├────release──────┘                     │           expired, either: as none

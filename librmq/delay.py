@@ -3,7 +3,7 @@
 A message with a delay level is stored twice. `MessageStore.append` puts it into topic ``SCHEDULE_TOPIC_XXXX``, queue
 ``level - 1``, with its own topic and queue in the properties ``REAL_TOPIC`` and ``REAL_QID`` and the time of delivery
 as the entry's tags code. `DelaySchedule` writes it again, to its own topic, at that time. Its progress in the queue of
-each level is in ``delayOffset.json``, by level::
+each level is in ``delayOffset.json``, by level:
 
     level     1, 2, …           the queue offset of the next message to deliver from queue level - 1
 

@@ -1,7 +1,5 @@
 """All errors of librmq, in one tree.
 
-::
-
     RmqError
     ├── ConfigError                   a setting is out of range, or contradicts the files (ValueError)
     ├── MessageIllegalError           a message is refused; nothing was written (ValueError)
@@ -15,7 +13,7 @@
     │   ├── NoRouteError              no broker is known for a topic
     │   ├── BrokerUnreachableError    a broker cannot be reached, or its answer was lost (ConnectionError)
     │   │   ├── RequestNotSentError   the request was not sent whole, so no broker has carried it out
-    │   │   └── LostAnswerError       the owner of a shared store ended before its answer; another one follows
+    │   │   └── LostAnswerError       the owner of a shared store ended before its answer; another follows
     │   ├── SendTimeoutError          the time for all tries of a send is over (TimeoutError)
     │   ├── GroupBehindError          groups have not consumed all in time (TimeoutError)
     │   └── BrokerError               a broker refused a request; its code says why

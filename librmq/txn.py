@@ -1,7 +1,5 @@
 """Transactions: half messages that wait for their end, op messages that record it, and checks of open ones.
 
-::
-
     half    RMQ_SYS_TRANS_HALF_TOPIC/0     message with its topic and queue in REAL_TOPIC, REAL_QID
     final   its own topic and queue        sys flag COMMIT, prepared offset = physical offset of half
     op      RMQ_SYS_TRANS_OP_HALF_TOPIC/0  tag "d", body = queue offset of half, in decimal digits

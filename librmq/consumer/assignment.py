@@ -28,8 +28,6 @@ def _body_size(message: StoredMessage) -> int:
 class ProcessQueue:
     """Messages of a queue between pull and consumption. Call it only under the runner's lock.
 
-    ::
-
         pulled -> waiting (a deque, as pulled) -> begun (a dict, in order of offsets) -> removed
 
     Pulls come in order and messages begin in order, so both parts stay sorted, and returned messages go back to their

@@ -139,8 +139,6 @@ class LocalTransactions:
     which must be longer than a broker keeps half messages (72 hours); `purge` deletes older rows.
     `librmq.idempotence.upgrade_tables` creates ``table``.
 
-    ::
-
         with local.transaction(producer, message, session):     half message, then the row COMMITTED
             session.execute(...)                                commits with the row, or not at all
                                                                 then the end of the half message

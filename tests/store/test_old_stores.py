@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from librmq.broker import Broker, BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.dedup import DedupListener
-from librmq.errors import NotAStoreError
+from librmq.errors import CorruptionError, NotAStoreError
 from librmq.idempotence import SqliteDedupStore
 from librmq.message.message import Message
 from librmq.store import MessageStore
@@ -94,6 +95,32 @@ def test_an_old_store_that_was_killed_recovers(name: str, old: Unpack) -> None:
     (path / "abort").touch()
     (path / "librmq" / "closed.json").unlink(missing_ok=True)
     check_continued(path, name)
+
+
+def of_a_later_version(path: Path, name: str) -> None:
+    """Give one of librmq's own files in the store a version that this librmq does not know."""
+    file = path / "librmq" / f"{name}.json"
+    text = file.read_text("utf-8") if file.exists() else '{"version": 1}'
+    file.write_text(re.sub(r'"version": ?1', '"version": 2', text), "utf-8")
+    file.with_name(f"{name}.json.bak").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", ["closed", "config", "flushed", "receives", "retention"])
+def test_a_file_of_a_later_version_counts_as_missing(name: str, old: Unpack) -> None:
+    path = old("librmq-0.1.0")
+    of_a_later_version(path, name)
+    Broker.open(path, BrokerConfig(hops=True), runner=ManualRunner(ManualClock(LATER_MS))).close()
+    check_continued(path, "librmq-0.1.0")
+
+
+@pytest.mark.parametrize("name", ["cancelled", "replica", "settings"])
+def test_a_file_of_a_later_version_is_refused(name: str, old: Unpack) -> None:
+    path = old("librmq-0.1.0")
+    of_a_later_version(path, name)
+    before = derived(from_disk(path))
+    with pytest.raises(CorruptionError, match=rf"{name}\.json: .*version 2 instead of 1"):
+        Broker.open(path, BrokerConfig(hops=True), runner=ManualRunner(ManualClock(LATER_MS)))
+    assert derived(from_disk(path)) == before
 
 
 @pytest.mark.parametrize("kind", KINDS)
