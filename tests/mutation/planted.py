@@ -156,6 +156,7 @@ def simulate_shares(seconds: float) -> tuple[str, list[str]]:
             try:
                 SharedWorld(f"planted {number}", Path(folder)).run()
             except Exception as error:
+                spent_s = time.monotonic() - begin_s  # noqa: TID251
                 return f"found in run {number} after {spent_s:.0f} s", str(error).splitlines()
         number += 1
     return f"not found in {number} runs of {spent_s:.0f} s", []

@@ -70,11 +70,15 @@ def broken_promises(
         begins[topic, queue_id] = min(offset, begins.get((topic, queue_id), offset))
     return [
         *_missing(events, in_log, begins),
-        *_undelivered(events, taken_by),
-        *_undecided(events),
+        *unfinished(events, taken_by),
         *_delivered_again(events, copies),
         *_out_of_order(events, frozenset(ordered)),
     ]
+
+
+def unfinished(events: Sequence[Event], taken_by: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a sentence for each message that is not yet where a run's end leaves it, as in `broken_promises`."""
+    return [*_undelivered(events, taken_by), *_undecided(events)]
 
 
 def _missing(

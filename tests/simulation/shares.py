@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import traceback
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,25 +26,29 @@ from librmq.broker import BrokerConfig
 from librmq.client.queue_selectors import select_by_hash
 from librmq.clock import SystemClock
 from librmq.files.lock import lock_process
+from librmq.message.properties import PROPERTY_UNIQUE_KEY
+from librmq.scheduling.half_messages import TransactionConfig
 from librmq.testing import check_history
 from librmq.wire.unix_sockets import share_folder
-from tests.simulation.promises import broken_promises, records
+from tests.simulation.promises import broken_promises, records, unfinished
 from tests.soak.worker import Recording
 
 T = TypeVar("T")
 
-TAKEN_BY: Final = {"orders": ("billing",), "parcels": ("shipping_in_order",)}
+TAKEN_BY: Final = {"orders": ("billing",), "parcels": ("shipping_in_order",), "payments": ("ledger",)}
 MEMBERS: Final = 3
 CHANGES: Final = 8
 _CLOCK: Final = SystemClock()
 _EVENT: Final = 200
 """Bytes of an event in a history."""
-_PATIENCE_S: Final = 60
-"""For whatever must happen, also on a busy machine."""
+_LOCKED_S: Final = 30
+"""Until the lock of a killed member expires: as long as a client trusts its own."""
+_PATIENCE_S: Final = 90
+"""For whatever must happen, also on a busy machine; an ordered group begins up to 20 s after it has a lock."""
 
 
 class Member:
-    """A process of the share: its id, and the pipe through which it is asked to leave."""
+    """A process of the share: its id, and the pipe through which it is asked to drain, or to leave."""
 
     def __init__(self, name: str, work: Callable[[int], None]) -> None:
         """Fork, and run ``work`` with the reading end of the pipe in the child."""
@@ -69,6 +74,11 @@ class Member:
         """Send it a signal."""
         with suppress(ProcessLookupError):
             os.kill(self.process, number)
+
+    def drain(self) -> None:
+        """Let it send no more, and consume what is left."""
+        assert self._writing is not None
+        os.write(self._writing, b"d")
 
     def leave(self) -> None:
         """Let it end."""
@@ -99,6 +109,8 @@ class SharedWorld:
         """Whether the first member lets the store keep one record of each message, which later owners keep up."""
         self.waits = self.rng.random() < 0.5
         """Whether each send waits for the disk, so that owners die between a record and its acknowledgement."""
+        self.has_heirs = self.rng.random() < 0.5
+        """Whether the members that remain consume what is left, or a new one that no former owner knew."""
         self.counts: Counter[str] = Counter()
         self._members: list[Member] = []
         self._count = 0
@@ -106,16 +118,16 @@ class SharedWorld:
 
     # ---- a member
 
-    def _start(self, *, is_last: bool = False) -> Member:
+    def _start(self) -> None:
         name = f"p{self._count}"
         self._count += 1
-        member = Member(name, lambda pipe: self._work(name, pipe, is_first=name == "p0", is_last=is_last))
-        self._members.append(member)
-        return member
+        self._members.append(Member(name, lambda pipe: self._work(name, pipe, is_first=name == "p0")))
 
     def _share(self, *, is_first: bool) -> Any:
         """Share the store; the first member names what it promises, and the others name nothing."""
-        config = BrokerConfig(longest_wait_s=_PATIENCE_S)
+        # An owner does not give a half message up, because no member answers until it has registered.
+        checks = TransactionConfig(timeout_s=0.2, interval_s=0.2, check_max=10_000)
+        config = BrokerConfig(longest_wait_s=_PATIENCE_S, lock_expiry_s=_LOCKED_S, transactions=checks)
         if is_first and self.drops_resends:
             config = replace(config, drop_resends_within=600)
         sizes = librmq.StoreConfig.tiny(commitlog_file_size=1 << 20)
@@ -123,29 +135,39 @@ class SharedWorld:
             sizes = replace(sizes, durability="sync")
         return librmq.share(self.store, config, store_config=sizes, timeout=5, wait=_PATIENCE_S, take_over_stopped=0.4)
 
-    def _work(self, name: str, pipe: int, *, is_first: bool, is_last: bool) -> None:
-        """Send and consume until the pipe ends; the last member consumes what is left."""
+    def _work(self, name: str, pipe: int, *, is_first: bool) -> None:
+        """Send and consume until the pipe says that the member drains, or leaves."""
         rng = random.Random(f"{self.seed} {name}")
         with (self.folder / f"{name}.txt").open("w") as log:
             os.dup2(log.fileno(), sys.stderr.fileno())
-        ending = threading.Event()
+        draining, leaving = threading.Event(), threading.Event()
 
-        def wait_for_end() -> None:
-            os.read(pipe, 1)
-            ending.set()
+        def follow_pipe() -> None:
+            if os.read(pipe, 1) == b"d":
+                draining.set()
+                os.read(pipe, 1)
+            leaving.set()
+            draining.set()
 
-        threading.Thread(target=wait_for_end, daemon=True).start()
+        threading.Thread(target=follow_pipe, daemon=True).start()
         shared = self._share(is_first=is_first)
         history = librmq.record_history(shared, self.folder / f"{name}.jsonl", process=name)
         consumers: list[librmq.PushConsumer] = []
-        with shared, history, librmq.Producer(history, "shop", timeout=_PATIENCE_S) as producer:
+        with (
+            shared,
+            history,
+            librmq.Producer(history, "shop", timeout=_PATIENCE_S) as producer,
+            librmq.TransactionProducer(
+                history, "bank", lambda half: _decision(half.message_id), timeout=_PATIENCE_S
+            ) as bank,
+        ):
             for topic, (group,) in TAKEN_BY.items():
                 consumer = librmq.PushConsumer(
                     history, group, orderly=group.endswith("_in_order"), consume_from=librmq.ConsumeFrom.FIRST
                 )
                 consumer.subscribe(topic, lambda message: None)
                 consumers.append(consumer.start())
-            while not is_last and not ending.wait(rng.choice((0, 0.002, 0.01))):
+            while not draining.wait(rng.choice((0, 0.002, 0.01))):
                 draw = rng.random()
                 if draw < 0.4:
                     producer.send("orders", rng.randbytes(rng.choice((10, 300))))
@@ -153,11 +175,15 @@ class SharedWorld:
                     producer.send("orders", b"later", delay=0.2)
                 elif draw < 0.6:
                     producer.send_batch([librmq.Message("orders", b"%d" % number) for number in range(3)])
+                elif draw < 0.7:
+                    decide = _decision_of if rng.random() < 0.5 else _leave_to_check
+                    bank.send_in_transaction(librmq.Message("payments", b"a bill"), execute=decide)
                 else:
                     producer.send("parcels", b"a coat", selector=select_by_hash, arg=str(rng.randrange(8)))
-            if is_last:
-                _CLOCK.wait(threading.Event(), 2)  # until what was sent for later is due
+            if not leaving.is_set():
                 shared.join(timeout=_PATIENCE_S)
+                (self.folder / f"{name}.drained").touch()
+                leaving.wait()
             for consumer in consumers:
                 consumer.shutdown()
 
@@ -256,7 +282,7 @@ class SharedWorld:
     )  # fmt: skip
 
     def run(self, changes: int = CHANGES) -> None:
-        """Let members come and go, then let one consume what is left, and judge the run.
+        """Let members come and go, then let those that remain or a new one consume what is left, and judge the run.
 
         Raises:
             AssertionError: A promise is broken; the folder keeps the store and the histories.
@@ -272,9 +298,11 @@ class SharedWorld:
                 self._wait_for(lambda: self._size() >= more, "members send and consume")  # noqa: B023 (called at once)
                 self.counts[call.__name__] += 1
                 call(self)
-            for member in list(self._members):
-                self._ended(member, 0)
-            self._ended(self._start(is_last=True), 0)
+            if not self.has_heirs:
+                self._end_all()
+                self._start()
+            self._drain()
+            self._end_all()
             self._judge()
         except BaseException as error:
             error.add_note(f"shares of seed {self.seed!r} in {self.folder}")
@@ -284,10 +312,49 @@ class SharedWorld:
                 member.signal(signal.SIGKILL)
                 member.wait()
 
+    def _end_all(self) -> None:
+        for member in list(self._members):
+            self._ended(member, 0)
+
+    def _drain(self) -> None:
+        """Let the members consume what is left, and answer for what is undecided.
+
+        Members that outlive an owner do so only if the next owner knows them. A new one would take their queues, and
+        answer for them.
+        """
+        for member in self._members:
+            member.drain()
+        for member in self._members:
+            done = self.folder / f"{member.name}.drained"
+            self._wait_for(lambda: done.exists() or member.has_ended(), f"{member.name} drains")  # noqa: B023
+            if not done.exists():
+                self._ended(member, 0)
+        begin = _CLOCK.monotonic()
+        while broken := unfinished(self._recorded(), TAKEN_BY):
+            if _CLOCK.monotonic() - begin >= _PATIENCE_S:
+                raise AssertionError(f"not within {_PATIENCE_S} s: {len(broken)} open:\n" + "\n".join(broken[:10]))
+            _pass(0.1)
+
+    def _recorded(self) -> list[dict[str, Any]]:
+        """Return what the members have recorded, and what happened to them.
+
+        A member can die between an end of a transaction and its record, so each half counts as ended as its name says:
+        what is committed must then be delivered, and nothing else may be.
+        """
+        events = [json.loads(line) for line in Recording(str(self.folder)).lines(self._events)]
+        ended = {event["id"] for event in events if event["event"] == "end_transaction" and event["outcome"] == "ok"}
+        halves = [event for event in events if event.get("half") and event["outcome"] != "failed"]
+        for half in halves:
+            if half["id"] not in ended:
+                decision = _decision(half["id"]).name.lower()
+                end = {"event": "end_transaction", "decision": decision, "outcome": "ok"}
+                events.append(end | {name: half[name] for name in ("process", "id", "begin_ms", "end_ms")})
+        return events
+
     def _judge(self) -> None:
         at_ms = _CLOCK.now_ms() + 1
         self._events += [{"event": "drained", "group": group, "at_ms": at_ms} for (group,) in TAKEN_BY.values()]
-        events = [json.loads(line) for line in Recording(str(self.folder)).lines(self._events)]
+        events = self._recorded()
         for event in events:
             self.counts[f"{event['event']} {event.get('outcome', '')}".strip()] += 1
         anomalies = check_history(events)
@@ -299,6 +366,18 @@ class SharedWorld:
             if count > (1 if self.drops_resends else sends[name]):
                 broken.append(f"{name} is stored {count} times, and was sent {sends[name]} times")
         assert not broken, f"{len(broken)} broken promises:\n" + "\n".join(broken[:10])
+
+
+def _decision(name: str) -> librmq.TransactionState:
+    return librmq.TransactionState.ROLLBACK if zlib.crc32(name.encode()) % 4 == 0 else librmq.TransactionState.COMMIT
+
+
+def _decision_of(half: librmq.Message, _: object) -> librmq.TransactionState:
+    return _decision(half.properties[PROPERTY_UNIQUE_KEY])
+
+
+def _leave_to_check(_: librmq.Message, __: object) -> librmq.TransactionState:
+    return librmq.TransactionState.UNKNOWN
 
 
 def _pass(seconds: float) -> None:
