@@ -142,8 +142,7 @@ def same_derived(before: StoredMessage, after: StoredMessage) -> bool:
     if before.physical_offset != after.physical_offset:
         return False
     if has_queue_entry(before.sys_flag) != has_queue_entry(after.sys_flag):
-        # A delayed message keeps its entry if the time by which it could be judged was damaged too.
-        return before.topic == SCHEDULE_TOPIC and before.store_timestamp_ms != after.store_timestamp_ms
+        return False
     if has_queue_entry(before.sys_flag) and (
         (before.topic, before.queue_id, before.queue_offset) != (after.topic, after.queue_id, after.queue_offset)
         # A delayed message may wait for any number of seconds, because no file names the levels of a broker.

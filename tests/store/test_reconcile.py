@@ -285,16 +285,21 @@ def test_keys_are_indexed_under_a_corrected_topic(parts: Parts) -> None:
     parts.settled()
 
 
-@pytest.mark.parametrize("at", [3, 6])
+@pytest.mark.parametrize(("count", "at"), [(7, 0), (7, 3), (7, 6), (1, 0)])
 @pytest.mark.parametrize(("flag", "changed"), [(0, TRANSACTION_PREPARED), (TRANSACTION_COMMIT, TRANSACTION_ROLLBACK)])
-def test_a_record_whose_flag_denies_its_entry(parts: Parts, at: int, flag: int, changed: int) -> None:
-    places = [parts.record(n, sys_flag=flag) for n in range(7)]
+def test_a_record_whose_flag_denies_its_entry(parts: Parts, count: int, at: int, flag: int, changed: int) -> None:
+    half = parts.record(0, sys_flag=TRANSACTION_PREPARED, properties_raw=b"")
+    places = [parts.record(n, sys_flag=flag) for n in range(count)]
     parts.reconcile()
     parts.log.patch(places[at] + SYS_FLAG_AT, changed.to_bytes(4, "big"))
     (damage,) = parts.reconcile(repair=False)[:1]
     assert damage.what == f"system flag: expected {flag}, found {changed}, of a record that has a queue entry"
+    assert damage.offset == places[at]
     parts.reconcile()
     assert parts.entries() == list(enumerate(places))
+    assert {message.physical_offset: message.sys_flag for message in parts.log} == {
+        half: TRANSACTION_PREPARED, **dict.fromkeys(places, flag)
+    }  # fmt: skip
     assert parts.index.query("T", f"k{at}") == [places[at]]
     parts.settled()
 

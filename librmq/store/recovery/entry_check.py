@@ -131,7 +131,7 @@ class EntryCheck:
         def is_acceptable(stored_code: int) -> bool:
             if is_free or stored_code == ENTRY.unpack(expected)[2]:
                 return True
-            return self._delayed and message is not None and can_wait_until(message, stored_code)
+            return self._delayed and message is not None and _can_wait_until(message, stored_code)
 
         if not is_ext_address(code):
             return is_acceptable(code)
@@ -147,7 +147,7 @@ class EntryCheck:
         return is_acceptable(unit.tags_code) and unit.store_timestamp_ms == entry.store_timestamp_ms
 
 
-def can_wait_until(message: StoredMessage, code: int) -> bool:
+def _can_wait_until(message: StoredMessage, code: int) -> bool:
     """Return whether ``code`` can be the delivery time of a delayed message, or what 4.9's recovery puts in its place.
 
     The levels of the broker that wrote the entry can differ from those of the settings, because no file of a broker

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -665,6 +666,7 @@ def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
 
 
 _pack_entry = ENTRY.pack
+_pack_flag = struct.Struct(">i").pack
 _LEAST_APART: Final = 256 if CORE.derive is None else 1
 _MOST_APART: Final = 1 << 16
 _WORTH_BLOCK: Final = 64
@@ -847,6 +849,12 @@ class Reconciliation:
                 yield misaddressed(
                     log, physical_offset, record_format.PHYSICAL_OFFSET_AT, address, physical_offset, repair
                 )
+            if code is None and check.points_at(
+                queue_offset, ExpectedEntry(_pack_entry(physical_offset, size, 0), stored, properties)
+            ):
+                raw, damage = self._dispatched(place, raw)
+                yield damage
+                code, _, _, unique, key = derive(place, item_size, raw)[6:]
             if code is not None:
                 entry = _pack_entry(physical_offset, size, code)
                 if queue_offset == check.expected:  # as nearly always
@@ -868,6 +876,20 @@ class Reconciliation:
                     keys.compare_keys()
         yield from batches
         yield from self._finish(checks, keys)
+
+    def _dispatched(self, place: int, raw: bytes) -> tuple[bytes, Damage]:
+        """Return a prepared or rollback record as its queue's entry proves it to be, and the damage of its flag.
+
+        No broker dispatches such a record to a queue. Of the two types that it dispatches, one bit makes this one.
+        """
+        at, flag = record_format.SYS_FLAG_AT, StoredMessage(raw).sys_flag
+        expected = flag & ~record_format.TRANSACTION_PREPARED
+        field = _pack_flag(expected)
+        if self.repair:
+            self.log.patch(place + at, field)
+        what = f"system flag: expected {expected}, found {flag}, of a record that has a queue entry"
+        damage = Damage(self.log.sequence.path_at(place), place, "record", what, len(field))
+        return raw[:at] + field + raw[at + len(field) :], damage
 
     def _batch(self, place: int, batch: StoredMessage) -> Damage:
         path, number = self.log.sequence.path_at(place), batch.properties[PROPERTY_INNER_NUM]

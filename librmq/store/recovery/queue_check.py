@@ -18,19 +18,10 @@ from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.topics import LIGHT_PREFIX
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.dispatch import BitmapOf, has_queue_entry, is_indexed, topic_hash
+from librmq.store.engine.dispatch import BitmapOf, topic_hash
 from librmq.store.engine.read import first_not_older, offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
-from librmq.store.recovery.entry_check import (
-    EntryCheck,
-    ExpectedEntry,
-    Stray,
-    Strays,
-    can_wait_until,
-    hole,
-    misaddressed,
-    record_at,
-)
+from librmq.store.recovery.entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
 
 _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
@@ -326,19 +317,19 @@ class QueueCheck:
         due = self._next
         possible = _is_possible(claimed)
         if due is None:
-            if self._points_at(self.queue.min_offset, entry):
+            if self.points_at(self.queue.min_offset, entry):
                 due = self.queue.min_offset
             elif (
                 following
                 and _is_possible(following)
                 and not (possible and _is_better_first(claimed, following, place))
-                and not self._points_at(claimed, entry)
+                and not self.points_at(claimed, entry)
             ):
                 due = following - 1
             else:
                 due = claimed if possible else 0
         elif following == due > self.first:  # one of two records with the same place belongs to another queue
-            if claimed == due - 1 and self._points_at(claimed, entry) and self.entries:
+            if claimed == due - 1 and self.points_at(claimed, entry) and self.entries:
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
                 self._checks.strays.remove_stray(claimed, entry.physical_offset)
                 self._add_stray(claimed, ExpectedEntry(replaced, 0, b""))
@@ -346,7 +337,7 @@ class QueueCheck:
                     self._units[claimed] = entry
             return
         elif possible:
-            points = self._points_at(claimed, entry)
+            points = self.points_at(claimed, entry)
             jumps = following == claimed + 1 if following is not None else points
             if jumps and not points and claimed > due and not self._can_be_ahead(claimed, entry):
                 jumps = self._move_lone_first(claimed, entry)
@@ -382,7 +373,8 @@ class QueueCheck:
         self.first, self._next = claimed - 1, claimed
         return True
 
-    def _points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
+    def points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
+        """Return whether the queue's entry at ``queue_offset`` leads to the record of this one."""
         raw = self.queue.read(queue_offset, 1)
         return (
             raw[:12] == entry.packed[:12]
@@ -466,8 +458,6 @@ class QueueCheck:
             if stray is not None:
                 stray.check.release_entry(stray.entry)
         self._reclaim(message)
-        if not has_queue_entry(message.sys_flag) and (not self._delayed or self._agrees_on_time(message, tags_code)):
-            self._restore_flag(place, message.sys_flag)
         if not self._delayed:
             tags_code = message.tags_code
         return ExpectedEntry(ENTRY.pack(place, size, tags_code), message.store_timestamp_ms, message.properties_raw)
@@ -484,22 +474,6 @@ class QueueCheck:
             self._checks.renamed |= message.topic != self._topic
             self._log.patch(at + topic_at, topic)
             self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
-
-    def _agrees_on_time(self, message: StoredMessage, code: int) -> bool:
-        """Return whether a delayed message's entry can be kept by the times of its record."""
-        unit = self.queue.ext_unit(code)
-        if unit is None:
-            return can_wait_until(message, code)
-        return unit.store_timestamp_ms == message.store_timestamp_ms and can_wait_until(message, unit.tags_code)
-
-    def _restore_flag(self, place: int, found: int) -> None:
-        """Report and correct the system flag of a record that has an entry, but by its flag none."""
-        expected = found & ~record.TRANSACTION_PREPARED  # with one bit less it is a plain or a committed message
-        what = f"system flag: expected {expected}, found {found}, of a record that has a queue entry"
-        self.damages.append(Damage(self._log.sequence.path_at(place), place, "record", what, 4))
-        if self._repair:
-            self._checks.renamed |= not is_indexed(found)
-            self._log.patch(place + record.SYS_FLAG_AT, expected.to_bytes(4, "big", signed=True))
 
     def _compare(self) -> None:
         if self.entries:
