@@ -641,6 +641,8 @@ class CommitLog(Closing, LogState):
                 return
             if size:
                 following = place + size
+                if 0 < self.file_size - following < _BLANK_SIZE:
+                    return  # `walk` takes it for damage
                 raw = buffer[place:following]
                 if not any(buffer[following : following + _BLANK_SIZE]) and not frames.is_whole(raw, at):
                     return

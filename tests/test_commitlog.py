@@ -423,6 +423,11 @@ def test_a_record_that_leaves_no_room_for_a_blank_is_damage(rest: int) -> None:
     files.make_folder(FOLDER)
     files.write(f"{FOLDER}/{0:020d}", first + last + bytes(rest))
     log = opened(files)
+    log.end = 0
+    assert [at for at, _, _ in log.follow(len(first))] == [0]
+    log.end = len(first)
+    assert list(log.follow()) == []
+    log = opened(files)
     assert log.end == len(first)
     assert log.found_end.last_record == 0
     assert log.found_end.damage is not None
