@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from librmq.clock import ManualClock
+from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_SIZE
 from librmq.errors import CorruptionError
@@ -231,6 +232,30 @@ def test_the_queues_show_that_the_log_continued() -> None:
     with pytest.raises(CorruptionError, match="a stretch of zeros, and sound records") as told:
         opened(files)
     assert told.value.offset == begin
+
+
+@pytest.mark.parametrize("at", [3, 4], ids=["size", "magic"])
+def test_a_covered_file_whose_first_record_rotted_is_cut_only_on_demand(at: int) -> None:
+    """Recovery begins at the file before it, and so meets the rot with a sound record before it."""
+    found = filled(SMALL, 120, clean=False)
+    with opened(in_memory(found), read_only=True) as store:
+        covered_ms = store.checkpoint.min_timestamp_ms
+        begin = store.log.file_before(covered_ms)
+    path = f"commitlog/{begin:020d}"
+    data = found[path]
+    assert data is not None
+    found[path] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    files = in_memory(found)
+    log = CommitLog.open(f"{ROOT}/commitlog", 4096, files=files, writable=False)
+    assert log.file_before(covered_ms) == begin - 4096
+    with pytest.raises(CorruptionError, match="which no crash leaves") as told:
+        opened(files)
+    assert told.value.offset == begin
+    assert contents(files)[path] == found[path]
+    with opened(files, thorough=True) as store:
+        assert store.log.end == begin
+        served(store)
+    assert verify(ROOT, SMALL, files).sound
 
 
 def test_later_files_show_that_the_log_continued() -> None:
