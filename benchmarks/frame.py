@@ -62,6 +62,8 @@ class Bench:
     """A folder on the measured file system."""
     scale: float = 1.0
     """Share of the full number of messages."""
+    warm_up: int = 1
+    """Number of rounds that are dropped."""
 
     def count(self, full: int) -> int:
         """Return ``full`` at this scale, at least one."""
@@ -211,13 +213,13 @@ def interleave(cases: Sequence[Case], context: Any, bench: Bench) -> Figures:
     """Return the figures of each run, a figure for each round."""
     runs = list(dict.fromkeys(_key(case, run) for case in cases for run in (case.run, case.peer) if run is not None))
     figures: Figures = {key: [] for key in runs}
-    for number in range(bench.rounds + 1):
+    for number in range(bench.warm_up + bench.rounds):
         shift = number % len(runs)
         for run, cpu in runs[shift:] + runs[:shift]:
             with bench.folder() as folder:
                 gc.collect()
                 figure = _timed(run(context, folder), time.process_time if cpu else time.perf_counter)
-            if number:
+            if number >= bench.warm_up:
                 figures[run, cpu].append(figure)
     return figures
 
