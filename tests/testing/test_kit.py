@@ -457,8 +457,7 @@ def test_a_dead_coroutine_keeps_no_lock_of_asyncio(
             assert Counter(one.outcome for one in rmq.delivered("billing")) == {"died": 3, "returned": 3}
             assert set(begun.values()) == {1 if is_early else 2}
 
-    with asyncio.Runner(loop_factory=_FastLoop) as runner:
-        runner.run(test())
+    asyncio.run(test())
 
 
 def test_a_dead_coroutine_passes_on_the_lock_that_it_was_just_given() -> None:
@@ -469,7 +468,7 @@ def test_a_dead_coroutine_passes_on_the_lock_that_it_was_just_given() -> None:
             @rmq.consumer("billing").subscribe("orders")
             async def charge(message: DeliveredMessage) -> None:
                 async with lock:
-                    await asyncio.sleep(1)  # meanwhile all others wait
+                    await asyncio.sleep(0.001)  # meanwhile all others wait
                 if not crashes:
                     crashes.append(None)
                     rmq.crash(rmq.processes[1])
@@ -485,8 +484,7 @@ def test_a_dead_coroutine_passes_on_the_lock_that_it_was_just_given() -> None:
             assert [one.outcome for one in rmq.delivered("billing")] == ["died", "died", "returned", "returned"]
             assert [one.outcome for one in rmq.delivered("shipping")] == ["returned", "returned"]
 
-    with asyncio.Runner(loop_factory=_FastLoop) as runner:
-        runner.run(test())
+    asyncio.run(test())
 
 
 def test_coroutines_that_never_began_leave_no_warning(recwarn: pytest.WarningsRecorder) -> None:
