@@ -36,6 +36,7 @@ from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult, ListenerCall, MessageModel
+from librmq.runtime.locks import Event
 from librmq.runtime.runner import Step, Work
 
 
@@ -70,7 +71,7 @@ class Delivery:
         """Begin nothing new; return an event that is set when all listeners have ended, None if none runs."""
         if not self.running:
             return None
-        self._ended = threading.Event()
+        self._ended = Event()
         return self._ended
 
     def cancel_listeners(self) -> int:

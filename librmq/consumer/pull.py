@@ -6,7 +6,6 @@ They pull nothing ahead: a poll asks the queues in turn, and waits at the broker
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -34,13 +33,13 @@ from librmq.protocol import (
     Route,
     Subscription,
 )
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Event, Lock
 
 LOCK_PAUSE_S: Final = 0.0001
 """Seconds between two rounds of a poll, during which other threads can take the lock."""
 
 
-class _Arrival(threading.Event):
+class _Arrival(Event):
     """Event that wakes a poll in a thread or in an event loop."""
 
     def __init__(self) -> None:

@@ -7,7 +7,6 @@ from all queues.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -60,6 +59,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.runtime.event_log import EventLog, StateLog
+from librmq.runtime.locks import Event
 from librmq.runtime.runner import Runner
 
 R = TypeVar("R")
@@ -279,7 +279,7 @@ class SimpleConsumer(Startable):
             ClientStateError: The consumer is not running, or has no subscription.
         """
         invisible_ms, seconds = self._check_receive("receive", invisible, wait)
-        clock, arrived = self.runner.clock, threading.Event()
+        clock, arrived = self.runner.clock, Event()
         deadline = clock.monotonic() + seconds
         with self._waiting(arrived.set) as waits:
             while True:

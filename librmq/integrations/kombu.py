@@ -38,6 +38,7 @@ from librmq.integrations.kombu_broker import (
     brokers,
     topic_of,
 )
+from librmq.runtime.locks import Event
 
 _clock: Final = SystemClock()
 _Arrived = tuple[str, Delivery]
@@ -395,8 +396,7 @@ class Transport(virtual.Transport):
         self._pid = os.getpid()
         self._requeued_s = -_LONGEST_WAIT_S
         self._pump: _Pump | None = None
-        self.room = threading.Event()
-        """Set when a message is acknowledged."""
+        self._room = Event()  # set when a message is acknowledged
 
     def driver_version(self) -> str:
         """Return the version of librmq."""
@@ -448,17 +448,21 @@ class Transport(virtual.Transport):
         with nullcontext() if self._pump is None else self._pump.paused():
             if self._receiver is None:
                 return
-            for pair in [pair for pair in self._arrived if pair[0] == queue]:
-                self._arrived.remove(pair)
-                with suppress(librmq.RmqError):
-                    self._receiver.requeue(pair[1])
+            self._give_back(queue)
             self._receiver.leave(topic_of(queue))
+
+    def _give_back(self, *queues: str) -> None:
+        """Deliver what has arrived from these queues again, because nothing here takes it."""
+        for pair in [pair for pair in self._arrived if pair[0] in queues]:
+            self._arrived.remove(pair)
+            with suppress(librmq.RmqError):
+                self.receiver.requeue(pair[1])
 
     def drain_events(self, connection: Any, timeout: float | None = None) -> None:
         """Deliver the messages of one receive; raise `socket.timeout` if none arrives in time."""
         deadline = None if timeout is None else _clock.monotonic() + timeout
         while not self._arrived:
-            self.room.clear()
+            self._room.clear()
             left = _LONGEST_WAIT_S if deadline is None else min(deadline - _clock.monotonic(), _LONGEST_WAIT_S)
             wanted = self._wanted()
             if wanted.queues:
@@ -469,7 +473,7 @@ class Transport(virtual.Transport):
             if left <= 0:
                 raise TimeoutError
             if wanted.is_full:
-                _clock.wait(self.room, min(left, _FULL_WAIT_S))
+                _clock.wait(self._room, min(left, _FULL_WAIT_S))
         self._deliver_arrived()
 
     def _wanted(self) -> _Wanted:
@@ -480,8 +484,11 @@ class Transport(virtual.Transport):
         return _Wanted(queues, max_messages, len(ready) < len(consuming) or not consuming)
 
     def _deliver_arrived(self) -> None:
-        while self._arrived:
-            queue, delivery = self._arrived.popleft()
+        while True:
+            try:
+                queue, delivery = self._arrived.popleft()
+            except IndexError:  # the last one, or a signal handler has cancelled the consumer
+                return
             channel = next((channel for channel in self.channels if queue in channel.queues), None)
             if channel is None:
                 self.receiver.requeue(delivery)
@@ -510,7 +517,7 @@ class Transport(virtual.Transport):
 
     def signal_room(self) -> None:
         """Let callers that wait for room look again. Thread-safe."""
-        self.room.set()
+        self._room.set()
         if self._pump is not None:
             self._pump.write_signal()
 
@@ -519,6 +526,7 @@ class Transport(virtual.Transport):
         pump, self._pump = self._pump, None
         if pump is not None and self._pid == os.getpid():
             pump.close()
+            self._give_back(*(queue for queue, _ in self._arrived))
         super().close_connection(connection)
         receiver, broker = self._receiver, self._broker
         self._receiver = self._broker = None

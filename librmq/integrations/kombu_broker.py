@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,7 +27,7 @@ import librmq
 from librmq.clock import SystemClock
 from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Event, Lock, critical
 from librmq.wire.remote.remote_route import RemoteRoute
 from librmq.wire.share import SharedBroker
 
@@ -324,7 +323,7 @@ class _ClusterReceiver:
         self._ready: defaultdict[str, deque[Delivery]] = defaultdict(deque)
         self._flights: defaultdict[librmq.MessageQueue, dict[int, bool]] = defaultdict(dict)  # offset: is done
         self._left: set[str] = set()
-        self._stopped = threading.Event()
+        self._stopped = Event()
 
     def receive(self, topics: frozenset[str], most: int, wait: float) -> list[Delivery]:
         deadline = _clock.monotonic() + wait
@@ -354,7 +353,7 @@ class _ClusterReceiver:
         if self._ready[topic]:
             return
         for message in self._consumers[topic].poll(0):
-            with self._lock:
+            with critical, self._lock:
                 is_new = message.queue_offset not in self._flights[message.queue]
                 self._flights[message.queue].setdefault(message.queue_offset, False)
             if is_new:
@@ -363,7 +362,7 @@ class _ClusterReceiver:
     def acknowledge(self, *deliveries: Delivery) -> None:
         for delivery in deliveries:
             queue, offset = delivery.message.queue, delivery.message.queue_offset
-            with self._lock:
+            with critical, self._lock:
                 flights = self._flights[queue]
                 flights[offset] = True
                 end = 0
@@ -392,7 +391,7 @@ class _ClusterReceiver:
 
     def _end_left(self, topic: str) -> None:
         """Leave the group of a topic once its messages are acknowledged, for which its consumer must run."""
-        with self._lock:
+        with critical, self._lock:
             undone = sum(
                 not is_done for queue, row in self._flights.items() if queue.topic == topic for is_done in row.values()
             )

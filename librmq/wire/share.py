@@ -68,7 +68,7 @@ from librmq.protocol import (
 from librmq.protocol.endpoint import Watchers
 from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.locks import Inherited, Lock
+from librmq.runtime.locks import Event, Inherited, Lock
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
@@ -159,8 +159,8 @@ class SharedBroker(AdministeredRoute):
         self._name = settings.name
         self._lock = Lock()
         self.link: StoreOwner | StorePeer | None = None
-        self._settled = threading.Event()
-        self._closing = threading.Event()
+        self._settled = Event()
+        self._closing = Event()
         self._watchers = Watchers()
         self._thread: threading.Thread | None = None
         self._beats: dict[str, Heartbeat] = {}  # heartbeats of clients that wait for an owner
@@ -591,7 +591,7 @@ class SharedBroker(AdministeredRoute):
         link = self.link
         # The copied lock may be held by a thread of the parent, which does not exist in the child.
         self._lock = Lock()
-        self._settled, self._thread, self.link = threading.Event(), None, None
+        self._settled, self._thread, self.link = Event(), None, None
         self._watchers, self._beats = Watchers(), {}
         self._absent = SharedEndpoint(self._call_next)
         if isinstance(link, StoreOwner):

@@ -33,6 +33,7 @@ from librmq.protocol import (
 )
 from librmq.protocol.endpoint import SendsLater
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Event
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote.connection import RequestNotSentError, dial_locally
 from librmq.wire.remote.remote_route import Notices, RemoteRoute
@@ -145,7 +146,7 @@ class StorePeer:
         self._lock_path = os.path.join(share_folder(path), "lock")
         self._take_over_stopped_s = take_over_stopped_s
         self._stopped_since_s: float | None = None
-        self.has_ended = threading.Event()
+        self.has_ended = Event()
         self.is_silent = False
         """Whether a request had no answer, and the owner was not seen to run since."""
         self._link: tuple[Endpoint, SharedEndpoint] | None = None
@@ -286,7 +287,7 @@ class StorePeer:
         if self._take_over_stopped_s is None:
             yield
             return
-        has_answered = threading.Event()
+        has_answered = Event()
 
         def watch() -> None:
             while not SystemClock().wait(has_answered, _STOPPED_S):

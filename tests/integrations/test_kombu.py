@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import select
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,7 +30,7 @@ import librmq
 import librmq.integrations.kombu
 from librmq.integrations.kombu_broker import FolderBindings, topic_of
 from librmq.wire.remoting import RemotingServer
-from tests.programs import run_program
+from tests.programs import Fork, run_program
 
 Connect = Callable[..., Any]
 
@@ -201,6 +205,82 @@ def test_a_receive_that_waits_ends_with_its_consumer_and_its_connection(
             for callback, arguments in list(hub.readers.values()):
                 callback(*arguments)
     assert bodies == ["message"]
+
+
+class Interrupted:
+    """A consumer with a connection of its own, which a signal ends as Celery's cold shutdown does."""
+
+    def __init__(self, url: str, queue: Any, at_line: int) -> None:
+        self.connection, self.hub, self.at_line, self.lines = kombu.Connection(url), Hub(), at_line, 0
+        self.taken: list[Any] = []
+        self.consumer = kombu.Consumer(self.connection, [queue], on_message=self.taken.append, prefetch_count=2)
+        send(self.connection, queue, "first", "second", "third")
+        self.consumer.consume()
+        signal.signal(signal.SIGUSR1, self.end)
+
+    def end(self, *_: object) -> None:
+        self.consumer.cancel()
+        for message in self.taken:
+            if not message.acknowledged:
+                message.reject(requeue=True)
+
+    def trace(self, frame: FrameType, event: str, _: object) -> Any:
+        """Raise the signal at a line of the transport, or of a lock."""
+        if not Path(frame.f_code.co_filename).stem.startswith(("kombu", "threading")):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at_line:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGUSR1)
+        return self.trace
+
+    def run(self, work: str) -> None:
+        if work != "drain":
+            self.connection.register_with_event_loop(self.hub)
+            self.hub.call_repeatedly(0.01, lambda: None)
+        loop = self.hub.create_loop()
+        while len(self.taken) < 2:
+            self.connection.drain_events(timeout=20) if work == "drain" else next(loop)
+        if work != "acknowledge":
+            self.taken[0].ack()
+        sys.settrace(self.trace)
+        with suppress(TimeoutError):
+            if work == "acknowledge":
+                self.taken[0].ack()
+            elif work == "drain":
+                self.connection.drain_events(timeout=1)
+                self.connection.drain_events(timeout=0.01)  # waits for an acknowledgement
+            else:
+                for _ in range(3):
+                    next(loop)
+        sys.settrace(None)
+        self.connection.release()
+
+
+def interrupt_each_line(folder: str, work: str) -> None:
+    queue, at_line = kombu.Queue("tasks", exchange=kombu.Exchange("work"), routing_key="tasks"), 0
+    with librmq.share(f"{folder}/store"), kombu.Connection(f"librmq://{folder}/store") as connection:
+        while True:
+            faulthandler.dump_traceback_later(60, exit=True)
+            interrupted = Interrupted(f"librmq://{folder}/store", queue, at_line := at_line + 1)
+            interrupted.run(work)
+            left = {"second", "third"}
+            while left:
+                left -= set(drain(connection, queue, 1))
+            connection.default_channel.queue_purge("tasks")
+            if interrupted.lines < at_line:
+                print("lines", at_line, flush=True)
+                return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["acknowledge", "hub", "drain"])
+def test_a_signal_handler_ends_the_consumer_at_any_line(tmp_path: Path, work: str) -> None:
+    with Fork(interrupt_each_line, str(tmp_path), work) as child:
+        words = child.stdout.readline().split()
+    assert words[:1] == ["lines"]
+    assert int(words[1]) > 10
 
 
 def test_size_purge_and_delete(connect: Connect) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
-from librmq.runtime.locks import Lock, RLock
+from librmq.runtime.locks import Event, Lock, RLock
 from tests.programs import run_program
 
 Made: TypeAlias = "Lock | RLock"
@@ -153,3 +154,57 @@ def test_a_condition_knows_who_holds_a_reentrant_lock() -> None:
         condition.notify(0)
     with pytest.raises(RuntimeError, match="un-acquired"):
         condition.notify(0)
+
+
+def test_all_threads_pass_a_set_event_and_none_a_cleared_one() -> None:
+    event, passed = Event(), list[bool]()
+    threads = [threading.Thread(target=lambda: passed.append(event.wait(60))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    event.set()
+    for thread in threads:
+        thread.join()
+    assert passed == [True] * 5
+    assert event.is_set()
+    assert event.wait()
+    event.set()
+    event.clear()
+    assert not event.is_set()
+    assert not event.wait(0)
+    assert not event.wait(0.001)
+
+
+@pytest.mark.parametrize("work", [Event.set, Event.clear, lambda event: event.wait(0.001)])
+@pytest.mark.parametrize("handler", [Event.set, Event.clear, lambda event: event.wait(0.001)])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_an_event_serves_a_handler_and_other_threads_at_any_line(
+    work: Callable[[Event], object], handler: Callable[[Event], object], is_set: bool
+) -> None:
+    lines, at_line = 0, 0
+
+    def trace(frame: FrameType, kind: str, _: object) -> Any:
+        nonlocal lines
+        if kind == "line":
+            lines += 1
+            if lines == at_line:
+                sys.settrace(None)
+                other = threading.Thread(target=handler, args=(event,))
+                other.start()
+                other.join()
+                handler(event)
+        return trace
+
+    while lines >= at_line:
+        event, lines, at_line = Event(), 0, at_line + 1
+        if is_set:
+            event.set()
+        before = sys.gettrace()
+        sys.settrace(trace)
+        work(event)
+        sys.settrace(before)
+        assert event.wait(0) == event.is_set()
+        event.clear()
+        assert not event.wait(0)
+        event.set()
+        assert event.wait(60)
+    assert at_line > 2

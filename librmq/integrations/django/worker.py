@@ -20,7 +20,7 @@ from librmq.errors import ReceiptError, RmqError
 from librmq.integrations.django.backend import LibrmqBackend, task_of
 from librmq.integrations.django.tasks import TaskContext, normalize_json, task_finished, task_started
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Event, Lock
 
 _log = EventLog("librmq.django")
 
@@ -57,8 +57,8 @@ class Worker:
         """Is among the ``worker_ids`` of each result."""
         self._backend = backend
         self._burst = burst
-        self._stopping = threading.Event()
-        self._ended = threading.Event()
+        self._stopping = Event()
+        self._ended = Event()
         self._threads = [
             threading.Thread(target=self._run_thread, name=f"librmq-tasks-{number}", daemon=True)
             for number in range(threads)

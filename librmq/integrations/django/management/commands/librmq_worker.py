@@ -25,6 +25,7 @@ from librmq.clock import SystemClock
 from librmq.integrations.django.backend import LibrmqBackend
 from librmq.integrations.django.tasks import task_backends
 from librmq.integrations.django.worker import Worker
+from librmq.runtime.locks import Event
 
 _AGAIN_S = 1.0
 """Between the end of a process that failed and the next one."""
@@ -135,7 +136,7 @@ class _Crew:
         self._arguments = (backend.alias, queues, threads, burst)
         self._number = processes
         self._processes: list[BaseProcess] = []
-        self._stopping = threading.Event()
+        self._stopping = Event()
 
     def run(self) -> None:
         """Run the processes until `stop`."""
