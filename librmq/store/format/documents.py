@@ -81,6 +81,10 @@ Kinds = Mapping[str, tuple[type, ...]]
 """The fields of a document with the types of their values; without `NoneType` among them, a field can't be absent."""
 
 
+class _LaterVersionError(CorruptionError):
+    """A later version of librmq wrote a document, which must not be replaced by what this one knows."""
+
+
 def read_document(path: str, files: Files, kinds: Kinds, *, max_size: int = 1 << 20) -> dict[str, Any] | None:
     """Return the fields in the file ``path`` that ``kinds`` names, None if it is missing or empty.
 
@@ -94,6 +98,11 @@ def read_document(path: str, files: Files, kinds: Kinds, *, max_size: int = 1 <<
         return None
     try:
         document = json.loads(data)
+        if type(document["version"]) is int and document["version"] > _VERSION:
+            later = (
+                f"written by a later librmq: expected version {_VERSION}, found {document['version']}; update librmq"
+            )
+            raise _LaterVersionError(path, 0, "config", later)
         if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']!r:.80} instead of {_VERSION}")
         for name, types in kinds.items():
@@ -130,10 +139,16 @@ _LIMITS: Final = ("max_total_size", "file_reserved_hours")
 
 
 def read_kept_config(path: str, files: Files) -> dict[str, Any]:
-    """Return the settings that the store in ``path`` keeps, none if the file is missing or unreadable."""
+    """Return the settings that the store in ``path`` keeps, none if the file is missing or unreadable.
+
+    Raises:
+        CorruptionError: A later version of librmq keeps them, for which sizes and delay levels may differ.
+    """
     try:
         settings = read_document(os.path.join(path, CONFIG_FILE), files, _KEPT) or {}
         StoreConfig(**{"commitlog_file_size": _SMALLEST_LOG_FILE, **settings})
+    except _LaterVersionError:
+        raise
     except (ConfigError, CorruptionError):
         return {}
     return settings
