@@ -7,7 +7,6 @@ timeout. A try can store the message although its answer is lost, so a message c
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Final, Self, TypeVar, Unpack
@@ -59,6 +58,7 @@ from librmq.protocol import (
 )
 from librmq.protocol.client_requests import SentMessage, cancel_request
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Event
 
 R = TypeVar("R")
 _log = EventLog("librmq.producer")
@@ -542,7 +542,7 @@ def send_request(
     message.properties[PROPERTY_CORRELATION_ID] = correlation_id
     message.properties[PROPERTY_REPLY_TO_CLIENT] = client.client_id
     message.properties[PROPERTY_TTL] = str(round(1000 * timeout_s))
-    arrived, replies = threading.Event(), list[ReplyArrived]()
+    arrived, replies = Event(), list[ReplyArrived]()
 
     def waiting(reply: ReplyArrived) -> None:
         replies.append(reply)

@@ -452,9 +452,12 @@ class Transport(virtual.Transport):
             self._receiver.leave(topic_of(queue))
 
     def _give_back(self, *queues: str) -> None:
-        """Deliver what has arrived from these queues again, because nothing here takes it."""
+        """Return undelivered messages of these queues to the broker."""
         for pair in [pair for pair in self._arrived if pair[0] in queues]:
-            self._arrived.remove(pair)
+            try:
+                self._arrived.remove(pair)
+            except ValueError:  # a signal handler has given it back
+                continue
             with suppress(librmq.RmqError):
                 self.receiver.requeue(pair[1])
 
@@ -487,7 +490,7 @@ class Transport(virtual.Transport):
         while True:
             try:
                 queue, delivery = self._arrived.popleft()
-            except IndexError:  # the last one, or a signal handler has cancelled the consumer
+            except IndexError:  # nothing is left, perhaps because a signal handler has cancelled the consumer
                 return
             channel = next((channel for channel in self.channels if queue in channel.queues), None)
             if channel is None:
@@ -524,8 +527,9 @@ class Transport(virtual.Transport):
     def close_connection(self, connection: Any) -> None:
         """Give back what is in flight, and close the broker if no other connection of the process uses it."""
         pump, self._pump = self._pump, None
-        if pump is not None and self._pid == os.getpid():
-            pump.close()
+        if self._pid == os.getpid():
+            if pump is not None:
+                pump.close()
             self._give_back(*(queue for queue, _ in self._arrived))
         super().close_connection(connection)
         receiver, broker = self._receiver, self._broker

@@ -361,21 +361,24 @@ class _ClusterReceiver:
 
     def acknowledge(self, *deliveries: Delivery) -> None:
         for delivery in deliveries:
-            queue, offset = delivery.message.queue, delivery.message.queue_offset
-            with critical, self._lock:
-                flights = self._flights[queue]
-                flights[offset] = True
-                end = 0
-                for first in sorted(flights):
-                    if not flights[first]:
-                        break
-                    del flights[first]
-                    end = first + 1
-            consumer = self._consumers.get(queue.topic)
-            if end and consumer is not None and queue in consumer.assignment:
-                with suppress(librmq.RmqError):  # another instance has the queue since then, and its messages again
-                    consumer.commit({queue: end})
-            self._end_left(queue.topic)
+            with critical:  # a signal handler's commit is behind this one
+                self._acknowledge(delivery.message.queue, delivery.message.queue_offset)
+
+    def _acknowledge(self, queue: librmq.MessageQueue, offset: int) -> None:
+        with self._lock:
+            flights = self._flights[queue]
+            flights[offset] = True
+            end = 0
+            for first in sorted(flights):
+                if not flights[first]:
+                    break
+                del flights[first]
+                end = first + 1
+        consumer = self._consumers.get(queue.topic)
+        if end and consumer is not None and queue in consumer.assignment:
+            with suppress(librmq.RmqError):  # another instance has the queue since then, and its messages again
+                consumer.commit({queue: end})
+        self._end_left(queue.topic)
 
     def requeue(self, delivery: Delivery) -> None:
         properties = {name: value for name, value in delivery.message.properties.items() if name == _EXPIRES}

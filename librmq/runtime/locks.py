@@ -3,7 +3,8 @@
 Handlers run in the main thread, between two instructions. Up to Python 3.13 none runs between taking a lock of
 `threading` and entering the ``with`` block that releases it. From 3.14 on one can (python/cpython#148874), and the lock
 remains taken forever. So there these locks are taken by a step of an iterator, because no handler runs right after one.
-A handler that shuts something down needs the locks of the code that it has interrupted: `critical` or `Event`.
+A handler may need the locks of the code that it has interrupted, to shut something down. Such code uses `critical` or
+`Event`.
 
 A forked child has none of its parent's threads: `call_in_child` and `Inherited` correct what it has of their locks.
 """
@@ -24,10 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from weakref import WeakSet
 
-from librmq.clock import SystemClock
-
 T = TypeVar("T")
-_clock: Final = SystemClock()
 
 if TYPE_CHECKING or sys.version_info < (3, 14):
     from threading import Lock as Lock  # noqa: TID251
@@ -68,47 +66,38 @@ else:
 
 
 class Event(threading.Event):
-    """An event in whose methods no lock is held between two instructions, where a signal handler can come.
+    """An event that a signal handler can use while it interrupts a method of the same event.
 
-    The handler, or another thread that it waits for, may need the event: a consumer is shut down in one, for example.
+    Each thread that waits has a gate of its own, and no lock is held where another method, or thread, could need it.
     """
 
     def __init__(self) -> None:
-        self._is_set = False
-        self._gate = Lock()  # locked while the event is not set, and for a moment by each thread that passes
-        self._gate.acquire()
-
-    def is_set(self) -> bool:
-        """Return whether it is set."""
-        return self._is_set
+        self._flag = False  # named as in `threading`, whose `is_set` reads it
+        self._gates: dict[Lock, None] = {}
 
     def set(self) -> None:
         """Let all threads pass."""
-        self._is_set = True
-        self._open()
-
-    def _open(self) -> None:
-        with suppress(RuntimeError):  # it is open
-            self._gate.release()
+        self._flag = True
+        for gate in list(self._gates):
+            with suppress(RuntimeError):  # it is open
+                gate.release()
 
     def clear(self) -> None:
         """Let threads wait again."""
-        self._is_set = False
-        self._gate.acquire(blocking=False)
+        self._flag = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set or the seconds have passed; return whether it is set."""
-        deadline = None if timeout is None else _clock.monotonic() + timeout
-        while not self._is_set:
-            left = -1 if deadline is None else deadline - _clock.monotonic()
-            if deadline is not None and left <= 0:
-                return False
-            try:
-                self._gate.acquire(timeout=min(left, threading.TIMEOUT_MAX))
-            finally:
-                if self._is_set:
-                    self._open()  # for the next thread
-        return True
+        """Wait until it is set or the seconds have passed; return whether it is or was set."""
+        if self._flag:
+            return True
+        gate = threading.Lock()  # noqa: TID251 (never in a `with` block; gevent's where it has replaced it)
+        gate.acquire()
+        try:
+            self._gates[gate] = None
+            seconds = -1 if timeout is None else max(0, min(timeout, threading.TIMEOUT_MAX))
+            return self.is_set() or gate.acquire(timeout=seconds) or self.is_set()
+        finally:
+            self._gates.pop(gate, None)
 
 
 def if_free(lock: Lock) -> Iterator[bool]:

@@ -242,7 +242,7 @@ class Interrupted:
         loop = self.hub.create_loop()
         while len(self.taken) < 2:
             self.connection.drain_events(timeout=20) if work == "drain" else next(loop)
-        if work != "acknowledge":
+        if work in ("hub", "drain"):
             self.taken[0].ack()
         sys.settrace(self.trace)
         with suppress(TimeoutError):
@@ -251,9 +251,11 @@ class Interrupted:
             elif work == "drain":
                 self.connection.drain_events(timeout=1)
                 self.connection.drain_events(timeout=0.01)  # waits for an acknowledgement
-            else:
+            elif work == "hub":
                 for _ in range(3):
                     next(loop)
+            else:
+                self.connection.release()
         sys.settrace(None)
         self.connection.release()
 
@@ -275,7 +277,7 @@ def interrupt_each_line(folder: str, work: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", ["acknowledge", "hub", "drain"])
+@pytest.mark.parametrize("work", ["acknowledge", "hub", "drain", "release"])
 def test_a_signal_handler_ends_the_consumer_at_any_line(tmp_path: Path, work: str) -> None:
     with Fork(interrupt_each_line, str(tmp_path), work) as child:
         words = child.stdout.readline().split()

@@ -166,6 +166,7 @@ def test_all_threads_pass_a_set_event_and_none_a_cleared_one() -> None:
         thread.join()
     assert passed == [True] * 5
     assert event.is_set()
+    assert repr(event).endswith("set>")
     assert event.wait()
     event.set()
     event.clear()
@@ -207,4 +208,25 @@ def test_an_event_serves_a_handler_and_other_threads_at_any_line(
         assert not event.wait(0)
         event.set()
         assert event.wait(60)
-    assert at_line > 2
+    assert at_line > 1
+
+
+def test_a_waiting_thread_passes_an_event_that_is_set_at_any_line_of_a_clear_or_cleared_at_once() -> None:
+    event, passed = Event(), list[bool]()
+    thread = threading.Thread(target=lambda: passed.append(event.wait(60)))
+    thread.start()
+    while not event._gates:
+        pass
+
+    def set_in_between(frame: FrameType, kind: str, _: object) -> Any:
+        if kind == "line":
+            event.set()
+        return set_in_between
+
+    before = sys.gettrace()
+    sys.settrace(set_in_between)
+    event.clear()
+    sys.settrace(before)
+    event.clear()
+    thread.join()
+    assert passed == [True]

@@ -177,10 +177,12 @@ def _left_to_callers(server: FakeServer) -> Connection:
     """Return a connection whose callers read their answers themselves, as after a request without others."""
     opened = dial_by_tcp(None, None, 30, lambda host: (host,))(server.address, lambda *_: None, lambda _: None)
     assert isinstance(opened, Connection)
-    opened.request(Frame(999), 30)
-    while not opened._is_left or opened._reading.locked():
-        threading.Event().wait(0.0001)
-    return opened
+    while True:  # its thread reads again after a while without callers
+        opened.request(Frame(999), 30)
+        for _ in range(100):
+            if opened._is_left and not opened._reading.locked():
+                return opened
+            threading.Event().wait(0.0001)
 
 
 class Keeping:

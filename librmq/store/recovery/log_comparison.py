@@ -852,7 +852,7 @@ class Reconciliation:
             if code is None and check.points_at(
                 queue_offset, ExpectedEntry(_pack_entry(physical_offset, size, 0), stored, properties)
             ):
-                raw, damage = self._dispatched(place, raw)
+                raw, damage = self._correct_flag(place, raw)
                 yield damage
                 code, _, _, unique, key = derive(place, item_size, raw)[6:]
             if code is not None:
@@ -877,10 +877,11 @@ class Reconciliation:
         yield from batches
         yield from self._finish(checks, keys)
 
-    def _dispatched(self, place: int, raw: bytes) -> tuple[bytes, Damage]:
+    def _correct_flag(self, place: int, raw: bytes) -> tuple[bytes, Damage]:
         """Return a prepared or rollback record as its queue's entry proves it to be, and the damage of its flag.
 
-        No broker dispatches such a record to a queue. Of the two types that it dispatches, one bit makes this one.
+        No broker dispatches such a record. One flipped bit turns a dispatched type into one of these two, so clearing
+        it restores the flag.
         """
         at, flag = record_format.SYS_FLAG_AT, StoredMessage(raw).sys_flag
         expected = flag & ~record_format.TRANSACTION_PREPARED

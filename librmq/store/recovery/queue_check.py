@@ -374,7 +374,7 @@ class QueueCheck:
         return True
 
     def points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
-        """Return whether the queue's entry at ``queue_offset`` leads to the record of this one."""
+        """Return whether the queue's entry at ``queue_offset`` leads to this record."""
         raw = self.queue.read(queue_offset, 1)
         return (
             raw[:12] == entry.packed[:12]

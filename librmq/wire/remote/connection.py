@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 from librmq.clock import Clock, SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Inherited, Lock, RLock, if_free
+from librmq.runtime.locks import Event, Inherited, Lock, RLock, if_free
 from librmq.wire.remoting.codec import read_plain_sent
 from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
 
@@ -347,7 +347,7 @@ class Connection:
         """Held by the caller that waits for bytes to come."""
         self._is_left = False
         """Whether the reader's thread leaves reading to callers."""
-        self._is_needed = threading.Event()
+        self._is_needed = Event()
         """Ends this before its time."""
         self._own_reads = 0
         """Answers that callers have read."""
