@@ -118,7 +118,9 @@ def test_a_file_of_a_later_version_is_refused(name: str, old: Unpack) -> None:
     path = old("librmq-0.1.0")
     of_a_later_version(path, name)
     before = derived(from_disk(path))
-    with pytest.raises(CorruptionError, match=rf"{name}\.json: .*later librmq: expected version 1, found 2"):
+    with pytest.raises(
+        CorruptionError, match=rf"{name}\.json: .*expected version 1, found version 2 of a later librmq"
+    ):
         Broker.open(path, BrokerConfig(hops=True), runner=ManualRunner(ManualClock(LATER_MS)))
     assert derived(from_disk(path)) == before
 

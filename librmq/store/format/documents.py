@@ -98,13 +98,12 @@ def read_document(path: str, files: Files, kinds: Kinds, *, max_size: int = 1 <<
         return None
     try:
         document = json.loads(data)
-        if type(document["version"]) is int and document["version"] > _VERSION:
-            later = (
-                f"written by a later librmq: expected version {_VERSION}, found {document['version']}; update librmq"
-            )
-            raise _LaterVersionError(path, 0, "config", later)
-        if document["version"] != _VERSION:
-            raise ValueError(f"version {document['version']!r:.80} instead of {_VERSION}")
+        version = document["version"]
+        if type(version) is int and version > _VERSION:
+            what = f"expected version {_VERSION}, found version {version} of a later librmq: update librmq"
+            raise _LaterVersionError(path, 0, "config", what)
+        if version != _VERSION:
+            raise ValueError(f"version {version!r:.80} instead of {_VERSION}")
         for name, types in kinds.items():
             if type(document.get(name)) not in types:
                 raise ValueError(f"{document.get(name)!r:.80} as {name}")
