@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -666,7 +665,6 @@ def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
 
 
 _pack_entry = ENTRY.pack
-_pack_flag = struct.Struct(">i").pack
 _LEAST_APART: Final = 256 if CORE.derive is None else 1
 _MOST_APART: Final = 1 << 16
 _WORTH_BLOCK: Final = 64
@@ -885,7 +883,7 @@ class Reconciliation:
         """
         at, flag = record_format.SYS_FLAG_AT, StoredMessage(raw).sys_flag
         expected = flag & ~record_format.TRANSACTION_PREPARED
-        field = _pack_flag(expected)
+        field = expected.to_bytes(4, "big", signed=True)
         if self.repair:
             self.log.patch(place + at, field)
         what = f"system flag: expected {expected}, found {flag}, of a record that has a queue entry"
