@@ -13,7 +13,15 @@ from librmq.errors import ConfigError
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Clock", "ManualClock", "SystemClock", "moves_by_itself", "present_clock", "wait_async"]
+__all__ = [
+    "Clock", "ManualClock", "SystemClock",
+    "moves_by_itself", "present_clock", "seconds_until", "wait_async", "was_set_back",
+]  # fmt: skip
+
+_LONGEST_WAIT_S: Final = 0.5
+"""After this time of sleep the clock is read again."""
+_SLEWED_MS: Final = 500
+"""A correction of the clock up to this much does not count as set back."""
 
 
 class Clock(Protocol):
@@ -117,6 +125,19 @@ def moves_by_itself(clock: Clock) -> bool:
     If it does not, waiting is useless, and nothing happens between two moments.
     """
     return getattr(clock, "moves_by_itself", True)
+
+
+def seconds_until(due_ms: int, now_ms: int) -> float:
+    """Return how long to sleep towards a time of day before the clock is read again: half a second at most.
+
+    The clock can jump either way meanwhile, and timers of the system stand still while the machine is suspended.
+    """
+    return min(max(0, due_ms - now_ms) / 1000, _LONGEST_WAIT_S)
+
+
+def was_set_back(latest_ms: int, now_ms: int) -> bool:
+    """Return whether the clock was set back since it showed ``latest_ms``, so due times found then are too late."""
+    return now_ms < latest_ms - _SLEWED_MS
 
 
 async def wait_async(clock: Clock, event: asyncio.Event, seconds: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from librmq.clock import Clock
+from librmq.clock import Clock, seconds_until, was_set_back
 from librmq.runtime.locks import critical
 
 
@@ -44,6 +44,12 @@ class Background:
             self._event.clear()
             if self._stopping:  # checked after `clear`, which can erase the signal of `stop`
                 return
-            due = self._step(self._clock.now_ms())
-            seconds = None if due is None else max(0, due - self._clock.now_ms()) / 1000
-            self._clock.wait(self._event, seconds)
+            latest_ms = self._clock.now_ms()
+            due = self._step(latest_ms)
+            if due is None:
+                self._clock.wait(self._event, None)
+            # Read the clock again and again, because it can jump. If it was set back the due time is too late.
+            while due is not None and not was_set_back(latest_ms, now_ms := self._clock.now_ms()) and now_ms < due:
+                latest_ms = max(latest_ms, now_ms)
+                if self._clock.wait(self._event, seconds_until(due, now_ms)):
+                    break

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, Final, TypeVar, cast
 
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock, SystemClock, seconds_until, was_set_back
 from librmq.config import to_seconds
 from librmq.errors import RunnerClosedError, RunnerError
 from librmq.runtime.event_log import EventLog
@@ -24,8 +24,6 @@ _SLICE_MS: Final = 5
 """Longest time in which a thread takes steps before it offers the lock to others."""
 _YIELD_S: Final = 0.0005
 _START_AGAIN_MS: Final = 1000
-_SLEWED_MS: Final = 500
-"""A correction of the clock up to this much does not count as set back."""
 _MANY: Final = 32
 _SWIFT_S: Final = 0.001
 """Listeners count as fast when one worker begins `_MANY` of them in this time."""
@@ -69,7 +67,8 @@ class ThreadRunner(Runner):
         self._workers = 0
         self._holder_searches = False  # one of these threads holds the lock, and searches again before it waits
         self._sleeps_until = AT_ONCE  # while the clock thread is awake
-        self._seen_ms = self.now_ms()  # time of the clock thread's last look
+        # Latest time at which a due time may have been found, since the clock was set back
+        self._latest_ms = self.now_ms()
         self._begun = 0  # number of times that a worker began user code
         self._is_swift = False
         self._is_watched = False  # whether the clock thread watches the workers
@@ -102,7 +101,8 @@ class ThreadRunner(Runner):
         if self._holder_searches or self._stopping:
             return
         try:
-            if at != AT_ONCE and at > self.now_ms():
+            if at != AT_ONCE and at > (now := self.now_ms()):
+                self._latest_ms = max(self._latest_ms, now)
                 self._signal_clock(at)
             elif not self._searching and not self._is_worker_woken:
                 self._wake_worker()
@@ -170,6 +170,8 @@ class ThreadRunner(Runner):
                 # After many steps in a row, offer the lock to other threads.
                 break
             heapq.heappop(self._heap)
+            if now > self._latest_ms:
+                self._latest_ms = now
             try:
                 top.run(self, now)
             except BaseException:
@@ -180,12 +182,14 @@ class ThreadRunner(Runner):
 
     def _reschedule_after_setback(self) -> None:
         """Make every waiting step due if the clock was set back."""
-        now, seen = self.now_ms(), self._seen_ms
-        self._seen_ms = now
-        if now < seen - _SLEWED_MS:
+        now, latest = self.now_ms(), self._latest_ms
+        if not was_set_back(latest, now):
+            self._latest_ms = max(latest, now)
+        else:
+            self._latest_ms = now
             _log.warning(
                 "the clock was set back by %(seconds)d s: everything that waits uses the new time",
-                seconds=(seen - now) // 1000,
+                seconds=(latest - now) // 1000,
             )
             for _, _, step in list(self._heap):
                 if step.at is not None and step.at > now:
@@ -232,9 +236,9 @@ class ThreadRunner(Runner):
         seconds = -1.0
         if self._sleeps_until < NEVER:
             now = self.now_ms()
-            if now < self._seen_ms - _SLEWED_MS:  # set back since the steps were taken: look again at once
+            if was_set_back(self._latest_ms, now):  # since the steps were taken: look again at once
                 now = self._sleeps_until
-            seconds = min(max(_YIELD_S, (self._sleeps_until - now) / 1000), threading.TIMEOUT_MAX)
+            seconds = max(_YIELD_S, seconds_until(self._sleeps_until, now))
         if self._is_watched:
             seconds = _WATCH_S if seconds < 0 else min(seconds, _WATCH_S)
         return seconds
@@ -406,7 +410,7 @@ class ThreadRunner(Runner):
         self._searching = self._workers = 0
         self._is_worker_woken = self._holder_searches = self._is_watched = self._is_swift = False
         self._clock_runs = self._is_clock_there = self._is_clock_missed = self._is_start_refused = False
-        self._sleeps_until, self._seen_ms = AT_ONCE, self.now_ms()
+        self._sleeps_until, self._latest_ms = AT_ONCE, self.now_ms()
         self._stopping = self.is_inherited = False
         _runners.add(self)
 

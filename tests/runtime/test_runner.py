@@ -25,6 +25,7 @@ from librmq import (
 )
 from librmq.clock import ManualClock, SystemClock
 from librmq.errors import RmqError, RunnerError
+from librmq.runtime.background import Background
 from librmq.runtime.runner import ManualRunner, Step, Work
 from librmq.runtime.threads import ThreadRunner
 from tests.budget import examples
@@ -309,8 +310,8 @@ def test_a_step_runs_whenever_the_clock_is_set_back(reading: int) -> None:
     runner.shutdown()
 
 
-class SetForward(SystemClock):
-    """A clock that can be set forward."""
+class Adjusted(SystemClock):
+    """A clock that can be set forward or back."""
 
     ahead_ms = 0
 
@@ -320,7 +321,7 @@ class SetForward(SystemClock):
 
 def test_a_busy_worker_takes_steps_that_are_due_since_the_clock_was_set_forward() -> None:
     """The thread that waits for the next step does not notice it."""
-    clock = SetForward()
+    clock = Adjusted()
     runner, has_run, ended = ThreadRunner(clock), threading.Event(), threading.Semaphore(0)
     with runner.lock:
         runner.submit(Work("starts a worker", lambda: None, lambda result, error: ended.release()))
@@ -331,6 +332,74 @@ def test_a_busy_worker_takes_steps_that_are_due_since_the_clock_was_set_forward(
     with runner.lock:
         runner.submit(Work("keeps the worker busy", lambda: None, lambda result, error: ended.release()))
     assert ended.acquire(timeout=20)
+    assert has_run.wait(20)
+    runner.shutdown()
+
+
+HOUR_MS = 3_600_000
+JUMPS = {
+    "set back and right": (-HOUR_MS, HOUR_MS),
+    "set forward and right": (HOUR_MS // 2, 0, HOUR_MS),
+}
+
+
+class Jumping(Adjusted):
+    """A clock that can be set, and says when it was read."""
+
+    def __init__(self) -> None:
+        self.has_been_read = threading.Event()
+
+    def now_ms(self) -> int:
+        self.has_been_read.set()
+        return super().now_ms()
+
+    def jump(self, ahead_ms: int) -> None:
+        self.ahead_ms = ahead_ms
+        self.has_been_read.clear()
+        assert self.has_been_read.wait(20), "the clock is not read again"
+
+
+def step_an_hour_later(clock: Jumping) -> tuple[Callable[[int], int | None], threading.Event]:
+    """Return a step that is due an hour after now, and the event that it has run."""
+    due_ms, has_run = clock.now_ms() + HOUR_MS, threading.Event()
+
+    def run_due(now_ms: int) -> int | None:
+        if now_ms < due_ms:
+            return due_ms
+        has_run.set()
+        return None
+
+    return run_due, has_run
+
+
+@pytest.mark.parametrize("jumps", JUMPS.values(), ids=JUMPS)
+def test_no_jump_of_the_clock_makes_a_step_late(jumps: tuple[int, ...]) -> None:
+    clock = Jumping()
+    runner = ThreadRunner(clock)
+    run_due, has_run = step_an_hour_later(clock)
+    run_in_background, has_run_in_background = step_an_hour_later(clock)
+    with runner.lock:
+        runner.wake(Step("later", run_due), clock.now_ms() + HOUR_MS)
+    background = Background(run_in_background, clock, "test")
+    for ahead_ms in jumps:
+        clock.jump(ahead_ms)
+    assert has_run.wait(20)
+    assert has_run_in_background.wait(20)
+    background.stop()
+    runner.shutdown()
+
+
+def test_a_due_time_found_while_the_clock_was_ahead_is_not_kept() -> None:
+    """A call can wake a step by a time that no thread of the runner has seen."""
+    clock = Jumping()
+    runner, has_run = ThreadRunner(clock), threading.Event()
+    with runner.lock:
+        runner.wake(Step("first", lambda now_ms: now_ms + 10 * HOUR_MS))
+    clock.jump(0)
+    with runner.lock:
+        clock.ahead_ms = HOUR_MS
+        runner.wake(Step("later", lambda now_ms: has_run.set()), clock.now_ms() + 5_000)
+        clock.ahead_ms = 0
     assert has_run.wait(20)
     runner.shutdown()
 
