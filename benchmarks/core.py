@@ -83,7 +83,7 @@ def rates_with(bench: Bench, folder: Path, *, switch: str, body_size: int) -> An
 def with_core(bench: Bench, setup: Setup) -> Iterator[Any]:
     """Yield what another setup yields, if the core is on in this process."""
     with bench.folder() as folder, MessageStore.open(folder / "store") as opened:
-        if not opened.core:
+        if opened.core != "compiled core":
             raise AbsentError("the compiled core (LIBRMQ_CORE=on)")
     yield from setup(bench)
 

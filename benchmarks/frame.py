@@ -34,6 +34,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from librmq.runtime.compiled_core import CORE_STATE
+
 CHECKOUT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = CHECKOUT / "benchmarks" / "results.json"
 TABLES: Final = CHECKOUT / "benchmarks" / "results"
@@ -443,7 +445,8 @@ def main(subject: str, description: str | None, cases: Sequence[Case], arguments
     with tempfile.TemporaryDirectory(prefix="librmq-benchmark-") as scratch:
         bench = Bench(options.rounds, Path(scratch), 0.05 if options.quick else 1.0)
         used = versions(["librmq", "numpy", *(module for case in cases for module in case.needs)])
-        measured_on = f"{machine(bench.scratch)}; {used}; rounds: {bench.rounds}"
+        code = CORE_STATE.partition(",")[0]
+        measured_on = f"{machine(bench.scratch)}; {code}; {used}; rounds: {bench.rounds}"
         rows, absent = measure([case for case in cases if any(word in case.name for word in words)], bench)
     if absent:
         measured_on += f"; not installed and left out: {', '.join(sorted(absent))}"

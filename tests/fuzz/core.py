@@ -34,7 +34,7 @@ from librmq.message.properties import texts_before_values
 from librmq.runtime.compiled_core import CORE, CORE_STATE
 from librmq.store import MessageStore
 
-SOURCE: Final = Path(__file__).resolve().parents[2] / "core"
+CHECKOUT: Final = Path(__file__).resolve().parents[2]
 FLAGS: Final = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g"
 NAMES: Final = ("TAGS", "KEYS", "UNIQ_KEY", "DELAY", "WAIT", "region", "é", "n" * 300, "\U0001f600")
 USUAL_NAMES: Final = ("TAGS", "KEYS", "UNIQ_KEY", "region", "amount")
@@ -266,12 +266,9 @@ def main() -> int:
         print("skipped: no C compiler with an address sanitizer")
         return 0
     with tempfile.TemporaryDirectory(prefix="librmq-fuzz-") as scratch:
-        source = shutil.copytree(
-            SOURCE, f"{scratch}/source", ignore=shutil.ignore_patterns("build", "*.egg-info", "*.c")
-        )
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        flags = {"CFLAGS": FLAGS, "LDFLAGS": FLAGS}
-        subprocess.run([*pip, "--target", f"{scratch}/built", source], env={**os.environ, **flags}, check=True)
+        flags = {"CFLAGS": FLAGS, "LDFLAGS": FLAGS, "LIBRMQ_CORE": "on"}
+        subprocess.run([*pip, "--target", f"{scratch}/built", CHECKOUT], env={**os.environ, **flags}, check=True)
         variables = {
             **os.environ,
             "LD_PRELOAD": library,

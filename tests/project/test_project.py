@@ -28,26 +28,30 @@ def test_commands_can_be_started() -> None:
             assert os.access(CHECKOUT / name, os.X_OK), name
 
 
-def test_the_core_has_the_licence_of_librmq() -> None:
-    assert (CHECKOUT / "core" / "LICENSE").read_bytes() == (CHECKOUT / "LICENSE").read_bytes()
-    assert "](.." not in (CHECKOUT / "core" / "README.md").read_text("utf-8")  # the package index shows it alone
-
-
-def test_a_tag_names_the_version_of_every_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tag_names_the_version_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(CHECKOUT / "tools")
     release = importlib.import_module("release")
     release.check_tag(f"v{librmq.__version__}")
     with pytest.raises(release.ReleaseError, match=rf"tag is v9.9.9, .*__init__.py has {librmq.__version__}: let"):
         release.check_tag("v9.9.9")
-    all_places = release.PLACES
-    for place, (path, pattern) in enumerate(all_places):
-        other = tmp_path / path.name
-        other.write_text(path.read_text("utf-8").replace(librmq.__version__, "9.9.9"))
-        places = [*all_places[:place], (other, pattern), *all_places[place + 1 :]]
-        monkeypatch.setattr(release, "CHECKOUT", Path(path.anchor))
-        monkeypatch.setattr(release, "PLACES", places)
-        with pytest.raises(release.ReleaseError, match=rf"{path.name} has 9.9.9"):
-            release.check_tag(f"v{librmq.__version__}")
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "fault"),
+    [
+        ("librmq-1.0-cp311-cp311-linux_x86_64.whl", None, "lacks the compiled core, which its name promises"),
+        ("librmq-1.0-py3-none-any.whl", "librmq_core.abi3.so", "has the compiled core, which its name denies"),
+        ("librmq-1.0-py3-none-any.whl", None, None),
+        ("librmq-1.0-cp311-cp311-linux_x86_64.whl", "librmq_core.cpython-311-x86_64-linux-gnu.so", None),
+    ],
+)
+def test_a_wheel_has_the_core_that_its_name_promises(
+    name: str, module: str | None, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    release = importlib.import_module("release")
+    faults = release.core_faults(name, ["librmq/__init__.py", *([module] if module else [])])
+    assert [sentence.removeprefix(f"{name} ") for sentence in faults] == ([fault] if fault else [])
 
 
 def extras() -> dict[str, list[str]]:

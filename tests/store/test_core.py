@@ -32,6 +32,7 @@ from librmq.store.format.indexfile import HEADER, IndexHeader, IndexWriter
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.queue_check import COMPARED
 from librmq.store.recovery.verify import verify
+from tests.programs import POSIX
 from tests.stores import ROOT, Contents, contents, in_memory
 
 CORE = compiled_core.CORE.module
@@ -342,45 +343,69 @@ def test_a_store_says_which_code_runs() -> None:
 
 
 def said_with(variable: str, first: str = "") -> str:
-    """Return which code another process runs, with this value of the variable."""
+    """Return which code another process runs with this value of the variable, or the error that it ends with."""
     program = f"{first}\nfrom librmq.runtime.compiled_core import CORE_STATE\nprint(CORE_STATE)"
     variables = {**os.environ, "LIBRMQ_CORE": variable}
-    return subprocess.run(
-        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True
-    ).stdout
+    ended = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
+    return ended.stdout or ended.stderr.splitlines()[-1]
 
 
 def test_a_variable_switches_the_core_off() -> None:
     assert said_with("off") == "pure Python, because LIBRMQ_CORE is off\n"
 
 
+OPENED = (
+    "import logging, sys\nfrom librmq import MessageStore\nfrom librmq.files import MemoryFiles\n"
+    "logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
+    "for name in 'ab': MessageStore.open(name, files=MemoryFiles()).close()"
+)
+WITHOUT_CORE = "import sys; sys.modules['librmq_core'] = None"
+WITHOUT_LOCK = "import sys; sys._is_gil_enabled = lambda: False"
+
+
 def test_one_log_line_says_that_python_runs() -> None:
-    opened = (
-        "import logging, sys\nfrom librmq import MessageStore\nfrom librmq.files import MemoryFiles\n"
-        "logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
-        "for name in 'ab': MessageStore.open(name, files=MemoryFiles()).close()"
+    line = "INFO:librmq.store:hot paths run in pure Python, because LIBRMQ_CORE is off"
+    assert said_with("off", OPENED).splitlines()[:-1] == [line]
+
+
+@POSIX
+def test_one_warning_says_that_an_installation_lacks_the_core() -> None:
+    line = (
+        "WARNING:librmq.store:hot paths run in pure Python, because this installation was built without the compiled "
+        "core; docs/performance.md says how to get it"
     )
-    said = "INFO:librmq.store:hot paths run in pure Python, because LIBRMQ_CORE is off"
-    assert said_with("off", opened).splitlines()[:-1] == [said]
+    assert said_with("", f"{WITHOUT_CORE}\n{OPENED}").splitlines()[:-1] == [line]
 
 
 def test_a_free_threaded_build_runs_python_code() -> None:
-    said = said_with("on", "import sys; sys._is_gil_enabled = lambda: False")
-    assert said == "pure Python, because the compiled core needs the interpreter lock\n"
+    reason = "the compiled core needs the interpreter lock"
+    assert said_with("", WITHOUT_LOCK) == f"pure Python, because {reason}\n"
+    assert f"LIBRMQ_CORE is on, but {reason}; " in said_with("on", WITHOUT_LOCK)
+
+
+def test_a_required_core_that_is_missing_is_an_error() -> None:
+    error = "librmq.errors.ConfigError: LIBRMQ_CORE is on, but this installation was built without the compiled core; "
+    assert said_with("on", WITHOUT_CORE).startswith(error)
+
+
+def test_an_unknown_value_of_the_variable_is_an_error() -> None:
+    assert "LIBRMQ_CORE is 'maybe', and must be 'on', 'off' or unset" in said_with("maybe")
 
 
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        ("API = 0", "has API 0"),
-        ("", "has API None"),
+        ("API = 0", "has API 0, and not"),
+        ("", "has API None, and not"),
         ("raise ImportError('undefined symbol: x')", "can't be loaded: undefined symbol: x"),
     ],
 )
 def test_another_api_is_refused(tmp_path: Path, module: str, said: str) -> None:
-    """As after librmq was updated and librmq-core was not, or where it was built for another machine."""
+    """As where a folder earlier on the path has the core of another version, or of another machine."""
     (tmp_path / "librmq_core.py").write_text(module, "utf-8")
-    assert said in said_with("on", f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
+    first = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    assert f"pure Python, because the compiled core {said}" in said_with("", first)
+    assert f"LIBRMQ_CORE is on, but the compiled core {said}" in said_with("on", first)
 
 
 @needs_core

@@ -1,7 +1,7 @@
 #!/bin/bash -eu
 # Builds one program for each target, with its corpus; OSS-Fuzz sets CFLAGS, OUT, SRC and LIB_FUZZING_ENGINE.
 cd "$SRC/librmq"
-pip3 install . ./core # the core with the sanitizers and the coverage that CFLAGS name
+LIBRMQ_CORE=on pip3 install . # the core has the sanitizers and the coverage that CFLAGS name
 export PYTHONPATH=$PWD
 for corpus in tests/fuzz/corpus/*/; do
     target=$(basename "$corpus")
