@@ -260,12 +260,12 @@ class RemoteBroker:
         now_ms = self._runner.now_ms()
         if now_ms < self._silent_until_ms <= now_ms + _REST_MS:
             raise BrokerUnreachableError(f"{self.name} at {self.address} did not answer a moment ago: try again later")
+        begin_s = self._runner.clock.monotonic()
         try:
             return transport.request(frame, self._timeout_s)
         except BrokerUnreachableError:
-            end_ms = self._runner.now_ms()
-            if transport.is_open or end_ms - now_ms >= 1000 * self._timeout_s:
-                self._silent_until_ms = end_ms + _REST_MS
+            if transport.is_open or self._runner.clock.monotonic() - begin_s >= self._timeout_s:
+                self._silent_until_ms = self._runner.now_ms() + _REST_MS
             raise
 
     # ---- sends
@@ -275,11 +275,11 @@ class RemoteBroker:
         transport = self._connections.get(self.address)
         timeout_s = self._timeout_s if send.timeout_ms is None else max(0.0, send.timeout_ms / 1000)
         if isinstance(send, SendMessage) and send.message._delays is not None:
-            begin_ms = self._runner.now_ms()
-            waiting = self._delays_of(transport, timeout_s).waiting_form(send.message, self.name, begin_ms)
+            begin_s, now_ms = self._runner.clock.monotonic(), self._runner.now_ms()
+            waiting = self._delays_of(transport, timeout_s).waiting_form(send.message, self.name, now_ms)
             send = replace(send, message=waiting)
             request = SendReply(send) if type(request) is SendReply else send
-            timeout_s = max(0.0, timeout_s - (self._runner.now_ms() - begin_ms) / 1000)
+            timeout_s = max(0.0, timeout_s - (self._runner.clock.monotonic() - begin_s))
         frame = send_frame(request)
         if isinstance(send, SendMessage) and send.is_one_way:
             transport.send_one_way(frame)
