@@ -26,7 +26,7 @@ from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar
 
 from librmq.clock import Clock, ManualClock, moves_by_itself
-from librmq.errors import EndlessLoopError, NotIdleError
+from librmq.errors import EndlessLoopError, NotIdleError, RunnerError
 from librmq.runtime.locks import RLock
 
 _T = TypeVar("_T")
@@ -243,13 +243,22 @@ class Runner:
         except Exception as raised:
             error = raised
         except BaseException as raised:
-            self._cancelled(work, raised)
-            raise
+            if self._goes_up(work, raised):
+                raise
+            error = failure_of(work, raised)
         self._finish(work, result, error)
 
-    def _cancelled(self, work: Work, error: BaseException) -> None:
-        """End a work whose coroutine was cancelled, or left by what is no `Exception`."""
-        self.running.discard(work)
+    def _goes_up(self, work: Work, error: BaseException) -> bool:
+        """Return whether what is no `Exception` ends the task of a coroutine, and the work without a result.
+
+        A listener that awaits a task that was cancelled fails, as by any other exception. If its own task was cancelled,
+        by a shutdown or the end of its event loop, it has no result.
+        """
+        is_dead = work.owner is not None and work.owner.dead
+        goes_up = is_dead or not isinstance(error, asyncio.CancelledError) or is_task_cancelled()
+        if goes_up:
+            self.running.discard(work)
+        return goes_up
 
     def _signal(self, at: int) -> None:
         """Note that a step is due at ``at``."""
@@ -260,6 +269,19 @@ class Runner:
         while heap and heap[0][2].at != heap[0][0]:
             heapq.heappop(heap)
         return heap[0][2] if heap else None
+
+
+def failure_of(work: Work, error: BaseException) -> RunnerError:
+    """Return an error that is no `Exception` as a failure of the listener."""
+    failure = RunnerError(f"{work.label}: ended by {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def is_task_cancelled() -> bool:
+    """Return whether another task, or the event loop, has cancelled the running task."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def aside_by(runner: Runner, label: str, owner: Owner, wake: Callable[[int], None]) -> Aside | None:

@@ -6,16 +6,17 @@ import asyncio
 import heapq
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, Final, TypeVar, cast
 
 from librmq.clock import Clock, SystemClock, seconds_until, was_set_back
 from librmq.config import to_seconds
-from librmq.errors import RunnerClosedError, RunnerError
+from librmq.errors import RunnerClosedError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited, Lock, RLock
-from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work
+from librmq.runtime.runner import AT_ONCE, NEVER, Runner, Step, Work, failure_of, is_task_cancelled
 
 _log = EventLog("librmq.runner")
 _T = TypeVar("_T")
@@ -280,7 +281,7 @@ class ThreadRunner(Runner):
             except Exception as raised:
                 error = raised
             except BaseException as raised:
-                error = _failure(work, raised)
+                error = failure_of(work, raised)  # a thread has no caller to which it could go
             is_under_way = result is not None and asyncio.iscoroutine(result)
             if is_under_way:
                 try:
@@ -370,8 +371,14 @@ class ThreadRunner(Runner):
             coroutine.close()
             raise
 
-    def _cancelled(self, work: Work, error: BaseException) -> None:
-        self._finish(work, None, _failure(work, error))
+    def _goes_up(self, work: Work, error: BaseException) -> bool:
+        # asyncio ends the event loop, and so all its other listeners, by a SystemExit or KeyboardInterrupt of a task. But
+        # in the main thread the latter may be the user's Ctrl-C, which is to end the application's loop.
+        is_interrupted = threading.current_thread() is threading.main_thread() and isinstance(error, KeyboardInterrupt)
+        goes_up = is_interrupted or (isinstance(error, asyncio.CancelledError) and is_task_cancelled())
+        if goes_up:
+            self._finish(work, None, failure_of(work, error))
+        return goes_up
 
     async def offload(self, call: Callable[[], _T]) -> _T:
         """Run a function that can wait for a disk, without blocking the event loop of the caller."""
@@ -386,10 +393,13 @@ class ThreadRunner(Runner):
 
                 def run() -> None:
                     asyncio.set_event_loop(loop)
-                    try:
-                        loop.run_forever()
-                    finally:
-                        loop.close()
+                    # A task that a listener made can end the loop by a SystemExit, and a listener can stop it.
+                    while not self._stopping:
+                        try:
+                            loop.run_forever()
+                        except BaseException:
+                            _log.exception("a task in the event loop of coroutine listeners ended by no Exception")
+                    loop.close()
 
                 try:
                     self._start(run, "asyncio")
@@ -425,8 +435,9 @@ class ThreadRunner(Runner):
             self._stopping = True
             for turn in (self._clock_turn, *self._parked):
                 _release_turn(turn)
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._loop.stop)
+            if self._loop is not None and not self._loop.is_closed():
+                with suppress(RuntimeError):  # its thread has closed it meanwhile
+                    self._loop.call_soon_threadsafe(self._loop.stop)
         deadline = self.clock.monotonic() + seconds
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.is_alive():
@@ -449,13 +460,6 @@ def _release_turn(turn: Lock) -> None:
     """Wake the thread that waits for its turn; an interrupted caller repeats this. Under the lock."""
     if turn.locked():
         turn.release()
-
-
-def _failure(work: Work, error: BaseException) -> RunnerError:
-    """Return an error that is no `Exception` as a failure of the listener, because a thread has no caller."""
-    failure = RunnerError(f"{work.label}: ended by {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
 
 
 def _leave_to_parent(runner: ThreadRunner) -> None:

@@ -69,6 +69,51 @@ def test_a_base_exception_is_a_failure_like_any_other(runner: ThreadRunner, rais
     assert run(runner, lambda: "the worker lives") == ("the worker lives", None)
 
 
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+@pytest.mark.parametrize("from_task", [False, True])
+def test_a_base_exception_of_a_coroutine_is_a_failure_and_others_continue(
+    runner: ThreadRunner, raised: type[BaseException], from_task: bool
+) -> None:
+    async def leaves() -> None:
+        raise raised("bye")
+
+    async def listener() -> None:
+        await (asyncio.create_task(leaves()) if from_task else leaves())
+
+    async def other() -> int:
+        await asyncio.sleep(0)
+        return 5
+
+    error = run(runner, listener)[1]
+    assert isinstance(error, RunnerError)
+    assert isinstance(error.__cause__, raised)
+    assert run(runner, other) == (5, None)
+
+
+@pytest.mark.parametrize("raised", [SystemExit, asyncio.CancelledError])
+def test_an_application_s_event_loop_outlives_a_listener(runner: ThreadRunner, raised: type[BaseException]) -> None:
+    async def listener() -> None:
+        raise raised("bye")
+
+    async def application() -> tuple[Any, Any]:
+        return await asyncio.to_thread(run, runner, listener, loop=asyncio.get_running_loop())
+
+    assert isinstance(asyncio.run(application())[1], RunnerError)
+
+
+def test_a_listener_that_stops_the_event_loop_stops_no_other(runner: ThreadRunner) -> None:
+    async def stops() -> None:
+        asyncio.get_running_loop().stop()
+
+    async def other() -> int:
+        await asyncio.sleep(0)
+        return 5
+
+    assert run(runner, stops) == (None, None)
+    assert run(runner, other) == (5, None)
+    assert runner.shutdown()  # the fixture does it again
+
+
 def test_a_coroutine_gives_its_result_or_is_cancelled(runner: ThreadRunner) -> None:
     async def listener() -> int:
         return 5

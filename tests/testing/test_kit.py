@@ -31,6 +31,7 @@ from librmq.errors import (
     ConfigError,
     EndlessLoopError,
     NotIdleError,
+    RunnerError,
     SendTimeoutError,
 )
 from librmq.files.memory import MemoryFiles
@@ -405,6 +406,31 @@ def test_a_coroutine_that_waits_for_a_later_message_is_named() -> None:
 
     with asyncio.Runner(loop_factory=_FastLoop) as runner:
         runner.run(test())
+
+
+async def _charge_behind_a_cancelled_task(message: DeliveredMessage) -> None:
+    task = asyncio.create_task(asyncio.sleep(0))
+    task.cancel()
+    await task
+
+
+def test_a_coroutine_that_a_cancelled_task_ends_fails_the_test() -> None:
+    async def test() -> None:
+        with Kit(check=False) as rmq:
+            rmq.consumer("billing").subscribe("orders")(_charge_behind_a_cancelled_task)
+            await rmq.producer().send_async("orders", b"x")
+            with pytest.raises(RunnerError, match=r"billing.*ended by CancelledError"):
+                await rmq.run_until_idle()
+
+    asyncio.run(test())
+
+
+def test_a_coroutine_that_a_cancelled_task_ends_is_a_failed_attempt() -> None:
+    with Kit(check=False) as rmq:
+        rmq.consumer("billing", fail_fast=False).subscribe("orders")(_charge_behind_a_cancelled_task)
+        rmq.producer().send("orders", b"x")
+        rmq.advance(seconds=11)
+        assert [delivered.attempt for delivered in rmq.delivered("billing")] == [0, 1]
 
 
 async def _within_a_time(lock: asyncio.Lock) -> None:
