@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.clock import Clock
 from librmq.errors import ConfigError, DedupStoreError, MissingExtraError
-from librmq.idempotence.sqltables import StatementResult, is_integrity_error, run, upgrade_tables
+from librmq.idempotence.drivers import StatementResult, is_integrity_error, run
+from librmq.idempotence.sqltables import upgrade_tables
 from librmq.idempotence.stores import CLAIMS, Claim, DedupStatements, TableStore
 
 # ruff: noqa: D102 (the methods of a store are described at DedupStore)

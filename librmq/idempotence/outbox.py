@@ -33,15 +33,9 @@ from librmq.client.producer import Producer
 from librmq.clock import Clock, present_clock
 from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
-from librmq.idempotence.sqltables import (
-    KEY_LIMIT,
-    Link,
-    StatementResult,
-    check_database,
-    check_name,
-    is_temporary_error,
-    linked,
-)
+from librmq.idempotence.connections import Link, check_database, linked
+from librmq.idempotence.drivers import StatementResult, is_temporary_error
+from librmq.idempotence.sqltables import KEY_LIMIT, check_name
 from librmq.idempotence.stores import LONGEST
 from librmq.message.message import Message, priority_with_queue, reserved_topic
 from librmq.message.properties import PROPERTY_UNIQUE_KEY

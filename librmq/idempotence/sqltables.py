@@ -1,4 +1,4 @@
-"""Tables of librmq in an application's database: names, columns and versions, and statements for any connection.
+"""Tables of librmq in an application's database: names, columns and versions.
 
 ::
 
@@ -33,8 +33,7 @@
         table_name             VARCHAR(255)  PRIMARY KEY
         version                INTEGER
 
-The application chooses the names. A connection is a SQLAlchemy ``Session`` or ``Connection``, or a connection of any
-DB-API driver. This module imports SQLAlchemy only for SQLAlchemy's own connections.
+The application chooses the names.
 """
 
 # ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
@@ -42,24 +41,17 @@ DB-API driver. This module imports SQLAlchemy only for SQLAlchemy's own connecti
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from librmq.errors import ConfigError
+from librmq.idempotence.connections import Link, linked
 
 KEY_LIMIT: Final = 255
 """The longest key that the tables take, in characters."""
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]{0,62})?")
-_PARAMETER: Final = re.compile(r"(?<![:\w]):([a-z_]+)")
-_DIALECTS: Final = {
-    "sqlite3": "sqlite",
-    **dict.fromkeys(("psycopg", "psycopg2", "pg8000"), "postgresql"),
-    **dict.fromkeys(("pymysql", "MySQLdb", "mysql", "mariadb", "cymysql"), "mysql"),
-}
 
 
 def check_name(name: str) -> str:
@@ -73,191 +65,12 @@ def check_name(name: str) -> str:
     return name
 
 
-class StatementResult(NamedTuple):
-    """Result of a statement."""
-
-    rows: Sequence[Sequence[Any]]
-    changed: int
-    """Number of rows that changed."""
-    last_id: int
-    """The last inserted id, as MySQL defines it."""
-
-
-class Link:
-    """A connection of the application: runs statements with ``:names`` in them, and ends transactions.
-
-    As thread-safe as the connection. Errors of its driver propagate.
-    """
-
-    __slots__ = ("_alchemy", "_style", "connection", "dialect")
-
-    def __init__(self, connection: Any) -> None:
-        """Take a connection.
-
-        Raises:
-            ConfigError: ``connection`` is not a connection.
-        """
-        self.connection = connection
-        self._alchemy = _is_alchemy(connection)
-        if self._alchemy:
-            bind = connection.get_bind() if hasattr(connection, "get_bind") else connection
-            self.dialect = _dialect(bind.dialect.name)
-            self._style = ""
-            return
-        if not callable(getattr(connection, "cursor", None)) or not callable(getattr(connection, "commit", None)):
-            raise ConfigError(f"session: expected a session or connection, found {type(connection).__name__}")
-        module = type(connection).__module__
-        driver = module.partition(".")[0]
-        self.dialect = _DIALECTS.get(driver, driver)
-        self._style = _parameter_style(module)
-
-    def execute(self, sql: str, **parameters: Any) -> StatementResult:
-        """Run one statement."""
-        if self._alchemy:
-            result = self.connection.execute(_text(sql), parameters)
-            if result.returns_rows:
-                return StatementResult(result.fetchall(), 0, 0)
-            return StatementResult((), result.rowcount, result.lastrowid if self.dialect == "mysql" else 0)
-        return run(self.connection, self._style, sql, parameters)
-
-    def commit(self) -> None:
-        """Commit the transaction."""
-        self.connection.commit()
-
-    def rollback(self) -> None:
-        """Undo the transaction."""
-        self.connection.rollback()
-
-    def insert_first(self, sql: str, **parameters: Any) -> bool:
-        """Insert the first row of a transaction; after an error undo it, and return False if the row exists."""
-        try:
-            self.execute(sql, **parameters)
-        except BaseException as error:
-            self.rollback()
-            if is_integrity_error(error):
-                return False
-            raise
-        return True
-
-    def check_can_begin(self) -> None:
-        """Refuse a connection whose next statement would not begin a transaction.
-
-        Raises:
-            ConfigError: A transaction is open, or each statement is committed.
-        """
-        value = getattr(self.connection, "in_transaction", False)
-        if value() if callable(value) else value:
-            raise ConfigError(
-                "expected no open transaction: commit or roll back first, because librmq's row must come first"
-            )
-        driver = self.connection
-        if self._alchemy:
-            connection = driver.connection() if hasattr(driver, "get_bind") else driver
-            driver = connection.connection.dbapi_connection
-        get = getattr(driver, "get_autocommit", None)
-        value = get() if callable(get) else getattr(driver, "autocommit", False)
-        has_autocommit = value is True or value == 1
-        if self.dialect == "sqlite" and getattr(driver, "autocommit", -1) == -1:
-            # sqlite3's legacy mode, the only one before 3.12, shows it by the isolation level.
-            has_autocommit = driver.isolation_level is None
-        if has_autocommit:
-            raise ConfigError("expected a connection without autocommit, found one that commits each statement")
-
-
-def check_database(database: Any) -> None:
-    """Refuse anything but a SQLAlchemy ``Engine`` or a function that opens a connection, before a thread uses it.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    if hasattr(database, "dialect") and hasattr(database, "connect"):
-        return
-    if not callable(database) or hasattr(database, "cursor") or hasattr(database, "execute"):
-        raise ConfigError(
-            f"database: expected an Engine or a function that opens a connection, found {database!r:.100}"
-        )
-
-
 def purge_expired(connection: Any, table: str, now_ms: int) -> int:
     """Delete the rows of a table that have expired, and commit; return their number."""
     with linked(connection) as link:
         purged = link.execute(f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms", now_ms=now_ms).changed
         link.commit()
         return purged
-
-
-def is_integrity_error(error: BaseException) -> bool:
-    """Return whether the error of a driver, or of SQLAlchemy, says that the row exists already."""
-    return any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
-
-
-_TEMPORARY: Final = frozenset({"OperationalError", "InterfaceError", "InternalError", "TimeoutError", "OSError"})
-_LACKING: Final = re.compile(r"no such (table|column)|unknown column", re.IGNORECASE)
-
-
-def is_temporary_error(error: BaseException) -> bool:
-    """Return whether another try may succeed: a database that cannot be reached, or is locked or busy."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    # SQLite and MySQL report a missing table or column as an operational error.
-    return not _TEMPORARY.isdisjoint(names) and not _LACKING.search(str(error))
-
-
-def _is_alchemy(connection: object) -> bool:
-    return any(kind.__module__.startswith("sqlalchemy.") for kind in type(connection).__mro__)
-
-
-def _dialect(name: str) -> str:
-    return "mysql" if name == "mariadb" else name
-
-
-@lru_cache(maxsize=256)
-def _text(sql: str) -> Any:
-    from sqlalchemy import text
-
-    return text(sql)
-
-
-def _parameter_style(module: str) -> str:
-    """Return the parameter style of the driver that has a connection's ``module``, from it or a package above it."""
-    while module:
-        style = getattr(sys.modules.get(module), "paramstyle", None)
-        if isinstance(style, str):
-            return style
-        module = module.rpartition(".")[0]
-    return "qmark"
-
-
-def run(connection: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
-    """Run one statement on a connection of a driver that takes parameters in ``style``."""
-    statement, names = rendered(sql, style)
-    cursor = connection.cursor()
-    try:
-        cursor.execute(
-            statement, parameters if style in ("named", "pyformat") else tuple(parameters[name] for name in names)
-        )
-        rows = cursor.fetchall() if cursor.description else ()
-        last_id = getattr(cursor, "lastrowid", 0)
-        return StatementResult(rows, cursor.rowcount, last_id if isinstance(last_id, int) else 0)
-    finally:
-        cursor.close()
-
-
-@lru_cache(maxsize=256)
-def rendered(sql: str, style: str) -> tuple[str, tuple[str, ...]]:
-    """Return ``sql`` in a driver's style of parameters, and the parameters' names in order of occurrence."""
-    names: list[str] = []
-
-    def placeholder(match: re.Match[str]) -> str:
-        names.append(match[1])
-        if style == "qmark":
-            return "?"
-        if style == "format":
-            return "%s"
-        if style == "pyformat":
-            return f"%({match[1]})s"
-        return f":{match[1]}" if style == "named" else f":{len(names)}"
-
-    return _PARAMETER.sub(placeholder, sql), tuple(names)
 
 
 # ------------------------------------------------------------------------------------------------------------- schema
@@ -348,16 +161,6 @@ def upgrade_tables(
     check_name(versions)
     with linked(connection) as link:
         return _upgrade(link, kinds, versions)
-
-
-@contextmanager
-def linked(connection: Any) -> Iterator[Link]:
-    """Link to a connection, or to a new connection of a SQLAlchemy ``Engine``."""
-    if _is_alchemy(connection) and hasattr(connection, "connect"):  # an engine
-        with connection.connect() as opened:
-            yield Link(opened)
-    else:
-        yield Link(connection)
 
 
 def _upgrade(link: Link, kinds: Mapping[str, str], versions: str) -> dict[str, int]:

@@ -23,7 +23,8 @@ from urllib.parse import quote
 from librmq.clock import Clock
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
-from librmq.idempotence.sqltables import KEY_LIMIT, StatementResult, check_name, run, upgrade_tables
+from librmq.idempotence.drivers import StatementResult, run
+from librmq.idempotence.sqltables import KEY_LIMIT, check_name, upgrade_tables
 from librmq.listener import Delivered
 from librmq.runtime.background import Background
 from librmq.runtime.closing import Closing

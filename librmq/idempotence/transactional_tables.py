@@ -14,7 +14,7 @@ this database, as long as the record is kept. ``docs/dedup.md`` has the conditio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final
@@ -23,7 +23,9 @@ from librmq.client.transactions import CheckedMessage, OpenTransaction, Transact
 from librmq.clock import Clock, present_clock
 from librmq.config import wrong_kind
 from librmq.errors import ConfigError, TransactionRefusedError
-from librmq.idempotence.sqltables import Link, check_database, check_name, is_temporary_error, linked, purge_expired
+from librmq.idempotence.connections import Link, check_database, linked
+from librmq.idempotence.drivers import TransactionStatus, is_temporary_error
+from librmq.idempotence.sqltables import check_name, purge_expired
 from librmq.idempotence.stores import KEEP_CONSUMED, dedup_key, to_milliseconds, unique_id
 from librmq.message.message import Message
 from librmq.protocol import TransactionState
@@ -87,10 +89,7 @@ class Transactional:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._session.commit()
-        else:
-            self._session.rollback()
+        self._end(self._session, kind is None)
 
     async def __aenter__(self) -> bool:
         if not hasattr(self._session, "run_sync"):
@@ -101,18 +100,56 @@ class Transactional:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            await self._session.commit()
-        else:
-            await self._session.rollback()
+        await self._session.run_sync(self._end, kind is None)
 
     def _begin(self, session: Any) -> bool:
         if hasattr(session, "run_sync"):
             raise ConfigError(f"{type(session).__name__} needs `async with`, not `with`")
-        link = Link(session)
-        link.check_can_begin()
-        insert = f"INSERT INTO {self._table} (dedup_key, expires_timestamp_ms) VALUES (:key, :expires_at_ms)"
-        return self._key is None or link.insert_first(insert, key=self._key, expires_at_ms=self._expires_at_ms)
+        link = self._link = Link(session)
+        link.check_can_begin(may_nest=True)
+        link.begin()
+        first = True
+        if self._key is not None:
+            insert = f"INSERT INTO {self._table} (dedup_key, expires_timestamp_ms) VALUES (:key, :expires_at_ms)"
+            first = link.insert_first(insert, self._is_recorded, key=self._key, expires_at_ms=self._expires_at_ms)
+        try:
+            link.watch()
+        except BaseException:
+            link.rollback()
+            raise
+        return first
+
+    def _is_recorded(self) -> bool:
+        select = f"SELECT 1 FROM {self._table} WHERE dedup_key = :key"
+        return bool(self._link.execute(select, key=self._key).rows)
+
+    def _end(self, session: Any, is_complete: bool) -> None:
+        link = self._link
+        if not is_complete:
+            link.rollback()
+            return
+        try:
+            status = link.watched_status()
+            has_ended = status is not TransactionStatus.OPEN or not (link.is_watched or self._is_safe())
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to see
+                link.rollback()
+            raise
+        if not has_ended:
+            link.commit()
+            return
+        link.rollback()
+        if status is TransactionStatus.IDLE and self._is_safe():
+            link.rollback()
+            return
+        raise ConfigError(
+            "the transaction has ended inside the block, and what the block changed is not kept: let errors of the "
+            "database propagate, or run a statement that may fail in a savepoint; commit and roll back outside"
+        )
+
+    def _is_safe(self) -> bool:
+        """Return whether the record is there, so that nothing is lost if the message is acknowledged."""
+        return self._key is None or self._is_recorded()
 
 
 def purge_messages(connection: Any, now_ms: int, *, table: str = "rmq_messages") -> int:
@@ -179,7 +216,7 @@ class LocalTransactions:
 
         Raises:
             ConfigError: The session has an open transaction, or commits each statement; nothing is sent. Or the block
-                has rolled its transaction back; nothing is committed since.
+                has rolled its transaction back, or gone on after an error that ended it; nothing is committed since.
             ClientError: The half message could not be stored; the block does not run.
             TransactionRefusedError: A transaction with this message's id has ended before; the block does not run.
             TypeError: The producer is no `TransactionProducer`; nothing is sent.
@@ -193,15 +230,12 @@ class LocalTransactions:
         with producer.transaction(message) as opened:
             transaction_id, keeps = opened.sent.message_id, False
             try:
+                link.begin()
                 self._write_first(link, transaction_id)
                 yield opened
-                keeps = opened.state is not TransactionState.ROLLBACK
-                if keeps and self._read(link, transaction_id) is None:
-                    keeps = False
-                    raise ConfigError(
-                        f"transaction {transaction_id}: a rollback in the block has undone its state too: use a "
-                        "savepoint, or open another session"
-                    )
+                if opened.state is not TransactionState.ROLLBACK:
+                    self._check_state(link, transaction_id)
+                    keeps = True
             except Exception as error:
                 failure = error
             except BaseException:
@@ -220,6 +254,19 @@ class LocalTransactions:
                 failure = failure or error
         if failure is not None:
             raise failure
+
+    def _check_state(self, link: Link, transaction_id: str) -> None:
+        """Refuse to commit after the block unless the state still stands in the transaction that is open."""
+        if link.status() is TransactionStatus.ABORTED:
+            raise ConfigError(
+                f"transaction {transaction_id}: the block has gone on after an error of the database, which undoes its "
+                "state too: let the error propagate, or run a statement that may fail in a savepoint"
+            )
+        if self._read(link, transaction_id) != _COMMITTED:
+            raise ConfigError(
+                f"transaction {transaction_id}: a rollback in the block, or a deadlock after which it went on, has "
+                "undone its state too: use a savepoint, or open another session"
+            )
 
     def check(self, message: CheckedMessage) -> TransactionState:
         """Return the state of a transaction; one without a row is rolled back for good.
@@ -274,7 +321,13 @@ class LocalTransactions:
         insert = (
             f"INSERT INTO {self._table} (transaction_id, state, expires_timestamp_ms) VALUES (:id, :state, :expires)"
         )
-        return link.insert_first(insert, id=transaction_id, state=state, expires=self._now_ms() + self._keep_ms)
+        return link.insert_first(
+            insert,
+            lambda: self._read(link, transaction_id) is not None,
+            id=transaction_id,
+            state=state,
+            expires=self._now_ms() + self._keep_ms,
+        )
 
     def _now_ms(self) -> int:
         return (self._clock or present_clock("LocalTransactions")).now_ms()

@@ -26,6 +26,13 @@ from tests.idempotence.servers import STARTERS, Absent, Server
 STORES: Final = ("memory", "sqlite", "sql-sqlite", "sql-portable", "postgresql", "mysql", "redis")
 """All stores; those on SQLAlchemy are named by their dialect."""
 DATABASES: Final = ("sqlite", "postgresql", "mysql")
+DRIVERS: Final = (
+    ("sqlite", "sqlite3"),
+    ("postgresql", "psycopg"),
+    ("postgresql", "psycopg2"),
+    ("mysql", "pymysql"),
+)
+"""DB-API drivers and their databases."""
 
 _numbers = itertools.count()
 
@@ -190,6 +197,30 @@ class Database:
         import pymysql
 
         return pymysql.connect(host="127.0.0.1", port=self.engine.url.port or 0, user="root", database="rmq")
+
+    def connect_by(self, driver: str, rows: str = "") -> Any:
+        """Return a connection of a driver, whose cursors give ``rows`` "dicts" or of another kind."""
+        if driver == "psycopg2":
+            import psycopg2
+            import psycopg2.extras
+
+            factory = {"dicts": psycopg2.extras.RealDictCursor, "named": psycopg2.extras.NamedTupleCursor}.get(rows)
+            port = self.engine.url.port
+            return psycopg2.connect(host="127.0.0.1", port=port, user="rmq", dbname="postgres", cursor_factory=factory)
+        connection = self.connect()
+        if not rows:
+            return connection
+        if driver == "sqlite3":
+            connection.row_factory = sqlite3.Row if rows == "named" else lambda cursor, row: {"row": row}
+        elif driver == "psycopg":
+            from psycopg.rows import dict_row, namedtuple_row
+
+            connection.row_factory = dict_row if rows == "dicts" else namedtuple_row
+        else:
+            from pymysql.cursors import DictCursor
+
+            connection.cursorclass = DictCursor
+        return connection
 
     def effects(self, name: str) -> int:
         """Return the number of effects with that name in the database."""

@@ -16,7 +16,7 @@ from librmq import Broker, ManualRunner, Message, TransactionProducer, Transacti
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError, TransactionRefusedError
 from librmq.idempotence import LocalTransactions
-from librmq.idempotence.sqltables import Link
+from librmq.idempotence.connections import Link
 from tests.idempotence.conftest import DATABASES, Database
 
 KINDS = ("driver", "session", "connection")

@@ -19,7 +19,8 @@ from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError
-from librmq.idempotence.sqltables import Link, upgrade_tables
+from librmq.idempotence.connections import Link
+from librmq.idempotence.sqltables import upgrade_tables
 from librmq.idempotence.transactional_tables import purge_messages, transactional
 from tests.budget import many
 from tests.idempotence.conftest import DATABASES, Database
