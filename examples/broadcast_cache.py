@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import tempfile
 
-from librmq import Broker, DeliveredMessage, ManualRunner, MessageModel, Producer, PushConsumer
-from librmq.protocol import Route
+from librmq import Broker, DeliveredMessage, ManualRunner, MessageModel, Producer, PushConsumer, Route
 
 
 class Catalogue:

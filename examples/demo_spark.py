@@ -24,7 +24,7 @@ from rich.text import Text
 
 from demo_screen import CONSOLE, answers, code, draw, run_part, say, step, table, waiting
 from librmq import MissingExtraError
-from librmq.store.recovery.verify import verify
+from librmq.store import verify
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -106,7 +106,7 @@ def write_twice(spark: SparkSession, target: Path) -> tuple[int, bool]:
 
 def write_page(spark: SparkSession, stores: list[str], page: Path) -> Path:
     from librmq.diagnosis import render_page
-    from librmq.spark.overview import overview
+    from librmq.spark import overview
 
     page.write_text(render_page(overview(spark, stores, title="Two stores of the demo, by Spark")), encoding="utf-8")
     return page
@@ -116,7 +116,7 @@ def write_page(spark: SparkSession, stores: list[str], page: Path) -> Path:
 
 
 def show_tables(spark: SparkSession, messages: DataFrame, stores: list[str]) -> None:
-    from librmq.spark.functions import match_sql
+    from librmq.spark import match_sql
     from librmq.spark.pipelines import run
 
     step(9, "Two stores as one table")

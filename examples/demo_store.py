@@ -29,10 +29,8 @@ from rich.text import Text
 from demo_screen import CONSOLE, answers, code, draw, run_part, say, step, table
 from librmq import ManualClock, Message, MessageStore, StoredMessage
 from librmq.commitlog import CommitLog
-from librmq.files import DiskFiles
-from librmq.files.interface import Damage
-from librmq.store.format.directory import recognise
-from librmq.store.recovery.verify import verify
+from librmq.files import Damage, DiskFiles
+from librmq.store import recognise, verify
 
 ARCHIVE = Path(__file__).resolve().parent.parent / "tests" / "data" / "store-basic.tar.xz"
 ABOUT = "Made by examples/demo_store.py, which replaces this folder on each run."

@@ -16,10 +16,7 @@ from pathlib import Path
 
 from librmq import Message, MessageStore, StoreConfig, StoredMessage
 from librmq.dedup import deduplicated
-from librmq.idempotence.outbox import Outbox, OutboxSender
-from librmq.idempotence.sqltables import upgrade_tables
-from librmq.idempotence.stores import SqliteDedupStore
-from librmq.idempotence.transactional_tables import transactional
+from librmq.idempotence import Outbox, OutboxSender, SqliteDedupStore, transactional, upgrade_tables
 
 
 class LogProducer:

@@ -22,8 +22,7 @@ import httpx
 from fastapi import FastAPI, HTTPException
 
 import librmq
-from librmq import Broker, DeliveredMessage, Producer, PushConsumer
-from librmq.protocol import Route
+from librmq import Broker, DeliveredMessage, Producer, PushConsumer, Route
 
 ORDERS = "CREATE TABLE IF NOT EXISTS orders (number INTEGER PRIMARY KEY, product TEXT, state TEXT)"
 

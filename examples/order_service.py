@@ -27,10 +27,20 @@ from prometheus_client import CollectorRegistry, generate_latest
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import librmq
-from librmq import Broker, DeadLetter, DeliveredMessage, Message, Metrics, Outbox, OutboxSender, Producer, PushConsumer
+from librmq import (
+    Broker,
+    DeadLetter,
+    DeliveredMessage,
+    Message,
+    Metrics,
+    Outbox,
+    OutboxSender,
+    Producer,
+    PushConsumer,
+    Route,
+)
 from librmq.idempotence import transactional, upgrade_tables
 from librmq.metrics import export_to_prometheus
-from librmq.protocol import Route
 
 HALF_AN_HOUR = 16
 """The delay level of 30 minutes."""

@@ -21,12 +21,11 @@ from librmq import (
     ManualRunner,
     Message,
     PushConsumer,
+    Route,
     TransactionProducer,
     TransactionState,
 )
-from librmq.idempotence.sqltables import upgrade_tables
-from librmq.idempotence.transactional_tables import transactional
-from librmq.protocol import Route
+from librmq.idempotence import transactional, upgrade_tables
 
 
 class Shop:

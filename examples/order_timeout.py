@@ -12,7 +12,7 @@ import sqlite3
 from contextlib import closing
 
 from librmq import Broker, DeliveredMessage, ManualRunner, Producer, PushConsumer
-from librmq.message.delays import DEFAULT_LEVELS
+from librmq.message import DEFAULT_LEVELS
 
 IN_HALF_AN_HOUR = DEFAULT_LEVELS.delays_ms.index(30 * 60_000) + 1  # 16
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import mail_worker
 import pytest
 
-from librmq.testing.served import ServedKit
+from librmq.testing import ServedKit
 
 
 class Mails:

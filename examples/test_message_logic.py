@@ -12,8 +12,7 @@ import unittest
 
 import pytest
 
-from librmq import DeliveredMessage, Producer, PushConsumer, ReconsumeLater
-from librmq.protocol import Route
+from librmq import DeliveredMessage, Producer, PushConsumer, ReconsumeLater, Route
 from librmq.testing import Kit
 
 

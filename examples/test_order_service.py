@@ -14,10 +14,8 @@ import order_service
 import pytest
 import sqlalchemy
 
-from librmq import Broker, ManualRunner, Producer
-from librmq.protocol import Route
-from librmq.testing import Kit
-from librmq.testing.served import ServedKit
+from librmq import Broker, ManualRunner, Producer, Route
+from librmq.testing import Kit, ServedKit
 
 
 class Shop:

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from librmq.protocol import CancelResult as CancelResult
     from librmq.protocol import ConsumeFrom as ConsumeFrom
     from librmq.protocol import MessageModel as MessageModel
+    from librmq.protocol import Route as Route
     from librmq.protocol import SendStatus as SendStatus
     from librmq.protocol import TransactionState as TransactionState
     from librmq.runtime.runner import ManualRunner as ManualRunner
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from librmq.store import MessageStore as MessageStore
     from librmq.txn import TransactionConfig as TransactionConfig
     from librmq.wire.remote.remote_route import connect as connect
+    from librmq.wire.share import SharedBroker as SharedBroker
     from librmq.wire.share import share as share
     from librmq.wire.share import share_async as share_async
 else:
@@ -130,13 +132,24 @@ else:
             "librmq.message.batch": ("split_batch",),
             "librmq.message.message": ("Message", "MessageQueue", "StoredMessage"),
             "librmq.metrics": ("Metrics",),
-            "librmq.protocol": ("CancelResult", "ConsumeFrom", "MessageModel", "SendStatus", "TransactionState"),
+            "librmq.protocol": (
+                "CancelResult",
+                "ConsumeFrom",
+                "MessageModel",
+                "Route",
+                "SendStatus",
+                "TransactionState",
+            ),
             "librmq.runtime.runner": ("ManualRunner",),
             "librmq.runtime.threads": ("ThreadRunner",),
             "librmq.scheduling.timer_config": ("TimerConfig",),
             "librmq.store": ("MessageStore",),
             "librmq.txn": ("TransactionConfig",),
             "librmq.wire.remote.remote_route": ("connect",),
-            "librmq.wire.share": ("share", "share_async"),
+            "librmq.wire.share": (
+                "SharedBroker",
+                "share",
+                "share_async",
+            ),
         },
     )

@@ -5,10 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from typing import NamedTuple
+
+from librmq.errors import MissingExtraError
+
+
+class Extra(NamedTuple):
+    """The extra without which a package's modules can't be imported."""
+
+    packages: tuple[str, ...]
+    """The packages that it installs and the modules import."""
+    purpose: str
+    extra: str
 
 
 def lazy_exports(
-    package: str, names: Mapping[str, tuple[str, ...]]
+    package: str, names: Mapping[str, tuple[str, ...]], needs: Extra | None = None
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package that exports names of modules, lazily.
 
@@ -18,6 +30,8 @@ def lazy_exports(
             from package.module import Name as Name
         else:
             __getattr__, __dir__, __all__ = lazy_exports(__name__, {"package.module": ("Name",)})
+
+    Where ``needs`` names a package that is missing, reading a name raises `librmq.errors.MissingExtraError`.
     """
     modules = {name: module for module, exports in names.items() for name in exports}
 
@@ -25,7 +39,12 @@ def lazy_exports(
         module = modules.get(name)
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = vars(sys.modules[package])[name] = getattr(import_module(module), name)
+        try:
+            value = vars(sys.modules[package])[name] = getattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            if needs is None or (error.name or "").partition(".")[0] not in needs.packages:
+                raise
+            raise MissingExtraError(needs.purpose, needs.extra) from error
         return value
 
     def list_names() -> list[str]:

@@ -15,12 +15,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import generated
+from librmq.errors import MissingExtraError
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 DOCS = CHECKOUT / "docs"
@@ -112,7 +115,7 @@ def reference() -> Iterator[tuple[str, str]]:
     top = modules.pop("librmq")
     described: set[int] = set()
     for name, module in modules.items():
-        described |= {id(getattr(module, export)) for export in module.__all__}
+        described |= {id(export) for export in exports_of(module)}
         yield f"reference/{name}.md", page(module.__name__, module.__all__)
     exports = {name: getattr(top, name) for name in top.__all__}
     links = [
@@ -121,6 +124,13 @@ def reference() -> Iterator[tuple[str, str]]:
     ]
     own = [name for name, value in exports.items() if id(value) not in described]
     yield "reference/librmq.md", "\n".join([page("librmq", own), "## All names", "", *links, ""])
+
+
+def exports_of(module: ModuleType) -> Iterator[object]:
+    """Yield what a package exports, but for what takes a missing extra: mkdocstrings reads its source alone."""
+    for name in module.__all__:
+        with suppress(MissingExtraError):
+            yield getattr(module, name)
 
 
 def page(module: str, names: list[str]) -> str:

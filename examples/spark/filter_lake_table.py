@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq import RmqError
-from librmq.spark import register, session, stores
-from librmq.spark.functions import match_sql
+from librmq.spark import filters, match_sql, register, session
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     spark = session()
     register(spark)
     try:
-        registered = stores.filters(spark, store).where((F.col("topic") == topic) & (F.col("group") == group)).first()
+        registered = filters(spark, store).where((F.col("topic") == topic) & (F.col("group") == group)).first()
     except RmqError as error:
         print(error, file=sys.stderr)
         return 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq import RmqError
-from librmq.spark import register, session, stores
+from librmq.spark import messages, offsets, register, session
 
 COLUMNS = (
     "store string, topic string, queueId int, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp, "
@@ -29,14 +29,14 @@ def main(arguments: Sequence[str]) -> int:
     spark = session()
     register(spark)
     try:
-        messages = stores.messages(spark, paths, COLUMNS)
-        offsets = stores.offsets(spark, paths)
+        stored = messages(spark, paths, COLUMNS)
+        progress = offsets(spark, paths)
     except RmqError as error:
         print(error, file=sys.stderr)
         return 1
     has_key = F.array_contains(F.split("keys", " "), key) | (F.col("uniqueKey") == key)
     # Retries and dead letters of the order have its keys too, so they show what happened.
-    found = messages.where(has_key).join(F.broadcast(offsets), ["store", "topic", "queueId"], "left")
+    found = stored.where(has_key).join(F.broadcast(progress), ["store", "topic", "queueId"], "left")
     story = (
         found.groupBy("storeTimestamp", "store", "topic", "queueId", "queueOffset", "reconsumeTimes")
         .agg(

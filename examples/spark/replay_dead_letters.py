@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from librmq import RmqError
-from librmq.message.topics import dead_letter_topic
-from librmq.spark import register, session, stores
+from librmq.message import dead_letter_topic
+from librmq.spark import messages, register, session
 from librmq.spark.pipelines import replayable
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     spark = session()
     register(spark)
     try:
-        letters = stores.messages(
+        letters = messages(
             spark,
             store,
             "topic string, body binary, properties map<string,string>",

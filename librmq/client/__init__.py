@@ -7,6 +7,13 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.client.allocation import allocate_averagely as allocate_averagely
+    from librmq.client.allocation import allocate_averagely_by_circle as allocate_averagely_by_circle
+    from librmq.client.allocation import allocate_by_config as allocate_by_config
+    from librmq.client.allocation import allocate_by_machine_room as allocate_by_machine_room
+    from librmq.client.allocation import allocate_by_site as allocate_by_site
+    from librmq.client.allocation import allocate_consistent_hash as allocate_consistent_hash
+    from librmq.client.allocation import allocate_machine_room_nearby as allocate_machine_room_nearby
     from librmq.client.client import Client as Client
     from librmq.client.client import ProcessClients as ProcessClients
     from librmq.client.producer import Producer as Producer
@@ -26,5 +33,14 @@ else:
             "librmq.client.queue_selectors": ("select_by_hash", "select_by_remainder"),
             "librmq.client.sender": ("ProducerConfig", "SendResult"),
             "librmq.client.transactions": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
+            "librmq.client.allocation": (
+                "allocate_averagely",
+                "allocate_averagely_by_circle",
+                "allocate_by_config",
+                "allocate_by_machine_room",
+                "allocate_by_site",
+                "allocate_consistent_hash",
+                "allocate_machine_room_nearby",
+            ),
         },
     )

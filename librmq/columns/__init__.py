@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from librmq.errors import MissingExtraError
-from librmq.lazy_exports import lazy_exports
+from librmq.lazy_exports import Extra, lazy_exports
 
 if TYPE_CHECKING:
     from librmq.columns.arrow_dataset import StoreDataset as StoreDataset
@@ -39,14 +38,5 @@ else:
             "librmq.columns.record_batches": ("ReaderKeywords", "reader", "scan", "traces"),
             "librmq.columns.remote": ("RemoteStore",),
         },
+        Extra(("pyarrow",), "reading a store as columns", "arrow"),
     )
-if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-    _export = __getattr__
-
-    def __getattr__(name: str) -> object:
-        try:
-            return _export(name)
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "pyarrow":
-                raise
-            raise MissingExtraError("reading a store as columns", "arrow") from error

@@ -8,6 +8,7 @@ from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.message.batch import split_batch as split_batch
+    from librmq.message.delays import DEFAULT_LEVELS as DEFAULT_LEVELS
     from librmq.message.delays import DelayLevels as DelayLevels
     from librmq.message.ids import UniqueIds as UniqueIds
     from librmq.message.ids import decode_unique_id as decode_unique_id
@@ -21,7 +22,10 @@ else:
         __name__,
         {
             "librmq.message.batch": ("split_batch",),
-            "librmq.message.delays": ("DelayLevels",),
+            "librmq.message.delays": (
+                "DEFAULT_LEVELS",
+                "DelayLevels",
+            ),
             "librmq.message.ids": ("UniqueIds", "decode_unique_id"),
             "librmq.message.message": ("Message", "MessageQueue", "StoredMessage"),
             "librmq.message.topics": ("dead_letter_topic", "retry_topic"),

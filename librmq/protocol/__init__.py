@@ -2,9 +2,8 @@
 
 Clients hold a `Route` to `Endpoint`s; a broker is an endpoint, and a route with one endpoint. A client is an `Endpoint`
 too, which its brokers call (`Heartbeat.client`). Faults, latency, a wire or a recorder wrap `Endpoint.call`. A refused
-request raises `BrokerError`.
-
-Mirrors the request headers of ``org.apache.rocketmq.common.protocol``; the codes mirror ``ResponseCode``.
+request raises `BrokerError`. Mirrors the request headers of ``org.apache.rocketmq.common.protocol``; the codes mirror
+``ResponseCode``.
 """
 
 from __future__ import annotations
@@ -112,3 +111,5 @@ from librmq.protocol.endpoint import QueueData as QueueData
 from librmq.protocol.endpoint import Request as Request
 from librmq.protocol.endpoint import ResponseCode as ResponseCode
 from librmq.protocol.endpoint import Route as Route
+
+__all__ = ["Endpoint", "LockQueues", "Request", "ResponseCode", "Route", "UnlockQueues"]

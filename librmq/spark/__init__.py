@@ -4,6 +4,33 @@
 functions known to any session.
 """
 
-from librmq.spark.session import register, session
+from __future__ import annotations
 
-__all__ = ["register", "session"]
+from typing import TYPE_CHECKING
+
+from librmq.lazy_exports import Extra, lazy_exports
+
+if TYPE_CHECKING:
+    from librmq.spark.functions import match_sql as match_sql
+    from librmq.spark.functions import match_tags as match_tags
+    from librmq.spark.results import run_incrementally as run_incrementally
+    from librmq.spark.results import write_result as write_result
+    from librmq.spark.sessions import register as register
+    from librmq.spark.sessions import session as session
+    from librmq.spark.stores import filters as filters
+    from librmq.spark.stores import messages as messages
+    from librmq.spark.stores import offsets as offsets
+    from librmq.spark.stores import queues as queues
+    from librmq.spark.stores_report import overview as overview
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "librmq.spark.functions": ("match_sql", "match_tags"),
+            "librmq.spark.results": ("run_incrementally", "write_result"),
+            "librmq.spark.sessions": ("register", "session"),
+            "librmq.spark.stores": ("filters", "messages", "offsets", "queues"),
+            "librmq.spark.stores_report": ("overview",),
+        },
+        Extra(("pandas", "pyarrow", "pyspark"), "Spark", "spark"),
+    )

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from librmq.store.extraction import Rescued as Rescued
     from librmq.store.extraction import extract as extract
     from librmq.store.extraction import rescue as rescue
+    from librmq.store.format.broker_tables import BrokerTables as BrokerTables
     from librmq.store.format.checkpoint import Checkpoint as Checkpoint
+    from librmq.store.format.directory import recognise as recognise
     from librmq.store.format.indexfile import IndexFile as IndexFile
     from librmq.store.format.keyindex import KeyIndex as KeyIndex
     from librmq.store.recovery.salvage import Gap as Gap
+    from librmq.store.recovery.salvage import salvaged_records as salvaged_records
     from librmq.store.recovery.verify import Verdict as Verdict
     from librmq.store.recovery.verify import verify as verify
     from librmq.store.snapshots import Snapshot as Snapshot
@@ -42,9 +45,14 @@ else:
             "librmq.store.format.checkpoint": ("Checkpoint",),
             "librmq.store.format.indexfile": ("IndexFile",),
             "librmq.store.format.keyindex": ("KeyIndex",),
-            "librmq.store.recovery.salvage": ("Gap",),
+            "librmq.store.recovery.salvage": (
+                "Gap",
+                "salvaged_records",
+            ),
             "librmq.store.recovery.verify": ("Verdict", "verify"),
             "librmq.store.snapshots": ("Snapshot", "restore", "snapshot"),
             "librmq.store.store": ("MessageStore",),
+            "librmq.store.format.broker_tables": ("BrokerTables",),
+            "librmq.store.format.directory": ("recognise",),
         },
     )

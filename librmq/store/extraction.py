@@ -99,8 +99,8 @@ def rescue(
 ) -> Rescued:
     """Create a store in ``target``, which is empty or does not exist, from every sound record of the store in ``path``.
 
-    The order is that of `librmq.store.recovery.salvage.records`, including the kept cuts; ``tell`` is called with each
-    gap. Records keep their fields except physical offset, offset id and queue offset. The messages of each queue are
+    The order is that of `librmq.store.salvaged_records`, including the kept cuts; ``tell`` is called with each gap.
+    Records keep their fields except physical offset, offset id and queue offset. The messages of each queue are
     numbered from 0 without a gap, so that no consumer stops at a lost message. The progress of groups, delay levels and
     transactions is adjusted to the new numbers. A Spark job with a ``jobId`` stays committed if its first record was
     saved, or, after its end, any record; otherwise it can write its messages again.

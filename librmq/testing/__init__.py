@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.testing.drills import one_cluster as one_cluster
+    from librmq.testing.drills import run_drill as run_drill
     from librmq.testing.evidence import UndeliveredWarning as UndeliveredWarning
     from librmq.testing.evidence import UnknownGroupError as UnknownGroupError
     from librmq.testing.exploring.exploration import Exploration as Exploration
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from librmq.testing.kit_runner import ProcessStateError as ProcessStateError
     from librmq.testing.process import Process as Process
     from librmq.testing.process import ProcessDied as ProcessDied
+    from librmq.testing.served import ServedKit as ServedKit
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -43,5 +46,7 @@ else:
             "librmq.testing.kit": ("Kit", "UnsoundStoreError"),
             "librmq.testing.kit_runner": ("Elapsed", "NotAwaitedError", "ProcessStateError"),
             "librmq.testing.process": ("Process", "ProcessDied"),
+            "librmq.testing.drills": ("one_cluster", "run_drill"),
+            "librmq.testing.served": ("ServedKit",),
         },
     )

@@ -109,7 +109,7 @@ def sound(files: Files) -> dict[int, bytes]:
     """Return all sound records, in the log or kept aside."""
     return {
         item.physical_offset: bytes(item.raw)
-        for item in salvage.records(ROOT, files)
+        for item in salvage.salvaged_records(ROOT, files)
         if isinstance(item, StoredMessage)
     }
 

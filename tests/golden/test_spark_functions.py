@@ -35,7 +35,7 @@ from librmq.spark.functions import (  # noqa: E402
     register_functions,
     tags_code,
 )
-from librmq.spark.session import cause_of  # noqa: E402
+from librmq.spark.sessions import cause_of  # noqa: E402
 from tests.spark_session import assert_native, shared_session  # noqa: E402
 
 NAMES = {"4.9": "match_sql", "5.3": "match_sql_5"}

@@ -129,7 +129,7 @@ def test_an_extra_needs_no_other(extra: str, monkeypatch: pytest.MonkeyPatch, tm
 def test_java_knows_the_options_of_a_short_session() -> None:
     """And prints no warning, which each program on Spark would show."""
     pytest.importorskip("pyspark")
-    from librmq.spark.session import java_home
+    from librmq.spark.sessions import java_home
 
     java = [str(java_home() / "bin" / "java"), *os.environ["SPARK_SUBMIT_OPTS"].split(), "-version"]
     done = subprocess.run(java, capture_output=True, text=True)

@@ -166,6 +166,6 @@ def test_list_and_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     def absent() -> None:
         raise MissingExtraError("Spark from Python lacks the package pyspark and", "spark")
 
-    monkeypatch.setattr(sys.modules["librmq.spark.session"], "require", absent)
+    monkeypatch.setattr(sys.modules["librmq.spark.sessions"], "require", absent)
     assert main(["doctor"]) == 2
     assert "librmq[spark]" in capsys.readouterr().err

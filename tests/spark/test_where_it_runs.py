@@ -27,7 +27,7 @@ pyspark = pytest.importorskip("pyspark")
 pytest.importorskip("grpc")
 
 import pyspark_librmq  # noqa: E402
-from librmq.spark.session import java_home  # noqa: E402
+from librmq.spark.sessions import java_home  # noqa: E402
 from tests.programs import Process  # noqa: E402
 from tests.reference import CHECKOUT  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
@@ -82,7 +82,7 @@ def steps(spark, folder):
 
 CONNECT = """
 import os, sys
-from librmq.spark.session import java_home
+from librmq.spark.sessions import java_home
 os.environ["JAVA_HOME"] = str(java_home())
 os.environ["PYSPARK_PYTHON"] = sys.executable
 from pyspark.sql import SparkSession

@@ -57,11 +57,13 @@ def without_own(found: Contents) -> Contents:
 
 def saved(files: Files, root: str = ROOT) -> dict[int, StoredMessage]:
     """Return sound records by physical offset; of two at the same offset, the later one."""
-    return {item.physical_offset: item for item in salvage.records(root, files) if isinstance(item, StoredMessage)}
+    return {
+        item.physical_offset: item for item in salvage.salvaged_records(root, files) if isinstance(item, StoredMessage)
+    }
 
 
 def gaps(files: Files) -> list[Gap]:
-    return [item for item in salvage.records(ROOT, files) if isinstance(item, Gap)]
+    return [item for item in salvage.salvaged_records(ROOT, files) if isinstance(item, Gap)]
 
 
 def log_of(found: Contents) -> Contents:
@@ -92,7 +94,7 @@ def test_a_sound_store_gives_all_its_records(clean: bool) -> None:
     files = in_memory(filled(SMALL, 60, clean=clean))
     with opened(files, read_only=True) as store:
         there = list(store)
-    assert list(salvage.records(ROOT, files)) == there
+    assert list(salvage.salvaged_records(ROOT, files)) == there
 
 
 @pytest.mark.parametrize("folder", store_folders())
@@ -188,7 +190,7 @@ def test_bytes_that_look_like_a_record_are_not_found() -> None:
 
 def test_folders_that_are_not_stores_are_refused() -> None:
     with pytest.raises(NotAStoreError):
-        list(salvage.records("/nowhere", MemoryFiles()))
+        list(salvage.salvaged_records("/nowhere", MemoryFiles()))
 
 
 # --------------------------------------------------------------------------------------------- keeping cut bytes
@@ -204,7 +206,7 @@ def damaged_in_the_middle(seed: int = 1) -> tuple[Contents, int]:
 def test_cut_bytes_are_kept() -> None:
     found, place = damaged_in_the_middle()
     files = in_memory(found)
-    before = list(salvage.records(ROOT, files))
+    before = list(salvage.salvaged_records(ROOT, files))
     with opened(files, thorough=True) as store:
         assert store.log.end == place
         (cut,) = (cut for cut in store.recovered if "commitlog" in cut.file)
@@ -212,7 +214,7 @@ def test_cut_bytes_are_kept() -> None:
     assert (kept.physical_offset, kept.size) == (place, cut.bytes)
     assert kept.records == sum(item.physical_offset > place for item in before)
     assert kept.why == cut.what
-    after = list(salvage.records(ROOT, files))
+    after = list(salvage.salvaged_records(ROOT, files))
     assert [item for item in after if isinstance(item, StoredMessage)] == [
         item for item in before if isinstance(item, StoredMessage)
     ]
@@ -227,7 +229,7 @@ def test_kept_cuts_are_returned_with_new_records() -> None:
     with opened(files, thorough=True) as store:
         result = store.append(Message("TopicA", b"in its place"))
     assert result.physical_offset == place
-    there = [item for item in salvage.records(ROOT, files) if isinstance(item, StoredMessage)]
+    there = [item for item in salvage.salvaged_records(ROOT, files) if isinstance(item, StoredMessage)]
     assert {item.raw for item in there} > whole
     assert len(there) == len(whole) + 1
 
@@ -242,7 +244,7 @@ def test_the_same_cut_twice_gives_its_records_once() -> None:
     with opened(twice, thorough=True):
         pass
     assert len(salvage.kept_cuts(ROOT, twice)) == 2
-    assert [item for item in salvage.records(ROOT, twice) if isinstance(item, StoredMessage)] == whole
+    assert [item for item in salvage.salvaged_records(ROOT, twice) if isinstance(item, StoredMessage)] == whole
 
 
 def test_a_torn_end_is_kept_too_and_zeros_are_not() -> None:

@@ -481,7 +481,7 @@ def test_every_sound_record_is_copied_to_a_new_store(config: StoreConfig, seed: 
     rng = random.Random(seed)
     files = in_memory(spoilt(filled(config, 120, seed), rng, 1 + seed % 3, least=8))
     before = contents(files)
-    found = list(salvage.records(ROOT, files))
+    found = list(salvage.salvaged_records(ROOT, files))
     wanted = [item for item in found if isinstance(item, StoredMessage) and names_a_queue(item)]
     told: list[Gap] = []
     made = rescue(ROOT, TARGET, config, files=files, tell=told.append)
@@ -566,7 +566,7 @@ def test_a_full_disk_leaves_no_partial_rescued_store() -> None:
 
 def test_a_store_on_disk(tmp_path: Path) -> None:
     on_disk(spoilt(filled(SMALL, 60), random.Random(2), 2), tmp_path / "store")
-    wanted = sum(isinstance(item, StoredMessage) for item in salvage.records(str(tmp_path / "store")))
+    wanted = sum(isinstance(item, StoredMessage) for item in salvage.salvaged_records(str(tmp_path / "store")))
     made = rescue(str(tmp_path / "store"), str(tmp_path / "new"), files=DiskFiles())
     assert made.records == wanted
     assert verify(str(tmp_path / "new")).sound

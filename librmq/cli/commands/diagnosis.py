@@ -185,7 +185,7 @@ def _survey_of_stores(arguments: argparse.Namespace, output: Output) -> Report:
 
 
 def _survey_by_spark(arguments: argparse.Namespace, output: Output) -> Report:
-    from librmq.spark.overview import overview
+    from librmq.spark.stores_report import overview
 
     session = start(arguments)
     with store_errors():
@@ -211,7 +211,7 @@ def _read_report(path: str) -> Report:
 
 def spark(arguments: argparse.Namespace, output: Output) -> int:
     """List pipelines, or run one."""
-    from librmq.spark.session import require
+    from librmq.spark.sessions import require
 
     require()
     from librmq.spark.pipelines import PIPELINES, find
@@ -276,7 +276,7 @@ def _run_pipeline(arguments: argparse.Namespace, settings: dict[str, str], outpu
 
 def doctor(arguments: argparse.Namespace, output: Output) -> int:
     """Print which core runs, and which of Spark's requirements are met or missing."""
-    from librmq.spark.session import java_home, require
+    from librmq.spark.sessions import java_home, require
 
     rows: list[tuple[str, bool, str]] = [
         ("python", sys.version_info >= (3, 11), sys.version.split()[0]),
@@ -322,7 +322,7 @@ def start(arguments: argparse.Namespace) -> SparkSession:
     Raises:
         MissingExtraError: PySpark or Java is missing.
     """
-    from librmq.spark.session import require
+    from librmq.spark.sessions import require
 
     require()
     from librmq.spark import register, session
@@ -341,7 +341,7 @@ def store_errors() -> Iterator[None]:
     """Raise an error of Spark as a `StoreError` of one line."""
     from pyspark.errors import PySparkException
 
-    from librmq.spark.session import cause_of
+    from librmq.spark.sessions import cause_of
 
     try:
         yield

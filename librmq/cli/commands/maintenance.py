@@ -159,7 +159,7 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
         return 0
     levels = DelayLevels.parse(config.message_delay_level)
     with log_bar("salvage", store, 1, quiet=output.is_on_terminal):
-        for item in salvage.records(store, files):
+        for item in salvage.salvaged_records(store, files):
             output.row(gap_row(store, item) if isinstance(item, salvage.Gap) else message_row(item, levels))
     return 0
 

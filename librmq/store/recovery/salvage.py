@@ -151,7 +151,7 @@ class _Source:
             place = following
 
 
-def records(path: str, files: Files | None = None) -> Iterator[StoredMessage | Gap]:
+def salvaged_records(path: str, files: Files | None = None) -> Iterator[StoredMessage | Gap]:
     """Yield every sound record of the store in ``path``, and the gaps between them.
 
     The log's records come first, in physical order, whatever is damaged or missing there. Those of each kept cut

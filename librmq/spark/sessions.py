@@ -91,7 +91,7 @@ export PYTHONPATH="${{rest#:}}"
 [ "$1 $2" != "-m pyspark.daemon" ] || {{ shift 2; set -- -c "{daemon}" "$@"; }}
 exec {python} "$@"
 """
-_DAEMON: Final = "from librmq.spark.session import run_daemon; run_daemon()"
+_DAEMON: Final = "from librmq.spark.sessions import run_daemon; run_daemon()"
 _LOG: Final = """\
 rootLogger.level = {level}
 rootLogger.appenderRef.stderr.ref = console
