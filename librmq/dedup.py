@@ -34,7 +34,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.config import Config, Seconds, check_arguments
 from librmq.consumer import OrderlyResult
 from librmq.consumer.listeners import refuse_generator
-from librmq.errors import ConfigError, DedupStoreError
+from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError
 from librmq.idempotence.stores import (
     KEEP_CONSUMED,
     LONGEST,
@@ -139,7 +139,10 @@ class DedupConfig(Config):
     keep_consumed: Annotated[float, Seconds(0.001, LONGEST)] = KEEP_CONSUMED
     """Time for which a consumed message's record is kept, by default 72 hours."""
     when_store_fails: Literal["consume", "retry"] = "consume"
-    """Treatment of messages while the store fails: consume them without a guard, or deliver them again later."""
+    """Treatment of messages while the store fails: consume them without a guard, or deliver them again later.
+
+    A store that answers, but was busy at several tries, has them delivered again later in any case.
+    """
     batch: bool = False
     """The listener takes a list of messages."""
     must_return: bool = False
@@ -266,7 +269,7 @@ class DedupListener:
         try:
             claim = yield self._request("claim", key, owner, now_ms, expires_at_ms)
         except DedupStoreError as error:
-            if self._consumes_unguarded:
+            if self._consumes_without(error):
                 self._count("unguarded", message.topic)
                 _log.warning(
                     "%(key)s: consumed without a guard, because the dedup store failed: %(error)s", key=key, error=error
@@ -287,6 +290,10 @@ class DedupListener:
             self._count("taken_over", message.topic)
             _log.warning("%(key)s: taken over from a consumer that did not end in time", key=key)
         return _Claimed(key, owner, lambda name: key_of(f"{plain}\0{name}"), expires_at_ms)
+
+    def _consumes_without(self, error: DedupStoreError) -> bool:
+        """Return whether messages are consumed without a record; a store that is only busy is there at a redelivery."""
+        return self._consumes_unguarded and not isinstance(error, DedupStoreBusyError)
 
     def _finish_claim(self, claim: _Claimed) -> Generator[_Request, Any, None]:
         now_ms = self._clock.now_ms()
@@ -362,7 +369,7 @@ class DedupListener:
             ConfigError: The listener of this guard does not run here, or it consumes a list; or the name is no text, is
                 empty, has a NUL, or was used before for this message.
             ReconsumeLater: The message's claim has expired, or another consumer does the step, or the store failed and
-                the guard has ``when_store_fails="retry"``.
+                the guard has ``when_store_fails="retry"``, or it was busy.
         """
         return GuardedStep(self, name)
 
@@ -387,7 +394,7 @@ class DedupListener:
         try:
             claim = yield self._request("claim", key, message.owner, now_ms, message.expires_at_ms)
         except DedupStoreError as error:
-            if self._consumes_unguarded:
+            if self._consumes_without(error):
                 _log.warning("%(key)s: step begun without a record: %(error)s", key=key, error=error)
                 return _UNGUARDED
             raise ReconsumeLater(f"the dedup store failed: {error}") from error

@@ -29,6 +29,7 @@
     ├── AllocationError               queues cannot be allocated, or none can be selected (ValueError)
     ├── GroupMismatchError            instances of one consumer group have different subscriptions
     ├── DedupStoreError               a dedup store fails; the state of the record is unknown
+    │   └── DedupStoreBusyError       it answers, but conflicts or locks have kept it from the call
     ├── FilterError
     │   ├── FilterSyntaxError         an expression does not compile; points at the place (ValueError)
     │   └── FilterEvaluationError     an expression compiled, but a term of it raised
@@ -71,6 +72,7 @@ __all__ = [
     "ClientStateError",
     "ConfigError",
     "CorruptionError",
+    "DedupStoreBusyError",
     "DedupStoreError",
     "DiskFullError",
     "EndlessLoopError",
@@ -167,6 +169,10 @@ class GroupMismatchError(RmqError):
 
 class DedupStoreError(RmqError):
     """A dedup store cannot be reached, or refuses; it is unknown whether the record was written."""
+
+
+class DedupStoreBusyError(DedupStoreError):
+    """A dedup store answers, but other transactions or locks have kept it from a call, at several tries."""
 
 
 class FilterError(RmqError):

@@ -14,21 +14,19 @@ other.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from librmq.clock import Clock
-from librmq.errors import DedupStoreError, MissingExtraError
+from librmq.errors import ConfigError, DedupStoreError, MissingExtraError
 from librmq.idempotence.stores import CLAIMS, Claim, DedupRecord
 
-try:
-    from redis.exceptions import NoScriptError, RedisError
-except ImportError as error:
-    raise MissingExtraError("a dedup store in Redis", "redis") from error
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for types alone, because importing it needs the extra ``redis``
     from redis import Redis
+
+T = TypeVar("T")
 
 _MARGIN_MS: Final = 60_000
 
@@ -74,11 +72,26 @@ class RedisDedupStore:
     ``client`` is a ``redis.Redis``; set its timeouts, since a listener waits for it. Every key begins with ``prefix``.
     ``clock`` is the time of guards that have none of their own.
     Messages whose records the server loses (memory policy, failover, no append-only file) are consumed again.
+
+    Raises:
+        ConfigError: The client is one for asyncio.
+        MissingExtraError: The extra ``redis`` is not installed.
     """
 
     blocking = True
 
     def __init__(self, client: Redis, *, prefix: str = "MSGDEDUP:", clock: Clock | None = None) -> None:
+        try:
+            from redis import exceptions
+        except ImportError as error:
+            raise MissingExtraError("a dedup store in Redis", "redis") from error
+        if inspect.iscoroutinefunction(getattr(client, "execute_command", None)):
+            kind = type(client)
+            raise ConfigError(
+                f"client: expected one that waits, redis.Redis, found {kind.__module__}.{kind.__name__}; "
+                "a guard calls its store in a thread if the listener is a coroutine"
+            )
+        self._errors: Any = exceptions
         self.clock = clock
         self.client = client
         self.prefix = prefix
@@ -100,10 +113,7 @@ class RedisDedupStore:
         return self._run("release", key, owner, now_ms) == 1
 
     def read(self, key: str, now_ms: int) -> DedupRecord | None:
-        try:
-            value: Any = self.client.get(self.prefix + key)
-        except RedisError as error:
-            raise self._failure(key, error) from error
+        value: Any = self._answered(key, lambda: self.client.get(self.prefix + key))
         if value is None:
             return None
         match = _RECORD.fullmatch(value.encode() if isinstance(value, str) else value)
@@ -121,39 +131,47 @@ class RedisDedupStore:
 
         ``operations`` are names and arguments. Each call is atomic.
         """
-        pipeline = self.client.pipeline(transaction=False)
-        for name, (key, *arguments) in operations:
-            if name == "read":  # rare; sent separately below
-                continue
-            if name != "release":
-                arguments.append(_lifetime_ms(arguments[1], arguments[2]))
-            pipeline.evalsha(self._scripts[name].sha, 1, self.prefix + key, *arguments)
-        try:
-            answers = pipeline.execute(raise_on_error=False)
-        except RedisError as error:
-            raise self._failure("", error) from error
+
+        def ask() -> list[Any]:
+            pipeline = self.client.pipeline(transaction=False)
+            for name, (key, *arguments) in operations:
+                if name == "read":  # rare; sent separately below
+                    continue
+                if name != "release":
+                    arguments.append(_lifetime_ms(arguments[1], arguments[2]))
+                pipeline.evalsha(self._scripts[name].sha, 1, self.prefix + key, *arguments)
+            return pipeline.execute(raise_on_error=False)
+
+        answers = self._answered("", ask)
         replies = iter(answers)
         return [self._answer(name, arguments, replies) for name, arguments in operations]
 
     def _answer(self, name: str, arguments: tuple[Any, ...], replies: Iterator[Any]) -> object:
         answer: Any = None if name == "read" else next(replies)
-        if name == "read" or isinstance(answer, NoScriptError):
+        if name == "read" or isinstance(answer, self._errors.NoScriptError):
             try:
                 return getattr(self, name)(*arguments)
             except DedupStoreError as error:
                 return error
-        if isinstance(answer, RedisError):
+        if isinstance(answer, self._errors.RedisError):
             return self._failure(arguments[0], answer)
         return CLAIMS[answer] if name == "claim" else answer == 1
 
     def _run(self, name: str, key: str, *arguments: str | int) -> int:
-        try:
-            outcome: int = self._scripts[name](keys=(self.prefix + key,), args=arguments)
-        except RedisError as error:
-            raise self._failure(key, error) from error
+        outcome: int = self._answered(key, lambda: self._scripts[name](keys=(self.prefix + key,), args=arguments))
         return outcome
 
-    def _failure(self, key: str, error: RedisError) -> DedupStoreError:
+    def _answered(self, key: str, ask: Callable[[], T]) -> T:
+        """Return the answer to a call, which is repeated on a fresh connection if the one that it had was dead."""
+        try:
+            try:
+                return ask()
+            except self._errors.ConnectionError:  # the server was restarted, or an idle connection was cut
+                return ask()
+        except self._errors.RedisError as error:
+            raise self._failure(key, error) from error
+
+    def _failure(self, key: str, error: Exception) -> DedupStoreError:
         return DedupStoreError(f"{self.prefix}{key}: {error}")
 
 

@@ -6,31 +6,21 @@ is an INSERT; if that finds a row, an UPDATE and a SELECT follow. Each decides a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.clock import Clock
-from librmq.errors import ConfigError, DedupStoreError, MissingExtraError
-from librmq.idempotence.drivers import StatementResult, is_integrity_error, run
+from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, MissingExtraError
+from librmq.idempotence.autocommit import Autocommit, refusal
+from librmq.idempotence.drivers import StatementResult, is_integrity_error
+from librmq.idempotence.seen_keys import SeenKeys
 from librmq.idempotence.sqltables import upgrade_tables
 from librmq.idempotence.stores import CLAIMS, Claim, DedupStatements, TableStore
 
-# ruff: noqa: D102 (the methods of a store are described at DedupStore)
-
-
-try:
+if TYPE_CHECKING:  # for types alone, because importing it needs the extra ``sql``
     import sqlalchemy
-    from sqlalchemy.exc import SQLAlchemyError
-except ImportError as error:
-    raise MissingExtraError("a dedup store in a SQL database", "sql") from error
 
-if TYPE_CHECKING:  # for types alone, because importing it needs the extra ``bloom``
-    from librmq.idempotence.seen_keys import SeenKeys
-
-_ATTEMPTS: Final = 5
-# Serialization failure, deadlock, a wait for a lock that was too long: by SQLSTATE and by MySQL's numbers.
-_REPEATABLE: Final = frozenset({"40001", "40P01", 1213, 1205})
+# ruff: noqa: D102 (the methods of a store are described at DedupStore)
 
 
 class SqlDedupStore(TableStore):
@@ -45,7 +35,8 @@ class SqlDedupStore(TableStore):
     none of their own.
 
     Raises:
-        ConfigError: A prefilter would save nothing on this database.
+        ConfigError: The engine needs an event loop, or a prefilter would save nothing on this database.
+        MissingExtraError: The extra ``sql`` is not installed.
         DedupStoreError: No engine can be created from the URL.
     """
 
@@ -58,27 +49,37 @@ class SqlDedupStore(TableStore):
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock
+        try:
+            from sqlalchemy import create_engine
+            from sqlalchemy.exc import SQLAlchemyError
+        except ImportError as error:
+            raise MissingExtraError("a dedup store in a SQL database", "sql") from error
+        self._owned: sqlalchemy.Engine | None = None
         if isinstance(engine, str):
             try:
-                engine = sqlalchemy.create_engine(
+                engine = self._owned = create_engine(
                     engine, isolation_level="AUTOCOMMIT", pool_reset_on_return=None, skip_autocommit_rollback=True
                 )
             except (SQLAlchemyError, ImportError) as error:
                 raise DedupStoreError(f"expected a URL of a database that SQLAlchemy supports: {error}") from error
-            self._owned: sqlalchemy.Engine | None = engine
-        else:
-            self._owned = None
+        if engine.dialect.is_async:
+            raise ConfigError(
+                f"engine: expected one with a driver that waits, such as postgresql+psycopg or mysql+pymysql, found "
+                f"{engine.url!r} with {engine.dialect.driver}, which needs an event loop; a guard calls its store in a "
+                "thread if the listener is a coroutine"
+            )
         self.engine = engine
         self.table = table
         driver: Any = engine.dialect.loaded_dbapi
-        self._driver_error: Any = driver.Error
-        self.statements = DedupStatements(table)
+        self._errors: Any = (SQLAlchemyError, driver.Error)
+        self._statements = Autocommit(engine, commits=self._owned is not None)
+        self.dialect = engine.dialect.name
+        self.statements = DedupStatements(table, "mysql" if self.dialect == "mariadb" else self.dialect)
         self._prefilter: SeenKeys | None = None
         self._claim_with = super().claim
         if engine.dialect.name in ("mysql", "mariadb"):
             self._claim_with = self._claim_mysql
             self.statements.claim = _mysql_claim(table)
-            self.statements.purge = f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms LIMIT :limit"
         elif engine.dialect.name not in ("postgresql", "sqlite"):
             self.use_portable_statements(prefilter)
             return
@@ -89,13 +90,13 @@ class SqlDedupStore(TableStore):
         """Use statements that every database accepts, as for all databases not named above."""
         self._prefilter = prefilter
         self._claim_with = self._claim_step_by_step
-        self.statements.purge = f"DELETE FROM {self.table} WHERE expires_timestamp_ms <= :now_ms"
+        self.statements.purge = ""
 
     def create(self) -> SqlDedupStore:
         """Create the table, or upgrade it; call it at every start."""
         try:
             upgrade_tables(self.engine, dedup=self.table, messages=None, transactions=None, outbox=None)
-        except SQLAlchemyError as error:
+        except self._errors as error:
             raise DedupStoreError(f"{self.table}: {error}") from error
         return self
 
@@ -103,12 +104,24 @@ class SqlDedupStore(TableStore):
         return self._claim_with(key, owner, now_ms, expires_at_ms)
 
     def purge(self, now_ms: int, limit: int) -> int:
-        if ":limit" in self.statements.purge:
+        if self.statements.purge:
             return super().purge(now_ms, limit)
-        return self._execute(self.statements.purge, now_ms=now_ms).changed
+        return self._execute(self._portable_purge(now_ms, limit)).changed
+
+    def _portable_purge(self, now_ms: int, limit: int) -> str:
+        """Return the statement in the dialect's own words for a limit."""
+        from sqlalchemy import column, delete, select, table
+
+        schema, _, plain = self.table.rpartition(".")
+        rows = table(plain, column("dedup_key"), column("expires_timestamp_ms"), schema=schema or None)
+        has_expired = rows.c.expires_timestamp_ms <= now_ms
+        keys = select(rows.c.dedup_key).where(has_expired).limit(limit)
+        statement = delete(rows).where(has_expired, rows.c.dedup_key.in_(keys))
+        return str(statement.compile(dialect=self.engine.dialect, compile_kwargs={"literal_binds": True}))
 
     def close(self) -> None:
         """Close the connections, if the store created the engine."""
+        self._statements.close()
         if self._owned is not None:
             self._owned.dispose()
 
@@ -148,53 +161,17 @@ class SqlDedupStore(TableStore):
         return Claim.CONSUMED if record is not None and record.consumed else Claim.CONSUMING
 
     def _execute(self, statement: str, **parameters: str | int) -> StatementResult:
-        for _ in range(_ATTEMPTS - 1):
-            with suppress(_ConflictError):
-                return self._try(statement, parameters)
-        return self._try(statement, parameters)
-
-    def _try(self, statement: str, parameters: Mapping[str, Any]) -> StatementResult:
-        # Not with SQLAlchemy's own connections: their bookkeeping costs several times the round trip.
-        dialect = self.engine.dialect
         try:
-            pooled = self.engine.raw_connection()
-        except (SQLAlchemyError, self._driver_error) as error:
-            raise DedupStoreError(f"{self.table}: {error}") from error
-        connection: Any = pooled.dbapi_connection
-        try:
-            if self._owned is None:
-                dialect.set_isolation_level(connection, "AUTOCOMMIT")
-            try:
-                return run(connection, dialect.paramstyle, statement, parameters)
-            finally:
-                if self._owned is None:
-                    dialect.reset_isolation_level(connection)
-        except self._driver_error as error:
-            if dialect.is_disconnect(error, connection, None):
-                pooled.invalidate(error)
+            return self._statements.execute(statement, **parameters)
+        except self._errors as error:
+            text = f"{self.table}: {error}"
             if is_integrity_error(error):
-                raise _RowExistsError(f"{self.table}: {error}") from error
-            kind = _ConflictError if _is_repeatable(error) else DedupStoreError
-            raise kind(f"{self.table}: {error}") from error
-        except BaseException as error:  # a signal: the next statement must not read the answer of this one
-            pooled.invalidate(error)
-            raise
-        finally:
-            pooled.close()
+                raise _RowExistsError(text) from error
+            raise (DedupStoreError if refusal(error) is None else DedupStoreBusyError)(text) from error
 
 
 class _RowExistsError(DedupStoreError):
     """An INSERT found a row with its key."""
-
-
-class _ConflictError(DedupStoreError):
-    """The database undid the statement because of a conflict."""
-
-
-def _is_repeatable(error: Exception) -> bool:
-    number = error.args[0] if error.args else None
-    codes = (getattr(error, "sqlstate", None), getattr(error, "pgcode", None), number)
-    return not _REPEATABLE.isdisjoint(code for code in codes if isinstance(code, str | int))
 
 
 _REPEATED: Final = 4

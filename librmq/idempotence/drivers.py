@@ -264,20 +264,28 @@ def run(
     open_cursor: Callable[[Any], Any] = _open_cursor,
 ) -> StatementResult:
     """Run one statement on a connection of a driver that takes parameters in ``style``."""
-    statement, names = rendered(sql, style)
     cursor = open_cursor(connection)
     try:
-        cursor.execute(
-            statement, parameters if style in ("named", "pyformat") else tuple(parameters[name] for name in names)
-        )
-        rows = cursor.fetchall() if cursor.description else ()
-        last_id = getattr(cursor, "lastrowid", 0)
-        if rows and isinstance(rows[0], Mapping):
-            columns = [column[0] for column in cursor.description]
-            rows = [tuple(row[column] for column in columns) for row in rows]
-        return StatementResult(rows, cursor.rowcount, last_id if isinstance(last_id, int) else 0)
+        return run_on(cursor, style, sql, parameters)
     finally:
         cursor.close()
+
+
+def run_on(cursor: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
+    """Run one statement on a cursor of a driver that takes parameters in ``style``."""
+    statement, names = rendered(sql, style)
+    if style in ("named", "pyformat"):
+        cursor.execute(statement, parameters)
+    else:
+        cursor.execute(statement, tuple([parameters[name] for name in names]))
+    if not cursor.description:
+        last_id = getattr(cursor, "lastrowid", 0)
+        return StatementResult((), cursor.rowcount, last_id if isinstance(last_id, int) else 0)
+    rows = cursor.fetchall()
+    if rows and type(rows[0]) is not tuple and isinstance(rows[0], Mapping):
+        columns = [column[0] for column in cursor.description]
+        rows = [tuple(row[column] for column in columns) for row in rows]
+    return StatementResult(rows, cursor.rowcount, 0)
 
 
 @lru_cache(maxsize=256)

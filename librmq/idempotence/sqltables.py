@@ -41,10 +41,12 @@ The application chooses the names.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+from librmq.clock import SystemClock
 from librmq.errors import ConfigError
 from librmq.idempotence.connections import Link, linked
 
@@ -65,12 +67,47 @@ def check_name(name: str) -> str:
     return name
 
 
-def purge_expired(connection: Any, table: str, now_ms: int) -> int:
-    """Delete the rows of a table that have expired, and commit; return their number."""
+PURGE_ROWS: Final = 1000
+"""Rows that one statement deletes, so that others do not wait long for its locks."""
+_PAUSE_S: Final = 0.002
+_CLOCK: Final = SystemClock()
+"""A pause is of real time, because a database has no other."""
+
+
+def delete_statement(table: str, key: str, condition: str, dialect: str) -> str:
+    """Return a statement that deletes at most ``:limit`` rows, or all where the dialect has no LIMIT."""
+    if dialect == "mysql":
+        return f"DELETE FROM {table} WHERE {condition} LIMIT :limit"
+    if dialect not in ("postgresql", "sqlite"):
+        return f"DELETE FROM {table} WHERE {condition}"
+    # The condition is there twice: a row may change after it was selected.
+    return (
+        f"DELETE FROM {table} WHERE {condition} AND {key} IN (SELECT {key} FROM {table} WHERE {condition} LIMIT :limit)"
+    )
+
+
+def let_writers_in() -> None:
+    """Pause between two writes to a SQLite file.
+
+    SQLite has no queue of writers: those that wait try again every few milliseconds, so one that goes on at once keeps
+    them out until it has ended.
+    """
+    _CLOCK.wait(threading.Event(), _PAUSE_S)
+
+
+def purge_expired(connection: Any, table: str, key: str, now_ms: int) -> int:
+    """Delete the rows of a table that have expired, a thousand in each transaction; return their number."""
     with linked(connection) as link:
-        purged = link.execute(f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms", now_ms=now_ms).changed
-        link.commit()
-        return purged
+        statement = delete_statement(table, key, "expires_timestamp_ms <= :now_ms", link.dialect)
+        purged = 0
+        while True:
+            changed = link.execute(statement, now_ms=now_ms, limit=PURGE_ROWS).changed
+            link.commit()
+            purged += changed
+            if changed < PURGE_ROWS or ":limit" not in statement:
+                return purged
+            if link.dialect == "sqlite":
+                let_writers_in()
 
 
 # ------------------------------------------------------------------------------------------------------------- schema

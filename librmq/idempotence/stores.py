@@ -22,9 +22,17 @@ from urllib.parse import quote
 
 from librmq.clock import Clock
 from librmq.config import to_seconds
-from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
+from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError
+from librmq.idempotence.autocommit import refusal
 from librmq.idempotence.drivers import StatementResult, run
-from librmq.idempotence.sqltables import KEY_LIMIT, check_name, upgrade_tables
+from librmq.idempotence.sqltables import (
+    KEY_LIMIT,
+    PURGE_ROWS,
+    check_name,
+    delete_statement,
+    let_writers_in,
+    upgrade_tables,
+)
 from librmq.listener import Delivered
 from librmq.runtime.background import Background
 from librmq.runtime.closing import Closing
@@ -37,7 +45,6 @@ from librmq.runtime.locks import Inherited, Lock, call_in_child, critical
 _log = EventLog("librmq.dedup")
 
 PURGE_INTERVAL: Final = 60.0
-_PURGE_ROWS: Final = 1000
 
 
 # --------------------------------------------------------------------------------------------------------------- keys
@@ -178,15 +185,20 @@ class MemoryDedupStore:
             return record if record is not None and record.expires_timestamp_ms > now_ms else None
 
     def purge(self, now_ms: int, limit: int) -> int:
-        purged = 0
-        with self._lock:
-            while self._expiries and self._expiries[0][0] <= now_ms and purged < limit:
-                at_ms, key = self._expiries[0]
-                record = self._records.get(key)
-                if record is not None and record.expires_timestamp_ms == at_ms:
-                    del self._records[key]
-                    purged += 1
-                heappop(self._expiries)
+        purged, more = 0, True
+        while more and purged < limit:  # in slices, because former expiries don't count, and other callers wait
+            with self._lock:
+                before = len(self._records)
+                for _ in range(min(limit - purged, PURGE_ROWS)):
+                    more = bool(self._expiries) and self._expiries[0][0] <= now_ms
+                    if not more:
+                        break
+                    at_ms, key = self._expiries[0]
+                    record = self._records.get(key)
+                    if record is not None and record.expires_timestamp_ms == at_ms:
+                        del self._records[key]
+                    heappop(self._expiries)
+                purged += before - len(self._records)
         return purged
 
     def __len__(self) -> int:
@@ -211,7 +223,7 @@ class MemoryDedupStore:
 class DedupStatements:
     """The statements of a table of records, for SQLite and PostgreSQL; ``:names`` are their parameters."""
 
-    def __init__(self, table: str) -> None:
+    def __init__(self, table: str, dialect: str = "sqlite") -> None:
         check_name(table)
         free = "held.expires_timestamp_ms <= :now_ms OR held.owner = :owner"
         # One statement decides and answers: a record that is not free keeps its values.
@@ -231,17 +243,14 @@ class DedupStatements:
             f"SELECT state, owner, expires_timestamp_ms FROM {table} "
             "WHERE dedup_key = :key AND expires_timestamp_ms > :now_ms"
         )
-        # The time is compared twice: a row may be claimed again after it was found.
-        self.purge = (
-            f"DELETE FROM {table} WHERE expires_timestamp_ms <= :now_ms AND dedup_key IN "
-            f"(SELECT dedup_key FROM {table} WHERE expires_timestamp_ms <= :now_ms LIMIT :limit)"
-        )
+        self.purge = delete_statement(table, "dedup_key", "expires_timestamp_ms <= :now_ms", dialect)
 
 
 class TableStore(Closing, ABC):
     """A store whose calls are the statements of a table of records."""
 
     blocking = True
+    dialect = "sqlite"
     statements: DedupStatements
 
     @abstractmethod
@@ -269,7 +278,10 @@ class TableStore(Closing, ABC):
         return DedupRecord(bool(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
 
     def purge(self, now_ms: int, limit: int) -> int:
-        return self._execute(self.statements.purge, now_ms=now_ms, limit=limit).changed
+        purged = self._execute(self.statements.purge, now_ms=now_ms, limit=limit).changed
+        if purged and self.dialect == "sqlite":
+            let_writers_in()
+        return purged
 
 
 class SqliteDedupStore(TableStore):
@@ -277,8 +289,8 @@ class SqliteDedupStore(TableStore):
 
     With ``durability`` "async" a record survives the process immediately, and the machine after SQLite's next
     checkpoint; with "sync" it survives both immediately, at the cost of one disk flush per call. If the file stays
-    locked for ``timeout`` seconds, a call raises `DedupStoreError`. ``clock`` is the time of guards that have none of
-    their own. After a fork a child has to open its own.
+    locked for ``timeout`` seconds, a call raises `DedupStoreBusyError`. ``clock`` is the time of guards that have none
+    of their own. After a fork a child has to open its own.
     """
 
     def __init__(
@@ -337,7 +349,8 @@ class SqliteDedupStore(TableStore):
                 raise self._failure(error) from error
 
     def _failure(self, error: sqlite3.Error) -> DedupStoreError:
-        return DedupStoreError(f"{self.path}: {error}")
+        is_locked = refusal(error) is not None
+        return (DedupStoreBusyError if is_locked else DedupStoreError)(f"{self.path}: {error}")
 
 
 # ------------------------------------------------------------------------------------------------------------ purging
@@ -352,7 +365,7 @@ def purge_step(store: DedupStore, every: float = PURGE_INTERVAL) -> Callable[[in
 
     def run_due(now_ms: int) -> int:
         try:
-            if store.purge(now_ms, _PURGE_ROWS) >= _PURGE_ROWS:
+            if store.purge(now_ms, PURGE_ROWS) >= PURGE_ROWS:
                 return now_ms
         except DedupStoreError as error:
             _log.warning("expired records could not be purged: %(error)s", error=error)

@@ -153,11 +153,11 @@ class Transactional:
 
 
 def purge_messages(connection: Any, now_ms: int, *, table: str = "rmq_messages") -> int:
-    """Delete the records of ``table`` that have expired, and commit; return their number.
+    """Delete the records of ``table`` that have expired, a thousand in each transaction; return their number.
 
     ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection.
     """
-    return purge_expired(connection, check_name(table), now_ms)
+    return purge_expired(connection, check_name(table), "dedup_key", now_ms)
 
 
 # ---- local transactions
@@ -333,8 +333,8 @@ class LocalTransactions:
         return (self._clock or present_clock("LocalTransactions")).now_ms()
 
     def purge(self, connection: Any) -> int:
-        """Delete the rows that are older than ``keep``, and commit; return their number.
+        """Delete the rows that are older than ``keep``, a thousand in each transaction; return their number.
 
         ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection.
         """
-        return purge_expired(connection, self._table, self._now_ms())
+        return purge_expired(connection, self._table, "transaction_id", self._now_ms())

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import redis
 import sqlalchemy
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from librmq.clock import ManualClock
 from librmq.dedup import DedupCounts, DedupListener
-from librmq.errors import ConfigError, DedupStoreError, StoreClosedError
+from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError
 from librmq.idempotence import sqltables
 from librmq.idempotence.dedup_redis import RedisDedupStore
 from librmq.idempotence.dedup_sql import SqlDedupStore
@@ -31,11 +33,13 @@ from librmq.idempotence.stores import (
     dedup_key,
     purge_step,
 )
+from librmq.listener import ReconsumeLater
 from tests.idempotence.conftest import DATABASES, STORES, Place, connections, together
 from tests.idempotence.test_listener import delivery
 from tests.interrupting import at_each_call
 from tests.programs import run_program
 
+T = TypeVar("T")
 NOW = 1_700_000_000_000
 UNTIL = NOW + 600_000
 KEPT = NOW + 72 * 3_600_000
@@ -179,7 +183,7 @@ def test_purging_deletes_only_expired_records(store: DedupStore, key: str) -> No
 
 
 def test_purging_takes_slices(place: Callable[[str], Place], key: str) -> None:
-    for name in ("memory", "sqlite"):
+    for name in ("memory", "sqlite", "sql-portable"):
         store = place(name).open()
         store.purge(KEPT * 2, 1 << 30)
         for number in range(5):
@@ -530,25 +534,180 @@ def test_the_engine_of_an_application_will_do(place: Callable[[str], Place], nam
     engine.dispose()
 
 
+# --- what is no outage
+
+
+class Opened:
+    """A store on its own connections, which can be ended at the server; ``connect`` options go into its URL."""
+
+    def __init__(self, place: Place, has_engine: bool, **options: Any) -> None:
+        assert place.server is not None
+        place.handle  # noqa: B018 (makes the table)
+        self.kind = place.name
+        self.others = sqlalchemy.create_engine(place.server.url)
+        url = sqlalchemy.make_url(place.server.url).update_query_dict(options)
+        self.store = SqlDedupStore(
+            sqlalchemy.create_engine(url) if has_engine else url.render_as_string(hide_password=False)
+        )
+        self.connections: dict[int, Any] = {}
+        sqlalchemy.event.listen(self.store.engine, "connect", self._note)
+
+    def _note(self, driver: Any, _: object) -> None:
+        self.connections[driver.info.backend_pid if self.kind == "postgresql" else driver.thread_id()] = driver
+
+    def kill(self) -> None:
+        """End all connections of the store at the server, as its restart, or a limit of idle time, does."""
+        kill = "SELECT pg_terminate_backend({})" if self.kind == "postgresql" else "KILL {}"
+        with self.others.connect() as connection:
+            for number in self.connections:
+                with suppress(sqlalchemy.exc.OperationalError):  # an earlier one, which has ended
+                    connection.execute(sqlalchemy.text(kill.format(number)))
+        self.connections.clear()
+
+    def waits(self) -> bool:
+        """Return whether a statement waits for a lock."""
+        with self.others.connect() as connection:
+            waiting = "SELECT COUNT(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            return bool(connection.execute(sqlalchemy.text(waiting)).scalar())
+
+    def close(self) -> None:
+        self.store.close()
+        self.store.engine.dispose()
+        self.others.dispose()
+
+
+@pytest.mark.parametrize("has_engine", [False, True])
 @pytest.mark.parametrize("name", ["postgresql", "mysql"])
-def test_a_broken_connection_is_reopened(place: Callable[[str], Place], name: str, key: str) -> None:
-    where = place(name)
-    store = where.open()
-    assert isinstance(store, SqlDedupStore)
-    store.claim(key, "a1", NOW, UNTIL)
-    pooled = store.engine.raw_connection()
-    driver: Any = pooled.dbapi_connection
-    number = driver.info.backend_pid if name == "postgresql" else driver.thread_id()
-    pooled.close()
+def test_dead_connections_are_replaced(place: Callable[[str], Place], name: str, has_engine: bool, key: str) -> None:
+    """Whatever call comes next, and however many connections have died, the store answers."""
+    numbers = range(4)
+    with closing(Opened(place(name), has_engine)) as opened:
+        store, keys = opened.store, [f"{key}.{number}" for number in numbers]
+
+        def on_all(call: Callable[[str], T]) -> list[T]:
+            return together(*[partial(call, key) for key in keys])
+
+        assert on_all(lambda key: store.claim(key, "a1", NOW, UNTIL)) == [Claim.NEW] * 4
+        opened.kill()
+        assert on_all(lambda key: store.finish(key, "a1", NOW, KEPT)) == [True] * 4
+        opened.kill()
+        assert on_all(lambda key: store.claim(key, "b1", NOW, UNTIL)) == [Claim.CONSUMED] * 4
+        opened.kill()
+        assert store.read(keys[0], NOW) == DedupRecord(True, "a1", KEPT)
+        opened.kill()
+        assert store.purge(0, 10) == 0
+
+
+@pytest.mark.parametrize("has_engine", [False, True])
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_a_conflict_is_no_outage(place: Callable[[str], Place], isolation: str, has_engine: bool, key: str) -> None:
+    """Two consumers claim a key at the same moment, in a database whose transactions are isolated by default."""
+    options = f"-c default_transaction_isolation={isolation.replace(' ', chr(92) + ' ')}"
+    with closing(Opened(place("postgresql"), has_engine, options=options)) as opened:
+        insert = sqlalchemy.text("INSERT INTO rmq_dedup VALUES (:key, 0, 'b1', 1, :until)")
+        with opened.others.connect() as other:
+            other.execute(insert, {"key": key, "until": UNTIL})
+            with ThreadPoolExecutor(1) as pool:
+                claim = pool.submit(opened.store.claim, key, "a1", NOW, UNTIL)
+                while not opened.waits():
+                    pass
+                other.commit()
+                assert claim.result() is Claim.CONSUMING
+        keys = [f"{key}.{number}" for number in range(20)]
+
+        def claim_all(owner: str) -> list[Claim]:
+            return [opened.store.claim(key, owner, NOW, UNTIL) for key in keys]
+
+        claims = together(*[partial(claim_all, f"a{number}") for number in range(4)])
+        assert [sum(claim is Claim.NEW for claim in those) for those in zip(*claims, strict=True)] == [1] * 20
+
+
+def test_a_time_limit_of_statements_is_no_outage(place: Callable[[str], Place], key: str) -> None:
+    """While another transaction holds the record, a message is delivered again later, not consumed without a claim."""
+    seen: list[object] = []
+    with closing(Opened(place("postgresql"), False, options="-c statement_timeout=20")) as opened:
+        guard = DedupListener(seen.append, opened.store, group=key, clock=ManualClock())
+        name = dedup_key("", "orders", key, "paid", "ID1")
+        with opened.others.connect() as other:
+            other.execute(sqlalchemy.text("INSERT INTO rmq_dedup VALUES (:key, 0, 'b1', 1, 9)"), {"key": name})
+            with pytest.raises(ReconsumeLater, match="statement timeout") as raised:
+                guard(delivery(1))
+        assert isinstance(raised.value.__cause__, DedupStoreBusyError)
+        assert (seen, guard.counts) == ([], DedupCounts(postponed=1))
+        guard(delivery(1))
+        assert guard.counts == DedupCounts(postponed=1, consumed=1)
+
+
+def test_a_locked_file_is_no_outage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "x.db"
+    seen: list[object] = []
+    with SqliteDedupStore(path, timeout=0) as store, closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        guard = DedupListener(seen.append, store, group="billing", clock=ManualClock())
+        with pytest.raises(ReconsumeLater, match="locked"):
+            guard(delivery(1))
+        assert (seen, guard.counts) == ([], DedupCounts(postponed=1))
+        assert "delivered again later, because the dedup store failed" in caplog.text
+
+
+def test_a_pooler_without_prepared_statements_is_no_outage(place: Callable[[str], Place], key: str) -> None:
+    """A server that lacks statements that the driver has prepared, as behind pgbouncer, costs no claim."""
+    with closing(Opened(place("postgresql"), False)) as opened:
+        for number in range(10):
+            opened.store.claim(f"{key}.{number}", "a1", NOW, UNTIL)
+        for driver in [driver for driver in opened.connections.values() if not driver.closed]:
+            driver.execute("DEALLOCATE ALL")
+        assert opened.store.claim(f"{key}.10", "a1", NOW, UNTIL) is Claim.NEW
+
+
+def test_a_table_that_is_missing_on_a_server_is_not_tried_for_long(place: Callable[[str], Place], key: str) -> None:
+    where = place("postgresql")
     assert where.server is not None
-    engine = sqlalchemy.create_engine(where.server.url)
-    with engine.connect() as connection:
-        kill = "SELECT pg_terminate_backend({})" if name == "postgresql" else "KILL {}"
-        connection.execute(sqlalchemy.text(kill.format(number)))
-    engine.dispose()
-    with pytest.raises(DedupStoreError):
-        store.finish(key, "a1", NOW, KEPT)
-    assert store.finish(key, "a1", NOW, KEPT)
+    with SqlDedupStore(where.server.url, table="nowhere") as store, pytest.raises(DedupStoreError) as raised:
+        store.claim(key, "a1", NOW, UNTIL)
+    assert not isinstance(raised.value, DedupStoreBusyError)
+
+
+def test_redis_that_was_restarted_is_no_outage(place: Callable[[str], Place], key: str) -> None:
+    """A client that does not retry by itself, as before version 6."""
+    server = place("redis").server
+    assert server is not None
+    with closing(redis.Redis(port=server.port, retry=Retry(NoBackoff(), 0))) as client:
+        store = RedisDedupStore(client)
+        client_id = client.client_id()
+        assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+        connection: Any = client.connection_pool.get_connection()
+        connection.can_read = lambda *_, **__: False  # the end of the connection has not arrived yet
+        client.connection_pool.release(connection)
+        in_redis(place).client.client_kill_filter(_id=str(client_id))
+        assert store.finish(key, "a1", NOW, KEPT)
+
+
+def test_clients_for_asyncio_are_refused() -> None:
+    import redis.asyncio
+
+    with pytest.raises(ConfigError, match=r"expected one that waits, redis.Redis, found redis.asyncio"):
+        RedisDedupStore(redis.asyncio.Redis())  # type: ignore[arg-type]
+    for url in ("sqlite+aiosqlite:///x.db", "postgresql+psycopg_async://x@y/z"):
+        with pytest.raises(ConfigError, match="which needs an event loop"):
+            SqlDedupStore(url)
+    with pytest.raises(ConfigError, match="which needs an event loop"):
+        SqlDedupStore(create_async_engine("sqlite+aiosqlite:///x.db"))  # type: ignore[arg-type]
+
+
+def test_names_that_need_extras_can_be_imported_without() -> None:
+    program = """if True:
+    import sys
+    sys.modules |= dict.fromkeys(["pybloom_live", "redis", "sqlalchemy"])
+    from librmq.idempotence import *
+    from librmq.errors import MissingExtraError
+    for make in (SeenKeys, lambda: RedisDedupStore(None), lambda: SqlDedupStore("sqlite://")):
+        try:
+            make()
+        except MissingExtraError as error:
+            print(error.extra)
+    """
+    assert run_program(program).stdout.split() == ["bloom", "redis", "sql"]
 
 
 def test_a_memory_store_forgets_released_keys(key: str) -> None:

@@ -1,0 +1,245 @@
+"""Statements that are transactions of their own, on the connections of an engine or of a function.
+
+A statement that the database did not carry out is repeated here, so that no caller takes a moment's refusal for an
+outage:
+
+- on a connection that was dead (the server was restarted, or an idle connection was cut): on a fresh one; only a fresh
+  connection that fails too shows that the database can't be reached;
+- after a conflict with another transaction: after a pause, and on PostgreSQL at the isolation READ COMMITTED, at which
+  a single statement has none;
+- after a wait for a lock that was too long, or a statement's time limit: twice.
+"""
+
+# ruff: noqa: ANN401 (connections are of libraries that have no common type)
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+from librmq.clock import SystemClock
+from librmq.errors import ConfigError
+from librmq.idempotence.connections import Link
+from librmq.idempotence.drivers import StatementResult, driver_of, error_code, is_temporary_error, run_on
+
+CONFLICT: Final = "conflict"
+"""The database undid a statement because of another transaction."""
+TOO_LONG: Final = "too long"
+"""A statement waited for a lock, or ran, longer than the database or the driver allows."""
+STALE: Final = "stale"
+"""A connection that answers no longer serves: its server is read-only since a failover."""
+UNPREPARED: Final = "unprepared"
+"""A pooler gave the connection to another server, which lacks its prepared statements, or has others of their names."""
+
+_CODES: Final[Mapping[str, str]] = {
+    # Of PostgreSQL (and standard SQL): serialization failure, deadlock. Of MySQL and MariaDB: deadlock, a record has
+    # changed since the snapshot.
+    **dict.fromkeys(("40001", "40P01", "1213", "1020"), CONFLICT),
+    # Of PostgreSQL: a lock was not to be had in time, the statement's time is over. Of MySQL and MariaDB: likewise.
+    **dict.fromkeys(("55P03", "57014", "1205", "1969", "3024", "3572"), TOO_LONG),
+    **dict.fromkeys(("25006", "1290", "1792", "1836"), STALE),
+    **dict.fromkeys(("26000", "42P05"), UNPREPARED),
+}
+_TRIES: Final[Mapping[str | None, int]] = {CONFLICT: 10, TOO_LONG: 3, STALE: 32, UNPREPARED: 4}
+_READ_COMMITTED: Final = "ISOLATION LEVEL READ COMMITTED"
+_FIRST_USE: Final = "librmq.first_use"
+_IDLE: Final = 4
+"""Connections that wait outside of their pool, fewer than it has."""
+_CLOCK: Final = SystemClock()
+"""Pauses are of real time, because a database has no other."""
+
+
+def refusal(error: BaseException) -> str | None:
+    """Return why a database that answers did not carry a statement out: one of the words above, or None."""
+    code = error_code(error) or ""
+    return TOO_LONG if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) else _CODES.get(code)
+
+
+class _DeadConnectionError(Exception):
+    """A connection that was opened earlier has failed."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+        """The driver's error."""
+
+
+class _Lent:
+    """A connection of an engine, and a cursor for all of its statements."""
+
+    __slots__ = ("connection", "cursor", "pooled", "process", "since")
+
+    def __init__(self, engine: Any) -> None:
+        self.process = os.getpid()
+        self.pooled = engine.raw_connection()
+        self.since: float = self.pooled.info.setdefault(_FIRST_USE, _CLOCK.monotonic())
+        self.connection = self.pooled.dbapi_connection
+        self.cursor = driver_of(self.connection)[0].cursor(self.connection)
+
+
+class Autocommit:
+    """Runs statements, each in a transaction of its own. As thread-safe as ``database``.
+
+    ``database`` is a SQLAlchemy ``Engine`` or ``AsyncEngine``, or a function that opens a connection, which is kept
+    until `close`. With ``commits`` the engine's connections commit each statement; else they are set so for each call.
+
+    A statement must do the same if it is repeated: an answer that was lost does not show whether it was carried out.
+    """
+
+    def __init__(self, database: Any, *, commits: bool = False) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop in which the statements of an ``AsyncEngine`` run."""
+        self._database = database
+        self._commits = commits
+        self._connection: Any = None
+        self._idle: deque[_Lent] = deque()
+        self._keeps_some = commits and type(getattr(database, "pool", None)).__name__ == "QueuePool"
+        self._dead_at = -1.0
+        if hasattr(database, "sync_engine"):
+            self._attempt = self._in_loop
+        elif hasattr(database, "dialect"):
+            self._attempt = self._on_engine
+            self._driver_error: type[Exception] = database.dialect.loaded_dbapi.Error
+        else:
+            self._attempt = self._on_connection
+
+    def execute(self, sql: str, /, **parameters: Any) -> StatementResult:
+        """Run one statement, with ``:names`` in it.
+
+        The driver's error propagates, after the last of several tries if another one could have succeeded.
+        """
+        tries, reason = 0, None
+        while True:
+            tries += 1
+            try:
+                return self._attempt(sql, parameters, reason)
+            except _DeadConnectionError as dead:
+                reason = STALE
+                if tries >= _TRIES[reason]:
+                    raise dead.error from None
+            except Exception as error:
+                reason = refusal(error)
+                if tries >= _TRIES.get(reason, 0):
+                    raise
+                _CLOCK.wait(threading.Event(), random.uniform(0, 0.002 * 2 ** min(tries, 6)))
+
+    def close(self) -> None:
+        """Close the connections that are kept; the next statement opens another one."""
+        while self._idle:
+            self._idle.pop().pooled.close()
+        connection, self._connection = self._connection, None
+        close = getattr(connection, "close", None)
+        if close is not None:
+            close()
+
+    # ---- on an engine, without SQLAlchemy's own connections: their bookkeeping costs several times the round trip
+
+    def _on_engine(self, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
+        engine = self._database
+        dialect = engine.dialect
+        lent = self._lend()
+        connection = lent.connection
+        try:
+            if self._commits:
+                return _run(lent, dialect, sql, parameters, reason)
+            dialect.set_isolation_level(connection, "AUTOCOMMIT")
+            try:
+                return _run(lent, dialect, sql, parameters, reason)
+            finally:
+                dialect.reset_isolation_level(connection)
+        except self._driver_error as error:
+            if refusal(error) == STALE or dialect.is_disconnect(error, connection, None):
+                lent.pooled.invalidate(error)
+                self._dead_at = _CLOCK.monotonic()
+                raise _DeadConnectionError(error) from error
+            raise
+        except BaseException as error:  # a signal: the next statement must not read the answer of this one
+            lent.pooled.invalidate(error)
+            raise
+        finally:
+            # A pool takes longer than such a statement's own code, so some connections wait here for the next one.
+            if self._keeps_some and len(self._idle) < _IDLE and lent.pooled.is_valid:
+                self._idle.append(lent)
+            else:
+                lent.pooled.close()
+
+    def _lend(self) -> _Lent:
+        """Return a connection that is not older than the last one that was dead, as far as this object has used it."""
+        while True:
+            try:
+                lent = self._idle.pop()
+                if lent.process != os.getpid():  # that of a forked parent
+                    continue
+            except IndexError:
+                lent = _Lent(self._database)
+            if lent.since > self._dead_at:
+                return lent
+            lent.pooled.invalidate()
+
+    # ---- on a connection of the application's function
+
+    def _on_connection(self, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
+        if self._connection is None:
+            self._connection = self._database()
+        link = Link(self._connection)
+        try:
+            return _transact(link, sql, parameters, reason)
+        except Exception as error:
+            kind = refusal(error)
+            if kind == STALE or (kind is None and is_temporary_error(error)):
+                self.close()
+                raise _DeadConnectionError(error) from error
+            raise
+
+    # ---- in an event loop
+
+    def _in_loop(self, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
+        if self.loop is None:
+            raise ConfigError("database: an AsyncEngine works in an event loop: await start_async or run_due_async")
+        return asyncio.run_coroutine_threadsafe(self._await(sql, parameters, reason), self.loop).result()
+
+    async def _await(self, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
+        async with self._database.connect() as connection:
+            try:
+                result: StatementResult = await connection.run_sync(
+                    lambda inner: _transact(Link(inner), sql, parameters, reason)
+                )
+            except Exception as error:
+                if getattr(error, "connection_invalidated", False):
+                    raise _DeadConnectionError(error) from error
+                raise
+            return result
+
+
+def _transact(link: Link, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
+    try:
+        if reason == CONFLICT and link.dialect == "postgresql":
+            link.execute(f"SET TRANSACTION {_READ_COMMITTED}")
+        result = link.execute(sql, **parameters)
+        link.commit()
+    except BaseException:
+        link.rollback()
+        raise
+    return result
+
+
+def _run(lent: _Lent, dialect: Any, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
+    """Run a statement on a connection that commits it."""
+    cursor = lent.cursor
+    if reason == UNPREPARED:
+        lent.connection.prepare_threshold = None  # psycopg's, the only driver that prepares by itself
+    if reason != CONFLICT or dialect.name != "postgresql":
+        return run_on(cursor, dialect.paramstyle, sql, parameters)
+    cursor.execute(f"BEGIN {_READ_COMMITTED}")
+    try:
+        result = run_on(cursor, dialect.paramstyle, sql, parameters)
+    except BaseException:
+        cursor.execute("ROLLBACK")
+        raise
+    cursor.execute("COMMIT")
+    return result
