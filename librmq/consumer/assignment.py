@@ -298,6 +298,11 @@ class AssignedQueue:
         self.stored_progress, self.may_be_passed, self.settled_ms = None, True, settled_ms
         self.lock_timestamp_ms = None
 
+    def choose(self, queue_offset: int) -> None:
+        """Continue at a chosen offset, which is stored even if the broker has later progress."""
+        self.progress = self.next_offset = queue_offset
+        self.stored_progress, self.is_chosen = None, True
+
     def __repr__(self) -> str:
         state = "released" if self.released else "locked" if self.locked else "assigned"
         return f"AssignedQueue({self.label}, {state}, next_offset={self.next_offset}, progress={self.progress})"

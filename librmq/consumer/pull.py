@@ -263,7 +263,16 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         for queue, queue_offset in offsets.items():
             if queue in self.assigned:
                 self._set_position(self.assigned[queue], queue_offset)
-                self.progressed(self.assigned[queue], queue_offset)
+                self._continue_at(self.assigned[queue], queue_offset)
+
+    def _continue_at(self, assigned: AssignedQueue, queue_offset: int) -> None:
+        """Continue where the broker says, by a reset or because the queue lacks the position.
+
+        A reset has moved the broker's progress too. What this consumer stored before is not there any more, and has to
+        be stored again when it is reached again.
+        """
+        assigned.choose(queue_offset)
+        self.save_soon()
 
     # ---- polling
 
@@ -482,7 +491,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._last = assigned, assigned.next_offset, response.next_offset
         assigned.next_offset = response.next_offset
         if response.status is PullStatus.OFFSET_ILLEGAL:
-            assigned.is_chosen = True
+            self._continue_at(assigned, response.next_offset)
             if self.recorder is not None:
                 self.recorder.resets(queue.topic)
             self.log.warning(

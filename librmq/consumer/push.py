@@ -65,7 +65,7 @@ from librmq.runtime.runner import NEVER, Step
 AFTER_ERROR_MS: Final = 3_000
 HOLD_MS: Final = 15_000
 CORRECTION_MS: Final = 10_000
-"""Time until a position that the queue does not have is corrected."""
+"""Within this time a position is corrected at once only once, and the right one is stored before it is used."""
 
 
 class Fetcher:
@@ -76,6 +76,7 @@ class Fetcher:
         self._is_clustering = consumer.config.model is MessageModel.CLUSTERING
         self._is_remote = consumer.route.is_remote
         self._begins_at_once = consumer.runner.begins_at_once and not consumer.config.orderly
+        self._corrected_ms: dict[MessageQueue, int] = {}
         self.share_limits()
 
     def start(self, assigned: AssignedQueue) -> None:
@@ -236,7 +237,7 @@ class Fetcher:
             return self._handle_hold(assigned, response, now_ms)
         assigned.idle_since_ms = None
         if status is PullStatus.OFFSET_ILLEGAL:
-            self._correct_later(assigned, response.next_offset, now_ms)
+            self._correct(assigned, response.next_offset, now_ms)
             return None
         assigned.next_offset = response.next_offset
         if status is not PullStatus.FOUND:
@@ -287,28 +288,40 @@ class Fetcher:
         if not len(assigned.messages) and (assigned.progress is None or assigned.progress < assigned.next_offset):
             self._consumer.progressed(assigned, assigned.next_offset)
 
-    def _correct_later(self, assigned: AssignedQueue, next_offset: int, now_ms: int) -> None:
-        """Release a queue that lacks this offset; it is assigned again at an offset that it has."""
-        consumer = self._consumer
+    def _correct(self, assigned: AssignedQueue, next_offset: int, now_ms: int) -> None:
+        """Release a queue that lacks this offset; it is assigned again at an offset that it has.
+
+        The broker says it also of a reset, and says that once. So the offset is stored before anything else, and
+        results of listeners that still run are ignored: their progress would undo the reset.
+        """
+        consumer, queue = self._consumer, assigned.queue
         consumer.log.warning(
-            "%(consumer)s: %(queue)s has no offset %(queue_offset)d; %(next_offset)d is next",
-            queue=assigned.queue,
+            "%(consumer)s: %(queue)s has no offset %(queue_offset)d, or its group was reset; %(next_offset)d is next",
+            queue=queue,
             queue_offset=assigned.next_offset,
             next_offset=next_offset,
         )
-        assigned.released = True
         if consumer.recorder is not None:
-            consumer.recorder.resets(assigned.queue.topic)
+            consumer.recorder.resets(queue.topic)
+        assigned.released = True
+        assigned.choose(next_offset)
+        # A broker that has no right offset must not keep the consumer busy.
+        is_repeated = 0 <= now_ms - self._corrected_ms.get(queue, -CORRECTION_MS) < CORRECTION_MS
+        self._corrected_ms[queue] = now_ms
 
-        def correct(now_ms: int) -> int | None:
-            if not consumer.stopping and consumer.assigned.get(assigned.queue) is assigned:
-                assigned.progress = next_offset
-                consumer.reassign(assigned)
+        def correct(at_ms: int) -> int | None:
+            if consumer.stopping or consumer.assigned.get(queue) is not assigned:
+                return None
+            if not consumer.store(assigned) and 0 <= at_ms - now_ms < CORRECTION_MS:
+                return at_ms + AFTER_ERROR_MS
+            consumer.reassign(assigned)
+            if is_repeated:
                 consumer.rebalancing.wake_on_grid()
+            else:
+                consumer.rebalancing.wake()
             return None
 
-        step = Step(f"{consumer.label} correct {assigned.label}", correct, consumer.client)
-        consumer.runner.wake(step, now_ms + CORRECTION_MS)
+        consumer.runner.wake(Step(f"{consumer.label} correct {assigned.label}", correct, consumer.client))
 
 
 F = TypeVar("F", bound=MessageListener | BatchListener)
@@ -581,8 +594,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         # must be the chosen one.
         for assigned, queue_offset in (entry for reset in resets for entry in reset):
             if self.assigned.get(assigned.queue) is assigned:
-                assigned.progress = assigned.next_offset = queue_offset
-                assigned.stored_progress, assigned.is_chosen = None, True
+                assigned.choose(queue_offset)
                 self._save((assigned,))
         self.delivery.release_locks()
 
@@ -624,11 +636,12 @@ class PushConsumer(Consumer[ConsumerConfig]):
         super()._release_queue(assigned, now_ms)
         return self.delivery.release_queue(assigned, now_ms)
 
+    def store(self, assigned: AssignedQueue) -> bool:
+        """Store the progress of one queue now, and return whether it is stored."""
+        return self._save((assigned,))
+
     def reassign(self, assigned: AssignedQueue) -> None:
-        """Release a queue after its progress was set from outside; the next rebalance resumes at the new progress."""
-        # Chosen progress is stored even if the broker's is later; otherwise a pull or a save never sets it back.
-        assigned.stored_progress, assigned.is_chosen = None, True
-        assigned.next_offset = assigned.progress or 0
+        """Release a queue whose progress was chosen; the next rebalance resumes there."""
         if self._release_queue(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
             if self.recorder is not None:
@@ -652,7 +665,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             self._resets = [entry for entry in self._resets if entry is not reset]
             for assigned, queue_offset in reset:
                 if self.assigned.get(assigned.queue) is assigned and not self.stopping:
-                    assigned.progress = queue_offset
+                    assigned.choose(queue_offset)
                     self.reassign(assigned)
             if not self._resets:
                 self.resume()

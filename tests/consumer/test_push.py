@@ -32,7 +32,10 @@ from librmq.protocol import (
     ConsumeFrom,
     ConsumerIds,
     PullMessage,
+    PullResponse,
+    PullStatus,
     QueryOffset,
+    Request,
     ResetGroup,
     ResponseCode,
     SendBack,
@@ -452,16 +455,32 @@ def test_progress_is_saved_while_pulls_are_refused(one_queue: Kit) -> None:
 
 
 def test_an_offset_that_the_queue_does_not_have_is_corrected(one_queue: Kit) -> None:
-    """The queue is dropped, the corrected offset is stored after 10 s, and the next rebalance takes the queue again."""
+    """The offset that the broker names is stored at once, and the queue is taken again there."""
     send(one_queue, "a", "b")
     one_queue.broker.call(UpdateOffset("g", "t", 0, 99))
     consumer = subscribed(one_queue)
-    one_queue.advance(seconds=10)
+    one_queue.advance(ms=500)
     assert stored(one_queue) == 2
-    assert assigned(consumer) == []
+    assert assigned(consumer) == [0]
     send(one_queue, "c")
-    one_queue.advance(minutes=1)
-    assert [(one.body, one.began_ms) for one in one_queue.delivered("g")] == [(b"c", 20_000)]
+    one_queue.advance(ms=500)
+    assert [one.body for one in one_queue.delivered("g")] == [b"c"]
+
+
+def test_an_offset_that_is_never_right_is_corrected_at_once_only_once(one_queue: Kit) -> None:
+    seam, pulled_ms = seam_of(one_queue), list[int]()
+    seam.answers[PullMessage] = PullResponse(PullStatus.OFFSET_ILLEGAL, 5, 0, 5)
+
+    def note(request: Request[Any]) -> None:
+        if isinstance(request, PullMessage) and request.topic == "t":
+            pulled_ms.append(one_queue.clock.now_ms())
+
+    seam.fail = note
+    subscribed(one_queue, route=seam)
+    begin_ms = one_queue.clock.now_ms()
+    one_queue.advance(seconds=59)
+    assert [at_ms - begin_ms for at_ms in pulled_ms] == [0, 0, 20_000, 20_000, 40_000, 40_000]
+    assert stored(one_queue) == 5
 
 
 def test_reset_of_a_running_group(one_queue: Kit) -> None:

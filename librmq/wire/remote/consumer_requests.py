@@ -5,6 +5,11 @@ callbacks of ``MQClientAPIImpl.pullMessageAsync``::
 
     pull ──> frame sent ──> HELD        answer arrives ──> notify ──> the same pull ──> its messages
 
+The answer to a pull that a later one has replaced is dropped, because the broker says it again. But a broker of
+RocketMQ 5 says only once that a group was reset. It moves the progress, ignores commits until the next pull of the
+queue, and answers that pull with the new offset. This answer is kept until the client takes it, and progress that the
+client stores before is replaced by the new offset.
+
 Receives with an invisible time are librmq's own at the owner of a shared store, and POP at a broker of RocketMQ 5. A
 POP is never held at the broker: messages that it handed to a client that no longer waits would be invisible. A
 consumer that waits sends a NOTIFICATION, which the broker holds until a POP can find messages, and which takes none::
@@ -18,8 +23,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeGuard
 
 from librmq.broker.handlers.in_flight import Receipt
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
@@ -79,7 +85,10 @@ _PAUSE_MS: Final = 100
 _SHARED_PREFIX: Final = "%LMQ%"
 """Of topics whose queues refer to records of other topics."""
 _NOTHING: Final = (PullStatus.NO_NEW_MESSAGE, PullStatus.NO_MATCHED_MESSAGE)
-_Key = tuple[str, str, str, int]
+_RESET: Final = "OFFSET_RESET"
+"""The remark of the answer to a pull in a queue that was reset."""
+_Queue = tuple[str, int]
+"""Topic and queue id."""
 
 
 class _Pull:
@@ -97,6 +106,17 @@ class _Pull:
         """The pulls before this one that the broker answered at once with nothing."""
         self.is_being_sent = True
         """Whether the call that sends it is still under way: an answer that comes meanwhile is its result."""
+
+
+class _Member:
+    """What a client pulls in a group, until it leaves the group."""
+
+    __slots__ = ("pulls", "resets")
+
+    def __init__(self) -> None:
+        self.pulls: dict[_Queue, _Pull] = {}
+        self.resets: dict[_Queue, Frame] = {}
+        """Answers that say that a queue was reset, until the client takes them."""
 
 
 class LongPulls:
@@ -128,9 +148,9 @@ class LongPulls:
         self._timeout_s = timeout_s
         self._at = at
         self._lock = Lock()
-        self._pulls: dict[_Key, _Pull] = {}
-        self._bounds: dict[tuple[str, int], tuple[int, int]] = {}
-        self.suggested: dict[tuple[str, int], int] = {}
+        self._members: dict[tuple[str, str], _Member] = {}  # by client id and group
+        self._bounds: dict[_Queue, tuple[int, int]] = {}
+        self.suggested: dict[_Queue, int] = {}
         """What answers suggest for the next pull, until it is taken: broker ids by topic and queue id."""
 
     def pull(self, request: PullMessage) -> PullResponse:
@@ -144,22 +164,27 @@ class LongPulls:
             return self._response(
                 request, self._connect(request.client_id).request(pull_frame(request, SUSPEND_MS), self._timeout_s)
             )
-        key = request.client_id, request.group, request.topic, request.queue_id
+        key, queue = (request.client_id, request.group), (request.topic, request.queue_id)
         answer: Frame | RmqError | None = None
         with self._lock:
-            pull = self._pulls.get(key)
+            if (member := self._members.get(key)) is None:
+                member = self._members[key] = _Member()
+            pull = member.pulls.get(queue)
+            if (reset := member.resets.pop(queue, None)) is not None:
+                member.pulls.pop(queue, None)
+                return self._response(request, reset)
             if pull is None or pull.asked != _asked(request) or not self._is_fresh(pull):
                 pull = None
             else:
                 pull.notify = request.notify
                 answer = pull.answer
                 if answer is not None:
-                    del self._pulls[key]
+                    del member.pulls[queue]
         if pull is None:
-            return self._send_pull(key, request)
+            return self._send_pull(member, request)
         if answer is not None and self._is_empty(request, answer):
             is_quick = 0 <= self._now_ms() - pull.sent_ms < _QUICK_MS
-            return self._send_pull(key, request, pull.quick + 1 if is_quick else 0)
+            return self._send_pull(member, request, pull.quick + 1 if is_quick else 0)
         if request.commit_offset not in (None, pull.committed):
             update = UpdateOffset(request.group, request.topic, request.queue_id, request.commit_offset or 0)
             self._connect(request.client_id).send_one_way(FORMS[UpdateOffset].write(update))
@@ -175,34 +200,40 @@ class LongPulls:
             return self._response(request, answer).next_offset == request.queue_offset
         return False
 
-    def _send_pull(self, key: _Key, request: PullMessage, quick: int = 0) -> PullResponse:
-        pull = _Pull(request, self._now_ms(), quick)
+    def _send_pull(self, member: _Member, request: PullMessage, quick: int = 0) -> PullResponse:
+        pull, queue = _Pull(request, self._now_ms(), quick), (request.topic, request.queue_id)
 
         def ended(outcome: Frame | RmqError) -> None:
             with self._lock:
-                if self._pulls.get(key) is not pull:
+                current = member.pulls.get(queue)
+                if _is_reset(outcome):
+                    if self._members.get((request.client_id, request.group)) is not member:
+                        return  # the client has left, and another one reads where the broker begins now
+                    member.resets[queue] = outcome
+                elif current is not pull:
                     return  # a later pull has replaced it
-                pull.answer = outcome
-                if pull.is_being_sent:
+                else:
+                    pull.answer = outcome
+                if current is None or current.is_being_sent:
                     return
                 if isinstance(outcome, RmqError):
-                    del self._pulls[key]  # the connection has ended: the next pull is sent over a new one
-            self._later(lambda: self._notify(pull))
+                    del member.pulls[queue]  # the connection has ended: the next pull is sent over a new one
+            self._later(lambda: self._notify(current))
 
         transport = self._connect(request.client_id)
         try:
             with self._lock:
-                self._pulls[key] = pull
+                member.pulls[queue] = pull
             transport.send(pull_frame(request, SUSPEND_MS), ended)
             with self._lock:
                 pull.is_being_sent = False
-                answer = pull.answer
+                answer = member.resets.pop(queue, None) or pull.answer
                 is_empty = answer is not None and self._is_empty(request, answer)
                 if answer is not None and not is_empty:
-                    self._drop(key, pull)
+                    self._drop(member, queue, pull)
         except BaseException:  # also Ctrl-C, after which the next pull must not wait for this one
             with self._lock:
-                self._drop(key, pull)
+                self._drop(member, queue, pull)
             raise
         if is_empty:
             self._later(lambda: self._notify(pull))
@@ -218,10 +249,11 @@ class LongPulls:
         else:
             self._at(notify, pull.sent_ms + _PAUSE_MS)
 
-    def _drop(self, key: _Key, pull: _Pull) -> None:
+    @staticmethod
+    def _drop(member: _Member, queue: _Queue, pull: _Pull) -> None:
         """Drop a pull, unless a later one has replaced it. Under the lock."""
-        if self._pulls.get(key) is pull:
-            del self._pulls[key]
+        if member.pulls.get(queue) is pull:
+            del member.pulls[queue]
 
     def _held(self, request: PullMessage) -> PullResponse:
         begin, end = self._bounds.get((request.topic, request.queue_id), (0, request.queue_offset))
@@ -245,18 +277,37 @@ class LongPulls:
         self.suggested[place] = suggested
         return response
 
-    def expire(self, client_id: str, group: str) -> None:
-        """Ignore the answers to pulls of a client in a group, whose subscriptions have changed; it pulls again."""
+    def after_reset(self, update: UpdateOffset) -> UpdateOffset:
+        """Return the progress to store for a group: its new offset while one of its clients does not know of a reset.
+
+        The broker has said that the queue was reset, and takes commits again: one of before would undo the reset.
+        """
+        queue = update.topic, update.queue_id
         with self._lock:
-            for key, pull in self._pulls.items():
-                if key[:2] == (client_id, group):
-                    pull.asked = ()
+            members = [member for (_, group), member in self._members.items() if group == update.group]
+            reset = next((member.resets[queue] for member in members if queue in member.resets), None)
+        return update if reset is None else replace(update, queue_offset=read_pulled(reset)[0].next_offset)
+
+    def expire(self, client_id: str, group: str) -> None:
+        """Ignore the answers to pulls of a client in a group, whose subscriptions have changed; it pulls again.
+
+        A reset does not depend on subscriptions, so it still counts.
+        """
+        with self._lock:
+            member = self._members.get((client_id, group))
+            for pull in () if member is None else member.pulls.values():
+                pull.asked = ()
 
     def drop_client(self, client_id: str, group: str | None = None) -> None:
         """Drop the pulls of a client, in one group or in all."""
         with self._lock:
-            for key in [key for key in self._pulls if key[0] == client_id and group in (None, key[1])]:
-                del self._pulls[key]
+            for key in [key for key in self._members if key[0] == client_id and group in (None, key[1])]:
+                del self._members[key]
+
+
+def _is_reset(answer: Frame | RmqError) -> TypeGuard[Frame]:
+    """Return whether an answer to a pull says that the group was reset; no later answer says it again."""
+    return isinstance(answer, Frame) and answer.remark == _RESET and pull_status(answer) is PullStatus.OFFSET_ILLEGAL
 
 
 def _check_found(request: PullMessage, messages: Sequence[StoredMessage], next_offset: int) -> None:

@@ -234,6 +234,8 @@ class RemoteBroker:
             return cast("R", self._pops.recall(cast("CancelMessage", request)))
         if form is None or kind is TopicGroups or (kind in _OF_RECEIVES and not self.has_receives):
             return cast("R", self._call_otherwise(request))
+        if isinstance(request, UpdateOffset):
+            request = cast("Request[R]", self._pulls.after_reset(request))
         frame = form.write(request)
         if kind is EndTransaction and not self.has_receives:  # as a client of 4.x
             self._connections.get(self.address).send_one_way(frame)

@@ -33,7 +33,6 @@ from librmq.protocol import (
     DescribeQueues,
     GroupProgress,
     QueryMessages,
-    ResetGroup,
     ResponseCode,
     SetGroup,
     StartGroup,
@@ -140,7 +139,7 @@ class AdminRequests:
             RequestCode.UPDATE_BROKER_CONFIG: self._check_settings,
             RequestCode.VIEW_BROKER_STATS_DATA: self._stats,
             **served(broker.call, CancelMessage, QueryMessages, ViewMessage, CleanUnusedTopics, DeleteExpiredFiles),
-            **served(broker.call, SetGroup, ResetGroup, StartGroup, TopicGroups),
+            **served(broker.call, SetGroup, StartGroup, TopicGroups),
         }
 
     # ---- messages

@@ -6,14 +6,17 @@ Mirrors ``ClientManageProcessor``, ``ConsumerManageProcessor``, the queue offset
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 from librmq.broker import Broker
 from librmq.broker.long_polling import Deadlines
 from librmq.errors import BrokerError, BrokerUnreachableError, RmqError
+from librmq.message.message import MessageQueue
 from librmq.protocol import (
     Acknowledge,
     CancelReceive,
@@ -25,11 +28,13 @@ from librmq.protocol import (
     MaxOffset,
     MessageModel,
     MinOffset,
+    MoveGroup,
     PullMessage,
     PullResponse,
     PullStatus,
     QueryOffset,
     QueueOffsetAt,
+    ResetGroup,
     ResponseCode,
     SendBack,
     UnlockQueues,
@@ -66,6 +71,8 @@ _MOST_HELD: Final = 10_000
 """The held pulls of one connection."""
 _MOST_HELD_IN_ALL: Final = 100_000
 _MOST_STARTED: Final = 100_000
+_LAST_S: Final = 253_402_300_799
+"""The last second of the year 9999."""
 _OWN_LANGUAGE: Final = "PYTHON"
 """The language of librmq's clients, which log themselves what a new group skips; other Python clients say ``CPP``."""
 
@@ -115,6 +122,65 @@ class _HeldPull:
         """Whether its connection's thread is about to ask again."""
 
 
+class ResetsByPull:
+    """Resets, which a server can do as brokers of RocketMQ 5 (``useServerSideResetOffset``). Thread-safe.
+
+    Then a reset moves the progress of the group. Until the next pull of a queue, or the end of one that is held,
+    commits of its group are ignored, and that pull is answered with the offset of the reset. The commit that comes with
+    such a pull is stored nevertheless. Mirrors ``AdminBrokerProcessor.resetOffsetInner`` and ``ConsumerOffsetManager``.
+    """
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.is_on = False
+        self._offsets: dict[tuple[str, str, int], int] = {}  # by group, topic and queue id
+        self.handlers: Handlers = {
+            RequestCode.INVOKE_BROKER_TO_RESET_OFFSET: self._reset,
+            RequestCode.UPDATE_CONSUMER_OFFSET: self._update,
+        }
+
+    def _reset(self, call: RemotingCall) -> bytes:
+        return call.serve(FORMS[ResetGroup], self._moved if self.is_on else self._broker.call)
+
+    def _moved(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
+        group, topic, to = request.group, request.topic, request.queue_offset
+        target: Literal["end"] | datetime | int = "end" if to is None else to
+        if to is None and request.timestamp_ms >= 0:
+            target = datetime.fromtimestamp(min(request.timestamp_ms / 1000, _LAST_S), UTC)
+        with self._broker.runner.lock:
+            moved = self._broker.call(MoveGroup(group, topic, target, request.queue_id, dry_run=True))
+            for queue, queue_offset in moved.items():
+                self._broker.call(UpdateOffset(group, topic, queue.queue_id, queue_offset))
+                self._offsets[group, topic, queue.queue_id] = queue_offset
+        return moved
+
+    def _update(self, call: RemotingCall) -> bytes:
+        form = FORMS[UpdateOffset]
+        request: UpdateOffset = form.parse(call.header, call.frame.body)
+        if (request.group, request.topic, request.queue_id) in self._offsets:
+            return call.answer(remark="Offset has been previously reset")
+        return call.serve(form)
+
+    def answer(self, call: RemotingCall, *, commits: bool) -> bytes | None:
+        """Answer a pull of a queue that was reset since the pull before; None if it was not. Under the runner's lock.
+
+        Raises:
+            BrokerError: The pull is refused; then the next one is told.
+        """
+        header: PullHeader = call.header
+        place = group, topic, queue_id = header.consumer_group, header.topic, header.queue_id
+        if place not in self._offsets:
+            return None
+        request = _request(call, commits=commits)
+        call.call_broker(replace(request, commit_offset=None))
+        target = self._offsets.pop(place)
+        if request.commit_offset is not None:
+            self._broker.call(UpdateOffset(group, topic, queue_id, request.commit_offset))
+        begin, end = self._broker.store.queue_range(topic, queue_id)
+        places = PulledHeader(target, begin, end, 0)
+        return call.answer(places, code=PULL_CODES[PullStatus.OFFSET_ILLEGAL], remark="OFFSET_RESET")
+
+
 class Pulls:
     """The pulls of one server's clients. Thread-safe."""
 
@@ -127,6 +193,7 @@ class Pulls:
         self._held: dict[Channel, set[_HeldPull]] = {}
         self._count = 0
         self._ends_holds = ends_holds
+        self.resets = ResetsByPull(broker)
         self._rates = rates
         self._started: set[tuple[str, str, int]] = set()
         """Groups with the queues that they have pulled from."""
@@ -139,6 +206,10 @@ class Pulls:
             self._warn_of_skipped(header)
         waits_ms = min(header.suspend_timeout_millis, _LONGEST_WAIT_MS)
         begin_ms = self._runner.now_ms()
+        if self.resets.is_on:
+            with self._runner.lock:
+                if (answer := self.resets.answer(call, commits=True)) is not None:
+                    return answer
         if not header.sys_flag & PULL_WAITS or waits_ms <= 0:
             return self._answer_pull(call, call.call_broker(_request(call, commits=True)), begin_ms)
         waiting = _HeldPull(call)
@@ -238,10 +309,12 @@ class Pulls:
                 return
             begin_ms = self._runner.now_ms()
             try:
-                response = call.call_broker(_request(call, notify))
-                if response.status is PullStatus.HELD:
-                    return
-                frame = self._answer_pull(call, response, begin_ms)
+                frame = self.resets.answer(call, commits=False)
+                if frame is None:
+                    response = call.call_broker(_request(call, notify))
+                    if response.status is PullStatus.HELD:
+                        return
+                    frame = self._answer_pull(call, response, begin_ms)
             except RmqError as error:  # the client has left the group, or the broker is closed
                 frame = refused(call.channel, call.frame, error)
             self._end_hold(waiting)
@@ -371,7 +444,8 @@ class ConsumerRequests:
             RequestCode.RECEIVE: receives.receive,
             RequestCode.CANCEL_RECEIVE: receives.cancel,
             **PopRequests(broker).handlers,
-            **served(None, UpdateOffset, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
+            **pulls.resets.handlers,
+            **served(None, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
             **served(broker.call, QueryOffset, ConsumerIds, LockQueues, UnlockQueues),
             **served(broker.call, QueueOffsetAt, MaxOffset, MinOffset),
         }

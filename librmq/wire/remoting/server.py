@@ -543,6 +543,18 @@ class RemotingServer(Closing):
         """Number of clients that have sent a heartbeat and not left."""
         return len(self._sessions)
 
+    @property
+    def resets_by_pull(self) -> bool:
+        """Whether clients learn of a reset by the next answer to a pull, as at brokers of RocketMQ 5.
+
+        False unless it is set: a group's clients get a request that names their new offsets, as from brokers of 4.x.
+        """
+        return self._pulls.resets.is_on
+
+    @resets_by_pull.setter
+    def resets_by_pull(self, is_on: bool) -> None:
+        self._pulls.resets.is_on = is_on
+
     def release_pulls(self, queue: tuple[str, str, int] | None = None) -> None:
         """Answer held pulls now, of all queues or one, so that clients ask again and report their progress.
 
