@@ -247,6 +247,14 @@ def test_timed_message_can_be_recalled(stub: Stub, broker: Broker) -> None:
     assert stub.call("RecallMessage", topic=resource("t"), recall_handle="nonsense").status.code == 50001
 
 
+def test_the_trace_of_a_message_is_kept(stub: Stub, broker: Broker) -> None:
+    """As by the proxy, which shows it to users too."""
+    assert stub.send(message("t", trace_context="00-4bf9-00f0-01")).status.code == OK
+    assert [one.properties["TRACE_CONTEXT"] for one in broker.messages("t")] == ["00-4bf9-00f0-01"]
+    (got,) = stub.receive("t")[1]
+    assert got.system_properties.trace_context == got.user_properties["TRACE_CONTEXT"] == "00-4bf9-00f0-01"
+
+
 @many
 @pytest.mark.parametrize(
     ("sent", "code"),

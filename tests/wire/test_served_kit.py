@@ -67,6 +67,64 @@ def test_timed_message_comes_when_time_is_moved(served: ServedKit) -> None:
         assert [found.body for found in stub.receive("t")[1]] == [b"later"]
 
 
+def check_delay(served: ServedKit, send: Callable[[], object]) -> None:
+    """A message that is sent after the clock has moved waits for the ten minutes that its client wants."""
+    served.advance(hours=8)
+    send()
+    with Stub(served.address) as stub:
+        served.advance(minutes=9)
+        assert stub.receive("later")[1] == []
+        served.advance(minutes=1, seconds=1)
+        assert [one.body for one in stub.receive("later")[1]] == [b"x"]
+
+
+@pytest.mark.slow
+def test_a_delay_of_the_python_client_counts_from_its_send(
+    served: ServedKit, python: OfficialClient, tmp_path: Path
+) -> None:
+    check_delay(served, lambda: python.run(HERE / "delayed.py", served.address, home=tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.platform
+def test_a_delay_of_the_node_client_counts_from_its_send(
+    served: ServedKit, node: OfficialClient, tmp_path: Path
+) -> None:
+    check_delay(served, lambda: node.run(HERE / "delayed.cjs", served.address, home=tmp_path))
+
+
+@pytest.mark.parametrize("has_born_time", [True, False])
+def test_a_delay_counts_from_the_time_in_the_message(served: ServedKit, has_born_time: bool) -> None:
+    """As the client for C++ names both times, to the nanosecond; without one the machine's clock counts."""
+    now_ms = SystemClock().now_ms()
+    sent = message("later", deliver_ms=now_ms + 600_000, message_type=3)
+    if has_born_time:
+        sent.system_properties.born_timestamp.FromNanoseconds(1_000_000 * now_ms + 999_999)
+    with Stub(served.address) as stub:
+        check_delay(served, lambda: stub.send(sent))
+    (stored,) = served.kit.messages("later")
+    assert served.kit.clock.now_ms() - stored.store_timestamp_ms < 15_000
+
+
+def test_a_recalled_delay_may_be_recalled_again(served: ServedKit) -> None:
+    """As by a broker, until the message is due."""
+    served.advance(hours=8)
+    with Stub(served.address) as stub:
+        due_ms = SystemClock().now_ms() + 600_000
+        (entry,) = stub.send(message("later", deliver_ms=due_ms, message_type=3)).entries
+
+        def recall() -> tuple[int, str]:
+            answer = stub.call("RecallMessage", topic=resource("later"), recall_handle=entry.recall_handle)
+            return answer.status.code, answer.message_id
+
+        assert recall() == recall() == (20000, "id")
+        served.advance(minutes=5)
+        assert recall() == (20000, "id")
+        served.advance(minutes=6)
+        assert recall() == (50001, "")
+        assert stub.receive("later")[1] == []
+
+
 def test_a_group_of_a_killed_server_that_missed_nothing_is_not_awaited_later(
     rmq: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 import pytest
 
 import librmq
+from librmq.clock import SystemClock
 from librmq.message.message import StoredMessage
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Step
@@ -257,6 +259,34 @@ def test_a_worker_that_connects_again_gets_what_was_sent(rmq_remoting: ServedKit
             producer.send("t", b"after")
             rmq_remoting.settle()
             assert seen[-1] == b"after"
+
+
+@pytest.mark.parametrize("code", [Code.SEND_MESSAGE, Code.SEND_MESSAGE_V2])
+def test_a_delay_counts_from_the_born_time(rmq_remoting: ServedKit, client: RawClient, code: Code) -> None:
+    rmq_remoting.kit.broker.create_topic("later", 1)
+    rmq_remoting.advance(hours=8)
+    now_ms = SystemClock().now_ms()
+    fields: dict[str, Any] = {"producer_group": "p", "default_topic": "TBW102", "default_topic_queue_nums": 4}
+    fields |= {"queue_id": 0, "sys_flag": 0, "born_timestamp": now_ms, "flag": 0}
+    properties = f"TIMER_DELIVER_MS\1{now_ms + 600_000}\2UNIQ_KEY\1u"
+    assert client.call(code, b"x", topic="later", properties=properties, **fields).code == 0
+    rmq_remoting.advance(minutes=9)
+    assert rmq_remoting.kit.messages("later") == []
+    rmq_remoting.advance(minutes=1, seconds=1)
+    assert [one.body for one in rmq_remoting.kit.messages("later")] == [b"x"]
+
+
+def test_a_time_of_delivery_of_librmqs_own_client_counts_from_its_send(rmq_remoting: ServedKit) -> None:
+    rmq_remoting.kit.broker.create_topic("later", 1)
+    rmq_remoting.advance(hours=8)
+    due = datetime.fromtimestamp(SystemClock().now_ms() / 1000 + 600, UTC)
+    with librmq.connect(rmq_remoting.address) as route, librmq.Producer(route, "p") as producer:
+        for number in range(3):  # from the second on, the server knows the form of the header
+            producer.send("later", str(number), deliver_at=due)
+    rmq_remoting.advance(minutes=9)
+    assert rmq_remoting.kit.messages("later") == []
+    rmq_remoting.advance(minutes=1, seconds=1)
+    assert sorted(one.body for one in rmq_remoting.kit.messages("later")) == [b"0", b"1", b"2"]
 
 
 def test_warnings_name_the_fixture(rmq_remoting: ServedKit, client: RawClient) -> None:

@@ -25,6 +25,7 @@ from librmq.message.properties import (
     PROPERTY_RECONSUME_TIME,
     PROPERTY_SHARDING_KEY,
     PROPERTY_TAGS,
+    PROPERTY_TRACE_CONTEXT,
     PROPERTY_TRANSACTION_PREPARED,
     PROPERTY_UNIQUE_KEY,
     priority_of,
@@ -121,8 +122,11 @@ def milliseconds(value: Any, name: str, code: Code = Code.BAD_REQUEST) -> int:  
         raise Refusal(code, f"{name}: {error}") from error
 
 
-def message_of(sent: Any, now_ms: int) -> Message:  # noqa: ANN401 (a message of the service)
-    """Return a sent message as it is stored; refuse it as 5.3.3's proxy does."""
+def message_of(sent: Any, now_ms: int, client_ms: int) -> Message:  # noqa: ANN401 (a message of the service)
+    """Return a sent message as it is stored; refuse it as 5.3.3's proxy does.
+
+    ``now_ms`` is the broker's time, and ``client_ms`` the one that the client computes times of delivery by.
+    """
     topic, system = check_topic(sent.topic.name), sent.system_properties
     body = _body(sent.body, system.body_encoding)
     tag = system.tag if system.HasField("tag") else None
@@ -144,9 +148,9 @@ def message_of(sent: Any, now_ms: int) -> Message:  # noqa: ANN401 (a message of
             properties[PROPERTY_CHECK_IMMUNITY_TIME] = str(seconds)
     if system.HasField("delivery_timestamp"):
         deliver_ms = milliseconds(system.delivery_timestamp, "delivery_timestamp", Code.ILLEGAL_DELIVERY_TIME)
-        if deliver_ms > now_ms + MAX_DELAY_MS:
+        if deliver_ms > client_ms + MAX_DELAY_MS:
             raise Refusal(Code.ILLEGAL_DELIVERY_TIME, f"delivery_timestamp: {deliver_ms} ms is more than a day ahead")
-        properties[DELIVER_MS] = str(deliver_ms)
+        properties[DELIVER_MS] = str(max(now_ms + deliver_ms - client_ms, 0))
     properties[PROPERTY_PRODUCER_GROUP] = topic
     if system.HasField("message_group"):
         properties[_SHARDING_KEY] = _message_group(system.message_group)
@@ -154,6 +158,8 @@ def message_of(sent: Any, now_ms: int) -> Message:  # noqa: ANN401 (a message of
         if system.priority < 0:
             raise Refusal(Code.BAD_REQUEST, f"priority: expected 0 or more, found {system.priority}")
         properties[PROPERTY_PRIORITY] = str(system.priority)
+    if system.trace_context:
+        properties[PROPERTY_TRACE_CONTEXT] = system.trace_context
     properties[_BORN_HOST] = system.born_host
     properties[_BORN_TIME] = str(milliseconds(system.born_timestamp, "born_timestamp"))
     properties[PROPERTY_RECONSUME_TIME] = "0"
@@ -269,6 +275,8 @@ def to_message(stored: StoredMessage, topic: str) -> Any:  # noqa: ANN401 (a mes
         system.delivery_timestamp.FromMilliseconds(int(properties[DELIVER_MS]))
     if _SHARDING_KEY in properties:
         system.message_group = properties[_SHARDING_KEY]
+    if PROPERTY_TRACE_CONTEXT in properties:
+        system.trace_context = properties[PROPERTY_TRACE_CONTEXT]
     if (priority := priority_of(properties)) is not None:
         system.priority = priority
     return message

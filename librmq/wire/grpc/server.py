@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from librmq.broker import Broker
-from librmq.clock import moves_by_itself
+from librmq.clock import SystemClock, moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, MalformedError, MissingExtraError, RmqError
 from librmq.message.ids import RecallHandle, format_host
@@ -179,7 +179,7 @@ class SendCalls:
 
     def _checked(self, sent: Any, now_ms: int) -> Message:  # noqa: ANN401
         """Return a sent message in its stored form; refuse one that its topic does not accept."""
-        message = message_of(sent, now_ms)
+        message = message_of(sent, now_ms, self._client_ms(sent, now_ms))
         topic_type = self._routes.ensure_topic(message.topic).message_type
         accepted, kind = MessageType.of_topic(topic_type), message_type_of(message.properties)
         if topic_type != "MIXED" and kind not in accepted:
@@ -188,6 +188,15 @@ class SendCalls:
                 f"topic {message.topic!r} accepts {accepted[0].name} messages only, found one of type {kind.name}",
             )
         return message
+
+    def _client_ms(self, sent: Any, now_ms: int) -> int:  # noqa: ANN401
+        """Return the time that the client computed a time of delivery by.
+
+        A clock that is moved by hand is not the client's, which has the machine's and names it in each message.
+        """
+        if moves_by_itself(self._runner.clock):
+            return now_ms
+        return milliseconds(sent.system_properties.born_timestamp, "born_timestamp") or SystemClock().now_ms()
 
     def _store_message(self, sent: Any, message: Message, client_id: str, entry: Any) -> None:  # noqa: ANN401
         system, topic = sent.system_properties, message.topic

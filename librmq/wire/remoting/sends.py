@@ -83,9 +83,12 @@ def plain_request(frame: Frame, born_host: Host, now_ms: int | None) -> SendMess
         born = fields["g"]
         if get("m") not in _NO or "l" in fields or fields["c"] != AUTO_CREATE_TOPIC or len(born) > _LONGEST_TIME:
             return None
+        properties = decode_properties(get("i", ""))
+        if now_ms is not None:
+            _shift_delivery(properties, int(born), now_ms)
         return SendMessage(
             fields["a"],
-            Message.from_parts(fields["b"], frame.body, small[fields["h"]], decode_properties(get("i", ""))),
+            Message.from_parts(fields["b"], frame.body, small[fields["h"]], properties),
             small[fields["e"]],
             int(born) if now_ms is None else now_ms,
             born_host,
@@ -95,6 +98,16 @@ def plain_request(frame: Frame, born_host: Host, now_ms: int | None) -> SendMess
         )
     except (KeyError, ValueError):
         return None
+
+
+def _shift_delivery(properties: dict[str, str], born_ms: int, now_ms: int) -> None:
+    """Move a message's time of delivery from the client's clock to the broker's, which a test moves by hand.
+
+    The client has computed it by the machine's clock, which showed ``born_ms``.
+    """
+    deliver_ms = properties.get(DELIVER_MS, "")
+    if deliver_ms.isdecimal():
+        properties[DELIVER_MS] = str(max(int(deliver_ms) - born_ms + now_ms, 0))
 
 
 _NAME: Final = r"[ !#-\[\]-~]+"
@@ -153,11 +166,16 @@ class Sends:
             return plain_request(frame, born_host, None)
 
         def fill(like: SendMessage, body: bytes, topic: str, queue_id: str, born: str, properties: str) -> SendMessage:
+            decoded, born_ms = decode_properties(properties), int(born)
+            if not self._is_real_time:
+                now_ms = self._now_ms()
+                _shift_delivery(decoded, born_ms, now_ms)
+                born_ms = now_ms
             return SendMessage(
                 like.group,
-                Message.from_parts(topic, body, like.message.flag, decode_properties(properties)),
+                Message.from_parts(topic, body, like.message.flag, decoded),
                 int(queue_id),
-                int(born) if self._is_real_time else self._now_ms(),
+                born_ms,
                 born_host,
                 like.sys_flag,
                 like.default_queues,
@@ -301,8 +319,11 @@ class Sends:
         """Return what a frame asks the broker for."""
         header: SendHeader = call.header
         frame, peer = call.frame, call.channel.peer
-        born_ms = header.born_timestamp if self._is_real_time else self._now_ms()
-        properties = decode_properties(header.properties)
+        born_ms, properties = header.born_timestamp, decode_properties(header.properties)
+        if not self._is_real_time:
+            now_ms = self._now_ms()
+            _shift_delivery(properties, born_ms, now_ms)
+            born_ms = now_ms
         if not header.batch and frame.code != _SEND_BATCH:
             return SendMessage(
                 header.producer_group,
