@@ -498,6 +498,10 @@ _TOOLS: Final = (
                 "--min-invisible", type=float, metavar="SECONDS",
                 help="take gRPC receives with an invisible time from here on (10)",
             ),
+            option(
+                "--min-polling", type=float, metavar="SECONDS",
+                help="take gRPC receives whose deadline leaves this time (5); 0 takes all",
+            ),
             option("--remoting", type=int, metavar="PORT", help="port for clients of 4.x; 0 takes a free one"),
             option("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1: this machine only)"),
             option("--advertise", metavar="HOST[:PORT]", help="the address in routes (what the client dialled)"),

@@ -75,7 +75,8 @@ def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> 
 
     node = request.node
     listening = None
-    settings: dict[str, Any] = _settings(request)
+    settings: dict[str, Any] = _settings(request, *(() if remoting else ("min_polling",)))
+    min_polling = settings.pop("min_polling", None)
     start: StoreStart | None = settings.get("store")
     now_ms = SystemClock().now_ms()  # clients compute times of delivery by theirs
     settings.setdefault("now_ms", now_ms if start is None else max(now_ms, start.now_ms))
@@ -89,7 +90,7 @@ def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> 
     with _opened(settings) as kit:
         node.stash[_KIT] = kit
         try:
-            with ServedKit(kit, None if remoting else 0, listening) as served:
+            with ServedKit(kit, None if remoting else 0, listening, min_polling=min_polling) as served:
                 yield served
             if node.stash.get(_ERROR, None) is None:
                 kit.close()
@@ -97,11 +98,11 @@ def served_kit_of(request: pytest.FixtureRequest, *, remoting: bool = False) -> 
             del node.stash[_KIT]
 
 
-def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the settings of the kit that the marker ``rmq`` names."""
+def _settings(request: pytest.FixtureRequest, *further: str) -> dict[str, Any]:
+    """Return the settings of the kit that the marker ``rmq`` names, and ``further`` ones of the fixture."""
     marker = request.node.get_closest_marker("rmq")
     settings: dict[str, Any] = dict(marker.kwargs) if marker is not None else {}
-    names = ["on_disk", *KitKeywords.__annotations__]
+    names = ["on_disk", *further, *KitKeywords.__annotations__]
     if unknown := sorted(settings.keys() - set(names)):
         raise ConfigError(f"the marker rmq has no setting {', '.join(unknown)}; its settings are {', '.join(names)}")
     if settings.get("store") is not None:

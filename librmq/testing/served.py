@@ -201,6 +201,7 @@ class Ports:
         grpc: int | None,
         listening: socket.socket | None,
         changed: Callable[[str, str, bool], None] | None,
+        min_polling: float | timedelta | None,
         former: Ports | None,
     ) -> None:
         """Serve on the port ``grpc`` and on the socket ``listening``, or on the ports of a ``former`` one."""
@@ -211,7 +212,8 @@ class Ports:
 
             before = None if former is None else former.grpc
             port = grpc if before is None else before.port
-            self.grpc = GrpcServer(kit.broker, port=port, endpoints=client_of, changed=changed, former=before)
+            limits: dict[str, Any] = {} if min_polling is None else {"min_polling": min_polling}
+            self.grpc = GrpcServer(kit.broker, port=port, endpoints=client_of, changed=changed, former=before, **limits)
         if listening is not None:
             last = None if former is None else former.remoting
             socket_of = listening if last is None else listen(port=last.port)
@@ -248,6 +250,7 @@ class ServedKit(Closing):
         *,
         changed: Callable[[str, str, bool], None] | None = None,
         was_killed: bool = False,
+        min_polling: float | timedelta | None = None,
     ) -> None:
         """Serve the broker of a kit, whose clock should start at the machine's time.
 
@@ -257,13 +260,14 @@ class ServedKit(Closing):
             listening: The socket for clients of 4.x, whose address should be the kit's ``store_host``.
             changed: ``changed(client_id, group, is_connected)`` is called as clients come and go.
             was_killed: Whether another process served the kit's store and was killed: its groups are awaited.
+            min_polling: As that of `librmq.wire.grpc.GrpcServer`; 0 takes receives that production refuses.
         """
         self.kit = kit
         """The broker, its dead letters, its faults and history, and all else of the fixture ``rmq``."""
         self._lost_groups = _groups(kit.broker) if was_killed else set()
         self._clients: dict[str, WireClient] = {}
         self._processes: dict[str, Process] = {}
-        self._arguments = kit, self._endpoint, grpc, listening, changed
+        self._arguments = kit, self._endpoint, grpc, listening, changed, min_polling
         kit.name_fixture("rmq_remoting" if grpc is None else "rmq_grpc")
         self._is_down = False
         self.server = Ports(*self._arguments, None)

@@ -90,14 +90,14 @@ class Stub:
         assert (first.WhichOneof("content"), last.WhichOneof("content")) == ("status", "delivery_timestamp")
         return first.status.code, [one.message for one in found]
 
-    def receive_status(self, request: Any) -> Any:
+    def receive_status(self, request: Any, timeout: float = 60) -> Any:
         """Return the status of a receive."""
         made = self._channel.unary_stream(
             f"/{SERVICE}/ReceiveMessage",
             lambda one: one.SerializeToString(),
             message_class("ReceiveMessageResponse").FromString,
         )
-        return next(made(request, timeout=60, metadata=self._headers)).status
+        return next(made(request, timeout=timeout, metadata=self._headers)).status
 
     def telemetry(self, settings: Any) -> Iterator[Any]:
         """Open the stream and send settings if there are any; yield what the server sends."""

@@ -362,6 +362,23 @@ def test_invisible_times_are_refused_as_by_the_proxy(stub: Stub, broker: Broker)
         GrpcServer(broker, min_invisible=0)
 
 
+def test_a_receive_whose_deadline_is_near_is_refused(stub: Stub, server: GrpcServer, broker: Broker) -> None:
+    """In the way that each version of a client knows. A server may be told to take any."""
+    request = message_class("ReceiveMessageRequest")(group=resource("g"))
+    request.message_queue.topic.name = "t"
+    request.invisible_duration.FromSeconds(10)
+    request.long_polling_timeout.FromMilliseconds(1)
+    assert stub.receive_status(request, 4.9).code == 40000
+    with Stub(server.address, x_mq_client_version="5.1.2") as newer:
+        refused = newer.receive_status(request, 4.9)
+        assert (refused.code, "expected 5 s or more" in refused.message) == (40018, True)
+        assert newer.receive_status(request, 10).code == NONE
+    with GrpcServer(broker, min_polling=0) as lenient, Stub(lenient.address) as other:
+        assert other.receive_status(request, 4.9).code == NONE
+    with pytest.raises(ConfigError, match="min_polling"):
+        GrpcServer(broker, min_polling=-1)
+
+
 def test_names_without_room_for_a_retry_topic_are_refused_where_the_group_subscribes(
     stub: Stub, broker: Broker
 ) -> None:

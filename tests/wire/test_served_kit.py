@@ -137,6 +137,18 @@ def test_a_group_of_a_killed_server_that_missed_nothing_is_not_awaited_later(
         served.settle()
 
 
+@pytest.mark.parametrize(
+    "code", [40000, pytest.param(40401, marks=pytest.mark.rmq(min_polling=0))], ids=["by default", "lenient"]
+)
+def test_a_near_deadline_is_refused_as_in_production(served: ServedKit, code: int) -> None:
+    request = message_class("ReceiveMessageRequest")(group=resource("g"))
+    request.message_queue.topic.name = "t"
+    request.invisible_duration.FromSeconds(10)
+    request.long_polling_timeout.FromMilliseconds(1)
+    with Stub(served.address) as stub:
+        assert stub.receive_status(request, 4).code == code
+
+
 # ---- faults
 
 

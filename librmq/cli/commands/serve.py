@@ -180,7 +180,7 @@ def _by_hand(
     )
     serving.callback(_close_kit, kit)
     kit.clock.move_to(max(kit.clock.now_ms(), _last_stored_ms(kit.broker)))  # an earlier run can have moved its clock
-    served = ServedKit(kit, grpc, listening, changed=changed, was_killed=was_killed)
+    served = ServedKit(kit, grpc, listening, changed=changed, was_killed=was_killed, min_polling=arguments.min_polling)
     serving.callback(lambda: stop.close(served.server))
     control = Control(served, arguments.control or 0, put_row)
     serving.callback(stop.close, control)
@@ -226,7 +226,11 @@ def _grpc(
 ) -> GrpcServer:
     from librmq.wire.grpc import GrpcServer
 
-    options = {"calls_of_address": arguments.grpc_calls, "min_invisible": arguments.min_invisible}
+    options = {
+        "calls_of_address": arguments.grpc_calls,
+        "min_invisible": arguments.min_invisible,
+        "min_polling": arguments.min_polling,
+    }
     limits: dict[str, Any] = {name: limit for name, limit in options.items() if limit is not None}
     return GrpcServer(
         broker,

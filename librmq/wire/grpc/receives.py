@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from librmq.broker import Broker
 from librmq.clock import SystemClock
@@ -38,11 +38,12 @@ from librmq.wire.grpc.protocol import (
     Refusal,
     answers,
     client_id_of,
+    header,
     message_class,
     refuse,
     sum_up,
 )
-from librmq.wire.grpc.sessions import LONG_POLL_S, FormerClient, Sessions
+from librmq.wire.grpc.sessions import LONG_POLL_S, FormerClient, Sessions, version_parts
 
 # ---- receives that wait
 
@@ -218,6 +219,19 @@ _ANSWER_S: Final = 0.2
 """Part of a deadline that is left for sending the answer."""
 
 
+_POLLING_TIME_KNOWN: Final = (5, 0, 3)
+"""The version from which on clients know the code of a polling time that is too short."""
+
+
+class ReceiveLimits(NamedTuple):
+    """What is refused by 5.3.3's proxy, and by a server unless it is told otherwise."""
+
+    min_invisible_ms: int = 10_000
+    """The shortest invisible time of a receive."""
+    min_polling_s: float = 5.0
+    """The least time that a receive leaves until its deadline."""
+
+
 class Receives:
     """The receives of one server's clients. Thread-safe."""
 
@@ -228,10 +242,10 @@ class Receives:
         sessions: Sessions,
         endpoints: Endpoints,
         former: Mapping[str, FormerClient],
-        min_invisible_ms: int,
+        limits: ReceiveLimits,
     ) -> None:
         self._broker = broker
-        self._min_invisible_ms = min_invisible_ms
+        self._limits = limits
         self._runner = broker.runner
         self._ensure_topic = ensure_topic
         self._sessions = sessions
@@ -304,12 +318,13 @@ class Receives:
 
     def _receive(self, request: Any, context: Context) -> list[tuple[Received, Any]]:  # noqa: ANN401
         client_id = client_id_of(context)
+        wait_s = self.poll_time(request, context)
         group, topic = check_group(request.group.name), check_topic(request.message_queue.topic.name)
         queues = self._ensure_topic(topic).read_queues
         expression = request.filter_expression
         kind = "SQL92" if expression.type == 2 else "TAG"
         asked_ms = milliseconds(request.invisible_duration, "invisible_duration", Code.ILLEGAL_INVISIBLE_TIME)
-        invisible_ms = FIRST_MS if request.auto_renew else _check_invisible(asked_ms, self._min_invisible_ms)
+        invisible_ms = FIRST_MS if request.auto_renew else _check_invisible(asked_ms, self._limits.min_invisible_ms)
         arrived = threading.Event()
         context.add_callback(arrived.set)
         queue_id = request.message_queue.id if 0 <= request.message_queue.id < queues else -1
@@ -327,7 +342,7 @@ class Receives:
             notify=notify,
         )
         clock = self._waiting_clock
-        deadline = clock.monotonic() + self.poll_time(request, context)
+        deadline = clock.monotonic() + wait_s
         try:
             while True:
                 arrived.clear()
@@ -379,13 +394,25 @@ class Receives:
                         )
         return pairs
 
-    @staticmethod
-    def poll_time(request: Any, context: Context) -> float:  # noqa: ANN401
-        """Return how many seconds a receive waits; the client's deadline includes time for the answer."""
+    def poll_time(self, request: Any, context: Context) -> float:  # noqa: ANN401
+        """Return how many seconds a receive waits; the client's deadline includes time for the answer.
+
+        Raises:
+            Refusal: The deadline is nearer than the least long poll, as 5.3.3's proxy answers.
+        """
         polling_s = milliseconds(request.long_polling_timeout, "long_polling_timeout", Code.ILLEGAL_POLLING_TIME) / 1000
         remaining = context.time_remaining()
         seconds = min(polling_s or LONG_POLL_S, LONG_POLL_S)
-        return seconds if remaining is None else max(0.0, min(seconds, remaining - _ANSWER_S))
+        if remaining is None:
+            return seconds
+        if remaining < self._limits.min_polling_s:
+            is_old = version_parts(header(context, "x-mq-client-version")) < _POLLING_TIME_KNOWN
+            raise Refusal(
+                Code.BAD_REQUEST if is_old else Code.ILLEGAL_POLLING_TIME,
+                f"the deadline of a receive: {remaining:.3f} s are left, expected {self._limits.min_polling_s:g} s or "
+                "more, as the proxy does: let the client wait longer, or lower --min-polling of `librmq serve`",
+            )
+        return max(0.0, min(seconds, remaining - _ANSWER_S))
 
     @answers("AckMessageResponse")
     def ack_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401

@@ -61,8 +61,8 @@ from librmq.wire.grpc.protocol import (
     refuse,
     sum_up,
 )
-from librmq.wire.grpc.receives import Receives
-from librmq.wire.grpc.sessions import Commands, FormerClient, Sessions
+from librmq.wire.grpc.receives import ReceiveLimits, Receives
+from librmq.wire.grpc.sessions import LONG_POLL_S, Commands, FormerClient, Sessions
 
 # ---- routes and assignments
 
@@ -255,9 +255,7 @@ class SendCalls:
 # ---- the service over one broker
 
 _SETTINGS_S: Final = 10.0
-
-
-_MIN_INVISIBLE_S: Final = 10.0
+_LIMITS: Final = ReceiveLimits()
 
 
 class Service:
@@ -272,7 +270,7 @@ class Service:
         changed: Callable[[str, str, bool], None],
         endpoints: Endpoints | None = None,
         former: Mapping[str, FormerClient] | None = None,
-        min_invisible_ms: int = round(1000 * _MIN_INVISIBLE_S),
+        limits: ReceiveLimits = _LIMITS,
     ) -> None:
         former = former or {}
         endpoints = endpoints or (lambda _: broker)
@@ -280,7 +278,7 @@ class Service:
         self.sessions = Sessions(broker, changed, endpoints, former)
         self.routes = Routes(broker, advertise, auto_create)
         self.sends = SendCalls(broker, self.routes, self.sessions, endpoints)
-        self.receives = Receives(broker, self.routes.ensure_topic, self.sessions, endpoints, former, min_invisible_ms)
+        self.receives = Receives(broker, self.routes.ensure_topic, self.sessions, endpoints, former, limits)
 
     def is_settled(self) -> bool:
         """Return whether no client has anything to answer: push consumers wait, and no question is open."""
@@ -420,7 +418,8 @@ class GrpcServer(Closing):
         endpoints: Callable[[str], Endpoint] | None = None,
         former: GrpcServer | None = None,
         calls_of_address: int = _OF_ADDRESS,
-        min_invisible: float | timedelta = _MIN_INVISIBLE_S,
+        min_invisible: float | timedelta = _LIMITS.min_invisible_ms / 1000,
+        min_polling: float | timedelta = _LIMITS.min_polling_s,
     ) -> None:
         """Listen, and answer from now on.
 
@@ -442,6 +441,8 @@ class GrpcServer(Closing):
                 that it reads, and one more. One connection has 64 less, if that leaves any, and all have 64 more.
             min_invisible: Seconds below which a receive's invisible time is refused, as by 5.3.3's proxy
                 (``minInvisibleTimeMillsForRecv``).
+            min_polling: Seconds that a receive's deadline must leave, as for 5.3.3's proxy
+                (``grpcClientConsumerMinLongPollingTimeoutMillis``); 0 takes any.
 
         Raises:
             ConfigError: The port is taken, or an argument is not what it should be.
@@ -453,6 +454,7 @@ class GrpcServer(Closing):
         if type(calls_of_address) is not int or not 1 <= calls_of_address <= _MOST_CALLS:
             raise ConfigError(f"calls_of_address: expected 1 to {_MOST_CALLS}, found {calls_of_address!r:.80}")
         least_s = to_seconds("min_invisible", min_invisible, 0.001, MAX_INVISIBLE_MS / 1000)
+        least_polling_s = to_seconds("min_polling", min_polling, 0, LONG_POLL_S)
         if tls is not None:
             server_context(*tls)  # gRPC reports no error of a bad pair
         if advertise is not None and not advertise.rpartition(":")[2].isdecimal():
@@ -464,7 +466,7 @@ class GrpcServer(Closing):
             changed=changed or (lambda *_: None),
             endpoints=endpoints,
             former=None if former is None else former._last_clients,
-            min_invisible_ms=round(1000 * least_s),
+            limits=ReceiveLimits(round(1000 * least_s), least_polling_s),
         )
         self._last_clients: dict[str, FormerClient] = {}
         in_all = calls_of_address + _FOR_OTHERS

@@ -409,7 +409,7 @@ class Sessions:
             return
         self._complete_subscription(settings)
         is_push = settings.client_type == PUSH_CONSUMER
-        if is_push and settings.user_agent.language == _PYTHON and _parts(version) < _METRIC_FIXED:
+        if is_push and settings.user_agent.language == _PYTHON and version_parts(version) < _METRIC_FIXED:
             settings.metric.on = True  # without it these clients never take their settings
             settings.metric.endpoints.CopyFrom(settings.access_point)
 
@@ -431,5 +431,6 @@ class Sessions:
                 backoff.customized_backoff.next.add().FromSeconds(seconds)
 
 
-def _parts(version: str) -> tuple[int, ...]:
+def version_parts(version: str) -> tuple[int, ...]:
+    """Return the numbers of a client's version, such as ``5.1.2``."""
     return tuple(int(part) for part in version.split(".") if part.isdecimal())
