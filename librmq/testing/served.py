@@ -234,9 +234,16 @@ class Ports:
         return [client for server in self._servers for client in server.missing()]
 
     def close(self, timeout: float = 5) -> bool:
-        """Cut all clients off; return whether all calls have ended within ``timeout`` seconds for each server."""
+        """End all calls; return whether they have ended within ``timeout`` seconds for each server."""
         have_ended = [server.close(timeout) for server in self._servers]
         return all(have_ended)
+
+    def cut(self) -> None:
+        """Cut all clients off in the middle of their calls."""
+        if self.grpc is not None:
+            self.grpc.close(grace=0)
+        if self.remoting is not None:
+            self.remoting.close()
 
 
 class ServedKit(Closing):
@@ -371,7 +378,7 @@ class ServedKit(Closing):
         """
         self.kit.note("fault", "all connections of clients are cut")
         if not self._is_down:
-            self.server.close()
+            self.server.cut()
             self._serve_again()
 
     def crash_broker(self, *, down: float | timedelta = 0) -> None:
@@ -380,7 +387,7 @@ class ServedKit(Closing):
         Connections are cut, and refused until then. `settle` and `advance` wait for the clients once it is open.
         """
         to_seconds("down", down)
-        self.server.close()
+        self.server.cut()
         self._is_down = True
         self.kit.crash_broker(down=down)
         self.kit.runner.after(down, "the broker serves again", self._serve_again)
@@ -390,7 +397,7 @@ class ServedKit(Closing):
         self._is_down = False
 
     def close(self) -> None:
-        """Cut the clients off."""
+        """End the clients' calls, and answer no more."""
         self.server.close()
 
 

@@ -6,6 +6,7 @@ import gzip
 import random
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from librmq.wire.grpc import GrpcServer
 from librmq.wire.grpc.messages import group_queue
 from librmq.wire.grpc.protocol import message_class
 from tests.budget import many
-from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource
+from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource, wait_until
 
 OK, NONE = 20000, 40401
 
@@ -80,6 +81,18 @@ def test_receive_waits_for_a_message(stub: Stub, broker: Broker) -> None:
     code, (found,) = stub.receive("t", wait_s=15)
     assert (code, found.body) == (OK, b"late")
     sending.join()
+
+
+def test_a_close_ends_calls_as_they_usually_do(broker: Broker) -> None:
+    """A client can take a stream that is reset for an error of its own, and end."""
+    with GrpcServer(broker) as server, Stub(server.address) as stub, ThreadPoolExecutor(1) as threads:
+        stream = stub.telemetry(consumer_settings("g", 2))
+        next(stream)
+        received = threads.submit(stub.receive, "t", wait_s=20, auto_renew=True)
+        wait_until(server.is_settled)
+        assert server.close()
+        assert received.result(60) == (NONE, [])
+        assert list(stream) == []
 
 
 def test_filters_by_tag_and_by_property(stub: Stub) -> None:

@@ -89,6 +89,12 @@ class Polls:
                     del self._missing[client_id]
         return poll
 
+    def wake_all(self) -> None:
+        """Wake all receives that wait."""
+        with self._lock:
+            for poll in self._open:
+                poll.arrived.set()
+
     def close(self, poll: Poll) -> None:
         """Note that a receive is answered."""
         with self._lock:
@@ -250,6 +256,7 @@ class Receives:
         self._ensure_topic = ensure_topic
         self._sessions = sessions
         self._endpoints = endpoints
+        self._ends_polls = False
         self._waiting_clock = SystemClock()  # clients wait by the wall clock, even if the broker's clock is moved
         self.renewals = Renewals(broker, broker.runner)
         self.polls = Polls({name: client.places for name, client in former.items() if client.places})
@@ -263,6 +270,11 @@ class Receives:
         self.polls.remove_client(client_id)
         with self._runner.lock:
             self.renewals.client_gone(client_id)
+
+    def end_polls(self) -> None:
+        """Answer the receives that wait, now and from now on."""
+        self._ends_polls = True
+        self.polls.wake_all()
 
     def close(self) -> None:
         """Stop all renewals."""
@@ -346,7 +358,9 @@ class Receives:
         try:
             while True:
                 arrived.clear()
-                if not context.is_active():  # after `clear`, which could otherwise erase the signal of the end
+                if (
+                    self._ends_polls or not context.is_active()
+                ):  # after `clear`, which could otherwise erase the signal of the end
                     break
                 messages = self._endpoints(client_id).call(receive).messages
                 if messages:

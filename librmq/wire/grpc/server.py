@@ -395,6 +395,7 @@ _METRICS_EXPORT: Final = "/opentelemetry.proto.collector.metrics.v1.MetricsServi
 
 
 _LAST_PORT: Final = 65_535
+_GRACE_S: Final = 0.5
 _MOST_CALLS: Final = 16_384
 
 
@@ -513,8 +514,11 @@ class GrpcServer(Closing):
         """
         return self._service.missing_clients()
 
-    def close(self, timeout: float = 5) -> bool:
+    def close(self, timeout: float = 5, *, grace: float = _GRACE_S) -> bool:
         """Answer no more calls. Closing again does nothing.
+
+        Streams and waiting receives end at once as they usually do, and calls that run have ``grace`` seconds, because
+        a client may take a stream that is reset for an error of its own. With 0 all calls are cut.
 
         Returns:
             Whether all calls have ended within ``timeout`` seconds. Others are abandoned.
@@ -523,16 +527,20 @@ class GrpcServer(Closing):
             return True
         self._is_open = False
         self._last_clients = self._service.clients()
+        if grace > 0:
+            self._service.receives.end_polls()
         self._service.close()
-        stopping = threading.Thread(target=self._stop, name="librmq grpc stop", daemon=True)
+        stopping = threading.Thread(
+            target=self._stop, args=(min(grace, timeout),), name="librmq grpc stop", daemon=True
+        )
         stopping.start()
         stopping.join(timeout)
         if stopping.is_alive():
             _log.warning("calls by gRPC on %(address)s did not end, and are abandoned", address=self.address)
         return not stopping.is_alive()
 
-    def _stop(self) -> None:
-        self._server.stop(grace=None).wait()
+    def _stop(self, grace: float) -> None:
+        self._server.stop(grace or None).wait()
         self._pool.shutdown(wait=True)
 
     def __repr__(self) -> str:
