@@ -233,6 +233,10 @@ class Ports:
         """Return the clients that are not back after a fault."""
         return [client for server in self._servers for client in server.missing()]
 
+    def groups(self) -> frozenset[str]:
+        """Return the groups that are back, though no client has registered."""
+        return frozenset() if self.grpc is None else self.grpc.groups()
+
     def close(self, timeout: float = 5) -> bool:
         """End all calls; return whether they have ended within ``timeout`` seconds for each server."""
         have_ended = [server.close(timeout) for server in self._servers]
@@ -299,7 +303,11 @@ class ServedKit(Closing):
 
         After a fault, first wait until each client that was connected before is back. While the broker is down, this
         returns at once. After the kill of another process, wait for a client of each group of the store that could get
-        a message; one that is not back in time, or missed nothing when this returned, is not awaited again.
+        a message: until it registers, receives, or as a simple consumer sends a heartbeat. One that is not back in
+        time, or missed nothing when this returned, is not awaited again.
+
+        What a listener sends without waiting for the answer, as by ``send_async``, can arrive after it has returned,
+        and this knows of it only then.
 
         Raises:
             NotSettledError: They did not within 20 s of wall-clock time, or a client was not back within 60 s.
@@ -339,6 +347,7 @@ class ServedKit(Closing):
         """
         broker, groups = self.kit.broker, self._lost_groups
         with self.kit.runner.lock:
+            groups.difference_update(self.server.groups())
             topics = broker.topics() if groups else {}
             readers = {
                 topic: groups if is_user_topic(topic) else {group_of_retries(topic, groups, topics)} & groups

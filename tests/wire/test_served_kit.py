@@ -125,6 +125,23 @@ def test_a_recalled_delay_may_be_recalled_again(served: ServedKit) -> None:
         assert stub.receive("later")[1] == []
 
 
+@pytest.mark.parametrize(("client_type", "is_back"), [(3, True), (2, False)])
+def test_a_group_of_a_killed_server_is_back_with_a_heartbeat(
+    rmq: Kit, monkeypatch: pytest.MonkeyPatch, client_type: int, is_back: bool
+) -> None:
+    """Of a simple consumer, which receives only when its program wants to; a push consumer is back when it receives."""
+    monkeypatch.setattr(served_module, "_BACK_S", 0.05)
+    rmq.broker.set_group("g")
+    rmq.producer().send("t", b"a")
+    with ServedKit(rmq, was_killed=True) as served, Stub(served.address) as stub:
+        assert stub.call("Heartbeat", group=resource("g"), client_type=client_type).status.code == 40015
+        if not is_back:
+            with pytest.raises(NotSettledError, match="group g, whose server was killed"):
+                served.settle()
+        served.settle()
+        assert [one.body for one in stub.receive("t")[1]] == [b"a"]
+
+
 def test_a_group_of_a_killed_server_that_missed_nothing_is_not_awaited_later(
     rmq: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

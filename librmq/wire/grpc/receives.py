@@ -342,6 +342,7 @@ class Receives:
         queue_id = request.message_queue.id if 0 <= request.message_queue.id < queues else -1
         is_push = self._sessions.is_known(client_id)
         poll = self.polls.open(client_id, (topic, queue_id), arrived, is_push=is_push)
+        self._sessions.group_called(group)
         notify = arrived.set
         receive = Receive(
             client_id,

@@ -62,7 +62,7 @@ from librmq.wire.grpc.protocol import (
     sum_up,
 )
 from librmq.wire.grpc.receives import ReceiveLimits, Receives
-from librmq.wire.grpc.sessions import LONG_POLL_S, Commands, FormerClient, Sessions
+from librmq.wire.grpc.sessions import LONG_POLL_S, PUSH_CONSUMER, Commands, FormerClient, Sessions
 
 # ---- routes and assignments
 
@@ -351,6 +351,8 @@ class Service:
     @answers("HeartbeatResponse")
     def heartbeat(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
         """Say that a client lives."""
+        if request.client_type != PUSH_CONSUMER and request.group.name:  # a push consumer is back when it receives
+            self.sessions.group_called(request.group.name)
         if self.sessions.get(client_id_of(context)) is None:
             raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has sent no settings: it opens its stream first")
 
@@ -513,6 +515,10 @@ class GrpcServer(Closing):
         half messages when the server can ask it about them, and any other client with its first call.
         """
         return self._service.missing_clients()
+
+    def groups(self) -> frozenset[str]:
+        """Return the groups whose clients are back: one has received, or a simple consumer has sent a heartbeat."""
+        return self._service.sessions.groups()
 
     def close(self, timeout: float = 5, *, grace: float = _GRACE_S) -> bool:
         """Answer no more calls. Closing again does nothing.

@@ -208,6 +208,7 @@ class Sessions:
         self._lock = Lock()
         self._reporting = RLock()  # taken before the runner's lock
         self._by_id: dict[str, Session] = {}
+        self._groups: set[str] = set()
         self._halves: dict[str, tuple[str, int, int]] = {}
         self._asked: dict[str, float] = {}
         self._clock = SystemClock()
@@ -236,6 +237,17 @@ class Sessions:
         former = self._former.get(client_id)  # another thread may be taking its settings
         if former is not None and not former.needs_stream:
             self._silent.discard(client_id)
+
+    def group_called(self, group: str) -> None:
+        """Note that a client of a group has made a call, which clients make long before they open a stream again."""
+        with self._lock:
+            if len(self._groups) < _MAX_SESSIONS:
+                self._groups.add(group)
+
+    def groups(self) -> frozenset[str]:
+        """Return the groups whose clients have made a call by which a group is back."""
+        with self._lock:
+            return frozenset(self._groups)
 
     def silent(self) -> list[str]:
         """Return the former clients that have not made the call with which they are back."""
