@@ -14,7 +14,7 @@ let librmq, ready;
 
 before(async () => {
     const store = join(mkdtempSync(join(tmpdir(), "librmq-")), "store");
-    librmq = spawn("librmq", ["serve", store, "--grpc", "0", "--clock", "manual"]);
+    librmq = spawn("librmq", ["serve", store, "--grpc", "0", "--clock", "manual", "--end-with-input"]);
     const [line] = await once(createInterface({ input: librmq.stdout }), "line");
     ready = JSON.parse(line);
 });

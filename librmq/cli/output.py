@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import chain, islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Self, TextIO, TypeVar
@@ -242,8 +242,14 @@ def complain(message: str) -> None:
 class EndSignals:
     """SIGINT and SIGTERM as they come, for the main thread."""
 
-    def __init__(self, wakeups: socket.socket) -> None:
+    def __init__(self, wakeups: socket.socket, wakes: socket.socket) -> None:
         self._wakeups = wakeups
+        self._wakes = wakes
+
+    def end(self) -> None:
+        """Let `wait` return as if SIGTERM had come. Thread-safe."""
+        with suppress(OSError):  # it is full of signals, or the wait is over
+            self._wakes.send(bytes([signal.SIGTERM]))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the next signal, at most so long; return whether it came."""
@@ -272,7 +278,7 @@ def end_signals() -> Iterator[EndSignals]:
         descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         before = {number: signal.signal(number, lambda *_: None) for number in _END_SIGNALS}
         try:
-            yield EndSignals(ours)
+            yield EndSignals(ours, theirs)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

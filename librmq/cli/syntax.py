@@ -519,6 +519,10 @@ _TOOLS: Final = (
                 help="manual: time moves only by requests to the control port, for tests in any language",
             ),
             option("--control", type=int, metavar="PORT", help="control port of --clock manual (a free one)"),
+            option(
+                "--end-with-input", action="store_true",
+                help="end when standard input ends, as it does when the process that holds its pipe has ended",
+            ),
         ),
         description="Serves the store until interrupted, and creates it if it does not exist. Without a port: gRPC "
         "on 8081 if the extra grpc is installed, and remoting (4.x) on 9876. Prints a line when ready, then one for "

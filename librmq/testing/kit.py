@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
@@ -328,9 +327,9 @@ class Kit:
 
         Raises:
             NotIdleError: A coroutine waits for something that does not happen.
-            ConfigError: The time is below 0, or no number.
+            ConfigError: The time is below 0, or no number, or the clock would pass the year 9999.
         """
-        until = self.clock.now_ms() + to_milliseconds(hours, minutes, seconds, ms)
+        until = time_after(self.clock.now_ms(), hours, minutes, seconds, ms)
         return self._driver.run(lambda: until)
 
     def run_until_idle(self) -> Elapsed:
@@ -343,7 +342,7 @@ class Kit:
 
     def run_for(self, *, hours: float = 0, minutes: float = 0, seconds: float = 0, ms: int = 0) -> Elapsed:
         """Let time pass up to this limit, but only while something is due; return the passed time."""
-        end = self.clock.now_ms() + to_milliseconds(hours, minutes, seconds, ms)
+        end = time_after(self.clock.now_ms(), hours, minutes, seconds, ms)
 
         def until() -> int:
             due = self.runner.next_due_ms()
@@ -706,17 +705,25 @@ def begin_of(start: StoreStart | None, now_ms: int | None) -> int:
     return earliest_ms if now_ms is None else now_ms
 
 
-def to_milliseconds(hours: float, minutes: float, seconds: float, ms: int) -> int:
-    """Return how long time is to pass.
+LAST_MS: Final = 253_402_300_799_999
+"""The end of the year 9999, the last time that a date has."""
+
+
+def time_after(now_ms: int, hours: float, minutes: float, seconds: float, ms: int) -> int:
+    """Return the time in ms to which a clock moves.
 
     Raises:
-        ConfigError: It is below 0, or no number.
+        ConfigError: It is before ``now_ms`` or after the year 9999, or a part is no number.
     """
     parts = {"hours": hours, "minutes": minutes, "seconds": seconds, "ms": ms}
     for name, value in parts.items():
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or value != value:
             raise ConfigError(f"{name}: expected a number, found {value!r:.80}")
-    total = round(ms + 1000 * (seconds + 60 * (minutes + 60 * hours)))
-    if total < 0:
-        raise ConfigError(f"time can't go back: expected at least 0 ms, found {total:,}")
-    return total
+        if abs(value) > LAST_MS:  # the sum of larger ones can be no number
+            raise ConfigError(f"{name}: expected at most the time to the year 9999, found {value!r:.80}")
+    until_ms = now_ms + round(ms + 1000 * (seconds + 60 * (minutes + 60 * hours)))
+    if until_ms < now_ms:
+        raise ConfigError(f"time can't go back: expected at least 0 ms, found {until_ms - now_ms:,}")
+    if until_ms > LAST_MS:
+        raise ConfigError(f"time: expected to move it to the year 9999 at most, found {until_ms - now_ms:,} ms more")
+    return until_ms

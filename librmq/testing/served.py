@@ -49,7 +49,7 @@ from librmq.runtime.closing import Closing
 from librmq.runtime.runner import Step
 from librmq.scheduling.timer_config import DELETE_KEY
 from librmq.testing.histories.history import Call, show
-from librmq.testing.kit import Kit, to_milliseconds
+from librmq.testing.kit import LAST_MS, Kit, time_after
 from librmq.testing.process import Process
 from librmq.wire.remoting import RemotingServer, listen
 
@@ -369,7 +369,7 @@ class ServedKit(Closing):
             NotSettledError: They did not settle within 20 s of wall-clock time, or a client was not back within 60 s.
         """
         runner = self.kit.runner
-        until = runner.now_ms() + to_milliseconds(hours, minutes, seconds, ms)
+        until = time_after(runner.now_ms(), hours, minutes, seconds, ms)
         self.settle()
         while True:
             due = runner.next_due_ms()
@@ -395,7 +395,7 @@ class ServedKit(Closing):
 
         Connections are cut, and refused until then. `settle` and `advance` wait for the clients once it is open.
         """
-        to_seconds("down", down)
+        to_seconds("down", down, maximum=(LAST_MS - self.kit.clock.now_ms()) / 1000)
         self.server.cut()
         self._is_down = True
         self.kit.crash_broker(down=down)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -211,15 +212,17 @@ def test_a_test_in_any_language_moves_the_clock(
 
 
 @pytest.mark.slow
-def test_a_moved_clock_begins_at_the_last_time_of_the_store(
-    by_hand: tuple[subprocess.Popen[str], dict[str, Any]], tmp_path: Path
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_moved_clock_keeps_its_time_at_a_restart(
+    by_hand: tuple[subprocess.Popen[str], dict[str, Any]], tmp_path: Path, stores: bool
 ) -> None:
-    """A killed server has moved its clock; what it has stored is not in the future of the next."""
+    """A killed server has moved its clock, and the next goes on from there, with and without a message."""
     serving, ready_row = by_hand
-    assert ask(ready_row["control"], "POST", "/advance", {"hours": 48})[0] == 200
-    with Stub(ready_row["grpc"]) as stub:
-        assert stub.send(message("t", b"a")).status.code == 20000
-        _, moved = ask(ready_row["control"], "POST", "/settle")
+    if stores:
+        with Stub(ready_row["grpc"]) as stub:
+            assert stub.send(message("t", b"a")).status.code == 20000
+    status, moved = ask(ready_row["control"], "POST", "/advance", {"hours": 48})
+    assert status == 200
     serving.kill()
     serving.wait(60)
     command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--clock", "manual"]
@@ -263,6 +266,45 @@ def test_settling_awaits_the_groups_of_a_killed_server(
         assert third.wait(60) == 0
 
 
+def test_a_silent_connection_to_the_control_port_holds_up_no_other(
+    by_hand: tuple[subprocess.Popen[str], dict[str, Any]],
+) -> None:
+    serving, ready_row = by_hand
+    host, _, port = ready_row["control"].rpartition(":")
+    with socket.create_connection((host, int(port))) as silent, socket.create_connection((host, int(port))) as partial:
+        partial.sendall(f"POST /settle HTTP/1.1\r\nHost: {ready_row['control']}\r\nContent-Length: 9\r\n\r\n".encode())
+        control = http.client.HTTPConnection(ready_row["control"], timeout=5)  # half of what a silent one has
+        control.request("POST", "/settle")
+        assert control.getresponse().status == 200
+        control.close()
+        end(serving, signal.SIGTERM)
+        assert silent.recv(1) == b""
+
+
+def test_it_ends_with_its_input_if_it_is_meant_to(tmp_path: Path) -> None:
+    """A process that is killed leaves no server that it has started."""
+    command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", "0", "--clock", "manual"]
+    with Process([*command, "--end-with-input"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdin is not None
+        assert serving.stdout is not None
+        ask(json.loads(serving.stdout.readline())["control"], "POST", "/settle")
+        serving.stdin.write("what it gets is not read\n")
+        serving.stdin.close()
+        assert serving.wait(60) == 0
+    assert not verify(tmp_path / "store").damage
+
+
+def test_a_port_in_use_is_named_in_one_line(tmp_path: Path) -> None:
+    """And not by a line of gRPC's before it."""
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
+        command = [sys.executable, "-m", "librmq", "serve", tmp_path / "store", "--grpc", port]
+        served = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert served.returncode == 2
+    (line,) = served.stderr.splitlines()
+    assert f"can't listen on 127.0.0.1:{port}" in line
+
+
 @pytest.mark.slow
 def test_the_control_port_refuses_pages_and_wrong_requests(
     by_hand: tuple[subprocess.Popen[str], dict[str, Any]],
@@ -281,6 +323,10 @@ def test_the_control_port_refuses_pages_and_wrong_requests(
         ("GET", "/advance", None, 404),
         ("POST", "/nothing", None, 404),
         ("POST", "/advance", {"hours": -1}, 400),
+        ("POST", "/advance", {"hours": 1e9}, 400),
+        ("POST", "/advance", {"hours": 10**400}, 400),
+        ("POST", "/advance", {"hours": math.inf}, 400),
+        ("POST", "/crash", {"down": 1e300}, 400),
         ("POST", "/advance", {"hours": "1"}, 400),
         ("POST", "/advance", {"days": 1}, 400),
         ("POST", "/advance", [1], 400),

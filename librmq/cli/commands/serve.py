@@ -14,21 +14,23 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from librmq.cli.output import Output, complain, end_signals
+from librmq.cli.output import EndSignals, Output, complain, end_signals
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, RmqError
 from librmq.files.disk import DiskFiles
 from librmq.message.ids import format_host, parse_host
 from librmq.message.record import store_timestamp_ms
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.store.format.checkpoint import has_abort
+from librmq.store.format.documents import read_clock, write_clock
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
@@ -103,6 +105,8 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
             if pair is not None and not arguments.tls:
                 ready["certificate"] = _keep_certificate(arguments.store, pair[0])
             lines.print_first(ready)
+            if arguments.end_with_input:
+                threading.Thread(target=_await_input, args=(ended,), name="librmq serve input", daemon=True).start()
             ended.wait()
             stop.start_deadline()
         lines.print_rest()
@@ -110,6 +114,14 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
         output.flush()
         os._exit(0)
     return 0
+
+
+def _await_input(ended: EndSignals) -> None:
+    """End the command when standard input ends: the system closes a process's pipes however it dies."""
+    with suppress(OSError, ValueError):  # it was closed before the start
+        while os.read(0, 1 << 12):
+            pass
+    ended.end()
 
 
 class _Stop:
@@ -179,10 +191,11 @@ def _by_hand(
         now_ms=SystemClock().now_ms(),  # clients compute times of delivery by theirs
     )
     serving.callback(_close_kit, kit)
-    kit.clock.move_to(max(kit.clock.now_ms(), _last_stored_ms(kit.broker)))  # an earlier run can have moved its clock
+    # An earlier run can have moved its clock, and stored messages after the last note of it.
+    kit.clock.move_to(max(kit.clock.now_ms(), _last_stored_ms(kit.broker), read_clock(arguments.store, DiskFiles())))
     served = ServedKit(kit, grpc, listening, changed=changed, was_killed=was_killed, min_polling=arguments.min_polling)
     serving.callback(lambda: stop.close(served.server))
-    control = Control(served, arguments.control or 0, put_row)
+    control = Control(served, arguments.store, arguments.control or 0, put_row)
     serving.callback(stop.close, control)
     ports = served.server
     return {
@@ -386,22 +399,34 @@ class _Refused(Exception):
         self.status = status
 
 
+Fields = Mapping[str, Any]
+"""What a request names."""
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True  # one that waits for a client does not hold up the end
+
+
 class Control:
     """Answers requests about a served kit, one at a time: tests in any language move its clock over HTTP.
 
-    Listens from the start, on loopback. A page in a browser can send requests there too, so a request with an
-    ``Origin``, or with another ``Host``, is refused.
+    Listens from the start, on loopback. Each connection has a thread, so that a silent one holds up no other. A page in
+    a browser can send requests there too, so a request with an ``Origin``, or with another ``Host``, is refused.
     """
 
-    def __init__(self, served: ServedKit, port: int, changed: Callable[[dict[str, Any]], None]) -> None:
-        """``changed`` gets a line for each change of state that a request makes.
+    def __init__(self, served: ServedKit, store: str, port: int, changed: Callable[[dict[str, Any]], None]) -> None:
+        """``changed`` gets a line for each change of state that a request makes; ``store`` is the served folder.
 
         Raises:
             ConfigError: The port is taken.
         """
         self._served = served
+        self._store = store
         self._changed = changed
-        self._calls: dict[tuple[str, str], Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+        self._turn = Lock()
+        self._busy: set[threading.Thread] = set()
+        """The threads that answer a request which has arrived whole."""
+        self._calls: dict[tuple[str, str], Callable[[Fields], dict[str, Any]]] = {
             ("POST", "/advance"): self._advance,
             ("POST", "/settle"): self._settle_kit,
             ("POST", "/crash"): self._crash,
@@ -421,10 +446,12 @@ class Control:
                 _log.debug("control: %(what)s", what=format % arguments)
 
         try:
-            self._server = HTTPServer(("127.0.0.1", port), Handler)
+            self._server = _Listener(("127.0.0.1", port), Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--control {port}: can't listen on 127.0.0.1: {error}") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="librmq control", daemon=True)
+            raise ConfigError(f"--control {port}: can't listen on 127.0.0.1: {error}; 0 takes a free port") from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), name="librmq control", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -433,20 +460,35 @@ class Control:
         return f"127.0.0.1:{self._server.server_port}"
 
     def close(self, timeout: float) -> bool:
-        """Answer no more requests; return whether the last one has ended within ``timeout`` seconds."""
-        threading.Thread(target=self._server.shutdown, name="librmq control stop", daemon=True).start()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            return False
+        """Answer no more requests; return whether the last ones have ended within ``timeout`` seconds."""
+        clock = SystemClock()
+        deadline = clock.monotonic() + timeout
+        self._server.shutdown()
+        self._thread.join()
         self._server.server_close()
+        while threads := list(self._busy):
+            threads[0].join(max(0.0, deadline - clock.monotonic()))
+            if threads[0].is_alive():
+                return False
+            self._busy.discard(threads[0])
         return True
 
     def _respond(self, handler: BaseHTTPRequestHandler) -> None:
+        thread = threading.current_thread()
+        try:
+            self._answer(handler, thread)
+        finally:
+            self._busy.discard(thread)
+
+    def _answer(self, handler: BaseHTTPRequestHandler, thread: threading.Thread) -> None:
         from librmq.testing.evidence import UnknownGroupError
         from librmq.testing.served import NotSettledError
 
         try:
-            status, body = 200, self._call(handler)
+            call, fields = self._request(handler)
+            self._busy.add(thread)
+            with self._turn:
+                status, body = 200, call(fields)
         except _Refused as error:
             status, body = error.status, {"error": str(error)}
         except NotSettledError as error:
@@ -460,7 +502,8 @@ class Control:
         handler.end_headers()
         handler.wfile.write(raw)
 
-    def _call(self, handler: BaseHTTPRequestHandler) -> dict[str, Any]:
+    def _request(self, handler: BaseHTTPRequestHandler) -> tuple[Callable[[Fields], dict[str, Any]], Fields]:
+        """Return the call that a request is for, and its fields."""
         host = handler.headers.get("Host", "")
         if "Origin" in handler.headers or host not in (self.address, f"localhost:{self._server.server_port}"):
             raise _Refused(403, f"expected Host: {self.address} and no Origin, found Host: {host:.80}")
@@ -470,25 +513,28 @@ class Control:
             requests = ", ".join(f"{method} {path}" for method, path in self._calls)
             raise _Refused(404, f"expected {requests}; found {handler.command} {parts.path:.80}")
         if handler.command == "GET":
-            return call({name: values[-1] for name, values in parse_qs(parts.query).items()})
-        return call(_body(handler))
+            return call, {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        return call, _body(handler)
 
-    def _advance(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _advance(self, fields: Fields) -> dict[str, Any]:
         _check_names(fields, _TIMES)
-        self._served.advance(**fields)
+        try:
+            self._served.advance(**fields)
+        finally:  # a client that does not settle ends it halfway
+            write_clock(self._store, DiskFiles(), self._served.kit.clock.now_ms())
         return self._report_state("advanced")
 
-    def _settle_kit(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _settle_kit(self, fields: Fields) -> dict[str, Any]:
         _check_names(fields, ())
         self._served.settle()
         return {"now_ms": self._served.kit.clock.now_ms()}
 
-    def _crash(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _crash(self, fields: Fields) -> dict[str, Any]:
         _check_names(fields, ("down",))
         self._served.crash_broker(down=fields.get("down", 0))
         return self._report_state("crashed")
 
-    def _dead_letters(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _dead_letters(self, fields: Fields) -> dict[str, Any]:
         _check_names(fields, ("group",))
         if "group" not in fields:
             raise _Refused(400, "expected ?group=NAME")
@@ -515,7 +561,7 @@ def _body(handler: BaseHTTPRequestHandler) -> dict[str, Any]:
     return fields
 
 
-def _check_names(fields: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def _check_names(fields: Fields, names: tuple[str, ...]) -> None:
     if unknown := sorted(fields.keys() - set(names)):
         raise _Refused(400, f"unknown: {', '.join(unknown):.80}; expected {', '.join(names) or 'no field'}")
 

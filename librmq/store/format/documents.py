@@ -18,6 +18,8 @@
                                messages that were cancelled while they waited (`librmq.scheduling.waiting`)
     librmq/starts.json         {"startTable": {group: {topic: time of the move}}}
                                groups that ``start_at`` has moved (`librmq.store.format.broker_tables`)
+    librmq/clock.json          {"version": 1, "now_ms"}
+                               the time of a clock that tests have moved, in a store that ``librmq serve`` had
     librmq/resent.json         [[physical offset, message id, store time, time of the last resend], …]
                                dead letters that were sent to their groups again
     librmq/notes.lock          locked while this one, recorded settings or the notes of skips (`librmq.diagnosis.skips`)
@@ -58,6 +60,7 @@ CANCELLED_SINCE_FILE: Final = os.path.join(OWN_FOLDER, "cancelled-since.json")
 RETENTION_FILE: Final = os.path.join(OWN_FOLDER, "retention.json")
 SETTINGS_FILE: Final = os.path.join(OWN_FOLDER, "settings.json")
 START_FILE: Final = os.path.join(OWN_FOLDER, "starts.json")
+CLOCK_FILE: Final = os.path.join(OWN_FOLDER, "clock.json")
 MARK_FILE: Final = os.path.join(OWN_FOLDER, "replica.json")
 _log = EventLog("librmq.store")
 _VERSION: Final = 1
@@ -279,6 +282,23 @@ def _is_stricter(name: str, now: Any, before: Any) -> bool:  # noqa: ANN401 (set
 
 
 # ---- mark of a replica
+
+
+# ---- the clock of tests
+
+
+def read_clock(path: str, files: Files) -> int:
+    """Return the time of a moved clock that was noted last, in ms; 0 without one.
+
+    Raises:
+        CorruptionError: The note can't be read.
+    """
+    return int((read_document(os.path.join(path, CLOCK_FILE), files, {"now_ms": (int,)}) or {"now_ms": 0})["now_ms"])
+
+
+def write_clock(path: str, files: Files, now_ms: int) -> None:
+    """Note the time of a moved clock, at which the next process goes on."""
+    write_document(os.path.join(path, CLOCK_FILE), files, {"now_ms": now_ms})
 
 
 class ReplicaMark(NamedTuple):

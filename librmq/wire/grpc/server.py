@@ -6,6 +6,8 @@ Mirrors the activities of 5.3.3's proxy (``org.apache.rocketmq.proxy.grpc.v2``).
 from __future__ import annotations
 
 import ipaddress
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -479,14 +481,15 @@ class GrpcServer(Closing):
         self.host = host
         place = format_host((host, port))
         try:
+            _check_port(host, port)
             if tls is None:
                 self.port: int = self._server.add_insecure_port(place)
             else:
                 chain, key = tls
                 self.port = self._server.add_secure_port(place, grpc.ssl_server_credentials([(key, chain)]))
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             self._pool.shutdown(wait=False)
-            raise ConfigError(f"can't listen on {place}: {error}") from error
+            raise ConfigError(f"can't listen on {place}: {error}; port 0 takes a free one") from error
         self._server.start()
         self._is_open = True
         _log.info("serving %(broker)s by gRPC on %(address)s", broker=broker.name, address=self.address)
@@ -551,6 +554,22 @@ class GrpcServer(Closing):
 
     def __repr__(self) -> str:
         return f"<GrpcServer {self.address}{'' if self._is_open else ', closed'}>"
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise the error of the system for a port that is taken or a host that is not here; gRPC prints it besides."""
+    errors = []
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                if os.name == "posix":  # as gRPC binds it: a port of connections that have ended is free
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
