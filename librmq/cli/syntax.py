@@ -236,6 +236,16 @@ _CHANGE: Final = (
             option(
                 "--retries", metavar="N", type=whole(0, 9_999_999), help="create: maximum retries of a message (16)",
             ),
+            option(
+                "--ordered", action=argparse.BooleanOptionalAction,
+                help="create: receive each queue in order, as a FIFO topic needs (no)",
+            ),
+            option("--consumes", action=argparse.BooleanOptionalAction, help="create: let the group consume (yes)"),
+            option("--broadcasts", action=argparse.BooleanOptionalAction, help="create: allow broadcasting (yes)"),
+            option(
+                "--priority-factor", metavar="N", type=whole(0, 100),
+                help="create: percentage of receives that begin with the highest priority (100)",
+            ),
             option("--to", metavar="NEW", help="copy: the new group, which starts at the old group's progress"),
             option("--with-retries", action="store_true", help="copy: move the retries that wait to the new group"),
             *CHANGES,

@@ -479,6 +479,16 @@ def test_clock_set_back_hides_no_longer_than_asked() -> None:
         assert [one.attempt for one in receive(broker)] == [2]
 
 
+def test_a_group_without_order_at_a_fifo_topic_is_named_once(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    broker.create_topic("steps", 1, message_type="FIFO")
+    broker.set_group("ordered", is_ordered=True)
+    with caplog.at_level(logging.WARNING):
+        for group, topic in (("g", "steps"), ("g", "t"), ("ordered", "steps"), ("g", "steps")):
+            broker.call(Receive("c", group, topic, 32, 10_000))
+    (warning,) = caplog.records
+    assert "topic steps is of type FIFO, and group g receives from it without order" in warning.getMessage()
+
+
 def test_group_that_also_pulls_is_named_once(rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     consumer = PushConsumer(rmq.route, "g")
     consumer.subscribe("t", lambda message: None)

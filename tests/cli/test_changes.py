@@ -24,6 +24,7 @@ CHANGES = [
     ("topic", "permit", "store", "OrderTopic", "--permission", "r"),
     ("topic", "delete", "store", "OrderTopic"),
     ("group", "create", "store", "billing", "--retries", "5"),
+    ("group", "create", "store", "billing", "--ordered", "--no-broadcasts", "--priority-factor", "60"),
     ("group", "copy", "store", "CG_order", "--to", "billing"),
     ("group", "delete", "store", "CG_order"),
     ("reset", "store", *ORDERS, "--to", "end"),
@@ -291,6 +292,19 @@ def test_a_broker_continues_from_where_reset_put_a_group(shell: Shell) -> None:
     with Broker.open("new", runner=ManualRunner()) as broker:
         assert broker.consumer_offset("g", "T") == 7
     assert json.loads(shell("lag", "new").out)["lag"] == 3
+
+
+def test_a_group_keeps_the_settings_that_a_change_does_not_name(shell: Shell) -> None:
+    """As with `mqadmin updateSubGroup`; an ordered group is what a FIFO topic needs."""
+    (created,) = shell("group", "create", "new", "g", "--ordered", "--retries", "3").rows
+    assert (created["ordered"], created["retries"], created["consumes"]) == (True, 3, True)
+    (changed,) = shell("group", "create", "new", "g", "--no-consumes", "--no-broadcasts").rows
+    wanted = {"retries": 3, "ordered": True, "consumes": False, "broadcasts": False, "priority_factor": 100}
+    assert {name: changed[name] for name in wanted} == wanted
+    with Broker.open("new", runner=ManualRunner()) as broker:
+        settings = broker.group_settings("g")
+        assert (settings.is_ordered, settings.retry_max_times, settings.consumes) == (True, 3, False)
+    assert shell("group", "create", "new", "g", "--no-ordered").rows[0]["ordered"] is False
 
 
 @pytest.mark.parametrize("waits_for_its_delay", [False, True])

@@ -93,6 +93,7 @@ class ReceiveHandler:
         self._retry_owners = RetryOwners(context.offsets.groups)
         self._turns: dict[tuple[str, str], int] = {}
         self._mixed: set[str] = set()  # groups about which the log has warned
+        self._unordered: set[tuple[str, str]] = set()  # groups and topics about which the log has warned
         self._states = StateLog(_log.with_fields(broker=context.name), context.name)
         self._latest_ms = 0
         self._step = steps.step("ends invisible times", self._run_due)
@@ -209,7 +210,22 @@ class ReceiveHandler:
             check_receive_retry_topic(group.name, name)
             self._retry_owners.check_owner(group.name, name)
         self._warn_of_pulls(group.name, name)
+        if topic.message_type == "FIFO" and not group.is_ordered:
+            self._warn_of_order(group.name, name)
         return group, self.queues_in_turn(group, topic), selection
+
+    def _warn_of_order(self, group: str, topic: str) -> None:
+        """Log once that a group without order receives from a topic whose messages are sent in order."""
+        if (group, topic) not in self._unordered:
+            self._unordered.add((group, topic))
+            _log.warning(
+                "%(broker)s: topic %(topic)s is of type FIFO, and group %(group)s receives from it without order, as a "
+                "group does by default: make the group ordered by set_group(…, is_ordered=True) or `librmq group "
+                "create STORE GROUP --ordered`",
+                broker=self._broker_name,
+                group=group,
+                topic=topic,
+            )
 
     def _warn_of_pulls(self, group: str, topic: str) -> None:
         """Log once that a group both pulls and receives: each way moves progress past the other's messages."""

@@ -19,7 +19,6 @@ from librmq.message.lag import queue_lag, unread_from
 from librmq.message.topics import is_system_topic, moved_keys, retry_topic, validate_group
 from librmq.protocol import MoveGroup, SetGroup, UpdateOffset
 from librmq.runtime.event_log import counted
-from librmq.store.format.broker_tables import group_row
 
 if TYPE_CHECKING:
     from librmq.broker.administered_route import AdministeredRoute, StoreRoute
@@ -110,19 +109,17 @@ def _delete(broker: StoreRoute, name: str) -> Row:
 
 
 def group(arguments: argparse.Namespace, output: Output) -> int:
-    """Create a consumer group or change its retries, copy its progress to a new group, or delete it."""
+    """Create a consumer group or change its settings, copy its progress to a new group, or delete it."""
     name, action = arguments.group, arguments.action
     if action == "create":
         validate_group(name)
     with open_running(arguments, makes_store=action == "create") as broker:
-        groups, rows = view_of(broker).groups, broker.tables.groups.rows
+        groups = view_of(broker).groups
         if action != "create" and name not in groups:
             raise InputError(f"there is no group {name!r}{near(name, groups, GROUPS)}")
         row: Row = {"group": name, "action": action}
         if action == "create":
-            old = rows.get(name) or group_row(name)
-            row["retries"] = old["retryMaxTimes"] if arguments.retries is None else arguments.retries
-            broker.set_group(name, retry_max_times=row["retries"])
+            row |= _set_group(broker, name, arguments)
         elif action == "copy":
             if arguments.with_retries and broker.connections(name) is not None:
                 raise InputError(
@@ -137,6 +134,26 @@ def group(arguments: argparse.Namespace, output: Output) -> int:
             broker.delete_group(name, keep_progress=False)
     output.row({**row, "dry_run": arguments.dry_run})
     return 0
+
+
+def _set_group(broker: StoreRoute, name: str, arguments: argparse.Namespace) -> Row:
+    """Create a group, or change the settings that are given; return all that it has then."""
+    broker.set_group(
+        name,
+        retry_max_times=arguments.retries,
+        is_ordered=arguments.ordered,
+        consumes=arguments.consumes,
+        broadcasts=arguments.broadcasts,
+        priority_factor=arguments.priority_factor,
+    )
+    settings = broker.group_settings(name)
+    return {
+        "retries": settings.retry_max_times,
+        "ordered": settings.is_ordered,
+        "consumes": settings.consumes,
+        "broadcasts": settings.broadcasts,
+        "priority_factor": settings.priority_factor,
+    }
 
 
 def _make_known(route: AdministeredRoute, group: str) -> None:
