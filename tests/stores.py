@@ -320,3 +320,14 @@ class CountingFiles(DiskFiles):
     @property
     def log_bytes(self) -> int:
         return sum(os.path.getsize(path) for path in self.opened)
+
+
+class AnyClock(ManualClock):
+    """A clock that a test sets to any time, also back."""
+
+    def __init__(self, time_ms: int = START_MS) -> None:
+        super().__init__(time_ms)
+        self.time_ms = time_ms
+
+    def now_ms(self) -> int:
+        return self.time_ms

@@ -400,10 +400,7 @@ class Progress:
 
     def _offset_from(self, topic: str, queue_id: int, timestamp_ms: int) -> int:
         """Return the queue offset of the first message stored at or after a time; the end if there is none."""
-        begin, end = self._store.queue_range(topic, queue_id)
-        first = max(self._store.queue_offset_at(topic, queue_id, timestamp_ms), begin)
-        message = next(self._store.messages(topic, queue_id, first, min(first + 1, end)), None) if end > first else None
-        return first if message is None or message.store_timestamp_ms >= timestamp_ms else first + 1
+        return self._store.first_offset_from(topic, queue_id, timestamp_ms)
 
     def behind(self) -> list[str]:
         """Return a text for each queue with messages that a running group has not consumed.

@@ -49,6 +49,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
+from librmq.store.engine.read import offset_at_place
 from librmq.store.format.documents import LetterIdentity, letter_identity, note_resent, resent_times
 
 _log = EventLog("librmq.broker")
@@ -388,10 +389,10 @@ def _sent_without_note(
     if not unnoted:
         return [], 0
     letters = [letter for letter in letters if _ids(letter) in unnoted]  # a message that died twice has several
-    since_ms = max(min(letter.store_timestamp_ms for letter in letters) - 1, 0)  # of equal times, any is found
+    begin = min(letter.physical_offset for letter in letters)
     topic = retry_topic(group)
     retries = (
-        store.messages(topic, queue_id, store.queue_offset_at(topic, queue_id, since_ms))
+        store.messages(topic, queue_id, offset_at_place(store.queues[name, queue_id], begin))
         for name, queue_id in store.queues
         if name == topic
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,11 +17,11 @@ from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import BodyCompressionError, CorruptionError, InputError, MissingExtraError, StoreError
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.message.topics import is_system_topic, kind_of_topic
+from librmq.message.properties import PROPERTY_INNER_MULTI_DISPATCH
+from librmq.message.topics import LIGHT_PREFIX, is_system_topic, kind_of_topic
 from librmq.runtime.event_log import advance
 
 if TYPE_CHECKING:
-    from librmq.consumequeue import ConsumeQueue
     from librmq.diagnosis.view import ClusterView
     from librmq.store import MessageStore
     from librmq.store.engine.read import MessageFilter
@@ -163,7 +162,8 @@ _HEX_DIGITS: Final = frozenset("0123456789abcdefABCDEF")
 _ID_LENGTHS: Final = (32, 56)
 _OFFSETS: Final = re.compile(r"(\d{1,18})(?:(-)(\d{1,18})?)?", re.ASCII)
 _READ: Final = 32
-_STEP_BACK_MS: Final = 3_600_000
+_SETBACK_MS: Final = 60_000
+"""How far a clock of a cluster may have been set back."""
 
 Test = Callable[[StoredMessage], bool]
 
@@ -195,20 +195,19 @@ class MessageQuery:
         """Whether store times limit the messages."""
         return self.begin_ms > -_LARGEST - 1 or self.end_ms < _LARGEST
 
-    def test(self) -> Test:
+    def test(self, *, is_in_queue: bool = False) -> Test:
         """Return the function that decides about a message.
+
+        With ``is_in_queue`` it comes from selected places of a selected queue, so that these need no test.
 
         Raises:
             FilterSyntaxError: An expression does not compile.
         """
         tests: list[Test] = []
-        if self.topic is not None:
-            tests.append(lambda message: message.topic == self.topic)
-        if self.queue_id is not None:
+        if self.topic is not None and not is_in_queue:
+            tests.append(self._is_in_queue)
+        elif self.queue_id is not None and not is_in_queue:
             tests.append(lambda message: message.queue_id == self.queue_id)
-        if self.offsets is not None:
-            offsets = self.offsets
-            tests.append(lambda message: message.queue_offset in offsets)
         if self.has_times:
             tests.append(lambda message: self.begin_ms <= message.store_timestamp_ms < self.end_ms)
         if self.key is not None:
@@ -228,12 +227,20 @@ class MessageQuery:
             tests.append(lambda message: pattern.search(_text(message)) is not None)
         return lambda message: all(test(message) for test in tests)
 
+    def _is_in_queue(self, message: StoredMessage) -> bool:
+        """Return whether a message is in a selected queue of the topic, by its record or as a light queue's."""
+        assert self.topic is not None
+        for queue_id, queue_offset in places_in(message, self.topic):
+            if self.queue_id in (None, queue_id) and (self.offsets is None or queue_offset in self.offsets):
+                return True
+        return False
+
     def select_from(self, store: MessageStore, *, reads_on: bool = False) -> Iterator[StoredMessage]:
         """Yield the selected messages of a store in log order; by queue where topic, key or id are given.
 
         With ``reads_on`` queues are read on behind damaged records, as `in_queue` does.
         """
-        test = self.test()
+        test = self.test(is_in_queue=self.topic is not None and not self.is_by_index)
         if self.id is not None:
             yield from filter(test, store.find_by_id(self.id))
         elif self.key is not None:
@@ -263,25 +270,27 @@ class MessageQuery:
             if self.queue_id in (None, queue.queue_id)
         ]
         merged = heapq.merge(*queues, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
-        yield from filter(test, merged)
+        yield from filter(self.test(is_in_queue=True), merged)
 
     def _at_queue(self, view: ClusterView, queue: MessageQueue, offsets: range) -> Iterator[StoredMessage]:
         begin, end = offsets.start, offsets.stop
         if self.offsets is not None:
             begin, end = max(begin, self.offsets.start), min(end, self.offsets.stop)
         elif self.has_times and self.begin_ms > 0:
-            # Of several messages stored in that millisecond the broker may mean any: so ask for the one before.
-            begin = max(begin, view.queue_offset_at(queue, self.begin_ms - 1))
+            # The broker searches as if times ascended, so begin earlier and read on for as long as its clock may have
+            # been set back.
+            begin = max(begin, view.queue_offset_at(queue, max(0, self.begin_ms - _SETBACK_MS)))
         messages = view.messages(queue, range(begin, max(begin, end)))
-        return takewhile(lambda message: message.store_timestamp_ms < self.end_ms, messages)
+        return takewhile(lambda message: message.store_timestamp_ms < self.end_ms + _SETBACK_MS, messages)
 
     def _with_key(self, store: MessageStore, key: str) -> list[StoredMessage]:
-        topics = {name[0] for name in store.queues} if self.topic is None else {self.topic}
+        is_of_any = self.topic is None or self.topic.startswith(LIGHT_PREFIX)  # the index has a record's own topic
+        topics = {name[0] for name in store.queues} if is_of_any or self.topic is None else {self.topic}
         messages = [message for topic in topics for message in store.find_by_key(topic, key, max_messages=1 << 31)]
         return sorted(messages, key=lambda message: message.physical_offset)
 
     def ranges(self, store: MessageStore) -> dict[QueueName, range]:
-        """Return the queue offsets that may be selected, by queue; a binary search finds those of times."""
+        """Return the queue offsets that may be selected, by queue."""
         ranges = {}
         for name in sorted(store.queues):
             if self.topic not in (None, name[0]) or self.queue_id not in (None, name[1]):
@@ -291,8 +300,8 @@ class MessageQuery:
             if self.offsets is not None:
                 begin, end = max(begin, self.offsets.start), min(end, self.offsets.stop)
             if begin < end and self.has_times:
-                offsets = range(begin, end)
-                begin, end = first_at(store, queue, self.begin_ms, offsets), end_at(store, queue, self.end_ms, offsets)
+                offsets = store.times.span(queue, self.begin_ms, self.end_ms, range(begin, end))
+                begin, end = offsets.start, offsets.stop
             if begin < end:
                 ranges[name] = range(begin, end)
         return ranges
@@ -333,50 +342,33 @@ def in_queue(
             else:
                 step = 1
             continue
-        yield from (message for message in result.messages if message.queue_offset < offsets.stop)
+        yield from (message for message in result.messages if _queue_offset(message, name) < offsets.stop)
         if result.next_offset <= at:
             return
         advance(result.next_offset - at)
         at = result.next_offset
 
 
-def first_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: range) -> int:
-    """Return the first of some queue offsets whose message was stored at a time or later.
+def places_in(message: StoredMessage, topic: str) -> Iterator[tuple[int, int]]:
+    """Yield queue id and queue offset of each queue of a topic that has a message: its own, or a light one.
 
-    The machine's clock can have been put back by up to an hour.
+    The entries of a light queue, ``%LMQ%…``, lead to records of other topics.
     """
-    begin, end = (_near(store, queue, at, offsets) for at in (time_ms - _STEP_BACK_MS, time_ms))
-    times = _times(store, queue, begin, end)
-    return next((at for at, stored_ms in times if stored_ms is not None and stored_ms >= time_ms), end)
+    if message.topic == topic:
+        yield message.queue_id, message.queue_offset
+    elif PROPERTY_INNER_MULTI_DISPATCH in message.properties:
+        from librmq.store.engine.dispatch import light_queues
+
+        for name, queue_id, queue_offset in light_queues(
+            message.topic.encode(), message.queue_id, message.properties_raw
+        ):
+            if name == topic:
+                yield queue_id, queue_offset
 
 
-def end_at(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: range) -> int:
-    """Return the end of those of some queue offsets whose messages were stored before a time, as `first_at` does."""
-    begin, end = (_near(store, queue, at, offsets) for at in (time_ms, time_ms + _STEP_BACK_MS))
-    for at, stored_ms in _times(store, queue, begin, end):
-        if stored_ms is not None and stored_ms < time_ms:
-            begin = at + 1
-    return begin
-
-
-def _times(store: MessageStore, queue: ConsumeQueue, begin: int, end: int) -> Iterator[tuple[int, int | None]]:
-    """Yield queue offsets with the store times of their messages."""
-    from librmq.diagnosis.lag_report import store_times_at  # few selections need this import
-
-    if begin < end:
-        for first, block in queue.blocks(begin, end):
-            yield from enumerate(store_times_at(store.log, block["physical_offset"].tolist()), first)
-
-
-def _near(store: MessageStore, queue: ConsumeQueue, time_ms: int, offsets: range) -> int:
-    """Return the first of some queue offsets stored at a time or later, if the clock only went forward."""
-
-    def stored(queue_offset: int) -> int:
-        entry = queue.entry(queue_offset)
-        time_at = None if entry is None else store.log.store_timestamp_ms(entry.physical_offset, entry.size)
-        return -_LARGEST - 1 if time_at is None else time_at
-
-    return bisect_left(range(offsets.stop), time_ms, offsets.start, offsets.stop, key=stored)
+def _queue_offset(message: StoredMessage, name: QueueName) -> int:
+    places = places_in(message, name[0])
+    return next((queue_offset for queue_id, queue_offset in places if queue_id == name[1]), message.queue_offset)
 
 
 def _text(message: StoredMessage) -> str:

@@ -84,6 +84,17 @@ class ReadSelection:
     internal: bool = False
     """Whether to read topics that are not named and are no user topics: the broker's own, retries, dead letters."""
 
+    @property
+    def has_times(self) -> bool:
+        """Whether store times limit the messages."""
+        return self.begin_ms is not None or self.end_ms is not None
+
+    @property
+    def window_ms(self) -> tuple[int, int]:
+        """The first store time and the exclusive end, for all numbers of 64 bits."""
+        first = -(1 << 63) if self.begin_ms is None else self.begin_ms
+        return first, 1 << 63 if self.end_ms is None else self.end_ms
+
     def has_queue(self, topic: str, queue_id: int) -> bool:
         """Return whether the read can include messages of the queue."""
         if self.queue_ids is not None and queue_id not in self.queue_ids:

@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from librmq.columns.arrays import Ints
 from librmq.columns.options import (
     EARLIEST,
     LATEST,
@@ -27,7 +28,7 @@ from librmq.columns.options import (
     OffsetTimes,
     ReadOptions,
 )
-from librmq.columns.remote import fetch
+from librmq.columns.remote import RemoteFiles, fetch
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue, Entries, QueueEntry, entry_dtype
 from librmq.consumequeue_entries import places_and_sizes
@@ -40,6 +41,7 @@ from librmq.runtime.closing import Closing
 from librmq.store import MessageStore
 from librmq.store.condition import Condition
 from librmq.store.engine.store_parts import QueueName, QueueState
+from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 
@@ -94,12 +96,25 @@ class QueueRange:
     end: int
     inline_from: int
     inline: bytes
-    entries: ConsumeQueue | ShortQueue
+    reader: ConsumeQueue | ShortQueue
     """Reader of the queue's entries."""
+
+    def entry(self, queue_offset: int) -> QueueEntry | None:
+        """Return the entry at ``queue_offset``, None outside of the queue."""
+        return self.reader.entry(queue_offset)
+
+    def entries(self, begin: int, end: int) -> Entries:
+        """Return the entries from ``begin`` to ``end``, damaged ones too; fewer if files were deleted."""
+        stored = stored_entries(self.reader, begin, min(end, self.inline_from))
+        if end <= self.inline_from:
+            return stored
+        first = max(begin, self.inline_from) - self.inline_from
+        inline = np.frombuffer(self.inline, entry_dtype())[first : end - self.inline_from]
+        return np.concatenate((stored, inline), dtype=entry_dtype())
 
     def place_of(self, queue_offset: int) -> int:
         """Return the physical offset in an entry."""
-        entry = self.entries.entry(queue_offset)
+        entry = self.reader.entry(queue_offset)
         return -1 if entry is None else entry.physical_offset
 
     def pieces(self, offsets: range, bounds: Sequence[int]) -> list[range]:
@@ -107,7 +122,7 @@ class QueueRange:
         if not bounds:
             return [offsets]
         if len(offsets) <= _AT_ONCE:
-            places = stored_entries(self.entries, offsets.start, offsets.stop)["physical_offset"]
+            places = stored_entries(self.reader, offsets.start, offsets.stop)["physical_offset"]
             ends = np.minimum(offsets.start + np.searchsorted(places, bounds), offsets.stop).tolist()
         else:
             ends, at = [], offsets.start
@@ -411,25 +426,28 @@ class PlannedStore(Closing):
         queue = self.queues[name]
         if self._store is None:
             return queue.begin
-
-        def stored(queue_offset: int) -> int:
-            timestamp_ms = self.stored_at(name, queue_offset)
-            return -1 if timestamp_ms is None else timestamp_ms
-
-        return bisect_left(range(queue.end), timestamp_ms, queue.begin, queue.end, key=stored)
+        return self.times.first_from(queue, timestamp_ms, range(queue.begin, queue.end))
 
     def stored_at(self, name: QueueName, queue_offset: int) -> int | None:
         """Return the store time of a message; None if it is unreadable."""
-        entry = self.queues[name].entries.entry(queue_offset)
-        if entry is None or self._store is None:
-            return None
-        self._fetch(entry.physical_offset, entry.size)
-        return self._store.log.store_timestamp_ms(entry.physical_offset, entry.size)
+        return None if self._store is None else self.times.stored_at(self.queues[name], queue_offset)
 
-    def _fetch(self, physical_offset: int, size: int) -> None:
-        """Fetch bytes of the log, if the store is remote."""
-        place = physical_offset % self.config.commitlog_file_size
-        fetch(self._files, self.path, file_name(physical_offset - place), [(place, place + size)])
+    @property
+    def times(self) -> StoreTimes:
+        """The store times of the messages, by queue, if the store can be opened."""
+        assert self._store is not None
+        order = self._store.times.order
+        fetches = isinstance(self._files, RemoteFiles)
+        return StoreTimes(self._store.log, order, self._fetch if fetches else None)
+
+    def _fetch(self, places: Ints, sizes: Ints) -> None:
+        """Fetch records of the log, which is remote."""
+        size = self.config.commitlog_file_size
+        starts = places // size * size
+        for start in np.unique(starts[places >= 0]).tolist():
+            begins = places[starts == start] - start
+            ends = np.minimum(begins + sizes[starts == start], size)
+            fetch(self._files, self.path, file_name(start), zip(begins.tolist(), ends.tolist(), strict=True))
 
     def narrowed(self) -> dict[QueueName, range]:
         """Return the wanted offsets of each wanted queue.
@@ -451,12 +469,11 @@ class PlannedStore(Closing):
             if options.fail_on_data_loss:
                 self.check_loss(name, begin, min(end, 1 << 62) if ending not in ("earliest", "latest") else queue.end)
             begin, end = max(begin, queue.begin, conditions.begin_offset), min(end, queue.end, conditions.end_offset)
-            if conditions.begin_ms is not None and begin < end:
-                begin = max(begin, self.first_at(name, conditions.begin_ms))
-            if conditions.end_ms is not None and begin < end and self._store is not None:  # else rows are compared
-                end = min(end, self.first_at(name, conditions.end_ms))
-            if begin < end:
-                ranges[name] = range(begin, end)
+            chosen = range(begin, max(begin, end))
+            if chosen and conditions.has_times and self._store is not None:  # else rows are compared
+                chosen = self.times.span(queue, *conditions.window_ms, chosen)
+            if chosen:
+                ranges[name] = chosen
         return ranges
 
     def check_loss(self, name: QueueName, begin: int, end: int) -> None:

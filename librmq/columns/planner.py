@@ -20,7 +20,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq.columns.decoding import TIMESTAMP, TYPES
+from librmq.columns.decoding import LAST_MS, TIMESTAMP, TYPES
 from librmq.columns.options import Part, ReadOptions, ReadSelection, Slice
 from librmq.columns.planned_store import PlannedStore, stored_entries
 from librmq.columns.remote import RemoteFiles
@@ -120,13 +120,18 @@ def log_parts(
 def _stretch(store: PlannedStore, times: ReadSelection) -> tuple[int, int]:
     """Return the log without what is before and after some times.
 
-    Some records have no entry, so the stretch ends at entries outside of these times.
+    Some records have no entry, so the stretch ends at entries outside of these times. It is the whole log if the order
+    of its times is not known; rows are compared anyway.
     """
     begin, end = store.log_begin, store.log_end
-    for name, queue in store.queues.items():
-        if times.begin_ms is not None and (first := store.first_at(name, times.begin_ms)) > queue.begin:
+    if not times.has_times or store.store is None or not (stored := store.times).covers_log:
+        return begin, end
+    begin_ms, end_ms = times.window_ms
+    for queue in store.queues.values():
+        offsets = range(queue.begin, queue.end)
+        if (first := stored.before(queue, begin_ms, offsets)) > queue.begin:
             begin = max(begin, queue.place_of(first - 1))
-        if times.end_ms is not None and (last := store.first_at(name, times.end_ms)) < queue.end:
+        if (last := stored.behind(queue, end_ms, offsets)) < queue.end:
             end = min(end, queue.place_of(last))
     return begin, max(begin, end)
 
@@ -176,7 +181,7 @@ def _portable(part: Part, store: PlannedStore, files: RemoteFiles) -> Part:
         return part
     slices = []
     for share in part.slices:
-        entries = store.queues[share.topic, share.queue_id].entries
+        entries = store.queues[share.topic, share.queue_id].reader
         stored = stored_entries(entries, share.begin, min(share.end, share.inline_from)).tobytes()
         slices.append(replace(share, inline_from=share.begin, inline=stored + share.inline))
     return replace(part, path=remote.url, slices=tuple(slices), remote=remote.log)
@@ -200,7 +205,7 @@ def _samples(store: PlannedStore, ranges: Ranges, parts: int) -> list[tuple[int,
     rows = 0
     for name, offsets in ranges:
         step = max(1, every, len(offsets) // _SAMPLES)
-        entries = [store.queues[name].entries.entry(at) for at in offsets[-rows % step :: step]]
+        entries = [store.queues[name].entry(at) for at in offsets[-rows % step :: step]]
         samples += [(entry.physical_offset, entry.size, step) for entry in entries if entry is not None]
         rows += len(offsets)
     return sorted(samples)
@@ -301,9 +306,9 @@ class _Facts:
             first, last = (pa.scalar(queue.place_of(at), pa.int64()) for at in (offsets[0], offsets[-1]))
             facts &= _between("physicalOffset", first, last)
         if "storeTimestamp" in self._columns:
-            times = self._store.stored_at(name, offsets[0]), self._store.stored_at(name, offsets[-1])
-            if times[0] is not None and times[1] is not None:
-                first, last = (pa.scalar(time * 1000, TIMESTAMP) for time in times if time is not None)
+            times = None if self._store.store is None else self._store.times.bounds_of(queue, offsets)
+            if times is not None and -LAST_MS <= times[0] <= times[1] <= LAST_MS:
+                first, last = (pa.scalar(time * 1000, TIMESTAMP) for time in times)
                 facts &= _between("storeTimestamp", first, last)
         return facts
 

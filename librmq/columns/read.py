@@ -297,10 +297,27 @@ class _Task:
     def _entry_batches(self, rows: Rows) -> Iterator[pa.RecordBatch]:
         if self._tags is not None and not self._tags.takes_all:
             rows = rows.take(_candidates(rows.codes, self._tags))
+        if self._options.selection.has_times:
+            rows = rows.take(self._in_window(rows))
         for begin in range(0, len(rows), ENTRY_BATCH_ROWS):
             matching, _, _ = self._matching(rows.take(slice(begin, begin + ENTRY_BATCH_ROWS)), None, None)
             if len(matching):
                 yield self._batch(matching, None)
+
+    def _in_window(self, rows: Rows) -> Mask:
+        """Return which entries lead to records with the wanted store times; this reads their headers."""
+        self._fetch(rows.places, rows.sizes)
+        begin_ms, end_ms = self._options.selection.window_ms
+        keep, size = np.zeros(len(rows), np.bool_), self._part.log_file_size
+        files = rows.places // size
+        for begin, end in runs(np.zeros(len(rows), np.int64), 1, ENTRY_BATCH_ROWS, files):
+            start = int(files[begin]) * size
+            if (raw := self._log_file(start)) is not None:
+                block = Block(raw, rows.places[begin:end] - start, frames=False)
+                stored = block.field("store_timestamp")
+                keep[begin:end] = block.sound & (stored >= begin_ms) & (stored <= end_ms - 1)
+            self._release_pages()
+        return keep
 
     def _messages(self, rows: Rows, start: int) -> Iterator[pa.RecordBatch]:  # noqa: C901 (one test after another)
         """Yield the rows of one chunk, which is within one log file."""
@@ -403,7 +420,7 @@ class _Task:
         """Return which rows pass, None for all; the cheapest test comes first."""
         conditions = self._options.selection
         keep: Mask | None = None
-        if conditions.begin_ms is not None or conditions.end_ms is not None:
+        if conditions.has_times:
             stored = block.field("store_timestamp")
             keep = np.ones(len(rows), np.bool_)
             if conditions.begin_ms is not None:

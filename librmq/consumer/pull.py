@@ -606,7 +606,10 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return self.client.endpoint(queue.broker_name).call(MaxOffset(queue.topic, queue.queue_id))
 
     def queue_offset_at(self, queue: MessageQueue, time: datetime | int) -> int:
-        """Return the queue offset of the message stored nearest to a time: one with a time zone, or ms since 1970."""
+        """Return the queue offset of the message stored nearest to a time: one with a time zone, or ms since 1970.
+
+        The broker's search takes store times to ascend; after its clock was set back the answer can be a later message.
+        """
         timestamp_ms = to_timestamp_ms("time", time)
         return self.client.endpoint(queue.broker_name).call(QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms))
 

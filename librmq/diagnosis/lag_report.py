@@ -7,7 +7,6 @@ queue is read once for all groups.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,7 +14,6 @@ from itertools import chain, groupby, repeat
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
 from librmq.diagnosis.findings import Finding, Severity, Thresholds, cut_evidence, id_ranges
@@ -25,59 +23,17 @@ from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
 from librmq.java.json import NumberColumns
 from librmq.message.lag import deleted_unread, unread_and_lags, unread_from
-from librmq.message.record import (
-    BORN_HOST_V6,
-    FIXED_SIZE,
-    HOST_V6_EXTRA,
-    PHYSICAL_OFFSET_AT,
-    store_timestamp_ms,
-)
 from librmq.message.topics import RETRY_PREFIX, is_own_group
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted
 from librmq.store.engine.store_parts import QueueName
+from librmq.store.engine.store_times import store_times_at
 from librmq.store.format import directory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# ----------------------------------------------------------------------------------------------- store times of records
-
 _NEVER_MS: Final = (1 << 63) - 1
-_PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # the fields from the physical offset to the store time
-
-
-def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int | None]:
-    """Return the store times of the records at these places in ms; None if no record starts there.
-
-    Raises:
-        CorruptionError: A file of the log has a wrong length.
-    """
-    begin, last, size = log.begin, log.end - FIXED_SIZE, log.file_size
-    times: list[int | None] = []
-    start, buffer = -1, None
-    for place in physical_offsets:
-        at = place % size
-        if place - at != start:
-            start = place - at
-            file = log.sequence.file_at(place)
-            buffer = None if file is None else file.buffer
-        if buffer is None or not begin <= place <= last or at + FIXED_SIZE + HOST_V6_EXTRA > size:
-            times.append(None)
-            continue
-        stated, sys_flag, time_ms = _PLACE_AND_TIME(buffer, at + PHYSICAL_OFFSET_AT)
-        if sys_flag & BORN_HOST_V6:
-            time_ms = store_timestamp_ms(buffer, at)
-        times.append(time_ms if stated == place and time_ms >= 0 else None)
-        if stated != place:
-            _leave_out(log, place)
-    return times
-
-
-def _leave_out(log: CommitLog, place: int) -> None:
-    log.leave_out(CorruptionError(log.sequence.path_at(place), place, "record", "an entry leads here, to no record"))
-
-
 _AT_ONCE: Final = 64  # entries
 
 

@@ -63,6 +63,7 @@ from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer_config import DELETE_KEY, ROLL_TIMES
 from librmq.scheduling.waiting import WAITING_TOPICS, Cancellation, Cancellations, destination_of
 from librmq.store import MessageStore
+from librmq.store.engine.read import offset_at_place
 
 EventKind = Literal[
     "stored", "half", "committed", "rolled_back", "checked", "given_up", "delayed", "delivered", "retried", "dead",
@@ -251,9 +252,9 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
     if not halves:
         return []
     events: dict[str | None, StoryEvent] = {}
-    first_ms = min(message.store_timestamp_ms for message in halves.values())
-    begin = store.queue_offset_at(OP_TOPIC, QUEUE, first_ms - 1)
-    for op in store.messages(OP_TOPIC, QUEUE, begin):
+    queue = store.queues.get((OP_TOPIC, QUEUE))
+    begin = min(message.physical_offset for message in halves.values())
+    for op in () if queue is None else store.messages(OP_TOPIC, QUEUE, offset_at_place(queue, begin)):
         for queue_offset in sorted(halves_of(op) & halves.keys()):
             half = halves[queue_offset]
             if half.unique_key not in events and op.physical_offset > half.physical_offset:

@@ -59,6 +59,7 @@ from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import RETRY_PREFIX, TIMER_TOPIC, receive_retry_topic, validate_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling.timer_wheel import waiting_timers
+from librmq.store.engine.read import offset_at_place
 from librmq.store.format.broker_tables import ConfigTable
 from librmq.store.format.directory import CONFIG
 from librmq.store.format.rocksdb import is_database, opened_database, pop_records
@@ -428,14 +429,11 @@ def _waiting_records(view: StoreView, topics: Collection[str]) -> Iterator[Store
     yield from (message for _, message in timers)
 
 
-def _stored_records(view: StoreView, topics: Collection[str], since_ms: int) -> Iterator[StoredMessage]:
-    """Yield all records from a time on in log order, each once: the timer stores them again."""
+def _stored_records(view: StoreView, topics: Collection[str], begin: int) -> Iterator[StoredMessage]:
+    """Yield all records from a physical offset on in log order, each once: the timer stores them again."""
     queues = [(topic, queue_id) for topic in (TIMER_TOPIC, *topics) for queue_id in view.topics.get(topic, ())]
     records = heapq.merge(
-        *(
-            view.store.messages(*queue, view.store.queue_offset_at(*queue, since_ms) if since_ms else 0)
-            for queue in queues
-        ),
+        *(view.store.messages(*queue, offset_at_place(view.store.queues[queue], begin)) for queue in queues),
         key=lambda message: message.physical_offset,
     )
     seen: set[bytes] = set()
@@ -468,9 +466,9 @@ def pop_events(view: StoreView, messages: Sequence[StoredMessage]) -> list[PopEv
     queues: dict[tuple[str, int], dict[int, StoredMessage]] = {}
     for message in messages:
         queues.setdefault((message.topic, message.queue_id), {})[message.queue_offset] = message
-    since_ms = max(1, min(message.store_timestamp_ms for message in messages) - 1)
+    begin = min(message.physical_offset for message in messages)
     events = []
-    for stored in _stored_records(view, topics, since_ms):
+    for stored in _stored_records(view, topics, begin):
         try:
             content = parse_record(stored)
         except MalformedError:

@@ -101,7 +101,8 @@ def plan_skip(
         source: A running broker, the folder of a store, or a view of either.
         group: The consumer group.
         topic: The topic.
-        older_than: Skip messages stored more than this many seconds ago.
+        older_than: Skip messages stored more than this many seconds ago, up to the first later one: progress is a
+            place in a queue, so after the clock was set back older messages can be left behind it.
         lag_above: Leave this many of the newest messages in each queue.
         to_end: Skip everything.
         now_ms: The time from which the age counts; by default now for a store in use, else that of its last message.
@@ -139,9 +140,8 @@ def _end_offset(
     if now_ms is None:
         return row.min_offset
     from_ms = now_ms - round(1000 * older_than)
-    queue_offset = view.store.queue_offset_at(row.topic, row.queue_id, from_ms)
-    message = view.message(row.topic, row.queue_id, queue_offset)
-    return queue_offset + 1 if message is not None and message.store_timestamp_ms < from_ms else queue_offset
+    unread = range(row.next_offset, max(row.next_offset, row.max_offset))
+    return view.store.times.first_from(view.store.queues[row.topic, row.queue_id], from_ms, unread)
 
 
 def _skipped_queue(view: StoreView, row: QueueLag, begin: int, end: int) -> SkippedQueue:

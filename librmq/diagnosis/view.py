@@ -125,6 +125,10 @@ class View(Protocol[Queue]):
         """Return the store time of a message; None if it is deleted."""
         ...
 
+    def times_of(self, queue: Queue, offsets: range) -> tuple[int | None, int | None]:
+        """Return the least and the greatest store time of some messages of a queue; None if unreadable."""
+        ...
+
     def messages(self, queue: Queue, offsets: range) -> Iterator[StoredMessage]:
         """Yield the messages of a queue with these queue offsets, without deleted ones."""
         ...
@@ -145,9 +149,9 @@ class TopicSummary(NamedTuple):
     messages: int
     """Number of its messages."""
     min_timestamp_ms: int | None
-    """Store time of the oldest message; None without one, or if it is unreadable."""
+    """The least store time of a message; None without one, or if none is readable."""
     max_timestamp_ms: int | None
-    """Store time of the newest message; None without one, or if it is unreadable."""
+    """The greatest store time of a message; None without one, or if none is readable."""
 
 
 def topic_summaries(view: View[Any]) -> Iterator[TopicSummary]:
@@ -159,15 +163,14 @@ def topic_summaries(view: View[Any]) -> Iterator[TopicSummary]:
     for topic in view.listed_topics:
         queues = view.queues(topic)
         filled = [(queue, offsets) for queue, offsets in queues.items() if offsets]
-        oldest = [view.stored_at(queue, offsets.start) for queue, offsets in filled]
-        newest = [view.stored_at(queue, offsets.stop - 1) for queue, offsets in filled]
+        times = [view.times_of(queue, offsets) for queue, offsets in filled]
         yield TopicSummary(
             topic,
             kind_of_topic(topic),
             len(queues),
             sum(map(len, queues.values())),
-            min((time_ms for time_ms in oldest if time_ms is not None), default=None),
-            max((time_ms for time_ms in newest if time_ms is not None), default=None),
+            min((least for least, _ in times if least is not None), default=None),
+            max((greatest for _, greatest in times if greatest is not None), default=None),
         )
 
 
@@ -452,6 +455,10 @@ class StoreView(Closing):
         entry = self.store.queues[queue].entry(queue_offset)
         return None if entry is None else self.store.log.store_timestamp_ms(entry.physical_offset, entry.size)
 
+    def times_of(self, queue: QueueName, offsets: range) -> tuple[int | None, int | None]:
+        """Return the least and the greatest store time of some messages of a queue; None if unreadable."""
+        return self.store.times.extent(self.store.queues[queue], offsets) or (None, None)
+
     def readable_time(self, queue: QueueName, queue_offset: int) -> int | None:
         """Return the store time of a message of a queue; None if it is deleted or unreadable."""
         with suppress(CorruptionError):
@@ -549,6 +556,10 @@ class ClusterView:
                 raise
             return None
         return None if message is None else message.store_timestamp_ms
+
+    def times_of(self, queue: MessageQueue, offsets: range) -> tuple[int | None, int | None]:
+        """Return the store times of the first and the last of some messages of a queue: a broker tells no others."""
+        return self.stored_at(queue, offsets[0]), self.stored_at(queue, offsets[-1])
 
     # ---- groups
 

@@ -192,7 +192,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             share_ = left * lags[key] // behind
             begin = self._first_offset(key, begins.get(key))
             until = begin + min(lags[key], share_ // SMALLEST_RECORD)
-            entries = self._stores[key[0]].queues[key[1:]].entries.entries(begin, until)
+            entries = self._stores[key[0]].queues[key[1:]].reader.entries(begin, until)
             sums = np.cumsum(entries["size"].astype(np.int64))
             counts[key] = int(np.searchsorted(sums, share_, "right"))
             left -= int(sums[counts[key] - 1]) if counts[key] else 0

@@ -199,6 +199,7 @@ def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str
             MessageStore.open(store.path, background=False).close()
         else:
             store.appender.dispatcher.dispatched_timestamp_ms = now_ms
+            store.appender.dispatcher.order.add_few([now_ms], last)
     except BaseException:
         store.abandon()  # the records are stored: the next open adds entries and keys
         raise

@@ -36,6 +36,7 @@ from librmq.store.engine.dispatch import BitmapOf, Pending
 from librmq.store.engine.durability import Durability, Housekeeping, HousekeepingThread
 from librmq.store.engine.read import Transfer
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueTable
+from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort
 from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark, write_retention
@@ -177,6 +178,7 @@ class StoreHandle:
         self._file_lock: FileLock | None = None
         self._had_room_at_ms, self._has_room_until = 0, -1  # as `check_room` last saw it
         self._disk_error = self._why_whole = ""
+        self._noted_order: TimeOrder | None = None
 
     # --------------------------------------------------------------------------------------------------------- opening
 
@@ -282,6 +284,10 @@ class StoreHandle:
         self.log, self.index, self.checkpoint, self.queues = parts.log, parts.index, parts.checkpoint, parts.queues
         self._has_room_until = -1
         parts.log.check_owner = self._check_lock
+        self._noted_order = None
+        if not self.read_only:
+            noted, end = noted_order(self.path, self.files, parts.log), parts.log.end
+            parts.dispatcher.order = noted if noted is not None and noted.end == end else TimeOrder(end, end)
         marks = MarkWriter(self.path, self.files, self.config, parts)
         self.durability = Durability(
             parts, appender.lock, appender.advance, appender.catch_up, self._check_lock, appender.refuse, marks
@@ -358,6 +364,15 @@ class StoreHandle:
         self.refresh()
         unindexed = self.appender.drain_what_fits()
         return self.appender.open_parts(), unindexed
+
+    @property
+    def times(self) -> StoreTimes:
+        """The store times of the messages, and what is known of their order."""
+        if not self.read_only:
+            return StoreTimes(self.log, self.appender.dispatcher.order)
+        if self._noted_order is None:
+            self._noted_order = noted_order(self.path, self.files, self.log) or TimeOrder(0, 0)
+        return StoreTimes(self.log, self._noted_order)
 
     def flush(self) -> int:
         """Flush all that was appended before; see `MessageStore.flush`."""
@@ -586,7 +601,9 @@ class StoreHandle:
                     for queue in self.queues.opened():
                         # Flush queues that no append wrote to as well: retention may have deleted their files.
                         queue.flush()
-                    write_closed_state(self.path, self.files, self.log, self.queues, self.index)
+                    write_closed_state(
+                        self.path, self.files, self.log, self.queues, self.index, self.appender.dispatcher.order
+                    )
                     delete_mark(self.path, self.files)  # it names the machine, and equal stores have equal files
                     clear_abort(self.files, self.path)
             finally:

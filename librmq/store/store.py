@@ -39,6 +39,7 @@ from librmq.store.engine.read import (
     wrong_argument,
 )
 from librmq.store.engine.store_parts import QueueTable
+from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
@@ -588,6 +589,25 @@ class MessageStore(Closing):
         parts = self.handle.up_to_date()
         queue = parts.queues.find((topic, queue_id))
         return 0 if queue is None else queue.queue_offset_at(timestamp_ms, parts.log.store_timestamp_ms)
+
+    def first_offset_from(self, topic: str, queue_id: int, time: datetime | int) -> int:
+        """Return the queue offset of the first message stored at a time or later; the queue's end without one.
+
+        It is right whatever the clock did: no earlier message of the queue was stored at that time or later.
+
+        Raises:
+            ConfigError: ``time`` is neither a `datetime` with a time zone nor milliseconds since 1970.
+        """
+        timestamp_ms = to_timestamp_ms("time", time)
+        queue = self.handle.up_to_date().queues.find((topic, queue_id))
+        if queue is None:
+            return 0
+        return self.times.first_from(queue, timestamp_ms, range(queue.min_offset, queue.max_offset))
+
+    @property
+    def times(self) -> StoreTimes:
+        """The store times of the messages, by queue."""
+        return self.handle.times
 
     def __iter__(self) -> Iterator[StoredMessage]:
         """Yield all messages in log order.

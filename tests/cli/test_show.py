@@ -6,6 +6,7 @@ import base64
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from librmq.cli import main
 from librmq.clock import ManualClock
 from tests.budget import many
 from tests.cli.stand import Shell, Terminal
+from tests.reference import existing, unpack
 
 Row = dict[str, Any]
 Test = Callable[[Row], bool]
@@ -280,3 +282,30 @@ def test_times_select_messages_though_the_clock_was_put_back(shell: Shell) -> No
         assert [row["store_timestamp"] for row in rows] == [at for at in times if since <= at < until]
         until_only = shell("show", "jumps", "--topic", "T", "--until", until).rows
         assert [row["store_timestamp"] for row in until_only] == [at for at in times if at < until]
+
+
+@pytest.mark.parametrize("archive", ["st-fq.tar.xz", "bcq.tar.xz"])
+def test_each_topic_shows_what_its_queues_have(shell: Shell, archive: str) -> None:
+    """Entries of a light queue, ``%LMQ%…``, lead to records of other topics, and several to one record of a batch."""
+    unpack(existing("store-5.3.3", archive), Path("golden"))
+    (store,) = (path.parent for path in Path("golden").glob("**/commitlog"))
+    topics = [row for row in shell("topics", store).rows if row["messages"]]
+    assert any(row["topic"].startswith("%LMQ%") for row in topics) == (archive == "st-fq.tar.xz")
+    for row in topics:
+        words = store, "--topic", row["topic"]
+        for command in (
+            ("show",),
+            ("tail", "-n", 1000),
+            ("show", "--queue", 0),
+            ("show", "--queue", 0, "--offset", "0-"),
+        ):
+            rows = shell(command[0], *words, *command[1:]).rows
+            assert len(rows) == row["messages"] or (row["queues"] > 1 and command[1:2] == ("--queue",)), command
+        assert [count["messages"] for count in shell("count", *words, "--grep", "").rows] == [row["messages"]]
+        assert len(shell("show", *words, "--queue", 0, "--offset", "0").rows) <= 1
+    for row in topics:
+        if row["topic"].startswith("%LMQ%"):
+            small = shell(
+                "extract", store, "--topic", row["topic"], "-o", "small" + row["topic"].replace("%", "-")
+            ).rows
+            assert [answer["messages"] for answer in small] == [row["messages"]]

@@ -22,10 +22,10 @@ from librmq.diagnosis import (
     lag,
     waiting_origins,
 )
-from librmq.diagnosis.lag_report import store_times_at
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
+from librmq.store.engine.store_times import store_times_at
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import Kit
 from tests.budget import many

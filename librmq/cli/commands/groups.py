@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.cli.output import Output, complain
 from librmq.cli.rows import named
-from librmq.cli.selection import age_clock, first_at, note_group, note_topic, note_topic_of, parse_time
+from librmq.cli.selection import age_clock, note_group, note_topic, note_topic_of, parse_time
 from librmq.cli.stores import (
     note_replaced,
     open_administered,
@@ -207,7 +207,7 @@ def _stored_recently(view: StoreView, topic: str) -> tuple[int, float]:
     stored, begin_ms = 0, view.now_ms
     since_ms = view.now_ms - 1000 * _WINDOW_S
     for queue, offsets in view.queues(topic).items():
-        first = first_at(view.store, view.store.queues[queue], since_ms, offsets) if offsets else 0
+        first = view.store.times.first_from(view.store.queues[queue], since_ms, offsets)
         if first in offsets:
             stored += offsets.stop - first
             time_ms = view.stored_at(queue, first)

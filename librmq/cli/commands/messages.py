@@ -36,6 +36,7 @@ from librmq.message.delays import DelayLevels
 from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage
 from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.store_times import StoreTimes, noted_order
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import COMMITLOG
 from librmq.store.recovery.open import clear_leftovers
@@ -212,7 +213,9 @@ def _note_unknown(selection: MessageQuery, output: Output) -> None:
 def _in_log(
     arguments: argparse.Namespace, sequence: MappedFileQueue, selection: MessageQuery, bar: ProgressBar
 ) -> Iterator[StoredMessage]:
-    """Yield the selected records of the log alone: no queue is opened, and files before the wanted times are skipped.
+    """Yield the selected records of the log alone: no queue is opened.
+
+    Files before the wanted times are skipped where the order of times is known.
 
     Raises:
         CorruptionError: The bytes are no record, and not the log's end.
@@ -220,27 +223,16 @@ def _in_log(
     test = selection.test()
     log = CommitLog(sequence)
     log.end = sequence.end
-    begin = _first_file(log, sequence, selection.begin_ms)
+    begin = sequence.begin
+    if selection.has_times:
+        order = noted_order(arguments.store, DiskFiles(), log)
+        begin = StoreTimes(log, order).first_file(selection.begin_ms)
     for physical_offset, _, raw in _items(arguments, sequence, begin):
         bar.to(physical_offset - sequence.begin)
         if raw is not None:
             message = StoredMessage(raw)
             if test(message):
                 yield message
-
-
-def _first_file(log: CommitLog, sequence: MappedFileQueue, begin_ms: int) -> int:
-    """Return where the last file begins whose first record is not later than a time."""
-    begin, end = sequence.begin, sequence.end
-    low, high = 0, max(0, -(-(end - begin) // sequence.file_size) - 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        first = log.first_store_timestamp_ms(begin + middle * sequence.file_size)
-        if first is not None and first < begin_ms:
-            low = middle
-        else:
-            high = middle - 1
-    return begin + low * sequence.file_size
 
 
 # ---- the last messages
@@ -267,7 +259,7 @@ def _last(store: MessageStore, selection: MessageQuery, count: int, *, everythin
     """Return the last ``count`` selected messages in log order, read back from the queues' ends in growing windows."""
     if selection.is_by_index:
         return list(selection.select_from(store))[-count:]
-    test, matching = selection.test(), store.matching(tags=selection.tags)
+    test, matching = selection.test(is_in_queue=True), store.matching(tags=selection.tags)
     ranges = {
         name: offsets
         for name, offsets in selection.ranges(store).items()

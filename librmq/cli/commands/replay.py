@@ -142,7 +142,7 @@ def _messages(store: MessageStore, progress: _Progress) -> Iterator[tuple[Stored
         if message.store_timestamp_ms >= selection.end_ms:
             progress.stay_before(physical_offset, before)
             continue
-        is_of_topic = selection.topic == message.topic or (selection.topic is None and is_user_topic(message.topic))
+        is_of_topic = selection.topic is not None or is_user_topic(message.topic)  # `test` compares a named topic
         if is_of_topic and has_queue_entry(message.sys_flag) and test(message):
             progress.note_reachable(physical_offset, before)
             progress.note_reachable(physical_offset + size, _Record.of_message(message))

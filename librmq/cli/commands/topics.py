@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from librmq.cli.output import Output, ProgressBar, complain, log_bar, watching_bar
 from librmq.cli.rows import entry_rows, queue_row
-from librmq.cli.selection import TOPICS, MessageQuery, near, note_topic_of, select
+from librmq.cli.selection import TOPICS, MessageQuery, near, note_topic_of, places_in, select
 from librmq.cli.stores import open_source, open_store, open_view, recorded_settings, report_cut
 from librmq.diagnosis.findings import id_ranges
 from librmq.diagnosis.view import StoreView, topic_summaries
@@ -160,7 +160,7 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
             sampled = {"sampled": is_sampled} if arguments.sampled else {}
         if counts is None:
             with _bar(store, selection):
-                counts = _by_messages(_queued_messages(store, selection, arguments.all), by)
+                counts = _by_messages(_queued_messages(store, selection, arguments.all), by, selection.topic)
         for group, (messages, size) in sorted(counts.items(), key=lambda item: _place(by, *item)):
             output.row({**_group_fields(by, group), "messages": messages, "bytes": size, **sampled})
         note_topic_of(store, selection.topic, output)
@@ -200,20 +200,21 @@ def _queued_messages(store: MessageStore, selection: MessageQuery, everything: b
             yield message
 
 
-def _by_messages(messages: Iterable[StoredMessage], by: str) -> Counts:
+def _by_messages(messages: Iterable[StoredMessage], by: str, topic: str | None) -> Counts:
+    """Return the counts of messages, all of one topic if it is named."""
     counts: Counts = {}
     for message in messages:
-        for group in _groups(message, by):
+        for group in _groups(message, by, topic or message.topic):
             number, size = counts.get(group, (0, 0))
             counts[group] = number + 1, size + message.size
     return counts
 
 
-def _groups(message: StoredMessage, by: str) -> list[Group]:
+def _groups(message: StoredMessage, by: str, topic: str) -> list[Group]:
     if by == "topic":
-        return [(message.topic,)]
+        return [(topic,)]
     if by == "queue":
-        return [(message.topic, message.queue_id)]
+        return [(topic, queue_id) for queue_id, _ in places_in(message, topic)]
     if by == "tag":
         return [(message.tags,)]
     if by == "key":

@@ -46,6 +46,7 @@ from librmq.message.topics import LIGHT_PREFIX, RETRY_PREFIX, SYSTEM_PREFIX, val
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE, DispatchState, LaneState
 from librmq.runtime.locks import critical
+from librmq.store.engine.store_times import TimeOrder
 from librmq.store.format.keyindex import KeyIndex
 
 if TYPE_CHECKING:
@@ -163,6 +164,8 @@ class Dispatcher(DispatchState):
         """Store time of the last record whose entry and keys are written."""
         self.writing_at = -1
         """Physical offset of the running append, -1 for none. If the next append finds one, a signal interrupted it."""
+        self.order = TimeOrder(0, 0)
+        """How far the store times of dispatched records disagree; whoever opens the log for writing replaces it."""
 
     def entries_a_queue(self) -> int:
         """Return the number of entries that no flush has covered, on average for a queue that has some, rounded up."""
@@ -255,9 +258,17 @@ class Dispatcher(DispatchState):
             )
             self._drop_indexed(len(records))
 
+    def _note_times(self, records: Sequence[Pending]) -> None:
+        """Add records that are in the index to the order of times."""
+        if len(records) >= _FEW:
+            self.order.add(np.array([record[1] for record in records], np.int64), records[-1][0])
+        elif records:
+            self.order.add_few([record[1] for record in records], records[-1][0])
+
     def _resume(self) -> None:
         """Continue after a failed index call, without indexed records and without the indexed keys of a record."""
         last, count = self._index.last_record()
+        self._note_times([record for record in self.records if record[0] < last])
         self.records = records = [record for record in self.records if record[0] >= last]
         if not records:
             return
@@ -274,11 +285,15 @@ class Dispatcher(DispatchState):
         # Set before the call. If it fails, some of the keys may be in the index, and `_resume` asks how many.
         self._indexing = True
         self._index.append_block(*block)
-        self._drop_indexed(len(block.physical_offsets))
+        self._drop_indexed(len(block.physical_offsets), block.timestamps)
 
-    def _drop_indexed(self, count: int) -> None:
-        """Note that the keys of the first ``count`` records are in the index."""
+    def _drop_indexed(self, count: int, times: NDArray[np.int64] | None = None) -> None:
+        """Note that the keys of the first ``count`` records are in the index; ``times`` are their store times."""
         records = self.records
+        if times is None:
+            self._note_times(records[:count])
+        else:
+            self.order.add(times, records[count - 1][0])
         self.entries += count
         self.dispatched_timestamp_ms = records[count - 1][1]
         self.records = records[count:]

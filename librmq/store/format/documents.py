@@ -54,6 +54,7 @@ from librmq.runtime.event_log import EventLog
 
 OWN_FOLDER: Final = "librmq"
 """The folder of librmq's own files in a store."""
+CLOSED_FILE: Final = os.path.join(OWN_FOLDER, "closed.json")
 CONFIG_FILE: Final = os.path.join(OWN_FOLDER, "config.json")
 CANCELLED_FILE: Final = os.path.join(OWN_FOLDER, "cancelled.json")
 CANCELLED_SINCE_FILE: Final = os.path.join(OWN_FOLDER, "cancelled-since.json")

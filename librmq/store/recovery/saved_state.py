@@ -5,8 +5,9 @@ So that opening need not check the whole store, librmq notes its state beside th
 ::
 
     librmq/closed.json    {"version": 1, "log_begin", "log_end", "last_record", "last_record_crc32",
-                           "index_files", "index_end", "queues": [[topic, queue id, min, max, max physic], …]}
-    librmq/flushed.json   the same fields, "index_file" and "machine"
+                           "index_files", "index_end", "queues": [[topic, queue id, min, max, max physic], …],
+                           "times": [begin, newest_ms, setback_ms]}, the last of `librmq.store.engine.store_times`
+    librmq/flushed.json   the same fields without "times", "index_file" and "machine"
 
 A broker ignores them, and without them a store opens as a broker would open it. The first counts after a clean close,
 if it agrees with the log: the same oldest file, the same last record, nothing after it.
@@ -35,8 +36,9 @@ from librmq.message.record import crc32
 from librmq.message.topics import validate_queue
 from librmq.runtime.event_log import EventLog
 from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable
+from librmq.store.engine.store_times import TimeOrder
 from librmq.store.format import directory
-from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
+from librmq.store.format.documents import CLOSED_FILE, OWN_FOLDER, read_document, write_document
 from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader, file_length, unpack_entry
 from librmq.store.format.keyindex import KeyIndex
 
@@ -129,11 +131,13 @@ _UNREADABLE: Final = (ValueError, TypeError, KeyError, CorruptionError)
 
 
 def _closed_path(path: str) -> str:
-    return os.path.join(path, OWN_FOLDER, "closed.json")
+    return os.path.join(path, CLOSED_FILE)
 
 
-def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTable, index: KeyIndex) -> None:
-    """Write the state of the store in ``path``, which has been flushed completely.
+def write_closed_state(
+    path: str, files: Files, log: CommitLog, queues: QueueTable, index: KeyIndex, order: TimeOrder | None = None
+) -> None:
+    """Write the state of the store in ``path``, which has been flushed completely, and what is known of its times.
 
     If the disk has no room for it, the store still closes cleanly, without it.
     """
@@ -143,7 +147,11 @@ def write_closed_state(path: str, files: Files, log: CommitLog, queues: QueueTab
         if state.max_offset or files.is_folder(directory.queue_folder(path, *name))
     }
     try:
-        write_document(_closed_path(path), files, _complete(_fields(log, index), log, states))
+        fields = _complete(_fields(log, index), log, states)
+        last = fields["last_record"]
+        if order is not None and last is not None and order.begin <= last < order.end:
+            fields["times"] = order.fields
+        write_document(_closed_path(path), files, fields)
     except StoreIOError as error:
         if not is_full(error):
             raise

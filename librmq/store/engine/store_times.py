@@ -1,0 +1,376 @@
+"""Store times of messages, and which messages a window of time selects, whatever the clock did.
+
+A message is either before a time or from it on, by the store time in its record. The machine's clock can be set back,
+so these times need not ascend, and a binary search over them can miss messages. Two rules follow:
+
+- A window of time selects messages, one by one: `StoreTimes.span` is the shortest run of a queue that has all of them.
+- A start at a time is a place in a queue: `StoreTimes.first_from` is the first message stored at that time or later.
+  What comes after it is taken too, even if the clock was set back meanwhile. RocketMQ's own search is
+  `ConsumeQueue.queue_offset_at`.
+
+How far times can disagree is known of records that librmq has written: the dispatcher keeps the greatest setback
+(`TimeOrder`), and a close notes it in ``librmq/closed.json``. A binary search with that margin is right. The header of
+each other record is read.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import HOLE_SIZE, Entries, QueueEntry
+from librmq.errors import CorruptionError
+from librmq.files.interface import Files
+from librmq.message.record import (
+    BORN_HOST_V6,
+    FIXED_SIZE,
+    HOST_V6_EXTRA,
+    PHYSICAL_OFFSET_AT,
+    STORE_TIMESTAMP_AT,
+    SYS_FLAG_AT,
+    crc32,
+    gather,
+    store_timestamp_ms,
+)
+from librmq.runtime import lazy_numpy as np
+from librmq.store.format.documents import CLOSED_FILE, read_document
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+UNKNOWN: Final = -(1 << 63)
+"""The store time where no record can be read."""
+_LATEST: Final = (1 << 63) - 1
+_FIRST_BLOCK: Final = 64
+_BLOCK: Final = 1 << 16
+"""Most entries to read at once."""
+_RELEASED: Final = 1 << 12
+"""Entries of a block from which the pages of its records are released."""
+_MOST_BYTES: Final = 256 << 20
+_PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # the fields from the physical offset to the store time
+
+
+# ---- the order of times that is known
+
+
+@dataclass(slots=True)
+class TimeOrder:
+    """How far the store times of adjacent records disagree. One thread adds; others may read meanwhile."""
+
+    begin: int
+    """Physical offset of the first of these records."""
+    end: int
+    """Physical offset behind the begin of the last one."""
+    newest_ms: int = UNKNOWN
+    """The greatest store time of these records."""
+    setback_ms: int = 0
+    """The most by which one of them was stored before an earlier one of them."""
+
+    def add(self, times: NDArray[np.int64], last: int) -> None:
+        """Add the records that follow, by their store times; the last one is at ``last``."""
+        if int(times[0]) >= self.newest_ms and (times[1:] >= times[:-1]).all():
+            self.newest_ms = int(times[-1])
+        else:
+            newest = np.maximum(np.maximum.accumulate(times), self.newest_ms)
+            self.setback_ms = max(self.setback_ms, int((newest - times).max()))
+            self.newest_ms = int(newest[-1])
+        self.end = last + 1  # a reader takes it first, so that the setback covers what it believes
+
+    def add_few(self, times: Iterable[int], last: int) -> None:
+        """Do the same for some records, for which arrays would take longer."""
+        for time_ms in times:
+            if time_ms >= self.newest_ms:
+                self.newest_ms = time_ms
+            else:
+                self.setback_ms = max(self.setback_ms, self.newest_ms - time_ms)
+        self.end = last + 1
+
+    @property
+    def fields(self) -> list[int]:
+        """What a close notes of it."""
+        return [self.begin, self.newest_ms, self.setback_ms]
+
+
+def noted_order(path: str, files: Files, log: CommitLog) -> TimeOrder | None:
+    """Return what the last close of the store in ``path`` noted of its times; None if the log has another record."""
+    kinds = {"log_end": (int,), "last_record": (int,), "last_record_crc32": (int,), "times": (list,)}
+    try:
+        fields = read_document(os.path.join(path, CLOSED_FILE), files, kinds, max_size=_MOST_BYTES)
+        if fields is None:
+            return None
+        begin, newest_ms, setback_ms = fields["times"]
+        end, last = fields["log_end"], fields["last_record"]
+        if not (0 <= begin <= last < end and type(newest_ms) is int and type(setback_ms) is int and setback_ms >= 0):
+            return None
+        if crc32(log.data_at(last, end - last)) != fields["last_record_crc32"]:
+            return None
+        return TimeOrder(begin, end, newest_ms, setback_ms)
+    except (CorruptionError, ValueError, TypeError):
+        return None  # it only saves time
+
+
+# ---- the times of records
+
+
+def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int | None]:
+    """Return the store times of the records at these places in ms; None if no record starts there.
+
+    Raises:
+        CorruptionError: A file of the log has a wrong length.
+    """
+    begin, last, size = log.begin, log.end - FIXED_SIZE, log.file_size
+    times: list[int | None] = []
+    start, buffer = -1, None
+    for place in physical_offsets:
+        at = place % size
+        if place - at != start:
+            start = place - at
+            file = log.sequence.file_at(place)
+            buffer = None if file is None else file.buffer
+        if buffer is None or not begin <= place <= last or at + FIXED_SIZE > size:
+            times.append(None)
+            continue
+        stated, sys_flag, time_ms = _PLACE_AND_TIME(buffer, at + PHYSICAL_OFFSET_AT)
+        if sys_flag & BORN_HOST_V6:
+            time_ms = store_timestamp_ms(buffer, at)
+        times.append(time_ms if stated == place else None)
+        if stated != place:
+            _leave_out(log, place)
+    return times
+
+
+def _leave_out(log: CommitLog, place: int) -> None:
+    log.leave_out(CorruptionError(log.sequence.path_at(place), place, "record", "an entry leads here, to no record"))
+
+
+def times_at(log: CommitLog, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the same as an array, with `UNKNOWN` for None; places of one file are read together.
+
+    Raises:
+        CorruptionError: A file of the log has a wrong length.
+    """
+    times = np.full(len(places), UNKNOWN)
+    starts = places - places % log.file_size
+    bounds = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(places)] if len(places) else []
+    for first, until in pairwise(bounds):
+        start = int(starts[first])
+        file = log.sequence.file_at(start)
+        if file is None:
+            continue
+        begin, end = max(log.begin, start), min(log.end, start + log.file_size) - FIXED_SIZE
+        inside = (places[first:until] >= begin) & (places[first:until] <= end)
+        at = places[first:until][inside] - start
+        raw = np.frombuffer(file.buffer, np.uint8)
+        flags = gather(raw, at + SYS_FLAG_AT, ">i4")
+        time_at = at + STORE_TIMESTAMP_AT + HOST_V6_EXTRA * ((flags & BORN_HOST_V6) != 0)
+        read: NDArray[np.int64] = gather(raw, time_at, ">i8").astype(np.int64)
+        is_record = gather(raw, at + PHYSICAL_OFFSET_AT, ">i8") == at + start
+        read[~is_record] = UNKNOWN
+        times[first:until][inside] = read
+        if not is_record.all():
+            _leave_out(log, int(at[~is_record][0]) + start)
+    return times
+
+
+# ---- the times of a queue
+
+
+class TimedQueue(Protocol):
+    """A queue whose entries can be read, such as a `ConsumeQueue`."""
+
+    def entry(self, queue_offset: int) -> QueueEntry | None:
+        """Return an entry; None if there is none."""
+        ...
+
+    def entries(self, begin: int, end: int) -> Entries:
+        """Return the entries from ``begin`` to ``end``."""
+        ...
+
+
+Fetch = Callable[["NDArray[np.int64]", "NDArray[np.int64]"], object]
+"""Called with places and sizes of records before they are read, for a log that is not here."""
+
+
+class StoreTimes:
+    """The store times of a log's messages, by queue."""
+
+    def __init__(self, log: CommitLog, order: TimeOrder | None = None, fetch: Fetch | None = None) -> None:
+        self.order = order
+        """What is known of their order; None if nothing is."""
+        self._log = log
+        self._fetch = fetch
+        # The end comes first: a writer that adds meanwhile sets it last.
+        end = 0 if order is None else order.end
+        self._known = range(0) if order is None else range(max(order.begin, log.begin), end)
+        self._setback_ms = 0 if order is None else order.setback_ms
+
+    @property
+    def covers_log(self) -> bool:
+        """Whether the greatest setback of all records is known."""
+        return self._known.start <= self._log.begin and self._log.end <= self._known.stop
+
+    def first_from(self, queue: TimedQueue, time_ms: int, offsets: range) -> int:
+        """Return the first of some queue offsets whose message was stored at a time or later; their end without one."""
+        first = self._first(queue, time_ms, _LATEST, offsets)
+        return offsets.stop if first is None else first
+
+    def span(self, queue: TimedQueue, begin_ms: int, end_ms: int, offsets: range) -> range:
+        """Return the shortest run of queue offsets with all messages stored from a time on and before another."""
+        first = self._first(queue, begin_ms, end_ms - 1, offsets)
+        if first is None:
+            return offsets[:0]
+        last = self._last(queue, begin_ms, end_ms - 1, range(first, offsets.stop))
+        return range(first, first + 1 if last is None else last + 1)
+
+    def extent(self, queue: TimedQueue, offsets: range) -> tuple[int, int] | None:
+        """Return the least and the greatest store time of some messages of a queue; None if none is readable."""
+        times: list[int] = []
+        for part, is_known in self._parts(queue, offsets):
+            pieces = [part]
+            if is_known:
+                first, last = self.stored_at(queue, part.start), self.stored_at(queue, part.stop - 1)
+                if first is not None and last is not None:
+                    # Later messages than the first of these pieces were not stored before the first message, and
+                    # earlier ones than the second not after the last.
+                    early = self._bisect(queue, part, first + self._setback_ms, unreadable=False)
+                    late = self._bisect(queue, part, last - self._setback_ms)
+                    pieces = [part[: early - part.start], part[late - part.start :]] if self._setback_ms else []
+                    times += (first, last)
+            for piece in pieces:
+                for _, block in self._blocks(queue, piece):
+                    if len(readable := block[block != UNKNOWN]):
+                        times += (int(readable.min()), int(readable.max()))
+        return (min(times), max(times)) if times else None
+
+    def bounds_of(self, queue: TimedQueue, offsets: range) -> tuple[int, int] | None:
+        """Return times between which all messages of a run were stored, without reading more than its ends.
+
+        None if the order of their times is not known.
+        """
+        parts = self._parts(queue, offsets)
+        if len(parts) == 1 and parts[0][1]:
+            first, last = self.stored_at(queue, offsets.start), self.stored_at(queue, offsets.stop - 1)
+            if first is not None and last is not None:
+                return first - self._setback_ms, last + self._setback_ms
+        return None
+
+    def before(self, queue: TimedQueue, time_ms: int, offsets: range) -> int:
+        """Return an end of some offsets: all records of the log up to the one before it were stored before a time.
+
+        Only for a log whose order is known, see `covers_log`.
+        """
+        return self._bisect(queue, offsets, time_ms - self._setback_ms)
+
+    def behind(self, queue: TimedQueue, time_ms: int, offsets: range) -> int:
+        """Return a begin of some offsets: its record and all later ones of the log were stored at a time or later.
+
+        Only for a log whose order is known, see `covers_log`.
+        """
+        return self._bisect(queue, offsets, time_ms + self._setback_ms, unreadable=False)
+
+    def first_file(self, time_ms: int) -> int:
+        """Return where to begin a walk over the log: no record of the files before was stored at a time or later."""
+        log, begin = self._log, self._log.begin
+        if self._known.start > begin:
+            return begin
+        starts = [start for start in log.sequence.starts if start in self._known]
+
+        def is_late(start: int) -> bool:
+            first_ms = log.first_store_timestamp_ms(start)
+            return first_ms is None or first_ms >= time_ms - self._setback_ms
+
+        number = bisect_left(starts, True, key=is_late)
+        return max(begin, starts[number - 1]) if number else begin
+
+    # ---- searches
+
+    def _first(self, queue: TimedQueue, least_ms: int, most_ms: int, offsets: range) -> int | None:
+        """Return the first offset with a time in a window, both ends included."""
+        for part, is_known in self._parts(queue, offsets):
+            begin = self._bisect(queue, part, least_ms - self._setback_ms) if is_known else part.start
+            for first, times in self._blocks(queue, range(begin, part.stop)):
+                hits = np.flatnonzero((times >= least_ms) & (times <= most_ms) & (times != UNKNOWN))
+                if len(hits):
+                    return first + int(hits[0])
+                if is_known and int(times.min()) > most_ms + self._setback_ms:
+                    break
+        return None
+
+    def _last(self, queue: TimedQueue, least_ms: int, most_ms: int, offsets: range) -> int | None:
+        for part, is_known in reversed(self._parts(queue, offsets)):
+            limit_ms = most_ms + self._setback_ms + 1
+            end = self._bisect(queue, part, limit_ms, unreadable=False) if is_known else part.stop
+            for first, times in self._blocks(queue, range(part.start, end), backwards=True):
+                hits = np.flatnonzero((times >= least_ms) & (times <= most_ms) & (times != UNKNOWN))
+                if len(hits):
+                    return first + int(hits[-1])
+        return None
+
+    def _parts(self, queue: TimedQueue, offsets: range) -> list[tuple[range, bool]]:
+        """Return the offsets before, in and behind the records whose order is known, and which these are."""
+        known = self._known
+        if not offsets:
+            return []
+        if not known:
+            return [(offsets, False)]
+
+        def place(queue_offset: int) -> int:
+            for at in range(queue_offset, offsets.stop):
+                entry = queue.entry(at)
+                if entry is not None and entry.size != HOLE_SIZE:
+                    return entry.physical_offset
+            return known.stop
+
+        first, last = place(offsets.start), place(offsets.stop - 1)
+        if first in known and last in known:
+            return [(offsets, True)]
+        begin = bisect_left(range(offsets.stop), known.start, offsets.start, offsets.stop, key=place)
+        end = bisect_left(range(offsets.stop), known.stop, begin, offsets.stop, key=place)
+        parts = (range(offsets.start, begin), False), (range(begin, end), True), (range(end, offsets.stop), False)
+        return [part for part in parts if part[0]]
+
+    def stored_at(self, queue: TimedQueue, queue_offset: int) -> int | None:
+        """Return the store time of a message; None if it can't be read."""
+        entry = queue.entry(queue_offset)
+        if entry is None or entry.size == HOLE_SIZE:
+            return None
+        if self._fetch is not None:
+            self._fetch(np.array([entry.physical_offset]), np.array([entry.size]))
+        return self._log.store_timestamp_ms(entry.physical_offset, entry.size)
+
+    def _bisect(self, queue: TimedQueue, offsets: range, time_ms: int, *, unreadable: bool = True) -> int:
+        """Return a place between times below and not below a limit.
+
+        ``unreadable`` says whether messages without a time count as not below it: what a caller passes over has one.
+        """
+
+        def is_late(queue_offset: int) -> bool:
+            stored_ms = self.stored_at(queue, queue_offset)
+            return unreadable if stored_ms is None else stored_ms >= time_ms
+
+        return bisect_left(range(offsets.stop), True, offsets.start, offsets.stop, key=is_late)
+
+    def _blocks(
+        self, queue: TimedQueue, offsets: range, *, backwards: bool = False
+    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield the times of a run in growing blocks, each with its first queue offset."""
+        begin, end, size = offsets.start, offsets.stop, _FIRST_BLOCK
+        while begin < end:
+            first, until = (max(begin, end - size), end) if backwards else (begin, min(end, begin + size))
+            entries: Any = queue.entries(first, until)
+            if len(entries):
+                places, sizes = entries["physical_offset"].astype(np.int64), entries["size"].astype(np.int64)
+                places[(sizes <= 0) | (sizes == HOLE_SIZE)] = -1
+                if self._fetch is not None:
+                    self._fetch(places, sizes)
+                yield first, times_at(self._log, places)
+                if len(entries) > _RELEASED:
+                    self._log.release_read_pages(int(places[0]), int(places[-1]))
+            begin, end = (begin, first) if backwards else (until, end)
+            size = min(8 * size, _BLOCK)
