@@ -222,13 +222,13 @@ class Link:
         else:
             driver_connection = getattr(connection, "dbapi_connection", connection)  # that of an engine's pool
             commit = getattr(driver_connection, "commit", None)
-            if not callable(getattr(driver_connection, "cursor", None)) or not callable(commit):
-                raise ConfigError(f"session: expected a session or connection, found {type(connection).__name__}")
-            if iscoroutinefunction(commit):
+            if iscoroutinefunction(getattr(driver_connection, "close", None)):
                 raise ConfigError(
                     f"session: {type(driver_connection).__module__}'s connection is asynchronous: expected an "
                     "AsyncConnection or AsyncSession of SQLAlchemy"
                 )
+            if not callable(getattr(driver_connection, "cursor", None)) or not callable(commit):
+                raise ConfigError(f"session: expected a session or connection, found {type(connection).__name__}")
             self._access = _Plain(driver_connection)
         self.dialect = self._access.dialect
         self._is_explicit = False

@@ -93,6 +93,7 @@ class Transactional:
 
     async def __aenter__(self) -> bool:
         if not hasattr(self._session, "run_sync"):
+            Link(self._session)  # which refuses a driver's asynchronous connection
             raise ConfigError(f"{type(self._session).__name__} needs `with`, not `async with`")
         first: bool = await self._session.run_sync(self._begin)
         return first
@@ -139,8 +140,9 @@ class Transactional:
             link.commit()
             return
         link.rollback()
-        if status is TransactionStatus.IDLE and self._is_safe():
-            link.rollback()
+        is_safe = status is TransactionStatus.IDLE and self._is_safe()  # a commit at the end of the block keeps both
+        link.rollback()
+        if is_safe:
             return
         raise ConfigError(
             "the transaction has ended inside the block, and what the block changed is not kept: let errors of the "

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import pytest
 import redis
 import sqlalchemy
+from sqlalchemy.orm import Session
 
 from librmq.idempotence.dedup_redis import RedisDedupStore
 from librmq.idempotence.dedup_sql import SqlDedupStore
@@ -176,6 +177,7 @@ class Database:
         self.name = name
         self.url = url
         self.engine = engine
+        self._engines: dict[str, sqlalchemy.Engine] = {}
 
     def run(self, sql: str, **parameters: Any) -> list[tuple[Any, ...]]:
         """Run one statement, commit it, and return its rows."""
@@ -222,9 +224,33 @@ class Database:
             connection.cursorclass = DictCursor
         return connection
 
+    @contextmanager
+    def session(self, driver: str, kind: str) -> Iterator[Any]:
+        """Open a "driver" connection, or a "session" or "connection" of SQLAlchemy, by a driver."""
+        with ExitStack() as stack:
+            if kind == "driver":
+                connection = self.connect_by(driver)
+                stack.callback(_close, connection)
+                yield connection
+                return
+            if driver not in self._engines:
+                name = "pysqlite" if driver == "sqlite3" else driver
+                self._engines[driver] = sqlalchemy.create_engine(self.engine.url.set(drivername=f"{self.name}+{name}"))
+            engine = self._engines[driver]
+            yield stack.enter_context(Session(engine) if kind == "session" else engine.connect())
+
+    def close(self) -> None:
+        for engine in (self.engine, *self._engines.values()):
+            engine.dispose()
+
     def effects(self, name: str) -> int:
         """Return the number of effects with that name in the database."""
         return int(self.run("SELECT COUNT(*) FROM effects WHERE name = :name", name=name)[0][0])
+
+
+def _close(connection: Any) -> None:
+    with suppress(Exception):  # some drivers refuse to close twice
+        connection.close()
 
 
 def _without_flushes(connection: Any, _: object) -> None:
@@ -254,7 +280,7 @@ def database(
 
     yield get
     for each in databases.values():
-        each.engine.dispose()
+        each.close()
 
 
 @pytest.fixture

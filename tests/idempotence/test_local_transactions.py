@@ -17,7 +17,7 @@ from librmq.clock import ManualClock
 from librmq.errors import ConfigError, TransactionRefusedError
 from librmq.idempotence import LocalTransactions
 from librmq.idempotence.connections import Link
-from tests.idempotence.conftest import DATABASES, Database
+from tests.idempotence.conftest import DATABASES, DRIVERS, Database
 
 KINDS = ("driver", "session", "connection")
 everywhere = pytest.mark.parametrize(("base", "kind"), [(base, kind) for base in DATABASES for kind in KINDS])
@@ -174,6 +174,85 @@ def test_a_block_that_ends_its_transaction(shop: Shop, how: str, fails: bool) ->
             shop.insert(session)
     shop.settle()
     assert shop.outcome == ((1, 1) if how == "commit" else (0, 0))
+
+
+by_driver = pytest.mark.parametrize(
+    ("base", "driver", "kind"), [(base, driver, kind) for base, driver in DRIVERS for kind in KINDS]
+)
+
+
+@by_driver
+def test_an_error_that_the_block_swallows(shop: Shop, base: str, driver: str, kind: str) -> None:
+    """PostgreSQL ends the transaction, and its commit would be a rollback that says nothing; others go on."""
+    shop.place.run("INSERT INTO accounts (id, balance) VALUES (:name, 1)", name=shop.name)
+
+    def change() -> None:
+        with (
+            shop.place.session(driver, kind) as session,
+            shop.local.transaction(shop.producer, message(), session),
+        ):
+            shop.insert(session)
+            with pytest.raises(Exception, match=r"(?i)unique|duplicate"):
+                Link(session).execute("INSERT INTO accounts (id, balance) VALUES (:name, 2)", name=shop.name)
+
+    if base == "postgresql":
+        with pytest.raises(ConfigError, match="the block has gone on after an error of the database"):
+            change()
+    else:
+        change()
+    shop.settle()
+    assert shop.outcome == ((0, 0) if base == "postgresql" else (1, 1))
+
+
+@by_driver
+def test_a_rollback_in_the_block_after_which_a_check_decides(shop: Shop, base: str, driver: str, kind: str) -> None:
+    """A check takes the place of the row that a rollback, or a deadlock, has undone."""
+    with shop.place.session(driver, kind) as session:
+
+        def change() -> None:
+            with shop.local.transaction(shop.producer, message(), session):
+                shop.insert(session)
+                session.rollback()
+                shop.settle()
+                shop.insert(session)
+
+        with pytest.raises(ConfigError, match="undone its state"):
+            change()
+    shop.settle()
+    assert shop.outcome == (0, 0)
+
+
+@by_driver
+def test_an_open_transaction_is_refused(shop: Shop, base: str, driver: str, kind: str) -> None:
+    """Else the caller's earlier work would be rolled back."""
+    with shop.place.session(driver, kind) as session:
+        shop.insert(session)
+        with (
+            pytest.raises(ConfigError, match="expected no open transaction"),
+            shop.local.transaction(shop.producer, message(), session),
+        ):
+            raise AssertionError("begun")
+        session.commit()
+    shop.settle()
+    assert shop.outcome == (1, 0)
+
+
+@pytest.mark.parametrize("base", DATABASES)
+def test_another_constraint_is_no_earlier_decision(shop: Shop, base: str) -> None:
+    """An application has added a column: nothing is decided, and nothing is lost."""
+    table = shop.name.replace("-", "_")
+    columns = "transaction_id VARCHAR(255) PRIMARY KEY, state SMALLINT, expires_timestamp_ms BIGINT"
+    shop.place.run(f"CREATE TABLE {table} ({columns}, tenant VARCHAR(9) DEFAULT 'none' UNIQUE)")
+    shop.place.run(f"INSERT INTO {table} (transaction_id, state, expires_timestamp_ms) VALUES ('', 1, 1)")
+    shop.local = LocalTransactions(shop.place.engine, table=table)
+    with (
+        opened(shop.place, "driver") as session,
+        pytest.raises(Exception, match="tenant"),
+        shop.local.transaction(shop.producer, message(), session),
+    ):
+        raise AssertionError("begun")
+    with pytest.raises(Exception, match="tenant"):
+        shop.local.check(next(iter(shop.broker.messages("RMQ_SYS_TRANS_HALF_TOPIC"))))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("base", ["sqlite"])
