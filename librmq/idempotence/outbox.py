@@ -76,10 +76,12 @@ class Outbox:
     def add(self, connection: Any, message: Message, *, order_key: str | None = None) -> None:
         """Store ``message`` in the transaction of ``connection``, and give it a unique id if it has none.
 
-        ``connection`` is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection. Rows with the same
-        ``order_key`` are sent one after the other. A ``delay`` counts from the send.
+        ``connection`` is a SQLAlchemy ``Session`` or ``Connection``, Django's ``connection`` in an atomic block, or a
+        DB-API connection. Rows with the same ``order_key`` are sent one after the other. A ``delay`` counts from the
+        send.
 
         Raises:
+            ConfigError: The connection commits each statement, so that the row would not commit with the change.
             MessageIllegalError: No broker would accept the message.
         """
         validate_client_topic(message.topic)
@@ -94,7 +96,9 @@ class Outbox:
         if order_key is not None and message.priority is not None:
             raise priority_with_queue(message.topic)
         message.properties.setdefault(PROPERTY_UNIQUE_KEY, secrets.token_hex(16).upper())
-        Link(connection).execute(
+        link = Link(connection)
+        link.check_no_autocommit()
+        link.execute(
             f"INSERT INTO {self.table} "
             "(order_key, topic, properties, flag, body, state, owner, attempts, due_timestamp_ms) "
             "VALUES (:order_key, :topic, :properties, :flag, :body, 0, '', 0, :now_ms)",

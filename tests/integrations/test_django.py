@@ -24,8 +24,6 @@ from tests.wire.stub import wait_until
 if find_spec("django") is None or (sys.version_info < (3, 12) and find_spec("django_tasks") is None):
     pytest.skip("needs Django and, before Python 3.12, django-tasks, of the extra test", allow_module_level=True)
 
-import django
-from django.conf import settings
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
@@ -33,23 +31,15 @@ from django.db import connection, transaction
 from django.test import override_settings
 from django.utils import timezone
 
+from tests.django_project import configure
+
 BACKEND = "librmq.integrations.django.LibrmqBackend"
-
-
-def _configure(folder: Path) -> None:
-    settings.configure(
-        DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": folder / "db.sqlite3"}},
-        INSTALLED_APPS=["librmq.integrations.django"],
-        SECRET_KEY="of a test",
-        USE_TZ=True,
-    )
-    django.setup()
 
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Configure Django once in this process, as it wants it."""
-    _configure(tmp_path_factory.mktemp("django"))
+    configure(tmp_path_factory.mktemp("django"))
 
 
 class Tasks:

@@ -23,6 +23,7 @@ from django.conf import settings
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
+from django.db.transaction import atomic
 from django.utils import timezone
 from django.utils.crypto import get_random_string
 from django.utils.module_loading import import_string
@@ -232,7 +233,8 @@ class LibrmqBackend(BaseTaskBackend):
         if self.outbox_database is None:
             self.send(state)
         else:
-            _outbox().add(self._driver_connection(), self._message(state), order_key=state["id"])
+            with atomic(using=self.outbox_database, savepoint=False):  # outside of a block it is one of its own
+                _outbox().add(connections[self.outbox_database], self._message(state), order_key=state["id"])
         result = self.result_of(state, task)
         task_enqueued.send(type(self), task_result=result)
         return result
@@ -305,15 +307,9 @@ class LibrmqBackend(BaseTaskBackend):
 
     # ---- the outbox
 
-    def _driver_connection(self) -> Any:
-        """Return the driver's connection of this thread, in the transaction that Django has begun there."""
-        connection = connections[self.outbox_database]
-        connection.ensure_connection()
-        return connection.connection
-
     def upgrade_outbox(self) -> None:
         """Create the outbox's table, or upgrade it."""
-        upgrade_tables(self._driver_connection(), dedup=None, messages=None, transactions=None)
+        upgrade_tables(connections[self.outbox_database], dedup=None, messages=None, transactions=None)
 
     def _find_in_outbox(self, result_id: str) -> dict[str, Any] | None:
         """Return the state of a task that was not sent yet."""
