@@ -251,8 +251,8 @@ class Runner:
     def _goes_up(self, work: Work, error: BaseException) -> bool:
         """Return whether what is no `Exception` ends the task of a coroutine, and the work without a result.
 
-        A listener that awaits a task that was cancelled fails, as by any other exception. If its own task was cancelled,
-        by a shutdown or the end of its event loop, it has no result.
+        A listener that awaits a cancelled task fails, as by any other exception. If its own task was cancelled, by a
+        shutdown or the end of its event loop, it has no result.
         """
         is_dead = work.owner is not None and work.owner.dead
         goes_up = is_dead or not isinstance(error, asyncio.CancelledError) or is_task_cancelled()

@@ -372,8 +372,8 @@ class ThreadRunner(Runner):
             raise
 
     def _goes_up(self, work: Work, error: BaseException) -> bool:
-        # asyncio ends the event loop, and so all its other listeners, by a SystemExit or KeyboardInterrupt of a task. But
-        # in the main thread the latter may be the user's Ctrl-C, which is to end the application's loop.
+        # asyncio ends the event loop, and so all its other listeners, by a SystemExit or KeyboardInterrupt of a task.
+        # But in the main thread the latter may be the user's Ctrl-C, which is to end the application's loop.
         is_interrupted = threading.current_thread() is threading.main_thread() and isinstance(error, KeyboardInterrupt)
         goes_up = is_interrupted or (isinstance(error, asyncio.CancelledError) and is_task_cancelled())
         if goes_up:
