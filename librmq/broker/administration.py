@@ -70,6 +70,7 @@ from librmq.scheduling.timer import Timers
 from librmq.store.retention import Unread, UnreadInFile
 
 _MAX_RESULTS: Final = 64
+_MOST_UNKNOWN: Final = 1000
 
 _log = EventLog("librmq.broker")
 
@@ -225,6 +226,7 @@ class Progress:
         self._broker_name = context.name
         self._now_ms = context.runner.now_ms
         self.reset_hooks: list[ResetHook] = []
+        self._unknown = 0  # groups and topics with progress, one of which did not exist
 
     def query_offset(self, request: QueryOffset) -> int | None:
         """Return a group's stored progress; without any, 0 if the whole queue exists and counts as in memory."""
@@ -242,8 +244,18 @@ class Progress:
         return None if first is not None and store.counts_as_on_disk(first.physical_offset) else 0
 
     def update(self, request: UpdateOffset) -> None:
-        """Store a group's progress."""
-        self._offsets.set_consumer_offset(request.topic, request.group, request.queue_id, request.queue_offset)
+        """Store a group's progress. As by 4.9, that of what does not exist is kept too, but not without bounds."""
+        group, topic = request.group, request.topic
+        exist = topic in self._topics.by_name and group in self._groups.by_name
+        is_new = not exist and not self._offsets.of_topic(group, topic)
+        if is_new and self._unknown >= _MOST_UNKNOWN:
+            raise BrokerError(
+                ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
+                f"group {group!r} or topic {topic!r} does not exist, and progress of {_MOST_UNKNOWN:,} such pairs is "
+                "kept already: create them by set_group and create_topic",
+            )
+        self._offsets.set_consumer_offset(topic, group, request.queue_id, request.queue_offset)
+        self._unknown += is_new
 
     def groups(self, request: TopicGroups) -> Mapping[str, ConsumerData | None]:
         """Return the groups of a topic."""

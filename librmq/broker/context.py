@@ -113,6 +113,13 @@ class BrokerContext:
         if config.replica_of is None and self.cancellations.truncate(store.log.end):
             self.cancellations.write(store.log.begin, runner.now_ms())
         with runner.lock:  # before transactions and the relay resume from their progress
+            if unnamed := tables.offsets.unnamed():
+                _log.warning(
+                    "%(file)s: %(keys)d keys are no topic@group, such as %(key)s: they stay, and count for no group",
+                    file=tables.offsets.path,
+                    keys=len(unnamed),
+                    key=repr(unnamed[0])[:80],
+                )
             self.offsets.clamp(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
             if config.replica_of is None:
                 self.topics.add_unlisted(unlisted_topics(store.queues, store.queue_range, self.topics.by_name))

@@ -10,7 +10,7 @@ Mirrors ``ConsumerOffsetManager`` and the schedule of ``BrokerController``. Call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from librmq.errors import BrokerError, StoreClosedError
@@ -19,7 +19,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
-from librmq.store.format.broker_tables import BrokerTables, ConfigTable
+from librmq.store.format.broker_tables import BrokerTables, ConfigTable, progress_of, topic_and_group
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
@@ -52,13 +52,17 @@ class GroupOffsets:
 
     def topics(self, of_group: str | None = None) -> set[str]:
         """Return the topics in which a group, or any, has progress."""
-        rows = (name.rpartition("@") for name in list(self._table.rows))
-        return {topic for topic, _, group in rows if of_group in (None, group)}
+        return {topic for topic, group in self._names() if of_group in (None, group)}
 
     def groups(self, topic: str) -> list[str]:
         """Return the groups that have progress in a topic."""
-        rows = (name.rpartition("@") for name in list(self._table.rows))
-        return [group for row_topic, _, group in rows if row_topic == topic]
+        return [group for row_topic, group in self._names() if row_topic == topic]
+
+    def _names(self) -> Iterator[tuple[str, str]]:
+        """Yield the topic and the group of each row."""
+        for key in list(self._table.rows):
+            if (names := topic_and_group(key)) is not None:
+                yield names
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
         """Return a group's queue offset, None if never stored."""
@@ -125,8 +129,8 @@ class GroupOffsets:
         """Merge a master's progress, by ``topic@group``; progress that only this table has stays."""
         for name, row in rows.items():
             if self._table.rows.get(name) != row:
-                topic, _, group = name.rpartition("@")
-                self._rows.pop((group, topic), None)
+                if (names := topic_and_group(name)) is not None:
+                    self._rows.pop((names[1], names[0]), None)
                 self._table.rows[name] = dict(row)
                 self._saving.save_soon()
 
@@ -142,9 +146,9 @@ class GroupOffsets:
 
     def drop_group(self, group: str) -> None:
         """Delete a group's progress in all topics, and its marks."""
-        for name in [name for name in self._table.rows if name.rpartition("@")[2] == group]:
-            self._table.remove(name)
-            self._rows.pop((group, name.rpartition("@")[0]), None)
+        for topic in self.topics(group):
+            self._table.remove(f"{topic}@{group}")
+            self._rows.pop((group, topic), None)
             self._saving.save_soon()
         if group in self._starts.rows:
             self._starts.remove(group)
@@ -156,8 +160,7 @@ class GroupOffsets:
         A crash of the machine can lose consumed messages. The next messages get their queue offsets, and must not be
         skipped. Another process can have recovered the store, so this does not depend on the abort marker.
         """
-        for name, row in self._table.rows.items():
-            topic, _, group = name.rpartition("@")
+        for (group, topic), row in progress_of(self._table.rows).items():
             for queue_id, queue_offset in list(row.items()):
                 end = end_of(topic, queue_id)
                 if queue_offset > end:

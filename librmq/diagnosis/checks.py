@@ -143,6 +143,14 @@ def _progress_findings(view: StoreView) -> Iterator[Finding]:
             {"folder": folder}, "Install the extra rocksdb, or write an export beside it: "
             f"{progress_export('STORE/config')}.",
         )  # fmt: skip
+    if keys := tables.offsets.unnamed():
+        name = os.path.basename(tables.offsets.path)
+        yield Finding(
+            "unknown-progress", "info", f"store {view.store.path}",
+            f"{name} has {len(keys):,} keys that are no topic@group, such as {keys[0]!r:.80}, which count for no "
+            "group, as at a broker.",
+            {"keys": keys[:10]}, f"Nothing, or take {name} from a backup if a group begins at a wrong place.",
+        )  # fmt: skip
 
 
 def _missing_log_findings(view: StoreView) -> Iterator[Finding]:

@@ -60,7 +60,7 @@ from librmq.message.topics import RETRY_PREFIX, TIMER_TOPIC, receive_retry_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling.timer_wheel import waiting_timers
 from librmq.store.engine.read import offset_at_place
-from librmq.store.format.broker_tables import ConfigTable
+from librmq.store.format.broker_tables import ConfigTable, topic_and_group
 from librmq.store.format.directory import CONFIG
 from librmq.store.format.rocksdb import is_database, opened_database, pop_records
 
@@ -359,7 +359,7 @@ def _receives_in_order(view: StoreView) -> Iterator[HeldMessage | UnusableRecord
         yield UnusableRecord(None, str(error))
         return
     for name, queues in rows.items():
-        topic, _, group = str(name).rpartition("@")
+        topic, group = topic_and_group(str(name)) or ("", str(name))
         for queue_id, row in queues.items() if isinstance(queues, dict) else [(None, queues)]:
             try:
                 for message in _in_order(group, topic, queue_id, row):

@@ -261,13 +261,8 @@ class Registrations:
         for topic, entry in _object(
             _object(document, "it").get("filterDataByTopic") or {}, "filterDataByTopic"
         ).items():
-            if entry is None:
-                continue
             groups = loaded.setdefault(topic, {})
-            for group, data in _object(_object(entry, topic).get("groupFilterData") or {}, topic).items():
-                if data is None:
-                    continue
-                registration = self._from_json(_object(data, f"{topic}/{group}"), topic, group)
+            for group, registration in self._of_topic(topic, entry):
                 if not self.bloom.fits(registration.bloom):
                     _log.warning("ignored consumerFilter.json, which was made with other bloom settings")
                     return False
@@ -278,6 +273,19 @@ class Registrations:
         with self._lock:
             self._by_topic = loaded
         return True
+
+    def _of_topic(self, topic: str, entry: object) -> Iterator[tuple[str, Registration]]:
+        """Yield the registrations of a topic without damaged ones, whose groups register again when they subscribe."""
+        try:
+            groups = _object({} if entry is None else entry, topic).get("groupFilterData") or {}
+            for group, data in _object(groups, topic).items():
+                try:
+                    if data is not None:
+                        yield group, self._from_json(_object(data, f"{topic}/{group}"), topic, group)
+                except ConfigError as error:
+                    _log.warning("left out a filter: %(error)s", error=error)
+        except ConfigError as error:
+            _log.warning("left out the filters of a topic: %(error)s", error=error)
 
     def _from_json(self, data: dict[str, Any], topic: str, group: str) -> Registration:
         what = f"{topic}/{group}"

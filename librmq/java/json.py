@@ -40,7 +40,7 @@ _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 # A table of progress is an object of objects of whole numbers, and can have a million of either.
 _PAIR: Final = r"-?(?:0|[1-9][0-9]{0,17}+):-?(?:0|[1-9][0-9]{0,17}+)"
 _NUMBERS: Final = re.compile(rf"\{{{_PAIR}(?:,{_PAIR})*+[ \t\r\n]*+\}}")
-_PART: Final = r'[^"@\\\x00-\x1f\ud800-\udfff]*+'
+_PART: Final = r'[^"@\\\x00-\x1f\ud800-\udfff]++'
 _ROW: Final = rf"""\s*+"{_PART}@{_PART}"\s*+:\s*+\{{{_PAIR}(?:,{_PAIR})*+\s*+\}}\s*+(?:,|(?=\}}))"""
 _ROWS: Final = re.compile(rf"(?:{_ROW}){{1,1024}}+".replace(r"\s", r"[ \t\r\n]"))
 _TO_SPACES: Final = bytes.maketrans(b":{},", b"    ")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Final, Literal, get_args
 
 from librmq.errors import MessageIllegalError
@@ -46,6 +46,7 @@ _RECEIVE_SEPARATOR: Final = "_"
 _RECEIVE_SEPARATOR_V2: Final = "+"  # in no other name
 _OWN_GROUPS: Final = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP"))
 _MAX_SIZE: Final = 127
+_MAX_CLIENT_GROUP: Final = 255
 _MAX_GROUP: Final = 120  # its retry topic has a prefix and is limited like any topic
 _CLIENT_PATTERN: Final = re.compile(r"[%|a-zA-Z0-9_-]+")
 
@@ -108,6 +109,26 @@ def validate_group(group: str) -> None:
         raise MessageIllegalError(f"group {group[:80]!r}… has {len(group)} characters; expected at most {_MAX_GROUP}")
     if not _CLIENT_PATTERN.fullmatch(group):
         raise MessageIllegalError(f"group {group!r} may only contain letters, digits, '%', '|', '_' and '-'")
+
+
+def validate_kept_names(groups: Iterable[str], topics: Iterable[str]) -> None:
+    """Check names that a request adds to a broker's tables: a broker of 4.9 takes any, and its clients send only these.
+
+    Raises:
+        MessageIllegalError: RocketMQ's clients refuse a name.
+    """
+    for group in groups:
+        if not _CLIENT_PATTERN.fullmatch(group) or len(group) > _MAX_CLIENT_GROUP:
+            raise MessageIllegalError(
+                f"group {group[:80]!r}: expected 1 to {_MAX_CLIENT_GROUP} letters, digits, '%', '|', '_' and '-'"
+            )
+    for topic in topics:
+        if topic.startswith(LIGHT_PREFIX):  # named by gateways, with other characters
+            validate_topic(topic)
+        else:
+            validate_client_topic(topic)
+        if "@" in topic:
+            raise MessageIllegalError(f"topic {topic!r}: expected no '@', which separates topic and group in tables")
 
 
 def is_system_topic(topic: str) -> bool:

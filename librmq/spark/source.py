@@ -371,8 +371,7 @@ class ProgressReader(DataSourceReader):
             for group, row in of_topic.get("groupFilterData", {}).items()
             if row.get("expression") and row.get("expressionType") != "TAG"
         }
-        for name, offsets in sorted(tables.offsets.rows.items()):
-            topic, _, group = name.rpartition("@")
+        for (group, topic), offsets in sorted(tables.progress().items()):
             expression = filters.pop((group, topic), None)
             for queue_id, offset in sorted(offsets.items()):
                 if conditions.has_queue(topic, queue_id):

@@ -289,11 +289,11 @@ def _copy_tables(tables: BrokerTables, part: str, numbers: Renumbering, topics: 
     make_folders(files, folder)
     kept = BrokerTables.open(folder, files=files)
     groups = {topic.removeprefix(prefix) for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX) for topic in topics}
-    for name, offsets in tables.offsets.rows.items():
-        topic, _, group = name.rpartition("@")
+    for (group, topic), offsets in tables.progress().items():
         if topic in topics:
             groups.add(group)
-            kept.offsets.set(name, {at: numbers.new_offset(topic, at, offset) for at, offset in offsets.items()})
+            row = {queue_id: numbers.new_offset(topic, queue_id, at) for queue_id, at in offsets.items()}
+            kept.offsets.set(f"{topic}@{group}", row)
     for table, copied, names in (
         (tables.topics, kept.topics, topics),
         (tables.filter_table, kept.filter_table, topics),
@@ -430,9 +430,9 @@ def revise_progress(path: str, files: Files, new_offset: NewOffset, now_ms: int)
     """
     folder = os.path.join(path, directory.CONFIG)
     tables = BrokerTables.open(folder, files=files)
-    for name, offsets in list(tables.offsets.rows.items()):
-        topic = name.rpartition("@")[0]
-        tables.offsets.set(name, {queue_id: new_offset(topic, queue_id, at) for queue_id, at in offsets.items()})
+    for (group, topic), offsets in tables.progress().items():
+        row = {queue_id: new_offset(topic, queue_id, at) for queue_id, at in offsets.items()}
+        tables.offsets.set(f"{topic}@{group}", row)
     for level, at in list(tables.delays.rows.items()):
         tables.delays.set(level, new_offset(SCHEDULE_TOPIC, queue_id_of_level(level), at))
     for table in (tables.offsets, tables.delays):

@@ -34,7 +34,7 @@ from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.relay import send_at
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import group_row
+from librmq.store.format.broker_tables import BrokerTables, group_row
 from librmq.testing import Kit
 from tests.broker.parties import HOST, beat, manual, opened, pull, send
 from tests.file_seams import FailingFiles
@@ -325,3 +325,35 @@ def test_topics_that_the_table_lacks_are_reported(tmp_path: Path, caplog: pytest
         assert diagnose(broker) == []
     assert (finding.kind, finding.subject, finding.evidence["queues"]) == ("unlisted-topic", "topic orders", 2)
     assert [line.levelname for line in caplog.records if "topics.json lacks" in line.getMessage()] == ["WARNING"]
+
+
+@pytest.mark.parametrize("key", ["x", "", "@", "a@", "@b", "a@b@c", "5"])
+def test_progress_of_no_topic_and_group_is_kept_and_counts_for_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    with Broker.open(tmp_path, runner=ManualRunner()) as broker:
+        broker.create_topic("orders", 1)
+        broker.store.append(Message("orders", b"x"), 0)
+        assert [message.body for message in broker.consume("orders", group="g")] == [b"x"]
+    tables = BrokerTables.open(str(tmp_path / "config"))
+    tables.offsets.set(key, {0: 9})
+    tables.persist(1)
+    with Broker.open(tmp_path, runner=ManualRunner()) as broker:
+        assert broker.consumer_offset("g", "orders") == 1
+        (finding,) = diagnose(broker)
+    assert (finding.kind, finding.evidence["keys"]) == ("unknown-progress", [key])
+    assert BrokerTables.open(str(tmp_path / "config")).offsets.rows[key] == {0: 9}
+    assert "keys are no topic@group" in caplog.text
+
+
+def test_progress_of_what_does_not_exist_is_bounded(broker: Broker) -> None:
+    broker.create_topic("orders", 1)
+    for number in range(1_000):
+        broker.call(UpdateOffset(f"group{number}", "orders", 0, 1))
+    with pytest.raises(BrokerError, match="group 'another' or topic 'orders' does not exist, and progress of 1,000"):
+        broker.call(UpdateOffset("another", "orders", 0, 1))
+    broker.call(UpdateOffset("group7", "orders", 0, 2))
+    broker.set_group("another")
+    broker.call(UpdateOffset("another", "orders", 0, 1))
+    with pytest.raises(MessageIllegalError, match="group 'x@y': expected 1 to 255 letters"):
+        broker.call(UpdateOffset("x@y", "orders", 0, 1))

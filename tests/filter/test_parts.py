@@ -176,18 +176,28 @@ def test_the_file() -> None:
         {"bloomFilterData": {"bitNum": 112, "bitPos": "x"}},
     ],
 )
-def test_a_spoilt_file_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
+def test_a_damaged_filter_is_left_out(change: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     registrations = Registrations()
-    registrations.register("T", "G", "a > 1", SQL92, 7, now_ms=100_000)
+    for topic, group in (("T", "G"), ("T", "H"), ("U", "G")):
+        registrations.register(topic, group, "a > 1", SQL92, 7, now_ms=100_000)
     document = registrations.to_document(100_000)
     document["filterDataByTopic"]["T"]["groupFilterData"]["G"].update(change)
-    with pytest.raises(ConfigError, match=r"consumerFilter\.json"):
-        registrations.load(document, 1)
-    others: list[Any] = [[], {"filterDataByTopic": 5}, {"filterDataByTopic": {"T": 5}}]
-    for spoilt in others:
-        with pytest.raises(ConfigError):
-            registrations.load(spoilt, 1)
-    assert [one.topic for one in registrations] == ["T"]
+    assert registrations.load(document, 1)
+    assert [(loaded.topic, loaded.group) for loaded in registrations] == [("T", "H"), ("U", "G")]
+    assert "left out a filter: consumerFilter.json: T/G: " in caplog.text
+
+
+def test_a_spoilt_file_is_refused_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    registrations = Registrations()
+    registrations.register("T", "G", "a > 1", SQL92, 7, now_ms=100_000)
+    spoilt: list[Any] = [[], {"filterDataByTopic": 5}]
+    for document in spoilt:
+        with pytest.raises(ConfigError, match=r"consumerFilter\.json"):
+            registrations.load(document, 1)
+    assert [loaded.topic for loaded in registrations] == ["T"]
+    assert registrations.load({"filterDataByTopic": {"T": 5, "U": {"groupFilterData": 5}}}, 1)
+    assert list(registrations) == []
+    assert "left out the filters of a topic: consumerFilter.json: U: expected an object, found int" in caplog.text
 
 
 def test_a_predicate_is_watched(caplog: pytest.LogCaptureFixture) -> None:

@@ -213,3 +213,34 @@ def test_a_table_that_a_broker_replaces_is_read_from_its_backup() -> None:
     for look in (directory.recognise, directory.known_topics, directory.broker_names):
         files.write("/s/config/topics.json", topics)
         look("/s", files)
+
+
+def test_keys_that_name_no_topic_and_group_are_kept_and_no_groups(folder: Path) -> None:
+    config = persisted(folder)
+    keys = ["x", "", "@", "a@", "@b", "a@b@c", "5"]
+    for key in keys:
+        config.offsets.set(key, {0: 3})
+    config.persist(8)
+    tables = BrokerTables.open(str(folder))
+    assert tables.progress() == {("G", "T"): {2: 7}}
+    assert tables.offsets.unnamed() == keys
+    tables.set_consumer_offset("T", "G", 2, 8)
+    tables.persist(9)
+    rows = BrokerTables.open(str(folder)).offsets.rows
+    assert [(key, rows[key]) for key in keys] == [(key, {0: 3}) for key in keys]
+
+
+def test_a_row_that_no_file_can_hold_is_named_and_the_rest_is_saved(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = persisted(folder)
+    tables.set_topic("bad\ud800", read_queues=4, write_queues=2, permission=6)
+    tables.groups.set("H", {**group_row("H"), "attributes": {"a": object()}})
+    tables.offsets.set("T@bad\udfff", {0: 3})
+    tables.set_consumer_offset("T", "G", 2, 9)
+    for now_ms in (8, 9):
+        tables.persist(now_ms)
+    saved = BrokerTables.open(str(folder))
+    assert (list(saved.topics.rows), list(saved.groups.rows)) == (["T"], ["G"])
+    assert saved.progress() == {("G", "T"): {2: 9}}
+    assert [record.rmq_key for record in caplog.records] == ["'bad\\ud800'", "'H'", "'T@bad\\udfff'"]  # type: ignore[attr-defined]

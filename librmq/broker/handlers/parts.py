@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 from librmq.broker.administration import Administration, Progress, StoreReaders
@@ -23,7 +24,7 @@ from librmq.consumequeue_ext import check_bitmap
 from librmq.errors import BrokerError
 from librmq.files.interface import Files
 from librmq.message.lag import queue_lag
-from librmq.message.topics import HALF_TOPIC, is_own_group
+from librmq.message.topics import HALF_TOPIC, is_own_group, validate_kept_names
 from librmq.metrics import Metrics
 from librmq.protocol import (
     Acknowledge,
@@ -33,6 +34,7 @@ from librmq.protocol import (
     ChannelClosed,
     CheckSubscription,
     CleanUnusedTopics,
+    ConsumerData,
     ConsumerIds,
     ConsumerOffsetsOf,
     CopyTables,
@@ -99,6 +101,32 @@ _WRITES: Final = (
     *(DescribeLog, FollowLog, LeaveLog, CopyTables),
 )
 """Requests that a replica refuses."""
+
+
+_Names = tuple[Iterable[str], Iterable[str]]
+
+
+def _group_and_topic(request: Any) -> _Names:  # noqa: ANN401 (each of several kinds)
+    return (request.group,), (request.topic,)
+
+
+def _names_of_client(request: Heartbeat) -> _Names:
+    groups = chain(request.producer_groups, (data.group for data in request.consumers))
+    return groups, {topic for data in request.consumers for topic in _topics_of(data)}
+
+
+def _topics_of(data: ConsumerData) -> Iterator[str]:
+    for key, subscription in data.subscriptions.items():
+        yield key
+        yield subscription.topic
+
+
+_NAMED: Final[Mapping[type, Callable[[Any], _Names]]] = {
+    Heartbeat: _names_of_client,
+    LockQueues: lambda request: ((request.group,), {queue.topic for queue in request.queues}),
+    **dict.fromkeys((UpdateOffset, StartGroup, MoveGroup, ResetGroup), _group_and_topic),
+}
+"""The groups and topics that a request adds to tables. Others name those in the tables, or check a name themselves."""
 
 
 def _refuse(name: str, master: str, request: Request[Any]) -> None:
@@ -260,7 +288,15 @@ class BrokerParts:
         return tuple(behind)
 
     def _set_handler(self, kind: type[Q], handler: Callable[[Q], object]) -> None:
-        self.by_request[kind] = handler
+        """Add the handler of a kind of request, behind the check of the names that it adds to tables."""
+        names_of = _NAMED.get(kind)
+
+        def handle(request: Q) -> object:
+            assert names_of is not None
+            validate_kept_names(*names_of(request))
+            return handler(request)
+
+        self.by_request[kind] = handler if names_of is None else handle
 
     def _locked(self, handler: Callable[[Q], A]) -> Callable[[Q], A]:
         """Make a handler run under the runner's lock, on an open broker."""
@@ -338,10 +374,9 @@ class BrokerParts:
         """Return the lag of each group of users in each topic with progress, whether it has consumers or not."""
         lags: dict[tuple[str, ...], float] = {}
         with self._runner.lock:
-            rows = {name: dict(offsets) for name, offsets in self.context.tables.offsets.rows.items()}
+            progress = {place: dict(offsets) for place, offsets in self.context.tables.progress().items()}
             queues = {name: topic.read_queues for name, topic in self.context.topics.by_name.items()}
-        for name, offsets in rows.items():
-            topic, _, group = name.rpartition("@")
+        for (group, topic), offsets in progress.items():
             if topic in queues and not is_own_group(group):
                 lags[topic, group] = sum(
                     queue_lag(offsets.get(queue_id), *self.store.queue_range(topic, queue_id))

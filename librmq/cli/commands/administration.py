@@ -164,8 +164,7 @@ def _make_known(route: AdministeredRoute, group: str) -> None:
 
 def _progress_of(broker: StoreRoute, group: str) -> list[tuple[str, dict[int, int]]]:
     """Return the topics in which a group has progress, with the queue offsets by queue id."""
-    names = ((key.rpartition("@"), offsets) for key, offsets in broker.tables.offsets.rows.items())
-    return [(topic, dict(offsets)) for (topic, _, owner), offsets in names if owner == group]
+    return [(topic, dict(row)) for (owner, topic), row in broker.tables.progress().items() if owner == group]
 
 
 def _copy(broker: StoreRoute, name: str, new: str | None, groups: tuple[str, ...]) -> Row:

@@ -40,6 +40,7 @@ from librmq.files.interface import Files, read_replaced
 from librmq.java import json as java_json
 from librmq.java.json import NumberColumns, NumberRows
 from librmq.message.topics import DEAD_LETTER_PREFIX, LIGHT_PREFIX, RETRY_PREFIX, TOPIC_TYPES, TopicType, is_own_group
+from librmq.runtime.event_log import EventLog
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import CONSUMEQUEUE, tables_database
 from librmq.store.format.documents import START_FILE
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from librmq.filter import BloomFilter, Registrations
 
 Rows = dict[Any, Any]
+_log = EventLog("librmq.store")
 
 MOST_QUEUES: Final = 1 << 16
 """The most queues that an administrator can give a topic."""
@@ -310,12 +312,18 @@ class BrokerTables:
         self.filter_table.rows.update(filters)
 
 
+def topic_and_group(key: str) -> tuple[str, str] | None:
+    """Return the topic and the group of a key of progress; None for another text, which a broker keeps and ignores."""
+    topic, _, group = key.partition("@")
+    return (topic, group) if topic and group and "@" not in group else None
+
+
 def progress_of(rows: Mapping[str, dict[int, int]]) -> dict[tuple[str, str], dict[int, int]]:
     """Return queue offsets by queue id, by group and topic, of rows by ``topic@group``."""
     progress = {}
-    for name, offsets in rows.items():
-        topic, _, group = name.rpartition("@")
-        progress[intern(group), intern(topic)] = offsets
+    for key, offsets in rows.items():
+        if (names := topic_and_group(key)) is not None:
+            progress[intern(names[1]), intern(names[0])] = offsets
     return progress
 
 
@@ -400,6 +408,7 @@ class ConfigTable:
         self._versioned = versioned
         self._rows_of = name if check is _check_offsets_by_text else None
         self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows in the file's form
+        self._left_out: list[Any] = []  # keys of rows that can't be written
         self._stored: bytes | None = None  # the content of the file, None if it is unreadable
         self.is_stored = False
         """Whether the file, or its backup, has content."""
@@ -424,6 +433,11 @@ class ConfigTable:
         """
         rows = self._document[self._name]
         return rows.columns() if isinstance(rows, NumberRows) and rows.pairs() > few else None
+
+    def unnamed(self) -> list[str]:
+        """Return the keys of a table of progress that name no topic and group, so that it is no group's."""
+        rows: Rows | NumberRows = self._document[self._name]
+        return [] if isinstance(rows, NumberRows) else [key for key in rows if topic_and_group(key) is None]
 
     def set(self, key: str | int, row: object) -> None:
         """Add or replace a row."""
@@ -475,10 +489,32 @@ class ConfigTable:
             version["counter"] += self._changes
             version["timestamp"] = now_ms
         self._changes = 0
-        rows, document = self.rows, self._document
+        try:
+            return self._encoded(self.rows)
+        except (MalformedError, UnicodeEncodeError, RecursionError) as error:
+            return self._encoded(self._writable_rows(error))
+
+    def _encoded(self, rows: Rows) -> bytes:
         if self._versioned:  # its rows are replaced, never changed
-            document = {**document, self._name: {key: self._as_written(key, row) for key, row in rows.items()}}
-        return java_json.dumps(document).encode()
+            rows = {key: self._as_written(key, row) for key, row in rows.items()}
+        return java_json.dumps({**self._document, self._name: rows}).encode()
+
+    def _writable_rows(self, error: Exception) -> Rows:
+        """Return the rows without those that no file can hold; raise ``error`` if all can be written."""
+        rows = {key: row for key, row in self.rows.items() if _is_writable({key: row})}
+        unwritable = [key for key in self.rows if key not in rows]
+        if not unwritable:
+            raise error
+        if unwritable != self._left_out:
+            _log.error(
+                "%(file)s: saved without %(rows)d rows that can't be written, such as %(key)s: %(error)s",
+                file=self.path,
+                rows=len(unwritable),
+                key=ascii(unwritable[0])[:80],
+                error=error,
+            )
+        self._left_out = unwritable
+        return rows
 
     def _as_written(self, key: object, row: object) -> java_json.Written:
         cached = self._written.get(key)
@@ -558,11 +594,10 @@ class ConfigTable:
 class _LightOffsets(ConfigTable):
     """The progress of a broker with light queues; that of light groups is in a table of its own, without queue ids."""
 
-    def snapshot(self, now_ms: int) -> bytes:
-        """Return what `persist` would write now."""
-        is_light = {name: name.rpartition("@")[2].startswith(LIGHT_PREFIX) for name in self.rows}
-        light = {name: row[0] for name, row in self.rows.items() if is_light[name] and 0 in row}
-        others = {name: row for name, row in self.rows.items() if not is_light[name]}
+    def _encoded(self, rows: Rows) -> bytes:
+        is_light = {key: (topic_and_group(key) or ("", ""))[1].startswith(LIGHT_PREFIX) for key in rows}
+        light = {name: row[0] for name, row in rows.items() if is_light[name] and 0 in row}
+        others = {name: row for name, row in rows.items() if not is_light[name]}
         return java_json.dumps({**self._document, self._name: others, _LIGHT_TABLE: light}).encode()
 
     def _complete(self, document: object) -> dict[str, Any]:
@@ -574,6 +609,14 @@ class _LightOffsets(ConfigTable):
                 raise MalformedError(f"expected names with offsets, found {name!r:.80}: {queue_offset!r:.80}")
             rows.setdefault(name, {0: queue_offset})
         return complete
+
+
+def _is_writable(rows: Rows) -> bool:
+    try:
+        java_json.dumps(rows).encode()
+    except (MalformedError, UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def _written(row: object) -> java_json.Written:
@@ -637,8 +680,9 @@ def _check_starts(rows: Rows) -> Rows:
 
 
 def _check_offsets_by_text(rows: Rows) -> Rows:
-    if set(map(type, rows.values())) <= {dict}:  # as in nearly all files, which can have a million rows
+    # As in nearly all files, which can have a million rows.
+    if set(map(type, rows)) <= {str} and set(map(type, rows.values())) <= {dict}:
         keys, values = chain.from_iterable(rows.values()), chain.from_iterable(map(dict.values, rows.values()))
         if set(map(type, chain(keys, values))) <= {int}:
             return rows
-    return {name: _check_offsets(_object(row, str(name)[:80])) for name, row in rows.items()}
+    return {str(name): _check_offsets(_object(row, str(name)[:80])) for name, row in rows.items()}

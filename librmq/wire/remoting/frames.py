@@ -57,6 +57,8 @@ _LENGTH: Final = struct.Struct(">i")
 _BINARY: Final = struct.Struct(">hbhii")
 _SHORT: Final = struct.Struct(">h")
 _LIMIT: Final = 1 << 31
+HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which JSON can name, and no file or answer can hold."""
 _quoted: Final = json.encoder.encode_basestring
 _scan: Final[Callable[[str, int], tuple[Any, int]]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
@@ -290,9 +292,13 @@ def read_json(header: bytes, body: bytes) -> Frame:
         fields = {}
     else:
         try:
-            "".join(fields.values())
+            together = "".join(fields.values())
         except (TypeError, AttributeError):  # not all are strings
             fields = _texts(fields)
+            together = "".join(fields.values())
+        if not together.isascii() and HALF_PAIR.search(together):
+            # Java writes a question mark for it.
+            fields = {name: HALF_PAIR.sub("?", value) for name, value in fields.items()}
     return Frame(
         code,
         fields,

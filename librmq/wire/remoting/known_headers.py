@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from librmq.errors import MalformedError
-from librmq.wire.remoting.frames import Frame, read_json
+from librmq.wire.remoting.frames import HALF_PAIR, Frame, read_json
 
 NUMBER: Final = r"\d{1,18}"
 PLAIN_TEXT: Final = r'[^"\\\x00-\x1f]*'
@@ -94,7 +94,8 @@ class KnownHeaders:
                 values[-1], end = _string(text, match.start(text_name))
             except ValueError:
                 return None
-            if end != match.end(text_name) + 1:  # the pattern stopped at an escaped quote, within the value
+            # The pattern can stop at an escaped quote, within the value.
+            if end != match.end(text_name) + 1 or (not values[-1].isascii() and HALF_PAIR.search(values[-1])):
                 return None
         parsed = pattern.fill(like, body, *values)
         return KnownFrame(pattern.code, {}, body, int(opaque), remark, flag, language, version, False, parsed)

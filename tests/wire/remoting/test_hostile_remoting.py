@@ -10,6 +10,7 @@ import ssl
 import threading
 import tracemalloc
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any, Final
 
 import pytest
@@ -21,7 +22,7 @@ from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting import consumer_requests as consuming_module
 from librmq.wire.remoting import server as server_module
 from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
-from librmq.wire.remoting.headers import ClientOfGroupHeader
+from librmq.wire.remoting.headers import REQUESTS, ClientOfGroupHeader
 from librmq.wire.remoting.headers import RequestCode as Code
 from tests.reference import existing, jsonl
 from tests.wire.remoting_client import RawClient
@@ -278,6 +279,38 @@ def test_what_no_frame_can_hold_is_an_error(client: RawClient, server: RemotingS
         answer = tool.answer()
     assert (answer.opaque, answer.code) == (5, 1)
     assert "expected a number of 16 bits" in (answer.remark or "")
+
+
+ODD_NAMES: Final = {"half": "\ud800", "long": "a" * 20_000, "at": "a@b", "empty": "", "escape": "a\x1b[31mb"}
+
+
+@pytest.mark.parametrize("name", ODD_NAMES.values(), ids=ODD_NAMES)
+def test_no_name_of_a_request_spoils_a_table(
+    client: RawClient, broker: Broker, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every text in every request has an odd value; afterwards all tables can be saved, and are little larger."""
+
+    def size() -> int:
+        tables = broker.tables
+        return sum(
+            len(table.snapshot(0)) for table in (tables.topics, tables.groups, tables.offsets, tables.filter_table)
+        )
+
+    client.put("t", b"x")
+    client.beat("c1", "g", topics=("t",))
+    before = size()
+    usual = {"topic": "t", "group": "g", "consumerGroup": "g", "clientID": "c1", "a": "p", "b": "t", "e": "0"}
+    for code, form in REQUESTS.items():
+        texts = [field.name for field in fields(form.header) if "str" in str(field.type)]
+        for text in texts:
+            marked = form.header(**{field.name: "0" for field in fields(form.header)} | {text: "odd"})
+            named = {key: name if value == "odd" else usual.get(key, value) for key, value in to_fields(marked).items()}
+            head = json.dumps({"code": code, "extFields": named, "flag": 2, "opaque": 9}).encode()
+            client.write((4 + len(head)).to_bytes(4) + len(head).to_bytes(4) + head)
+    client.call(Code.UPDATE_CONSUMER_OFFSET, consumer_group="g", topic="t", queue_id=0, commit_offset=1)
+    assert broker.consumer_offset("g", "t") == 1
+    assert size() < before + 2_000
+    assert not [line for line in caplog.records if line.exc_info]
 
 
 @pytest.mark.parametrize("name", ["consumeType", "messageModel", "consumeFromWhere"])
