@@ -27,9 +27,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from librmq.clock import Clock, SystemClock
+from librmq.broker import Broker
+from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig
+from librmq.config import ENTRY_SIZE, StoreConfig
+from librmq.diagnosis._start_queues import QueuesAtStart
 from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.formatting import size as size_text
 from librmq.errors import CorruptionError, MalformedError, RmqError, StoreIOError
@@ -37,9 +39,10 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files, FolderEntry
 from librmq.files.memory import OverlayFiles
 from librmq.java import json as java_json
-from librmq.message.delays import DelayLevels
+from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.record import MESSAGE_MAGIC, MESSAGE_MAGIC_V2
-from librmq.runtime.event_log import counted
+from librmq.runtime.event_log import counted, held_back
+from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, repair_advice
@@ -156,6 +159,7 @@ class _Judge:
         self._kind = kind
         self._is_5 = directory.is_of_5(path, files)
         self._was_closed = not has_abort(files, path)
+        self._queue_files = QueuesAtStart(path, config, files)
         self._reasons: list[StartReason] = []
         self._lost_records: CorruptionError | None = None
 
@@ -168,6 +172,8 @@ class _Judge:
         self._timer()
         read = self._log(clock)
         self._index(read.start)
+        if not self._kind.derives_queues:
+            self._missing(read)
         librmq, cuts = self._by_librmq(clock)
         verdicts = [reason.verdict for reason in self._reasons if reason.opener == "broker"]
         broker: Start = max(verdicts, key=_ORDER.index, default="starts")
@@ -211,6 +217,9 @@ class _Judge:
             state, backup = self._state(place), self._state(f"{place}.bak")
             if state is None or (state == "is missing" and backup == "is missing"):
                 continue
+            if name == "delayOffset.json" and backup in ("is missing", "is empty") and not self._has_delayed():
+                self._add("repairs", place, f"{state}: the broker begins an empty table; no message is delayed")
+                continue
             if backup is None:
                 self._add("repairs", place, f"{state}, so {name}.bak is read in its place: it can be a save older",
                           f"to keep it, compare both, and copy {name}.bak over {name}")  # fmt: skip
@@ -223,12 +232,21 @@ class _Judge:
                           f"copy {name} from a backup of the store before the start")  # fmt: skip
         with suppress(CorruptionError):
             tables = BrokerTables.open(folder, files=self._files)
-            for unknown, table in (
-                (tables.unknown_progress(), tables.offsets), (tables.unknown_delays(), tables.delays),
-            ):  # fmt: skip
+            delays = tables.unknown_delays() if self._has_delayed() else None
+            for unknown, table in ((tables.unknown_progress(), tables.offsets), (delays, tables.delays)):
                 if unknown is not None and self._files.size(table.path) is None:
                     self._add("loses", table.path, f"{unknown.partition(':')[0]}, and the broker starts without it",
                               "copy the file from a backup of the store before the start")  # fmt: skip
+
+    def _has_delayed(self) -> bool:
+        """Return whether a queue of delayed messages has an entry."""
+        root = os.path.join(self._path, directory.CONSUMEQUEUE, SCHEDULE_TOPIC)
+        return self._kind.derives_queues or any(
+            any(self._files.read_at(os.path.join(root, queue.name, name), 0, ENTRY_SIZE))
+            for queue in self._files.list(root)
+            if queue.is_folder
+            for name in self._files.names(os.path.join(root, queue.name))
+        )
 
     def _state(self, place: str) -> str | None:
         """Return what is wrong with a file of a table, as a text that follows its name; None if nothing is."""
@@ -385,13 +403,31 @@ class _Judge:
 
     def _end_of_queues(self) -> int | None:
         """Return where the queues end in the log; None if they are in no files."""
-        if self._kind.derives_queues:
-            return None
-        try:
-            with MessageStore.open(self._path, self._config, files=self._files, read_only=True) as store:
-                return max((state.max_physic_offset for state in store.queues.states().values()), default=-1)
-        except RmqError:
-            return -1
+        is_in_files = self._kind not in (StoreKind.V5_ROCKSDB, StoreKind.V5_MIXED)
+        return self._queue_files.end() if is_in_files else None
+
+    def _missing(self, read: _ReadLog) -> None:
+        """Judge what is missing of log, queues and index, which a broker does not notice."""
+        named = {reason.file for reason in self._reasons if reason.verdict in ("loses", "refuses")}
+        if not self._was_closed and read.start is None:
+            return
+        for part in self._queue_files.lost_parts(None if self._was_closed else read.start):
+            file = self._name(part.file)
+            is_log = file.startswith(directory.COMMITLOG)
+            if file in named or (is_log and any(place.startswith(directory.COMMITLOG) for place in named)):
+                continue
+            if not part.is_lost:
+                self._add("repairs", part.file, part.what)
+            elif is_log:
+                self._add("loses", part.file, f"{part.what}: the broker starts without these messages",
+                          "copy the missing files from a backup of the store before the start")  # fmt: skip
+            else:
+                self._add("loses", part.file, part.what,
+                          f"{_COPY}; `librmq recover {self._path}` makes it again from the log")  # fmt: skip
+        for place in self._queue_files.empty_last_files(read.end or 0) if self._is_5 else ():
+            self._add("refuses", place,
+                      "the last file of a queue has no entry, and the one before it is full: the broker stops with an "
+                      "IllegalArgumentException (RocketMQ's #9728)", "delete it: it holds nothing")  # fmt: skip
 
     def _cut(self, log: CommitLog, end: int, damage: CorruptionError | None) -> int:
         """Judge what a broker cuts behind the end of the log, and return its bytes."""
@@ -465,13 +501,12 @@ class _Judge:
         if self._kind.derives_queues or database is not None:
             return "reads", None
         length = sum(entry.size for entry in self._files.list(os.path.join(self._path, directory.COMMITLOG)))
+        opened: Start
         try:
-            cuts = self._judged_by_walk() if length > _MOST_TRIED else self._tried(RecoveryMode.LAST_EXIT, clock)
-            opened: Start = "repairs" if cuts or not self._was_closed else "starts"
-        except CorruptionError as error:
-            self._add("refuses", error.file, f"at {error.offset}: {error.what}",
-                      f"{_COPY}; `librmq recover {self._path} --dry-run` shows what a recovery would cut",
-                      opener="librmq")  # fmt: skip
+            cuts = self._judged_by_walk() if length > _MOST_TRIED else self._opened_in_memory(clock)
+            opened = "repairs" if cuts or not self._was_closed else "starts"
+        except RmqError as error:
+            self._refused_by_librmq(error)
             opened, cuts = "refuses", []
         for cut in cuts[:_NAMED]:
             self._add("repairs", cut.file, f"at {cut.offset}: {cut.what}", opener="librmq")
@@ -480,26 +515,53 @@ class _Judge:
         if length > _MOST_TRIED:
             return opened, None
         with suppress(CorruptionError):
-            return opened, len(self._tried(RecoveryMode.WHOLE_LOG, clock))
+            return opened, len(self._recovered_in_memory(clock))
         return opened, None
+
+    def _refused_by_librmq(self, error: RmqError) -> None:
+        if not isinstance(error, CorruptionError):
+            self._add("refuses", self._path, str(error), opener="librmq")
+            return
+        is_table = os.path.basename(os.path.dirname(error.file)) == directory.CONFIG
+        following = repair_advice(error.file, self._files) if is_table else (
+            f"{_COPY}; `librmq recover {self._path} --dry-run` shows what a recovery would cut"
+        )  # fmt: skip
+        self._add("refuses", error.file, f"at {error.offset}: {error.what}", following, opener="librmq")
+
+    def _opened_in_memory(self, clock: Clock) -> list[Damage]:
+        """Open a broker whose changes stay in memory, and return what its recovery cut or made again.
+
+        Raises:
+            RmqError: librmq refuses the store.
+        """
+        with held_back():
+            runner = ManualRunner(ManualClock(clock.now_ms()))
+            broker = Broker.open(self._path, runner=runner, store_config=self._config, files=OverlayFiles(self._files))
+            try:
+                return list(broker.store.recovered)
+            finally:
+                broker.abandon()
 
     def _judged_by_walk(self) -> list[Damage]:
         """Return nothing for a large store that librmq opens; a recovery in memory would need room for its index.
 
         Raises:
-            CorruptionError: Sound records follow the log's end, so that librmq refuses the store.
+            CorruptionError: Sound records follow the log's end, or a table is damaged, so that librmq refuses the
+                store.
         """
         if self._lost_records is not None:
             raise self._lost_records
+        BrokerTables.open(os.path.join(self._path, directory.CONFIG), files=self._files)
         if self._was_closed:
             with MessageStore.open(self._path, self._config, files=self._files, read_only=True) as store:
                 if (cut := store.cut_short) is not None and cut.bytes:
                     raise CorruptionError(cut.file, cut.offset, cut.kind, cut.what)
         return []
 
-    def _tried(self, mode: RecoveryMode, clock: Clock) -> list[Damage]:
+    def _recovered_in_memory(self, clock: Clock) -> list[Damage]:
         levels = DelayLevels.parse(self._config.message_delay_level)
-        parts = load(self._path, self._config, levels, OverlayFiles(self._files), clock, mode=mode)
+        files = OverlayFiles(self._files)
+        parts = load(self._path, self._config, levels, files, clock, mode=RecoveryMode.WHOLE_LOG)
         try:
             return list(parts.cuts)
         finally:

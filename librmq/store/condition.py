@@ -31,7 +31,7 @@ from librmq.files.interface import Damage, Files
 from librmq.store.engine.store_parts import Parts
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.recovery.salvage import find_record
-from librmq.store.recovery.saved_state import judge_begin, read_mark
+from librmq.store.recovery.saved_state import judge_begin, lost_end
 
 
 class Wholeness(enum.Enum):
@@ -122,9 +122,8 @@ def _cut_before_entries(parts: Parts, config: StoreConfig, files: Files) -> Dama
 def _cut_before_covered(path: str, parts: Parts, files: Files) -> Damage | None:
     """Return as damage that the log ends before a record that was flushed."""
     log, checkpoint = parts.log, parts.checkpoint
-    mark = read_mark(path, files)
-    if mark is not None and mark.state.log_end > log.end:
-        return _lost_end(log, f"the last flush noted that it reached {mark.state.log_end}")
+    if (lost := lost_end(path, log, files)) is not None:
+        return lost
     covered_ms = min(checkpoint.physic_timestamp_ms, checkpoint.logics_timestamp_ms)
     if covered_ms <= 0 or _has_record_of(log, covered_ms):
         return None

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from librmq import Broker, ManualClock, ManualRunner, Message, MessageStore, StoreConfig
+from librmq import Broker, ManualClock, ManualRunner, Message, MessageStore, RmqError, StoreConfig
 from tests.cli.stand import Shell, errors_of, files_of
+from tests.cli.test_damage_by_command import DAMAGES, by_broker, sound
 from tests.reference import COMPACT, existing, unpack
+
+__all__ = ["sound"]  # a fixture
 
 START_MS = 1_700_000_000_000
 SIZE = 4096
@@ -244,3 +247,108 @@ def test_large_logs_are_judged_without_a_trial(shell: Shell, closed: bool) -> No
     row, _ = can_start(shell, path, 1)
     assert row["broker"] == "loses"
     assert row["librmq"] == ("starts" if closed else "refuses")
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_the_verdict_about_librmq_is_what_an_opening_does(shell: Shell, sound: Path, name: str) -> None:
+    path = shutil.copytree(sound, shell.folder / "s")
+    DAMAGES[name](path)
+    row, *reasons = shell("can-start", path).rows
+    was_killed = (path / "abort").exists()
+    try:
+        with Broker.open(path, runner=ManualRunner(ManualClock(START_MS))) as broker:
+            opened = "repairs" if broker.store.recovered or was_killed else "starts"
+    except RmqError:
+        opened = "refuses"
+    assert row["librmq"] == opened
+    assert opened != "refuses" or any(reason["opener"] == "librmq" for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    "table", ["topics.json", "consumerOffset.json", "subscriptionGroup.json", "delayOffset.json", "consumerFilter.json"]
+)
+def test_librmq_refuses_a_table_that_is_unreadable_with_its_backup(shell: Shell, own: Path, table: str) -> None:
+    for name in (table, f"{table}.bak"):
+        (own / "config" / name).write_text("{broken")
+    row, *reasons = shell("can-start", own).rows
+    with pytest.raises(RmqError):
+        Broker.open(own, runner=ManualRunner())
+    assert (row["broker"], row["librmq"]) == ("refuses", "refuses")
+    assert [reason["opener"] for reason in reasons if reason["file"] == f"config/{table}"] == ["broker", "librmq"]
+
+
+@pytest.mark.parametrize(("made_by", "what"), [("librmq", "file"), ("librmq", "folder"), ("a broker", "file")])
+def test_a_broker_reads_on_behind_a_queue_that_is_missing(shell: Shell, sound: Path, made_by: str, what: str) -> None:
+    path = shutil.copytree(sound, shell.folder / "s")
+    if made_by == "a broker":
+        by_broker(path)
+    folder = path / "consumequeue" / "%DLQ%G"
+    shutil.rmtree(folder / "0")
+    if what == "file":
+        (folder / "0").mkdir()
+    row, reasons = can_start(shell, path, 1)
+    assert row["broker"] == "loses"
+    (reason,) = [reason for file, reason in reasons.items() if file.startswith("consumequeue/%DLQ%G")]
+    assert "behind 1 message" in reason["what"]
+    assert "recover" in reason["next"]
+
+
+def test_a_broker_reads_on_behind_an_entry_that_is_lost(shell: Shell, sound: Path) -> None:
+    path = shutil.copytree(sound, shell.folder / "s")
+    DAMAGES["the last entry of a queue lost"](path)
+    row, reasons = can_start(shell, path, 1)
+    assert row["broker"] == "loses"
+    assert "behind 1 message" in next(iter(reasons.values()))["what"]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_broker_makes_all_queues_again_if_none_is_left(shell: Shell, sound: Path, closed: bool) -> None:
+    path = shutil.copytree(sound, shell.folder / "s")
+    shutil.rmtree(path / "consumequeue")
+    if not closed:
+        (path / "abort").touch()
+        first_ms = struct.unpack_from(">q", sorted((path / "commitlog").iterdir())[2].read_bytes(), 56)[0] + 3000
+        (path / "checkpoint").write_bytes(struct.pack(">qq", first_ms, first_ms).ljust(4096, b"\0"))
+    _, reasons = can_start(shell, path)
+    queues = [reason["verdict"] for file, reason in reasons.items() if file.startswith("consumequeue")]
+    assert set(queues) >= ({"repairs"} if closed else {"loses"})
+    # After a kill a broker puts into the queues what its recovery reads.
+    assert ("loses" in queues) == (not closed)
+
+
+def test_without_a_delayed_message_the_progress_of_levels_costs_nothing(shell: Shell, own: Path) -> None:
+    (own / "config" / "delayOffset.json").unlink(missing_ok=True)
+    (own / "config" / "delayOffset.json.bak").unlink(missing_ok=True)
+    assert can_start(shell, own, 0)[0]["broker"] == "starts"
+    (own / "config" / "delayOffset.json").write_text("{broken")
+    row, _ = can_start(shell, own, 1)
+    assert (row["broker"], row["librmq"]) == ("repairs", "refuses")
+
+
+def test_5_stops_at_an_empty_last_file_of_a_queue(shell: Shell) -> None:
+    """It is the state of RocketMQ's #9728: the entry's page, and its message, did not reach the device."""
+    unpack(COMPACT / "stores" / "rocketmq-5.3.3.tar.xz", shell.folder / "old")
+    store = shell.folder / "old" / "store"
+    with MessageStore.open(store) as opened:
+        size = opened.config.consumequeue_file_size // 20
+        while opened.queue_range("filled", 0)[1] < size:
+            opened.append(Message("filled", b"entry of a full file"))
+        other = opened.append(Message("other", b"not in its queue yet"))
+    shutil.rmtree(store / "librmq")
+    queue = store / "consumequeue" / "other" / "0" / f"{0:020}"
+    queue.write_bytes(bytes(queue.stat().st_size))
+    empty = store / "consumequeue" / "filled" / "0" / f"{size * 20:020}"
+    empty.write_bytes(bytes(size * 20))
+    row, reasons = can_start(shell, store, 1)
+    assert row["broker"] == "refuses"
+    assert "9728" in reasons[f"consumequeue/filled/0/{empty.name}"]["what"]
+    assert other.queue_offset == 0
+    empty.unlink()
+    assert can_start(shell, store)[0]["broker"] != "refuses"
+
+
+def test_queues_of_batches_are_in_files(shell: Shell) -> None:
+    unpack(existing("store-5.3.3", "bcq.tar.xz"), shell.folder)
+    row, reasons = can_start(shell, shell.folder / "bcq")
+    assert row["recovery_file"] is not None
+    assert not any("RocksDB" in reason["what"] for reason in reasons.values())

@@ -73,6 +73,12 @@ def killed(path: Path) -> None:
     patch(path / "checkpoint", 0, bytes(24))
 
 
+def killed_again(path: Path) -> None:
+    """Leave it as a kill soon after an opening does, whose records have the times of those before."""
+    (path / "abort").touch()
+    patch(path / "checkpoint", 0, bytes(24))
+
+
 def both(*steps: Callable[[Path], object]) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         for step in steps:
@@ -120,6 +126,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     ),
     "killed, the only file of a queue missing": both(lambda path: only_file(path).unlink(), killed),
     "killed, a record in the middle lost": both(lambda path: zero(path, MESSAGES // 2), killed),
+    "killed after a close, the last log file missing": both(lambda path: logs(path)[-1].unlink(), killed_again),
+    "killed after a close, the first log file missing": both(lambda path: logs(path)[0].unlink(), killed_again),
     "closed, the last record lost": lambda path: zero(path, -1),
     "closed, a record in the middle lost": lambda path: zero(path, MESSAGES // 2),
     "closed, one byte of a body changed": flip_body,

@@ -218,7 +218,10 @@ class FlushMarks(Protocol):
         """Write a mark after everything before its end was flushed; None writes nothing."""
 
     def withdraw(self) -> None:
-        """Delete the mark after a failed flush, or before a file of the log is deleted."""
+        """Delete the mark after a failed flush."""
+
+    def withdraw_all(self) -> None:
+        """Delete the mark and the state of the last close, before a file of the log is deleted."""
 
 
 class Durability:
@@ -309,10 +312,10 @@ class Durability:
     def deletion(self) -> Iterator[None]:
         """Hold flushes and appends back while a file of the log is deleted.
 
-        The mark is deleted before, because after a kill it would say that the file is missing.
+        The marks are deleted before, because after a kill they would say that the file is missing.
         """
         with self._lock.flushing:
-            self._marks.withdraw()
+            self._marks.withdraw_all()
             with self._lock:
                 yield
 

@@ -32,7 +32,14 @@ from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.log_comparison import UncleanQueues
 from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings
-from librmq.store.recovery.saved_state import Mark, MarkError, StoreState, read_closed_state, take_mark
+from librmq.store.recovery.saved_state import (
+    Mark,
+    MarkError,
+    StoreState,
+    read_closed_state,
+    take_mark,
+    withdraw_closed_state,
+)
 
 _T = TypeVar("_T")
 
@@ -394,6 +401,8 @@ class _Opening:
         if mode is RecoveryMode.PREVIEW:
             folders = {directory.queue_folder(path, *name) for name in recovery.lacking}
             self.repairs += [cut for cut in parts.cuts if os.path.dirname(cut.file) in folders]
+        else:
+            withdraw_closed_state(path, files, log)
 
 
 def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_ms: int, why_whole: str = "") -> str:

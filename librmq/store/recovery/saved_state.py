@@ -10,7 +10,8 @@ So that opening need not check the whole store, librmq notes its state beside th
     librmq/flushed.json   the same fields without "times", "index_file" and "machine"
 
 A broker ignores them, and without them a store opens as a broker would open it. The first counts after a clean close,
-if it agrees with the log: the same oldest file, the same last record, nothing after it.
+if it agrees with the log: the same oldest file, the same last record, nothing after it. After a kill it still says what
+the log had reached, until retention deletes a file, or a recovery has reported what is missing.
 
 The second is the mark of a flush, for a recovery after a kill. It promises that log, queues and index have everything
 of the records before ``log_end``. It counts at most once, on the machine that wrote it, until that is restarted, and
@@ -171,6 +172,34 @@ def read_closed_state(path: str, files: Files) -> StoreState | None:
         return None  # it only saves time
 
 
+def lost_end(path: str, log: CommitLog, files: Files) -> Damage | None:
+    """Return as damage that the log ends before the last flush or the last close noted; None if it does not."""
+    closed, mark = read_closed_state(path, files), read_mark(path, files)
+    for when, state in (("flush", mark and mark.state), ("close", closed)):
+        if state is not None and state.log_end > log.end:
+            what = f"the last {when} noted that it reached {state.log_end}, beyond the log's end"
+            return Damage(log.sequence.path_at(log.end), log.end, "ahead", what)
+    return None
+
+
+def withdraw_closed_state(path: str, files: Files, log: CommitLog) -> None:
+    """Delete the state of the last close if the log lacks a part that it had.
+
+    Call it after a recovery that has reported the loss. Otherwise readers would report it again after the next kill.
+    """
+    closed = read_closed_state(path, files)
+    if closed is not None and (closed.log_begin != log.begin or closed.log_end > log.end):
+        delete_closed_state(path, files)
+
+
+def delete_closed_state(path: str, files: Files) -> None:
+    """Delete the state of the last close, durably; call it before retention deletes a file of the log."""
+    place = _closed_path(path)
+    if files.size(place) is not None:
+        files.delete(place)
+        files.flush_folder(os.path.dirname(place))
+
+
 def _without_deleted(state: StoreState, path: str, files: Files) -> StoreState:
     """Leave out topics without a folder that the broker's table of topics does not have either."""
     folders = {entry.name for entry in files.list(os.path.join(path, directory.CONSUMEQUEUE))}
@@ -202,7 +231,7 @@ def judge_begin(path: str, log: CommitLog, files: Files, config: StoreConfig, *,
     """
     closed, mark = read_closed_state(path, files), None if was_closed else read_mark(path, files)
     begin, when = log.begin, "at the last flush"
-    if was_closed and closed is not None and closed.lacks_files(log):
+    if closed is not None and closed.lacks_files(log):
         begin, when = closed.log_begin, "at the last close"
     elif mark is not None and log.end - mark.state.log_end < _MARKS_APART:
         begin = mark.state.log_begin
@@ -439,3 +468,9 @@ class MarkWriter:
         """Delete the mark, because the index may never reach the device, or a file that it names is to be deleted."""
         with suppress(StoreIOError):
             delete_mark(self._path, self._files)
+
+    def withdraw_all(self) -> None:
+        """Delete the mark and the state of the last close, because a file that both name is to be deleted."""
+        self.withdraw()
+        with suppress(StoreIOError):
+            delete_closed_state(self._path, self._files)
