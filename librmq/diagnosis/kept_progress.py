@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -29,9 +30,10 @@ from librmq.diagnosis.formatting import duration, moment
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError, MalformedError
 from librmq.java import json as java_json
-from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message.topics import OFFSET_MOVED_TOPIC, RETRY_PREFIX, TIMER_TOPIC, is_own_group
 from librmq.runtime.event_log import counted
+from librmq.store.engine.store_parts import QueueState
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, progress_of
 from librmq.store.format.timerfiles import (
@@ -130,10 +132,11 @@ def _moves(view: StoreView) -> Iterator[KeptProgress]:
 
 
 def kept_progress_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
-    """Yield the findings about steps back, groups that were deleted, and what is overdue."""
+    """Yield the findings about steps back, deleted groups, progress beyond an end, and what is overdue."""
     if not view.is_live:
         yield from _step_findings(view, limits)
         yield from _unlisted_group_findings(view, limits)
+    yield from _beyond_end_findings(view)
     yield from _overdue_levels(view)
     yield from _timer_findings(view)
 
@@ -193,6 +196,34 @@ def _unlisted_group_findings(view: StoreView, limits: Thresholds) -> Iterator[Fi
             {"topics": sorted(topics[group])[:NAMED], "retries": retries, "deleted_topics": missing[:NAMED],
              **cut_evidence(max(len(topics[group]), len(missing)) > NAMED)},
             f"To remove what is left: librmq group delete STORE {group}; to keep it: librmq group set STORE {group}.",
+        )  # fmt: skip
+
+
+def _beyond_end_findings(view: StoreView) -> Iterator[Finding]:
+    """Yield the delay levels, and the timer, whose progress is beyond the end of their queue."""
+    # If the log is cut short, its damage is the finding.
+    if view.store.past_ms is not None or view.store.condition.lost:
+        return
+    for level, queue_offset in sorted(view.tables.delays.rows.items()) if view.unknown_delays is None else ():
+        state = view.ranges.get((SCHEDULE_TOPIC, queue_id_of_level(level)))
+        yield from _beyond_end(f"delay level {level}", directory.CONFIG + "/delayOffset.json", queue_offset, state)
+    with suppress(CorruptionError):  # `can-start` and `timers` name it
+        checkpoint = TimerCheckpoint.read(view.store.path, view.store.files)
+        if checkpoint is not None and view.owner is None:
+            state = view.ranges.get((TIMER_TOPIC, 0))
+            yield from _beyond_end("timer", directory.CONFIG + "/timercheck", checkpoint.queue_offset, state)
+
+
+def _beyond_end(subject: str, file: str, queue_offset: int, state: QueueState | None) -> Iterator[Finding]:
+    end = 0 if state is None else state.max_offset
+    if queue_offset > end:
+        yield Finding(
+            "progress-beyond-end", "error", subject,
+            f"The progress {queue_offset} in {file} is beyond the end {end} of the queue: "
+            f"{counted(queue_offset - end, 'message')} that wait may be lost, or not delivered.",
+            {"consumer_offset": queue_offset, "max_offset": end, "messages": queue_offset - end},
+            "Find out first whether the log lost its end: librmq verify STORE. A broker and Broker.open set the "
+            "progress to the end when they start.",
         )  # fmt: skip
 
 

@@ -18,7 +18,9 @@ from tests.cli.stand import Shell, errors_of
 from tests.reference import COMPACT, unpack
 
 START_MS = 1_700_000_000_000
-NEW = {"progress-stepped-back", "unlisted-group", "overdue", "timers-beyond-log", "stale-wheel"}
+NEW = {
+    "progress-stepped-back", "unlisted-group", "progress-beyond-end", "overdue", "timers-beyond-log", "stale-wheel",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -106,6 +108,25 @@ def test_levels_that_are_overdue(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_progress_of_a_level_beyond_its_end(path: Path) -> None:
+    clock = ManualClock(START_MS)
+    with Broker.open(path, runner=ManualRunner(clock)) as broker:
+        Producer(broker, "P").send("orders", b"x", delay=10)
+    table(path, "delayOffset.json").write_text('{"offsetTable":{3:5,4:1}}')
+    assert found(path) == {
+        "progress-beyond-end delay level 3": {"consumer_offset": 5, "max_offset": 1, "messages": 4},
+        "progress-beyond-end delay level 4": {"consumer_offset": 1, "max_offset": 0, "messages": 1},
+    }
+    with Broker.open(path, runner=ManualRunner(clock)) as broker:  # it sets the progress to the end
+        before = broker.store.queue_range("orders", 0)[1] + broker.store.queue_range("orders", 1)[1]
+        for delay in (10, 30):
+            Producer(broker, "P").send("orders", b"later", delay=delay)
+        broker.runner.advance(60_000)  # type: ignore[attr-defined]
+        after = broker.store.queue_range("orders", 0)[1] + broker.store.queue_range("orders", 1)[1]
+        assert after - before == 2
+    assert found(path) == {}
+
+
 @pytest.fixture
 def timers(tmp_path: Path) -> Path:
     """Make a closed store with four timers that wait, and a last message much later than the first."""
@@ -135,6 +156,13 @@ def test_timers_that_are_overdue(timers: Path) -> None:
     evidence = found(timers)["overdue timer"]
     due_ms = write_ms + delay_ms - 5_400_000
     assert (evidence["messages"], evidence["due_timestamp_ms"]) == (1, due_ms)
+
+
+def test_progress_of_the_timer_beyond_its_end(timers: Path) -> None:
+    patch(table(timers, "timercheck"), 16, struct.pack(">q", 9))
+    assert found(timers) == {
+        "progress-beyond-end timer": {"consumer_offset": 9, "max_offset": 4, "messages": 5},
+    }
 
 
 def test_units_that_name_messages_beyond_the_log(timers: Path) -> None:
