@@ -239,7 +239,10 @@ def _advice(error: CorruptionError) -> str:
     if folder == "librmq":
         return "; move the file away: no message is in it, and librmq and a broker start without it"
     if error.kind == "size" and any(f"{os.sep}{kind}{os.sep}" in error.file for kind in ("consumequeue", "index")):
-        return "; the log has the messages: librmq recover makes the file again"
+        from librmq.files.disk import DiskFiles
+        from librmq.store.format.directory import derived_remedy
+
+        return f"; {derived_remedy(error.file, DiskFiles())}"
     return "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
 
 

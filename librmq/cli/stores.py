@@ -22,7 +22,15 @@ from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, 
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
-from librmq.store.format.directory import COMMITLOG, MISSING_LOG, broker_names, check_config, check_kind, infer_config
+from librmq.store.format.directory import (
+    COMMITLOG,
+    MISSING_LOG,
+    broker_names,
+    check_config,
+    check_kind,
+    derived_remedy,
+    infer_config,
+)
 from librmq.store.format.documents import OWN_FOLDER
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
@@ -434,8 +442,7 @@ def report_cut(arguments: argparse.Namespace, damage: Damage) -> None:
         "copy the missing {} of commitlog/ from the store that this is a copy of; without it these messages are lost"
     )
     if not is_of_log:
-        what = f"{damage.file}: at {damage.offset}: {damage.what}; the log has the messages: librmq recover makes the "
-        what += "file again"
+        what = f"{damage.file}: at {damage.offset}: {damage.what}; {derived_remedy(damage.file, DiskFiles())}"
     elif damage.kind == MISSING_LOG:
         what = f"{damage.what}: {missing.format('begin')}"
     elif damage.bytes:

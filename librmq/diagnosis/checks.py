@@ -224,10 +224,11 @@ def unverified_damage(view: StoreView) -> Iterator[Finding]:
         is_missing_queue = damage.kind == "missing" and damage.file.startswith(queues)
         if damage.kind not in ("entry", "record") and not (missing and is_missing_queue):  # those are found above
             file = os.path.relpath(damage.file, view.store.path)
+            remedy = directory.derived_remedy(damage.file, view.store.files)
             yield Finding(
                 "damage", "error", f"store {view.store.path}", f"{file} is damaged: {damage.what}.",
                 {"places": 1, "kinds": [damage.kind], "file": file, "offset": damage.offset},
-                "The log has the messages: librmq recover STORE makes the file again.",
+                f"{remedy[0].upper()}{remedy[1:]}.",
             )  # fmt: skip
 
 
@@ -265,7 +266,9 @@ def _missing_queue_findings(view: StoreView) -> Iterator[Finding]:
             f"Files of {counted(len(missing), 'queue')} are missing: {', '.join(missing[:3])}{others}.",
             {"places": len(missing), "kinds": ["missing"], "queues": missing[:NAMED],
              **cut_evidence(len(missing) > NAMED), "error": None},
-            "The log still has the messages: librmq recover STORE makes the queues again.",
+            "The log still has the messages: librmq recover STORE makes the queues again."
+            if view.store.log.sequence.starts else
+            "The log has no file to make them again from: copy commitlog/ from the store that this is a copy of.",
         )  # fmt: skip
 
 

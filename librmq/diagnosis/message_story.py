@@ -25,7 +25,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from librmq.diagnosis.deadletters import given_up
@@ -102,7 +102,8 @@ def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryE
     """Return the events of the message with a unique id, an offset id or a key, in log order.
 
     The end of each record in each group with progress in its topic comes last: ``dead``, ``filtered``, ``skipped``,
-    ``passed`` or ``not_passed``. The result is empty if no record has this id or key.
+    ``passed`` or ``not_passed``. If only traces have the id or key, they are the events. The result is empty if no
+    record has it.
 
     Args:
         source: A running broker, the folder of a store, or a view of either.
@@ -118,7 +119,7 @@ def story(source: Source, name: str, *, topic: str | None = None) -> list[StoryE
         view.store.refresh()
         records = [message for message in _records(view, name, topic) if not is_trace_body(message.body or b"")]
         received = pop_events(view, [message for message in records if _is_consumed(message)])
-        events = [*_log_events(view, records), *_receives(received), *_traced(view, records)]
+        events = [*_log_events(view, records), *_receives(received), *_traced(view, records, name, topic)]
         events.sort(key=lambda event: event.physical_offset)
         return events + list(_group_events(view, records, received))
 
@@ -279,17 +280,19 @@ def trace_topics(view: StoreView) -> list[str]:
     return topics
 
 
-def _traced(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
-    """Yield what clients have recorded about the messages of these records."""
+def _traced(view: StoreView, records: Sequence[StoredMessage], name: str, topic: str | None) -> Iterator[StoryEvent]:
+    """Yield what clients have recorded about the messages of these records.
+
+    The store of the traces need not be that of the messages: without a record, ``name`` and ``topic`` name them.
+    """
     names = {name for message in records for name in (message.unique_key, message.offset_id) if name is not None}
-    if not records or not (topics := trace_topics(view)):
+    if not (topics := trace_topics(view)):
         return
-    stored = {
-        message.physical_offset: message
-        for name in names
-        for topic in topics
-        for message in view.store.find_by_key(topic, name, max_messages=_MOST)
-    }
+    if not records:
+        traces = TraceReader().traces(_by_keys(view, topics, [name]).values())
+        is_named = (trace for trace in traces if name == trace.id or name in (trace.keys or "").split())
+        names = {trace.id for trace in is_named if topic is None or trace.topic in (None, topic)}
+    stored = _by_keys(view, topics, names)
     for trace in TraceReader().traces(stored[place] for place in sorted(stored)):
         if trace.id not in names:
             continue
@@ -306,6 +309,16 @@ def _traced(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[Story
             parts.append(f"attempt {trace.retries + 1}")
         message = stored[trace.physical_offset]
         yield _event(message, event, trace.group, ", ".join(parts))._replace(at_ms=trace.at_ms, unique_key=trace.id)
+
+
+def _by_keys(view: StoreView, topics: Sequence[str], names: Collection[str]) -> dict[int, StoredMessage]:
+    """Return the messages of some topics that have one of these keys, by their places."""
+    return {
+        message.physical_offset: message
+        for name in names
+        for topic in topics
+        for message in view.store.find_by_key(topic, name, max_messages=_MOST)
+    }
 
 
 def _receives(received: Sequence[PopEvent]) -> Iterator[StoryEvent]:

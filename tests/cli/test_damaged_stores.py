@@ -53,6 +53,12 @@ def remove_first_files(path: Path, count: int) -> int:
     return sum(file.read_bytes().count(b"body ") for file in (path / "commitlog").iterdir())
 
 
+def kill(path: Path) -> None:
+    """Leave a closed store as a kill after its first opening does: nothing notes what it had at a close."""
+    (path / "abort").touch()
+    (path / "librmq" / "closed.json").unlink()
+
+
 def kinds(shell: Shell, *words: object) -> dict[str, dict[str, object]]:
     return {row["finding"]: row for row in shell("diagnose", *words).rows}
 
@@ -63,6 +69,7 @@ def test_messages_in_missing_log_files_do_not_count(shell: Shell, orders: Path, 
     assert 0 < left < MESSAGES
     if crashed:
         (orders / "abort").touch()
+        shutil.rmtree(orders / "librmq")  # it knows where the log began
     assert sum(row["lag"] for row in shell("lag", orders).rows) == left
     assert [row["messages"] for row in shell("topics", orders).rows if row["topic"] == "T"] == [left]
     assert shell("stats", orders).rows[0]["messages"] == left
@@ -96,7 +103,8 @@ def test_a_queue_whose_messages_are_all_gone_is_empty(shell: Shell, orders: Path
     assert sum(row["lag"] for row in shell("lag", orders).rows) == 1
 
 
-def test_retention_leaves_no_missing_files(shell: Shell, orders: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_retention_leaves_no_missing_files(shell: Shell, orders: Path, is_killed: bool) -> None:
     config = replace(CONFIG, max_total_size=2 * 4096, keep_unconsumed=False)
     clock = ManualClock(START_MS)
     with MessageStore.open(orders, config, clock=clock, background=False) as store:
@@ -104,6 +112,8 @@ def test_retention_leaves_no_missing_files(shell: Shell, orders: Path) -> None:
         store.append(Message("T", b"new"))
         store.run_due(clock.now_ms() + 86_400_000)
         assert store.log.begin > begin
+        if is_killed:
+            store.abandon()
     assert "missing-log-files" not in kinds(shell, orders)
 
 
@@ -228,7 +238,7 @@ def test_diagnose_finds_it_without_reading_every_record(shell: Shell, damaged: t
 
 def test_a_torn_end_is_read_as_recovery_leaves_it(filled: Path, shell: Shell) -> None:
     path = shutil.copytree(filled / "one-file", shell.folder / "torn")
-    (path / "abort").touch()
+    kill(path)
     log = min((path / "commitlog").iterdir())
     raw = log.read_bytes()
     log.write_bytes(raw.replace(b"body 139", b"bodi 139"))
@@ -325,6 +335,7 @@ def test_a_report_says_that_queues_lead_beyond_the_log(shell: Shell, orders: Pat
 def test_a_log_without_its_queues_ends_without_a_word(shell: Shell, orders: Path) -> None:
     remove_end(orders)
     shutil.rmtree(orders / "consumequeue")
+    (orders / "librmq" / "closed.json").unlink()
     (orders / "checkpoint").unlink()
     for words in (["dump"], ["show"]):
         answer = shell(words[0], orders, *words[1:])
@@ -333,7 +344,7 @@ def test_a_log_without_its_queues_ends_without_a_word(shell: Shell, orders: Path
 
 def test_a_killed_writer_leaves_queues_ahead_without_a_word(shell: Shell, orders: Path) -> None:
     remove_end(orders)
-    (orders / "abort").touch()
+    kill(orders)
     (orders / "checkpoint").unlink()
     for command in ("lag", "dump", "show"):
         answer = shell(command, orders)
@@ -385,7 +396,7 @@ def lose_last_file(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["missing", "zeros"])
 def test_a_killed_store_is_short_of_what_its_checkpoint_covers(shell: Shell, slow_orders: Path, how: str) -> None:
     lose_last_file(slow_orders, how)
-    (slow_orders / "abort").touch()
+    kill(slow_orders)
     for command in ("count", "stats", "lag", "topics", "show", "dump", "pending"):
         answer = shell(command, slow_orders)
         assert answer.status == 1, (command, answer)
@@ -395,7 +406,7 @@ def test_a_killed_store_is_short_of_what_its_checkpoint_covers(shell: Shell, slo
 @pytest.mark.parametrize("command", ["count", "lag", "stats", "show", "dump"])
 def test_a_log_file_of_length_zero_is_as_none(shell: Shell, slow_orders: Path, command: str) -> None:
     lose_last_file(slow_orders, "missing")
-    (slow_orders / "abort").touch()
+    kill(slow_orders)
     without = shell(command, slow_orders)
     assert without.status == 1
     assert "the checkpoint covers records up to" in without.said
@@ -407,7 +418,7 @@ def test_a_log_file_of_length_zero_is_as_none(shell: Shell, slow_orders: Path, c
 @pytest.mark.parametrize("how", ["missing", "zeros", "empty"])
 def test_columns_say_what_a_killed_store_has_lost(shell: Shell, slow_orders: Path, how: str) -> None:
     lose_last_file(slow_orders, how)
-    (slow_orders / "abort").touch()
+    kill(slow_orders)
     with pytest.raises(CorruptionError, match="the checkpoint covers records up to"):
         reader(slow_orders).read_all()
     left = reader(slow_orders, as_recovered=True).read_all().num_rows
@@ -422,7 +433,7 @@ def test_columns_say_what_a_killed_store_has_lost(shell: Shell, slow_orders: Pat
 @pytest.mark.parametrize("how", ["missing", "zeros", "empty"])
 def test_queues_ahead_of_what_nothing_covers_are_cut(shell: Shell, slow_orders: Path, how: str) -> None:
     lose_last_file(slow_orders, how)
-    (slow_orders / "abort").touch()
+    kill(slow_orders)
     (slow_orders / "checkpoint").unlink()
     assert [shell(command, slow_orders).status for command in ("count", "show", "dump")] == [0, 0, 0]
     assert 0 < reader(slow_orders).read_all().num_rows < MESSAGES
@@ -606,3 +617,15 @@ def test_tables_that_no_broker_can_open_are_unsound(shell: Shell, orders: Path) 
     for name in ("consumerOffset.json", "consumerOffset.json.bak"):
         (orders / "config" / name).unlink()
     assert shell("verify", orders).status == 0
+
+
+def test_no_command_says_that_a_missing_log_has_the_messages(orders: Path, shell: Shell) -> None:
+    for file in (orders / "commitlog").iterdir():
+        file.unlink()
+    queue = min((orders / "consumequeue" / "T" / "0").iterdir())
+    queue.write_bytes(queue.read_bytes()[:10])
+    for words in (["topics"], ["queue", "T", 0], ["diagnose", "--no-verify"]):
+        answer = shell(words[0], "orders", *words[1:])
+        assert answer.status == 1
+        assert "commitlog/ has no file" in answer.said
+        assert "the log has the messages" not in (answer.out + answer.said).lower()

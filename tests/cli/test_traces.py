@@ -104,6 +104,22 @@ def test_story_says_which_instance_consumed_it(shell: Shell, ids: list[str]) -> 
         assert "attempt 2" in traced[3]["note"]
 
 
+def test_story_of_a_message_of_which_only_traces_are_here(shell: Shell) -> None:
+    """A broker can keep the traces of messages that another broker has."""
+    runner, ids = (
+        ManualRunner(ManualClock(START_MS)),
+        ["0A09090900002A139A5510FA5B8A0000", "0A09090900002A139A5510FA5B8A0001"],
+    )
+    with Broker.open(shell.folder / "only", runner=runner, store_config=StoreConfig.tiny()) as broker:
+        store_traces(broker, ids)
+    for name in (ids[0], "order-1"):
+        rows = shell("story", "only", name).rows
+        assert [row["event"] for row in rows] == ["sent", "received", "failed", "received", "consumed"]
+        assert {row["unique_key"] for row in rows} == {ids[0]}
+    assert shell("story", "only", "order-1", "--topic", "orders").rows == rows
+    assert shell("story", "only", "order-2").rows == []
+
+
 def test_topics_of_traces_that_users_name(shell: Shell) -> None:
     runner = ManualRunner(ManualClock(START_MS))
     with Broker.open(shell.folder / "custom", runner=runner, store_config=StoreConfig.tiny()) as broker:

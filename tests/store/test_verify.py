@@ -106,6 +106,7 @@ def test_unknown_values_are_named(found: Contents, begin: int, length: int) -> N
         verdict = judged(found, {(LOG, at): bytes([data[at] ^ 1])})
         assert verdict.sound
         assert "checksum" in verdict.notes[0]
+        assert "user properties" in verdict.notes[0]
 
 
 @pytest.mark.slow

@@ -263,6 +263,15 @@ def tables_database(folder: str, files: Files) -> str | None:
     return None
 
 
+def derived_remedy(file: str, files: Files) -> str:
+    """Return what to do about a damaged file of queues or index: the log has its messages, unless it has no file."""
+    for name in (CONSUMEQUEUE, INDEX):
+        root, separator, _ = file.rpartition(os.path.join(os.sep, name, ""))
+        if separator and not numbered_files(files, os.path.join(root, COMMITLOG)):
+            return f"{COMMITLOG}/ has no file to make it again from: copy it from the store that this is a copy of"
+    return "the log has the messages: librmq recover makes the file again"
+
+
 def lock_path(path: str) -> str:
     """Return the path of the file whose lock makes a writer the owner of the store."""
     return os.path.join(path, LOCK)

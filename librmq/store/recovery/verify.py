@@ -2,9 +2,9 @@
 
 It finds unreadable records and bodies that do not match their checksum, bytes after the log's end, queues and index
 that lack records, are ahead of the log or contradict it, files of a wrong length, folders that belong to no queue, and
-a checkpoint later than the last record. It cannot find changes in a record's flag, times, hosts, reconsume times and
-prepared offset. Only bodies have a checksum; topic, queue, offsets, tags and keys are checked by the entries that point
-at the record.
+a checkpoint later than the last record. It cannot find changes in a record's flag, times, hosts, reconsume times,
+prepared offset and user properties. Only bodies have a checksum; topic, queue, offsets, tags and keys are checked by
+the entries that point at the record.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _T = TypeVar("_T")
 _PASSES: Final = 4  # for a store with a running writer
 
 UNKNOWABLE = (
-    "only bodies have a checksum: changes in the flag, times, hosts, reconsume times and prepared offset of records "
-    "can't be found"
+    "only bodies have a checksum: changes in the flag, times, hosts, reconsume times, prepared offset and user "
+    "properties of records can't be found"
 )
 
 
