@@ -22,6 +22,7 @@ from librmq.cli.options import (
     CONFIG,
     FOLLOW_LINKS,
     FORMAT,
+    LOG_PATH,
     ROUTE,
     SECURED,
     STORAGE_OPTIONS,
@@ -116,6 +117,7 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
         places: dict[str, Any] = {"nargs": "?"} if command.takes_route else {}
         parser.add_argument("store", metavar="STORE", help=f"the folder of the store{_OR_URL * reads}", **places)
         CONFIG.add_to(parser)
+        LOG_PATH.add_to(parser)
         if not reads:
             FOLLOW_LINKS.add_to(parser)
         if reads:
@@ -243,7 +245,12 @@ def _advice(error: CorruptionError) -> str:
         from librmq.store.format.directory import derived_remedy
 
         return f"; {derived_remedy(error.file, DiskFiles())}"
-    return "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
+    advice = "; librmq verify lists the damage, and librmq salvage --into NEW saves every record that can be read"
+    if (folder, error.kind) == ("commitlog", "name") and "storePathCommitLog" not in error.what:
+        from librmq.store.format.log_paths import REMEDY
+
+        advice += f"; {REMEDY}"
+    return advice
 
 
 def _locate(arguments: argparse.Namespace) -> None:
@@ -260,7 +267,7 @@ def _locate(arguments: argparse.Namespace) -> None:
     ):  # the command reads URLs itself, and only what it needs
         arguments.store = local_copy(arguments, arguments.url)
     elif arguments.url is None and not arguments.command.makes_store:
-        arguments.store = locate(arguments.store)
+        arguments.store = locate(arguments.store, arguments.log_path or ())
 
 
 def _call(arguments: argparse.Namespace) -> int:

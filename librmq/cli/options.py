@@ -154,6 +154,14 @@ STORAGE_OPTIONS: Final = option(
     help='arguments of the file system of a store that is a URL, such as \'{"region": "eu-central-1"}\'',
 )
 """For a command that reads a store behind a URL."""
+LOG_PATH: Final = option(
+    "--log-path",
+    action="append",
+    metavar="FOLDER",
+    help="another path of the log, of a broker with several in storePathCommitLog; repeatable. Those in the store's "
+    "folder are found",
+)
+"""For a command that reads a store."""
 FOLLOW_LINKS: Final = option(
     "--follow-links",
     action="store_true",

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -32,6 +32,7 @@ from librmq.store.format.directory import (
     infer_config,
 )
 from librmq.store.format.documents import OWN_FOLDER
+from librmq.store.format.log_paths import name_paths
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.broker import Broker
@@ -56,15 +57,18 @@ _QUEUES: Final = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", re.ASCI
 # ---- folders
 
 
-def locate(path: str) -> str:
+def locate(path: str, log_paths: Sequence[str] = ()) -> str:
     """Return the folder of the store that ``path`` means, with a note if it is another folder.
 
-    A path without a store is returned unchanged, and the command refuses it.
+    Readers of this process find the files of ``log_paths`` in its log too. A path without a store is returned
+    unchanged, and the command refuses it.
 
     Raises:
         InputError: Several stores are below the path.
+        NotAStoreError: One of ``log_paths`` has no files of a log.
     """
-    if os.path.lexists(os.path.join(path, COMMITLOG)):
+    name_paths(os.path.join(path, COMMITLOG), log_paths, DiskFiles())
+    if log_paths or os.path.lexists(os.path.join(path, COMMITLOG)):
         return path
     absolute = os.path.abspath(path)
     stores = [os.path.dirname(absolute)] if os.path.basename(absolute) == COMMITLOG else sorted(_below(path))
@@ -439,7 +443,8 @@ def report_cut(arguments: argparse.Namespace, damage: Damage) -> None:
         return
     reported.add(name)
     missing = (
-        "copy the missing {} of commitlog/ from the store that this is a copy of; without it these messages are lost"
+        "copy the missing {} of commitlog/ from the store that this is a copy of, or name the other paths of the log "
+        "(storePathCommitLog) with --log-path; without it these messages are lost"
     )
     if not is_of_log:
         what = f"{damage.file}: at {damage.offset}: {damage.what}; {derived_remedy(damage.file, DiskFiles())}"

@@ -498,7 +498,8 @@ class _Judge:
     def _by_librmq(self, clock: Clock) -> tuple[Start, int | None]:
         """Return what librmq does at an opening for writing, tried in memory, and how much `recover` would change."""
         database = directory.tables_database(os.path.join(self._path, directory.CONFIG), self._files)
-        if self._kind.derives_queues or database is not None:
+        paths = directory.log_paths(self._path, self._files)
+        if self._kind.derives_queues or database is not None or paths:
             return "reads", None
         length = sum(entry.size for entry in self._files.list(os.path.join(self._path, directory.COMMITLOG)))
         opened: Start

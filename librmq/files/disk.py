@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.interface import File, FileLock, FolderEntry, named, without_zeros
 from librmq.files.lock import DiskLock, lock_holder
+from librmq.files.regular import joined_folders, open_regular, place_of
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.files")
@@ -204,23 +205,21 @@ class DiskFiles:
             try:
                 if writable:
                     with self._place(path) as place:
-                        descriptor = os.open(place.name, _TO_WRITE, dir_fd=place.folder)
+                        descriptor = open_regular(path, _TO_WRITE, name=place.name, folder=place.folder)
                 else:
-                    descriptor = os.open(path, os.O_RDONLY | _BINARY)
+                    descriptor = open_regular(path)
             except OSError as error:
                 if error.errno == errno.ELOOP and os.path.islink(path):
                     raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from None
                 raise
             try:
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode):
-                    raise CorruptionError(path, 0, "name", "expected a regular file")
-                if status.st_size == 0:
+                size = os.fstat(descriptor).st_size
+                if size == 0:
                     raise CorruptionError(path, 0, "size", "the file is empty")
             except BaseException:
                 os.close(descriptor)
                 raise
-        return descriptor, status.st_size
+        return descriptor, size
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
         with named("create", path), self._place(path) as place:
@@ -311,7 +310,7 @@ class DiskFiles:
         """Open a file for one call, whose error names it."""
         with named(call, path):
             with self._place(path) as place:
-                descriptor = os.open(place.name, _TO_WRITE, dir_fd=place.folder)
+                descriptor = open_regular(path, _TO_WRITE, name=place.name, folder=place.folder)
             try:
                 yield descriptor
             finally:
@@ -320,51 +319,38 @@ class DiskFiles:
     def flush_folder(self, path: str) -> None:
         if sys.platform == "win32":
             return
-        with _opened("flush the folder", path, os.O_RDONLY) as descriptor:
-            os.fsync(descriptor)
+        with named("flush the folder", path):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def list(self, path: str) -> list[FolderEntry]:
-        entries = []
-        with named("list", path):
-            try:
-                listing = os.scandir(path)
-            except FileNotFoundError:
-                return []
-            with listing:
-                for item in listing:
-                    if item.is_dir(follow_symlinks=False):  # needs no further call
-                        entries.append(FolderEntry(item.name, 0, True, False))
-                        continue
-                    try:
-                        status = item.stat()
-                    except OSError as error:
-                        if item.is_symlink():
-                            raise CorruptionError(item.path, 0, "name", "the target of this link is missing") from error
-                        if isinstance(error, FileNotFoundError):
-                            continue  # deleted since the folder was listed
-                        raise
-                    folder = stat.S_ISDIR(status.st_mode)
-                    size = 0 if folder else status.st_size
-                    entries.append(FolderEntry(item.name, size, folder, stat.S_ISREG(status.st_mode)))
+        entries = _entries(path)
+        for other in joined_folders(path):
+            known = {entry.name for entry in entries}
+            entries += [entry for entry in _entries(other) if entry.name not in known]
         entries.sort()
         return entries
 
     def names(self, path: str) -> tuple[str, ...]:
-        with named("list", path):
-            try:
-                return tuple(sorted(os.listdir(path)))
-            except FileNotFoundError:
-                return ()
+        names: set[str] = set()
+        for folder in (path, *joined_folders(path)):
+            with named("list", folder), suppress(FileNotFoundError):
+                names.update(os.listdir(folder))
+        return tuple(sorted(names))
 
     def size(self, path: str) -> int | None:
         with named("look at", path):
             try:
                 return os.stat(path).st_size
             except (FileNotFoundError, NotADirectoryError):
-                return None
+                place = place_of(path)
+                return None if place == path else os.stat(place).st_size
 
     def is_folder(self, path: str) -> bool:
-        return os.path.isdir(path)
+        return os.path.isdir(path) or bool(joined_folders(path))
 
     def make_folder(self, path: str) -> None:
         root = next((root for root in self._roots if path.startswith(root)), None)
@@ -404,11 +390,11 @@ class DiskFiles:
 
     def link(self, old: str, new: str) -> None:
         with named("link", old), self._place(new) as target:
-            os.link(old, target.name, dst_dir_fd=target.folder)
+            os.link(place_of(old), target.name, dst_dir_fd=target.folder)
 
     def is_linked(self, path: str) -> bool:
         with named("look at", path):
-            return os.stat(path).st_nlink > 1
+            return os.stat(place_of(path)).st_nlink > 1
 
     def break_links(self, path: str) -> bool:
         if not self.is_linked(path):
@@ -421,11 +407,8 @@ class DiskFiles:
         return True
 
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
-        with named("read", path):
-            if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for its writer
-                raise CorruptionError(path, 0, "name", "expected a regular file")
-            with open(path, "rb") as file:
-                data = file.read(limit + 1)
+        with named("read", path), open(open_regular(path), "rb") as file:
+            data = file.read(limit + 1)
         if len(data) > limit:
             raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
         return data
@@ -434,7 +417,7 @@ class DiskFiles:
         if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
             return None
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 return None
@@ -454,12 +437,11 @@ class DiskFiles:
             names = os.listdir(folder)
             if len(names) != 1:
                 return None
-            descriptor = os.open(f"{folder}/{names[0]}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
+            descriptor = open_regular(f"{folder}/{names[0]}", os.O_RDONLY | os.O_NOFOLLOW)
+        except (OSError, CorruptionError):
             return None  # the usual calls raise it with its reason
         try:
-            status = os.fstat(descriptor)
-            if status.st_size != size or not stat.S_ISREG(status.st_mode):
+            if os.fstat(descriptor).st_size != size:
                 return None
             end = _data_end(descriptor, 0, limit + 1)
             return None if end > limit else (names[0], without_zeros(os.pread(descriptor, end, 0)))
@@ -478,8 +460,12 @@ class DiskFiles:
     def read_at(self, path: str, at: int, size: int) -> bytes:
         if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
             return self.open(path).buffer[at : at + size]
-        with _opened("read", path, os.O_RDONLY) as descriptor:
-            return os.pread(descriptor, size, at)
+        with named("read", path):
+            descriptor = open_regular(path)
+            try:
+                return os.pread(descriptor, size, at)
+            finally:
+                os.close(descriptor)
 
     def write(self, path: str, data: bytes) -> None:
         with self._replacement("write", path, path + ".tmp") as file:
@@ -525,7 +511,7 @@ class DiskFiles:
         if file.descriptor >= 0:
             return _data_end(file.descriptor, begin, file.size)
         try:
-            descriptor = os.open(file.path, os.O_RDONLY)
+            descriptor = open_regular(file.path)
         except OSError:
             return file.size
         try:
@@ -544,7 +530,7 @@ class DiskFiles:
 
     def copy_times(self, source: str, target: str) -> None:
         with named("set the times of", target):
-            status = os.stat(source)
+            status = os.stat(place_of(source))
             with self._place(target) as place:
                 os.utime(place.name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=place.folder)
 
@@ -556,15 +542,30 @@ class DiskFiles:
         return usage.used / within_reach if within_reach else 0.0
 
 
-@contextmanager
-def _opened(call: str, path: str, flags: int) -> Iterator[int]:
-    """Open a file or folder for one call, whose error names it."""
-    with named(call, path):
-        descriptor = os.open(path, flags)
+def _entries(path: str) -> list[FolderEntry]:
+    entries: list[FolderEntry] = []
+    with named("list", path):
         try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+            listing = os.scandir(path)
+        except FileNotFoundError:
+            return []
+        with listing:
+            for item in listing:
+                if item.is_dir(follow_symlinks=False):  # needs no further call
+                    entries.append(FolderEntry(item.name, 0, True, False))
+                    continue
+                try:
+                    status = item.stat()
+                except OSError as error:
+                    if item.is_symlink():
+                        raise CorruptionError(item.path, 0, "name", "the target of this link is missing") from error
+                    if isinstance(error, FileNotFoundError):
+                        continue  # deleted since the folder was listed
+                    raise
+                folder = stat.S_ISDIR(status.st_mode)
+                size = 0 if folder else status.st_size
+                entries.append(FolderEntry(item.name, size, folder, stat.S_ISREG(status.st_mode)))
+    return entries
 
 
 def _data_end(descriptor: int, begin: int, limit: int) -> int:

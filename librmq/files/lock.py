@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import struct
 import sys
 from contextlib import suppress
@@ -21,6 +20,7 @@ from typing import Final
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files.interface import named
+from librmq.files.regular import open_regular
 from librmq.runtime.locks import Lock, call_in_child
 
 if sys.platform != "win32":
@@ -66,15 +66,13 @@ class DiskLock:
         if not _may_be_opened(name, folder):
             raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
         try:
-            descriptor = os.open(name, _OPEN, 0o644, dir_fd=folder)
+            descriptor = open_regular(path, _OPEN, 0o644, name=name, folder=folder)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from None
             raise
         try:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise CorruptionError(path, 0, "name", "expected a regular file")
             if sys.platform != "win32":
                 self._lock(descriptor, path)
             if not _is_at(name, _key_of(status), folder):
@@ -186,7 +184,7 @@ def lock_process(path: str) -> int | None:
             return None
         with named("look at the lock", path):
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not block
+                descriptor = open_regular(path)
             except FileNotFoundError:  # deleted since the look
                 return None
             try:

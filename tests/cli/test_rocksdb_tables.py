@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +56,27 @@ def moved(request: pytest.FixtureRequest, shell: Shell) -> tuple[Shell, list[Any
         for path in (config / name, config / f"{name}.bak"):
             path.unlink(missing_ok=True)
     return shell, printed
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.parametrize("what", ["pipe", "socket"])
+def test_what_is_no_file_among_those_of_rocksdb(shell: Shell, what: str) -> None:
+    config = shell.folder / "store" / "config"
+    write_tables(config, FORMS[0], tables_of(config))
+    folder = next(path.parent for path in config.rglob("CURRENT"))
+    place = folder / "999999.sst"
+    if what == "pipe":
+        os.mkfifo(place)
+    else:
+        with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(folder):  # the path can be too long for one
+            server.bind(place.name)
+    for name in ("topics.json", "subscriptionGroup.json", "consumerOffset.json"):
+        (config / name).unlink()
+        (config / f"{name}.bak").unlink(missing_ok=True)
+    for command in ("groups", "diagnose"):
+        answer = shell(command, "store")
+        assert answer.status == 0, answer  # as with another database that can't be read
+        assert f"{place.name}: at 0: expected a regular file" in answer.out + answer.said
 
 
 def unread_rows(out: str) -> list[dict[str, Any]]:

@@ -314,7 +314,10 @@ def test_a_closed_store_without_its_last_log_files(path: Path, tmp_path: Path, k
     bodies = [row["body"] for row in found if row["body"] is not None]
     assert bodies == reader(path, topic="A").read_all()["body"].to_pylist()[: len(bodies)]
     assert bool(bodies) == bool(kept)
-    (copy / "abort").touch()  # nor does a crash lose what the checkpoint covers
+    (copy / "abort").touch()  # nor does a crash lose what the last close, or the checkpoint, covers
+    with pytest.raises(CorruptionError, match="the last close noted that it reached" if kept else "beyond the log's"):
+        reader(copy)
+    (copy / "librmq" / "closed.json").unlink()
     with pytest.raises(
         CorruptionError, match="the checkpoint covers records up to" if kept else "beyond the log's end"
     ):

@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import re
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -615,3 +616,28 @@ def test_what_root_keeps_for_itself_is_no_room(monkeypatch: pytest.MonkeyPatch, 
     assert DiskFiles().used_ratio(str(tmp_path)) == 30 / 80
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=0, used=0, free=0))
     assert DiskFiles().used_ratio(str(tmp_path)) == 0
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.parametrize("what", ["pipe", "socket"])
+def test_each_way_to_open_refuses_what_is_no_regular_file(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(tmp_path / "place")
+    if what == "pipe":
+        os.mkfifo(place)
+    else:
+        monkeypatch.chdir(tmp_path)  # the path can be too long for a socket
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind("place")
+    files = DiskFiles()
+    ways: list[Callable[[], object]] = [
+        lambda: files.open(place), lambda: files.open(place, writable=True), lambda: files.read(place),
+        lambda: files.read_at(place, 0, 1), lambda: files.read_used(place, 1), lambda: files.lock(place),
+        lambda: files.overwrite(place, 0, b"x"), lambda: files.flush_path(place), lambda: files.lock_holder(place),
+    ]  # fmt: skip
+    for way in ways:
+        with pytest.raises(CorruptionError, match="expected a regular file"):
+            way()
+    assert files.read_sole_file(str(tmp_path), 0, 1) is None

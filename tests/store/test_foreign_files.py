@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -354,11 +355,24 @@ def test_a_folder_or_file_in_place_of_the_other(folder: Path, place: str) -> Non
 @pytest.mark.platform
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
 @pytest.mark.parametrize(
-    "place", ["commitlog/00000000000000999424", "index/20200101000000000", "lock", "checkpoint", "abort"]
-)
-def test_a_pipe_does_not_hang(folder: Path, place: str) -> None:
+    "place",
+    [
+        "commitlog/00000000000000999424", "index/20200101000000000", "lock", "checkpoint", "abort",
+        "config/topics.json", "librmq/closed.json", "librmq/config.json",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("what", ["pipe", "socket"])
+def test_a_pipe_or_a_socket_does_not_hang(folder: Path, place: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / place).unlink(missing_ok=True)
-    os.mkfifo(folder / place)
+    (folder / place).parent.mkdir(exist_ok=True)
+    if what == "pipe":
+        os.mkfifo(folder / place)
+    else:
+        monkeypatch.chdir((folder / place).parent)  # the path can be too long for one
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind((folder / place).name)
+    with suppress(StoreError):
+        Broker.open(folder, store_config=SMALL).close()
     with suppress(StoreError):
         verify(str(folder), SMALL)
     with suppress(StoreError):

@@ -26,7 +26,6 @@ from librmq.message.topics import is_own_group, kind_of_topic
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import has_queue_entry
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import compaction_note, is_compacted
 from librmq.store.format.checkpoint import has_abort
 
 
@@ -38,10 +37,13 @@ def topics(arguments: argparse.Namespace, output: Output) -> int:
     ):
         output.rows_of(bar.track(topic_summaries(view), lambda summary: 1))
         if isinstance(view, StoreView):
-            for topic, row in sorted(view.tables.topics.rows.items()):
-                if is_compacted(row):
-                    complain(f"note: {compaction_note(topic)}")
+            _note_topics(view)
     return 0
+
+
+def _note_topics(view: StoreView) -> None:
+    for note in view.tables.topic_notes():
+        complain(f"note: {note}")
 
 
 def stats(arguments: argparse.Namespace, output: Output) -> int:
@@ -57,7 +59,7 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
             {
                 "type": "stats",
                 "path": arguments.url or os.path.abspath(store.path),
-                "kind": directory.recognise(store.path, store.files).value,
+                "kind": directory.kind_text(store.path, store.files),
                 "used_by": holder,
                 "closed_cleanly": None if holder is not None else not has_abort(store.files, store.path),
                 "topics": len(user_rows),
@@ -75,6 +77,8 @@ def stats(arguments: argparse.Namespace, output: Output) -> int:
                 "settings": recorded_settings(store.path, store.files),
             }
         )
+        output.close()
+        _note_topics(view)
     return 0
 
 

@@ -22,6 +22,7 @@ from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, ha
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.keyindex import KeyIndex
+from librmq.store.format.log_paths import REMEDY
 
 # ---- queues
 
@@ -180,9 +181,15 @@ class PartFiles:
     ) -> CommitLog:
         """See `CommitLog.open`."""
         folder, size = os.path.join(self.path, directory.COMMITLOG), self.config.commitlog_file_size
-        return CommitLog.open(
-            folder, size, files=self.files, writable=writable, scan_from=scan_from, on_record=on_record
-        )
+        try:
+            return CommitLog.open(
+                folder, size, files=self.files, writable=writable, scan_from=scan_from, on_record=on_record
+            )
+        except CorruptionError as error:
+            if error.kind != "name" or not os.path.basename(error.file).isdigit():
+                raise
+            # Retention makes no gap: a file is lost, or the broker keeps it elsewhere.
+            raise CorruptionError(error.file, error.offset, error.kind, f"{error.what}; {REMEDY}") from None
 
     def open_index(self, *, writable: bool = False, now_ms: Callable[[], int] | None = None) -> KeyIndex:
         """See `KeyIndex.open`."""

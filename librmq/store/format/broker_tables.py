@@ -64,6 +64,7 @@ _ATTRIBUTES: Final = "attributes"
 _TOPIC_TYPE: Final = "message.type"
 
 
+_STATIC_TOPICS: Final = "topicQueueMapping.json"
 _WITHOUT: Final = {
     "topics.json": "topics must be created again",
     "subscriptionGroup.json": "groups have default settings",
@@ -176,6 +177,24 @@ class BrokerTables:
         """Return, for each table that was read from its backup, what is wrong with its file."""
         tables = (self.topics, self.groups, self.offsets, self.delays, self.filter_table)
         return [table.replaced for table in tables if table.replaced is not None]
+
+    def topic_notes(self) -> list[str]:
+        """Return remarks about compacted topics, and about static ones, by topic."""
+        compacted = [topic for topic, row in self.topics.rows.items() if _is_compacted(row)]
+        notes = [
+            f"topic {topic} is compacted: its broker keeps older messages in compaction/, which librmq does not read"
+            for topic in sorted(compacted)
+        ]
+        path = os.path.join(self._folder, _STATIC_TOPICS)
+        try:
+            static = sorted(ConfigTable(path, "topicQueueMappingInfoMap", dict, True, self._files).rows)
+        except CorruptionError as error:
+            return [*notes, f"which topics are static is unknown: {error}"]
+        return notes + [
+            f"static topic {topic} ({_STATIC_TOPICS}): its queues are spread over brokers, and clients see other queue "
+            "ids and offsets than those here"
+            for topic in static
+        ]
 
     def unknown_progress(self) -> str | None:
         """Return why the progress of groups is unknown, and what to do; None if it is known."""
@@ -346,14 +365,8 @@ def topic_attribute(row: Mapping[str, Any], name: str) -> object:
     return (attributes.get(name) or attributes.get(f"+{name}")) if isinstance(attributes, Mapping) else None
 
 
-def is_compacted(row: Mapping[str, Any]) -> bool:
-    """Return whether a broker of 5.x keeps the last message of each key of the topic."""
+def _is_compacted(row: Mapping[str, Any]) -> bool:
     return topic_attribute(row, "cleanup.policy") == "COMPACTION"
-
-
-def compaction_note(topic: str) -> str:
-    """Return a remark about a compacted topic."""
-    return f"topic {topic} is compacted: its broker keeps older messages in compaction/, which librmq does not read"
 
 
 def topic_type(row: Mapping[str, Any]) -> TopicType:

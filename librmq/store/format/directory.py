@@ -35,6 +35,7 @@ from typing import Any, Final
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
 from librmq.files.interface import File, Files, FolderEntry, confine, numbered_files, read_replaced
+from librmq.files.regular import joined_folders
 from librmq.message.topics import reply_topic, validate_topic
 from librmq.runtime import lazy_numpy as np
 from librmq.store.format.documents import OWN_FOLDER, is_kept_as_own, read_kept_config, read_retention
@@ -48,6 +49,7 @@ from librmq.store.format.indexfile import (
     geometry,
     unpack_entry,
 )
+from librmq.store.format.log_paths import REMEDY, join_paths, refuse_several_paths
 
 COMMITLOG: Final = "commitlog"
 MISSING_LOG: Final = "deleted"
@@ -80,6 +82,11 @@ _OF_TIMERS: Final = (
     os.path.join(CONSUMEQUEUE, "rmq_sys_wheel_timer"),
 )
 
+_KNOWN: Final = frozenset((
+    COMMITLOG, CONSUMEQUEUE, CONSUMEQUEUE_EXT, CONSUMEQUEUE_ROCKSDB, BATCHCONSUMEQUEUE, COMPACTION, INDEX, CONFIG,
+    TIMERLOG, OWN_FOLDER, "lost+found",
+))  # fmt: skip
+"""Folders that hold no file of the log."""
 _QUEUE_IDS: Final = 1 << 31
 _INHERITED: Final = 7  # readable, writable, and a default for new topics
 _MAX_FILE_SIZE: Final = 1 << 31
@@ -133,13 +140,14 @@ def recognise(path: str, files: Files) -> StoreKind:
             if inside & {"data", "index"}:
                 raise NotAStoreError(f"{path}: its log is replicated by DLedger ({name}), which librmq cannot read")
     log = names.get(COMMITLOG)
-    if log is None:
+    if log is None and not joined_folders(os.path.join(path, COMMITLOG)):
         for name in (CONSUMEQUEUE, INDEX):
             if files.list(os.path.join(path, name)):
                 return _recognise_without_log(path, name, files)
         return StoreKind.NEW
-    if not log.is_folder:
+    if log is not None and not log.is_folder:
         raise NotAStoreError(f"{path}: {COMMITLOG}: expected a folder, found a file")
+    log_paths(path, files, names.values())
     _refuse_part_of_log(path, files)
     derived = _kind_without_queues(path, files)
     if derived is not None:
@@ -150,13 +158,20 @@ def recognise(path: str, files: Files) -> StoreKind:
     return StoreKind.V5_BATCHES if b'"BatchCQ"' in read_replaced(files, topics) else StoreKind.V5
 
 
+def log_paths(path: str, files: Files, entries: Iterable[FolderEntry] | None = None) -> tuple[str, ...]:
+    """Take the files of a log on several paths together, and return its other paths; ``entries`` are the store's."""
+    entries = files.list(path) if entries is None else entries
+    folders = [os.path.join(path, entry.name) for entry in entries if entry.is_folder and entry.name not in _KNOWN]
+    return join_paths(os.path.join(path, COMMITLOG), folders, files)
+
+
 def _recognise_without_log(path: str, name: str, files: Files) -> StoreKind:
     """Look again, because another process may have made the log after the folder was listed."""
     if files.is_folder(os.path.join(path, COMMITLOG)):
         return recognise(path, files)
     raise NotAStoreError(
-        f"{path}: there is a folder {name} but no {COMMITLOG}; the broker may keep its log "
-        "elsewhere, or on several paths (storePathCommitLog)"
+        f"{path}: there is a folder {name} but no {COMMITLOG}; the broker keeps its log elsewhere, perhaps on several "
+        "paths (storePathCommitLog): name them with --log-path, or make a folder with links to its files"
     )
 
 
@@ -196,6 +211,11 @@ def is_4_with_timers(path: str, files: Files) -> bool:
     if recognise(path, files) is not StoreKind.V5:
         return False
     return not _has_any(path, _MADE_BY_5, files)
+
+
+def kind_text(path: str, files: Files) -> str:
+    """Return the kind of a store for people; files of a timer, which librmq makes too, do not make it one of 5."""
+    return f"{StoreKind.V4.value}, with timers" if is_4_with_timers(path, files) else recognise(path, files).value
 
 
 def is_of_5(path: str, files: Files) -> bool:
@@ -241,6 +261,8 @@ def check_kind(path: str, files: Files, *, writable: bool = False) -> StoreKind:
         foreign = sorted(names - _MAY_PRECEDE)
         if foreign:
             raise NotAStoreError(f"{path}: expected an empty folder or a store, found {foreign[0]}")
+    if writable:
+        refuse_several_paths(path, log_paths(path, files))
     if kind.derives_queues and writable:
         raise NotAStoreError(
             f"{path}: {kind.value}: librmq reads it (in Python with read_only=True), and never writes to it. Change it "
@@ -286,10 +308,7 @@ def _refuse_part_of_log(path: str, files: Files) -> None:
     if len(sequence) >= 3 and len(lengths) == 1 and len(gaps) == 1:
         (length,), (gap,) = lengths, gaps
         if length and gap > length and gap % length == 0:
-            raise NotAStoreError(
-                f"{folder}: only one of every {gap // length} files of the log is here; "
-                "it is spread over several paths (storePathCommitLog), which librmq does not read"
-            )
+            raise NotAStoreError(f"{folder}: only one of every {gap // length} files of the log is here: {REMEDY}")
 
 
 # ----------------------------------------------------------------------------------------------------- queues

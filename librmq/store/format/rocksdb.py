@@ -112,6 +112,8 @@ def opened_database(folder: str, files: Files) -> Iterator[Database]:
                     {name: rocksdict.Options(raw_mode=True) for name in families},
                     rocksdict.AccessType.read_only(error_if_log_file_exist=False),
                 )
+            except CorruptionError:
+                raise
             except Exception as error:
                 if attempt + 1 < _TRIES and names != files.names(folder):
                     continue
@@ -125,17 +127,19 @@ def opened_database(folder: str, files: Files) -> Iterator[Database]:
 
 def _link(folder: str, linked: str, files: Files) -> tuple[str, ...]:
     """Link the files of a database into another folder, and return their names; what is no file on disk is copied."""
-    names = files.names(folder)
-    for name in names:
+    entries = files.list(folder)
+    for name, size, _, is_file in entries:
         source, target = os.path.join(folder, name), os.path.join(linked, name)
-        if not _FILE.fullmatch(name) or (size := files.size(source)) is None:
+        if not _FILE.fullmatch(name):
             continue
+        if not is_file:  # RocksDB would wait for the writer of a pipe
+            raise CorruptionError(source, 0, "name", "expected a regular file")
         if files.is_shared and name != "CURRENT" and hasattr(os, "symlink"):
             os.symlink(os.path.abspath(source), target)
             continue
         with open(target, "xb") as file:
             file.write(files.read(source, size))
-    return names
+    return tuple(entry.name for entry in entries)
 
 
 def _damage(folder: str, error: Exception) -> CorruptionError:

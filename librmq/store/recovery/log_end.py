@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -22,12 +23,14 @@ from librmq.commitlog import CommitLog, LogEnd
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files.interface import Damage, Files
+from librmq.files.rolling import file_name
 from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format.indexfile import IndexFile
+from librmq.store.format.log_paths import REMEDY
 from librmq.store.recovery import salvage
 from librmq.store.recovery.log_comparison import Reconciliation, Scope, UncleanQueues, lacking_queues, missing_keys
 from librmq.store.recovery.queue_check import GapError
@@ -235,6 +238,8 @@ class Recovery:
             raise MarkError("the key index is ahead of the log")
         self._cut = self._bytes_behind(self.end)
         if not self._mode.is_thorough:
+            if self._clean and not self._is_preview:
+                self._check_next_file(self.end.physical_offset)
             self._check_cut(self.end, self._cut)
             if not self._clean and not self._is_preview and self._mark is None:
                 self._check_walk(self.end.physical_offset)
@@ -259,6 +264,23 @@ class Recovery:
                 # The record belongs to no queue that may exist, so the log ends before it, and nothing after it stays.
                 return None, min(uncovered, at)
         return None, uncovered
+
+    def _check_next_file(self, log_end: int) -> None:
+        """Refuse a closed store whose queues lead beyond the log's last file: the next one is lost, or elsewhere.
+
+        A broker can keep it on another path. librmq would write a second file of the same name.
+        """
+        log = self._parts.log
+        if not log.sequence.starts or log_end + log.blank_at(log_end) < log.sequence.end:
+            return
+        end = max((queue.max_physic_offset for queue in self._parts.queues.values()), default=0)
+        if end > log_end:
+            place = os.path.join(log.sequence.folder, file_name(log.sequence.end))
+            what = (
+                f"the file is missing: the store was closed with queues up to {end}: copy the file from the store that "
+                f"this is a copy of; {REMEDY}; `librmq recover {self._path}` goes on without it"
+            )
+            raise CorruptionError(place, log_end, "ahead", what)
 
     def _check_walk(self, log_end: int) -> None:
         """Refuse, before any change, damage in the part of the log before the walk.

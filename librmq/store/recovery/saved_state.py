@@ -472,5 +472,4 @@ class MarkWriter:
     def withdraw_all(self) -> None:
         """Delete the mark and the state of the last close, because a file that both name is to be deleted."""
         self.withdraw()
-        with suppress(StoreIOError):
-            delete_closed_state(self._path, self._files)
+        delete_closed_state(self._path, self._files)

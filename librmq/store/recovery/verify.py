@@ -34,7 +34,7 @@ from librmq.store.engine.dispatch import MULTI_DISPATCH, Derivation, light_queue
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import PartFiles, QueueName
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables, compaction_note, is_compacted
+from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.keyindex import KeyIndex
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
@@ -109,7 +109,7 @@ def verify_parts(path: str, config: StoreConfig, files: Files, writer: str | Non
     tables, damaged_tables = _read_tables(os.path.join(path, directory.CONFIG), files)
     damage += damaged_tables
     notes += tables.replaced()
-    notes += map(compaction_note, sorted(topic for topic, row in tables.topics.rows.items() if is_compacted(row)))
+    notes += tables.topic_notes()
     if writer is not None:
         notes.append(f"{writer} is writing: queues and index may be behind the log")
         damage = [item for item in damage if item.kind not in ("missing", "ahead", "tail")]

@@ -1,0 +1,75 @@
+"""Opening of regular files, which may lie in one of several folders.
+
+A folder of a store holds what anyone with its rights put there: opening a pipe would wait for its writer, and a socket
+can't be opened at all. So each file is opened here. It is refused unless it is regular.
+
+A broker can keep its log on several paths. Then `join_folders` lets readers of this process find the files of all of
+them in the first folder. A file that is in the first folder costs nothing more.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from typing import Final
+
+from librmq.errors import CorruptionError
+
+_FLAGS: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+"""Do not wait for the writer of a pipe. A regular file is never waited for."""
+_NO_FILES: Final = (errno.ENXIO, errno.ENODEV, errno.EOPNOTSUPP)
+"""Errors of opening a socket, a device without a driver, or a pipe to write that no process reads."""
+
+_joined: dict[str, tuple[str, ...]] = {}
+"""Other folders with files of a folder, by its absolute path."""
+
+
+def open_regular(
+    path: str, flags: int = os.O_RDONLY, mode: int = 0o600, *, name: str = "", folder: int | None = None
+) -> int:
+    """Open a file, and return its descriptor, which the caller closes.
+
+    Args:
+        path: The file, for errors too.
+        flags: As of `os.open`.
+        mode: The rights of a new file.
+        name: The file's name within ``folder``; by default ``path`` is opened.
+        folder: The descriptor of a folder.
+
+    Raises:
+        CorruptionError: It is a folder, a pipe, a socket or a device.
+        OSError: It can't be opened.
+    """
+    try:
+        descriptor = os.open(name or place_of(path), flags | _FLAGS, mode, dir_fd=folder)
+    except OSError as error:
+        if error.errno in _NO_FILES or (error.errno == errno.EISDIR and os.path.isdir(path)):
+            raise CorruptionError(path, 0, "name", "expected a regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptionError(path, 0, "name", "expected a regular file")
+    return descriptor
+
+
+def join_folders(folder: str, others: Sequence[str]) -> None:
+    """Let readers of this process find the files of other folders in ``folder`` too; none ends it."""
+    if others:
+        _joined[os.path.abspath(folder)] = tuple(others)
+    else:
+        _joined.pop(os.path.abspath(folder), None)
+
+
+def joined_folders(folder: str) -> tuple[str, ...]:
+    """Return the other folders whose files count as in ``folder``."""
+    return _joined.get(os.path.abspath(folder), ()) if _joined else ()
+
+
+def place_of(path: str) -> str:
+    """Return where a file is that may be in another folder than its path says."""
+    if _joined and (others := joined_folders(os.path.dirname(path))) and not os.path.lexists(path):
+        places = (os.path.join(other, os.path.basename(path)) for other in others)
+        return next(filter(os.path.lexists, places), path)
+    return path
