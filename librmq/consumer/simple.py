@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Final, NoReturn, Self, TypeVar, cast
+from typing import Any, Final, NoReturn, Self, TypeAlias, TypeVar, cast
 
 from librmq.client.client import Client, LifeCycle, Startable, client_of
 from librmq.clock import wait_async
@@ -63,6 +63,8 @@ from librmq.runtime.locks import Event
 from librmq.runtime.runner import Runner
 
 R = TypeVar("R")
+_Source: TypeAlias = tuple[Subscription, str]
+"""What is received, and the broker's name."""
 _WAIT_S: Final = 5.0
 _INVISIBLE_S: Final = 60.0
 _log = EventLog("librmq.consumer")
@@ -167,6 +169,7 @@ class SimpleConsumer(Startable):
         self.metrics = metrics
         self._predicates: dict[str, TopicPredicate[ReceivedMessage]] = {}
         self._waits: set[_Wait] = set()
+        self._notices: dict[str, _Wait] = {}  # of `receive_or_notify`, by topic
         self._turn = 0
 
     # ---- life
@@ -206,6 +209,18 @@ class SimpleConsumer(Startable):
                 self.client.beat()
                 self._wake_all()
 
+    def unsubscribe(self, topic: str) -> None:
+        """Receive no longer from a topic, whose messages in flight can still be acknowledged.
+
+        A second call does nothing.
+        """
+        with self.runner.lock:
+            self._end_notice(topic)
+            self._predicates.pop(topic, None)
+            if self.subscriptions.pop(topic, None) is not None and self._life.is_running:
+                self.client.beat()
+                self._wake_all()
+
     def _check_retry_topic(self, topic: str) -> None:
         """Refuse names that are too long for a retry topic, unless the group is ordered at each broker."""
         try:
@@ -236,6 +251,8 @@ class SimpleConsumer(Startable):
         with self.runner.lock:
             if self._life.shut_down():
                 self._wake_all()
+                for topic in list(self._notices):
+                    self._end_notice(topic)
                 self.client.leave(self)
 
     async def shutdown_async(self) -> None:
@@ -319,6 +336,57 @@ class SimpleConsumer(Startable):
                 if not received and not await wait_async(clock, arrived, remaining):
                     return []
 
+    def receive_or_notify(
+        self,
+        topic: str,
+        max_messages: int,
+        notify: Callable[[], object],
+        *,
+        invisible: float | timedelta = _INVISIBLE_S,
+    ) -> list[ReceivedMessage]:
+        """Return messages of one topic; without any, let ``notify`` be called once as soon as there may be some.
+
+        For event loops of their own: ``notify`` runs in any thread, and must only wake the loop. The next call for the
+        topic, `unsubscribe` and `shutdown` end the wait.
+
+        Raises:
+            BrokerError: The broker refuses the request.
+            ClientStateError: The consumer is not running, or has no subscription of the topic.
+            NoRouteError: There is no such topic.
+        """
+        invisible_ms, _ = self._check_receive("receive_or_notify", invisible, 0)
+        subscription = self.subscriptions.get(topic)
+        if subscription is None:
+            raise ClientStateError(f"{self._life.what} has no subscription of {topic}: call subscribe(topic) first")
+        self._end_notice(topic)
+
+        def arrived() -> None:
+            if waits in self._waits:
+                self._waits.discard(waits)
+                notify()
+
+        waits = self._notices[topic] = _Wait(arrived)
+        self._waits.add(waits)
+        while self._notices.get(topic) is waits:
+            sources = self._sources(subscription)
+            if not sources:
+                self._end_notice(topic)
+                raise NoRouteError(f"topic {topic!r} has no queue to read: create it first, or unsubscribe")
+            received = self._receive_from(sources, waits, max_messages, invisible_ms)
+            messages = self._wanted(received)
+            if messages or not received:
+                if messages:
+                    self._end_notice(topic)
+                return messages
+            waits.cancel()
+        return []
+
+    def _end_notice(self, topic: str) -> None:
+        waits = self._notices.pop(topic, None)
+        if waits is not None:
+            self._waits.discard(waits)
+            waits.cancel()
+
     def _check_receive(self, call: str, invisible: float | timedelta, wait: float | timedelta) -> tuple[int, float]:
         self._life.check_running(call)
         if not self.subscriptions:
@@ -341,11 +409,21 @@ class SimpleConsumer(Startable):
         """Ask the brokers of each topic until one has messages, starting with another broker each time."""
         waits.cancel()
         sources = [
+            source for subscription in list(self.subscriptions.values()) for source in self._sources(subscription)
+        ]
+        return self._receive_from(sources, waits, max_messages, invisible_ms)
+
+    def _sources(self, subscription: Subscription) -> list[_Source]:
+        """Return the brokers from which a topic can be read."""
+        return [
             (subscription, data.broker_name)
-            for subscription in list(self.subscriptions.values())
             for data in self.route.topic_route(subscription.topic)
             if data.permission & PERM_READ and data.read_queues
         ]
+
+    def _receive_from(
+        self, sources: list[_Source], waits: _Wait, max_messages: int, invisible_ms: int
+    ) -> list[ReceivedMessage]:
         self._turn += 1
         for number in range(len(sources)):
             subscription, name = sources[(self._turn + number) % len(sources)]
@@ -444,10 +522,23 @@ class SimpleConsumer(Startable):
         Raises:
             ReceiptError: The message was already delivered again, or acknowledged.
         """
+        self._change(message, invisible, keeps_receipt=False)
+
+    def _change(self, message: ReceivedMessage, invisible: float | timedelta, *, keeps_receipt: bool) -> None:
         invisible_ms = round(1000 * to_seconds("invisible", invisible, 0, MAX_INVISIBLE_MS / 1000))
-        request = ChangeInvisible(self.group, message.topic, message.receipt, invisible_ms)
+        request = ChangeInvisible(self.group, message.topic, message.receipt, invisible_ms, keeps_receipt)
         message.receipt = self.client.endpoint(message.broker_name).call(request)
         message.visible_timestamp_ms = self.runner.now_ms() + invisible_ms
+
+    def renew(self, message: ReceivedMessage, invisible: float | timedelta) -> None:
+        """Hide a message for ``invisible`` seconds from now, while another thread may acknowledge it.
+
+        Its receipt stays valid, unlike that of `extend`, except at a broker of RocketMQ 5, which gives a new one.
+
+        Raises:
+            ReceiptError: The message was already delivered again, or acknowledged.
+        """
+        self._change(message, invisible, keeps_receipt=True)
 
     async def extend_async(self, message: ReceivedMessage, invisible: float | timedelta) -> None:
         """Hide a message like `extend` without blocking the event loop."""

@@ -19,9 +19,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
 
 from amqp.exceptions import ConsumerCancelled
 from kombu.transport import TRANSPORT_ALIASES, virtual
@@ -31,6 +31,7 @@ import librmq
 from librmq.clock import SystemClock
 from librmq.integrations.kombu_broker import (
     AT_ONCE,
+    VISIBILITY_S,
     Delivery,
     FolderBindings,
     KombuBroker,
@@ -43,8 +44,8 @@ from librmq.runtime.locks import Event
 _clock: Final = SystemClock()
 _Arrived = tuple[str, Delivery]
 _LONGEST_WAIT_S: Final = 1.0
-_FULL_WAIT_S: Final = 0.05
-"""Between two looks for control messages while a channel waits for acknowledgements; one of them ends the wait."""
+_RECEIVES_AT_ONCE: Final = 4
+"""Receives of a turn of kombu's hub; after those its other work has a turn."""
 
 
 # ---- what kombu asks
@@ -55,13 +56,16 @@ class QoS(virtual.QoS):
 
     def ack(self, delivery_tag: str) -> None:
         """Acknowledge a message."""
-        self.channel.end(delivery_tag, requeue=False)
-        super().ack(delivery_tag)
+        self._end(delivery_tag, requeue=False)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
         """End a message, or deliver it again."""
-        self.channel.end(delivery_tag, requeue=requeue)
+        self._end(delivery_tag, requeue)
+
+    def _end(self, delivery_tag: str, requeue: bool) -> None:
+        self.channel.end(delivery_tag, requeue)
         super().ack(delivery_tag)
+        self.channel.signal_room()  # last, because the hub's thread may look at once
 
     def restore_unacked(self) -> list[Any]:
         """Give all messages in flight back."""
@@ -118,7 +122,7 @@ class Channel(virtual.Channel):
             return 0
         if self.broker.is_cluster:
             return self.broker.skip(queue)
-        while deliveries := self._transport.receiver.receive(frozenset((topic,)), AT_ONCE, 0):
+        while deliveries := self._transport.receiver.receive([topic], AT_ONCE):
             self._transport.receiver.acknowledge(*deliveries)
             purged += sum(not delivery.is_expired for delivery in deliveries)
         self._transport.receiver.leave(topic)
@@ -213,7 +217,7 @@ class Channel(virtual.Channel):
         """Return a message, or None if there is none."""
         received: list[_Arrived] = []
         with suppress(ConsumerCancelled):  # it was not declared, or is deleted
-            received = self._transport.receive([queue], 1, self._transport.requeue_wait())
+            received = self._transport.receive_within(queue, self._transport.requeue_wait())
         for _, delivery in received:
             message = self.Message(self.begin(delivery, no_ack), channel=self)
             if not no_ack:
@@ -249,7 +253,11 @@ class Channel(virtual.Channel):
             self._transport.requeue(delivery)
         else:
             self._transport.receiver.acknowledge(delivery)
-        self._transport.signal_room()
+
+    def signal_room(self) -> None:
+        """Let callers that wait for room look again. Thread-safe."""
+        if self._pid == os.getpid():
+            self._transport.signal_room()
 
     def room(self) -> int:
         """Return how many messages the channel takes now."""
@@ -264,107 +272,31 @@ class Channel(virtual.Channel):
         return queues
 
 
-class _Wanted(NamedTuple):
-    queues: list[str]
-    """The queues of channels that take more messages."""
-    most: int
-    is_full: bool
-    """Whether a channel takes no more before a message is acknowledged."""
+class _Signal:
+    """A pipe that wakes kombu's hub. Thread-safe."""
 
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+        self.hub_thread = threading.get_ident()
+        self.leave_loop: Callable[[], None]
 
-class _Pump:
-    """A thread that receives what the hub's thread wants, and signals it by a pipe, which the hub reads.
+    def set(self) -> None:
+        """Let the hub look again."""
+        with suppress(OSError):  # the pipe is full, so the hub will look; or it is closed
+            os.write(self._writer, b"1")
 
-    It receives again only after the hub has looked, because what it delivers changes what the channels take.
-    """
-
-    def __init__(
-        self,
-        receive: Callable[[list[str], int, float], list[_Arrived]],
-        stop: Callable[[], None],
-        arrived: deque[_Arrived],
-    ) -> None:
-        self._receive = receive
-        self._stop = stop
-        self._arrived = arrived
-        self._condition = threading.Condition()
-        self._wanted: _Wanted | None = None
-        self._error: Exception | None = None
-        self._is_receiving = self._is_closing = False
-        self.leave_loop: Callable[[], None] | None = None
-        self.signal, self._write = os.pipe()
-        os.set_blocking(self.signal, False)
-        os.set_blocking(self._write, False)
-        self._thread = threading.Thread(target=self._run, name="librmq-kombu", daemon=True)
-        self._thread.start()
-
-    def want(self, wanted: _Wanted) -> None:
-        """Receive this next, unless what arrived before is not delivered yet."""
-        with self._condition:
-            self._wanted = None if self._arrived else wanted
-            self._condition.notify()
-
-    def write_signal(self) -> None:
-        """Let the hub look again. Thread-safe."""
-        with suppress(BlockingIOError, OSError):  # the pipe is full, so the hub will look; or it is closed
-            os.write(self._write, b"1")
-
-    def read_signal(self) -> None:
+    def clear(self) -> None:
         """Take what the pipe holds."""
         with suppress(BlockingIOError):
-            os.read(self.signal, 4096)
-
-    def raise_error(self) -> None:
-        """Raise what ended the last receive in the hub's thread, which then connects again."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """End the receive that runs, and hold the next one until the hub has looked."""
-        with self._condition:
-            self._wanted = None
-            while self._is_receiving:
-                self._stop()  # more than once, because it ends nothing before the receive waits
-                self._condition.wait(_FULL_WAIT_S)
-            yield
+            os.read(self.reader, 4096)
 
     def close(self) -> None:
-        """Leave the hub, end the thread and its receive, and close the pipe."""
-        if self.leave_loop is not None:
-            self.leave_loop()
-        with self.paused():
-            self._is_closing = True
-            self._condition.notify()
-        self._thread.join()
-        os.close(self.signal)
-        os.close(self._write)
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                while not self._is_closing and (self._wanted is None or not self._wanted.queues):
-                    self._condition.wait()
-                if self._is_closing:
-                    return
-                wanted, self._is_receiving = self._wanted, True
-            assert wanted is not None
-            received: list[_Arrived] = []
-            try:
-                received = self._receive(
-                    wanted.queues, wanted.most, _FULL_WAIT_S if wanted.is_full else _LONGEST_WAIT_S
-                )
-            except Exception as error:
-                self._error = error
-            with self._condition:
-                self._is_receiving = False
-                if received or self._error is not None:
-                    self._arrived.extend(received)
-                    self._wanted = None
-                self._condition.notify()
-            if received or self._error is not None or not wanted.is_full:
-                self.write_signal()  # an idle hub looks once a second whether its worker is to stop
+        """Leave the hub, and close the pipe."""
+        self.leave_loop()
+        os.close(self.reader)
+        os.close(self._writer)
 
 
 class Transport(virtual.Transport):
@@ -395,8 +327,8 @@ class Transport(virtual.Transport):
         self._arrived: deque[tuple[str, Delivery]] = deque()
         self._pid = os.getpid()
         self._requeued_s = -_LONGEST_WAIT_S
-        self._pump: _Pump | None = None
-        self._room = Event()  # set when a message is acknowledged
+        self._signal: _Signal | None = None
+        self._changed = Event()  # set when there may be messages, or room for them
 
     def driver_version(self) -> str:
         """Return the version of librmq."""
@@ -414,21 +346,30 @@ class Transport(virtual.Transport):
     def receiver(self) -> Receiver:
         """What takes messages, which the first use starts."""
         if self._receiver is None:
-            self._receiver = self.broker.receiver(self.client.transport_options.get("visibility_timeout"))
+            visibility_s = self.client.transport_options.get("visibility_timeout", VISIBILITY_S)
+            self._receiver = self.broker.receiver(visibility_s, self.wake)
         return self._receiver
 
-    def receive(self, queues: list[str], max_messages: int, wait: float) -> list[tuple[str, Delivery]]:
-        """Return messages with their queues, without those that have expired."""
+    def receive(self, queues: list[str], max_messages: int) -> list[_Arrived]:
+        """Return messages with their queues, without those that have expired; without any, `wake` is called in time."""
         by_topic = {topic_of(queue): queue for queue in queues}
-        deliveries = self.receiver.receive(frozenset(by_topic), max_messages, wait)
-        expired = [delivery for delivery in deliveries if delivery.is_expired]
-        if expired:
-            self.receiver.acknowledge(*expired)
-        return [(by_topic[delivery.message.topic], delivery) for delivery in deliveries if delivery not in expired]
+        while deliveries := self.receiver.receive(list(by_topic), max_messages):
+            expired = [delivery for delivery in deliveries if delivery.is_expired]
+            if expired:
+                self.receiver.acknowledge(*expired)
+            if len(expired) < len(deliveries):
+                return [(by_topic[item.message.topic], item) for item in deliveries if item not in expired]
+        return []
 
-    def _stop_receive(self) -> None:
-        if self._receiver is not None:
-            self._receiver.stop()
+    def receive_within(self, queue: str, wait_s: float) -> list[_Arrived]:
+        """Return at most one message; wait for it."""
+        deadline = _clock.monotonic() + wait_s
+        while True:
+            self._changed.clear()
+            received = self.receive([queue], 1)
+            left = deadline - _clock.monotonic()
+            if received or left <= 0 or not _clock.wait(self._changed, left):
+                return received
 
     def requeue(self, delivery: Delivery) -> None:
         """Deliver a message again."""
@@ -445,9 +386,7 @@ class Transport(virtual.Transport):
         """Stop receiving from a queue, and give back what is not delivered yet."""
         if self._pid != os.getpid():
             return
-        with nullcontext() if self._pump is None else self._pump.paused():
-            if self._receiver is None:
-                return
+        if self._receiver is not None:
             self._give_back(queue)
             self._receiver.leave(topic_of(queue))
 
@@ -464,34 +403,32 @@ class Transport(virtual.Transport):
     def drain_events(self, connection: Any, timeout: float | None = None) -> None:
         """Deliver the messages of one receive; raise `socket.timeout` if none arrives in time."""
         deadline = None if timeout is None else _clock.monotonic() + timeout
-        while not self._arrived:
-            self._room.clear()
+        while True:
+            self._changed.clear()
+            if self._take():
+                return
             left = _LONGEST_WAIT_S if deadline is None else min(deadline - _clock.monotonic(), _LONGEST_WAIT_S)
-            wanted = self._wanted()
-            if wanted.queues:
-                wait = 0 if wanted.is_full else max(left, 0)
-                self._arrived.extend(self.receive(wanted.queues, wanted.most, wait))
-            if self._arrived:
-                break
             if left <= 0:
                 raise TimeoutError
-            if wanted.is_full:
-                _clock.wait(self._room, min(left, _FULL_WAIT_S))
-        self._deliver_arrived()
+            _clock.wait(self._changed, left)
 
-    def _wanted(self) -> _Wanted:
-        consuming = [channel for channel in self.channels if channel.queues]
-        ready = [(channel, room) for channel in consuming if (room := channel.room())]
-        queues = [queue for channel, _ in ready for queue in channel.queues]
-        max_messages = min((room for _, room in ready), default=0)
-        return _Wanted(queues, max_messages, len(ready) < len(consuming) or not consuming)
+    def _take(self) -> int:
+        """Receive what the channels have room for, and deliver it; return the number of messages."""
+        if not self._arrived:
+            ready = [(channel, room) for channel in self.channels if (room := channel.room())]
+            if ready:
+                queues = [queue for channel, _ in ready for queue in channel.queues]
+                self._arrived.extend(self.receive(queues, min(room for _, room in ready)))
+        return self._deliver_arrived()
 
-    def _deliver_arrived(self) -> None:
+    def _deliver_arrived(self) -> int:
+        delivered = 0
         while True:
             try:
                 queue, delivery = self._arrived.popleft()
             except IndexError:  # nothing is left, perhaps because a signal handler has cancelled the consumer
-                return
+                return delivered
+            delivered += 1
             channel = next((channel for channel in self.channels if queue in channel.queues), None)
             if channel is None:
                 self.receiver.requeue(delivery)
@@ -499,37 +436,47 @@ class Transport(virtual.Transport):
                 self._deliver(channel.begin(delivery, channel.takes_without_ack(queue)), queue)
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
-        """Let a thread receive and kombu's hub deliver, so that a worker with busy processes can be controlled."""
-        pump = self._pump = _Pump(self.receive, self._stop_receive, self._arrived)
+        """Let kombu's hub receive whenever it turns, and wake it when messages may be there."""
+        signal = self._signal = _Signal()
 
-        def arrived() -> None:
-            pump.read_signal()
-            self._deliver_arrived()
-            pump.raise_error()
-
-        def look() -> None:
-            pump.want(self._wanted())
+        def turn() -> None:
+            signal.hub_thread = threading.get_ident()
+            for _ in range(_RECEIVES_AT_ONCE):
+                if not self._take():
+                    return
+            signal.set()
 
         def leave() -> None:
-            loop.on_tick.discard(look)
-            loop.remove_reader(pump.signal)
+            loop.on_tick.discard(turn)
+            loop.remove_reader(signal.reader)
+            idle.cancel()
 
-        pump.leave_loop = leave
-        loop.add_reader(pump.signal, arrived)
-        loop.on_tick.add(look)
+        signal.leave_loop = leave
+        loop.add_reader(signal.reader, signal.clear)
+        loop.on_tick.add(turn)
+        # An idle hub turns once a second, so that its worker looks whether it is to stop.
+        idle = loop.call_repeatedly(_LONGEST_WAIT_S, _turn)
+
+    def wake(self) -> None:
+        """Let callers that wait look again. Thread-safe."""
+        self._changed.set()
+        signal = self._signal
+        if signal is not None:
+            signal.set()
 
     def signal_room(self) -> None:
         """Let callers that wait for room look again. Thread-safe."""
-        self._room.set()
-        if self._pump is not None:
-            self._pump.write_signal()
+        self._changed.set()
+        signal = self._signal
+        if signal is not None and signal.hub_thread != threading.get_ident():  # the hub's thread looks before it waits
+            signal.set()
 
     def close_connection(self, connection: Any) -> None:
         """Give back what is in flight, and close the broker if no other connection of the process uses it."""
-        pump, self._pump = self._pump, None
+        signal, self._signal = self._signal, None
         if self._pid == os.getpid():
-            if pump is not None:
-                pump.close()
+            if signal is not None:
+                signal.close()
             self._give_back(*(queue for queue, _ in self._arrived))
         super().close_connection(connection)
         receiver, broker = self._receiver, self._broker
@@ -540,6 +487,10 @@ class Transport(virtual.Transport):
             receiver.close()
         if broker is not None:
             brokers.leave(broker)
+
+
+def _turn() -> None:
+    """Do nothing, in a turn of the hub."""
 
 
 TRANSPORT_ALIASES["librmq"] = f"{__name__}:Transport"

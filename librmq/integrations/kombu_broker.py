@@ -12,11 +12,12 @@ import json
 import os
 import re
 import sys
+import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 from urllib.parse import unquote
 
 from amqp.exceptions import ConsumerCancelled
@@ -45,7 +46,7 @@ GROUP: Final = "kombu"
 _EXPIRES: Final = "KOMBU_EXPIRES_MS"
 _BINDINGS: Final = "kombu_bindings"
 AT_ONCE: Final = 32
-_VISIBILITY_S: Final = 3600
+VISIBILITY_S: Final = 3600
 _POLL_S: Final = 0.05
 """Between two polls of the queues of a cluster."""
 _SAVE_S: Final = 0.2
@@ -232,8 +233,8 @@ class Delivery(NamedTuple):
 class Receiver(Protocol):
     """Takes messages for one connection. Acknowledgements may come from other threads."""
 
-    def receive(self, topics: frozenset[str], most: int, wait: float) -> list[Delivery]:
-        """Return messages of any of the topics; wait for the first one.
+    def receive(self, topics: Sequence[str], most: int) -> list[Delivery]:
+        """Return messages of one of the topics; without any, call ``wake`` once there may be some.
 
         Raises:
             ConsumerCancelled: A topic was deleted; Celery connects then, and declares it, again.
@@ -245,9 +246,6 @@ class Receiver(Protocol):
     def requeue(self, delivery: Delivery) -> None:
         """Deliver a message again, to any consumer."""
 
-    def stop(self) -> None:
-        """End the receive that another thread runs; the next one works. Thread-safe."""
-
     def leave(self, topic: str) -> None:
         """Stop receiving from a topic."""
 
@@ -256,108 +254,187 @@ class Receiver(Protocol):
 
 
 class _ShareReceiver:
-    """Receives messages that are invisible to others for a time: one consumer for each set of queues with room."""
+    """Receives messages that are invisible to others for a time, which is renewed while this process has them."""
 
-    def __init__(self, route: KombuRoute, visibility_s: float) -> None:
-        self._route = route
+    def __init__(self, route: KombuRoute, visibility_s: float, wake: Callable[[], None]) -> None:
+        self._consumer = librmq.SimpleConsumer(route, GROUP).start()
+        self._now_ms = route.runner.now_ms
         self._visibility_s = visibility_s
-        self._consumers: dict[frozenset[str], librmq.SimpleConsumer] = {}
-        self._ender = librmq.SimpleConsumer(route, GROUP).start()
+        self._wake = wake
+        self._waiting: set[str] = set()
+        """Topics without a message, of which the broker will notify this process."""
+        self._turn = 0
+        self._in_flight: dict[str, librmq.ReceivedMessage] = {}  # by receipt
+        self._closed = Event()
+        self._renewing: threading.Thread | None = None
 
-    def receive(self, topics: frozenset[str], most: int, wait: float) -> list[Delivery]:
-        consumer = self._consumers.get(topics)
-        if consumer is None:
-            consumer = librmq.SimpleConsumer(self._route, GROUP)
-            for topic in topics:
-                consumer.subscribe(topic)
-            self._consumers[topics] = consumer.start()
+    def receive(self, topics: Sequence[str], most: int) -> list[Delivery]:
+        self._turn += 1  # so that a busy queue keeps no other waiting
+        for number in range(len(topics)):
+            topic = topics[(self._turn + number) % len(topics)]
+            if topic not in self._waiting and (messages := self._receive_from(topic, min(most, AT_ONCE))):
+                return [Delivery(message, message.attempt) for message in messages]
+        return []
+
+    def _receive_from(self, topic: str, most: int) -> list[librmq.ReceivedMessage]:
+        def notify() -> None:
+            self._waiting.discard(topic)
+            self._wake()
+
+        self._waiting.add(topic)  # before the request, because the notification can come during it
+        messages: list[librmq.ReceivedMessage] = []
+        is_held = False
         try:
-            messages = consumer.receive(min(most, AT_ONCE), invisible=self._visibility_s, wait=wait)
-            deleted = [] if messages else [topic for topic in topics if not self._route.topic_route(topic)]
+            if topic not in self._consumer.subscriptions:
+                self._consumer.subscribe(topic)
+            messages = self._consumer.receive_or_notify(topic, most, notify, invisible=self._visibility_s)
+            is_held = not messages
         except librmq.BrokerError as error:  # of another process, where this one still knows the topic's route
             if error.code != ResponseCode.TOPIC_NOT_EXIST:
                 raise
-            messages, deleted = [], sorted(topics)
+            raise _deleted(topic) from error
+        except librmq.NoRouteError as error:
+            raise _deleted(topic) from error
         except librmq.ClientStateError:
-            if self._consumers.get(topics) is consumer:
+            if topic in self._consumer.subscriptions:
                 raise
-            return []  # `stop` came before the receive
-        if deleted:
-            raise ConsumerCancelled(f"a queue was deleted while it had a consumer: {', '.join(deleted)}")
-        return [Delivery(message, message.attempt) for message in messages]
+            return []  # a signal handler has cancelled the consumer during the request
+        finally:
+            if not is_held:
+                self._waiting.discard(topic)
+        for message in messages:
+            self._in_flight[message.receipt] = message
+        if messages and self._renewing is None:
+            self._renewing = threading.Thread(target=self._renew, name="librmq-kombu-renew", daemon=True)
+            self._renewing.start()
+        return messages
+
+    def _renew(self) -> None:
+        """Keep messages invisible while this process has them, so that those of a killed one only come again."""
+        while not _clock.wait(self._closed, self._visibility_s / 3):
+            limit_ms = self._now_ms() + 1000 * self._visibility_s * 2 / 3
+            for receipt, message in list(self._in_flight.items()):
+                if message.visible_timestamp_ms > limit_ms or receipt not in self._in_flight:
+                    continue
+                try:
+                    self._consumer.renew(message, self._visibility_s)
+                except librmq.ReceiptError as error:
+                    if self._in_flight.pop(receipt, None) is not None:  # else it was acknowledged meanwhile
+                        _log.warning(
+                            "kombu: a message is not hidden any more, and may be done twice: %(error)s", error=error
+                        )
+                except librmq.RmqError as error:
+                    _log.warning("kombu: a message is not renewed, trying again: %(error)s", error=error)
 
     def acknowledge(self, *deliveries: Delivery) -> None:
+        messages = [cast("librmq.ReceivedMessage", delivery.message) for delivery in deliveries]
+        for message in messages:
+            self._in_flight.pop(message.receipt, None)
         try:
-            self._ender.ack_one_way(*(delivery.message for delivery in deliveries))  # type: ignore[arg-type]
+            self._consumer.ack_one_way(*messages)
         except librmq.ReceiptError as error:
             _log.warning("kombu: acknowledged after visibility_timeout, so it is done twice: %(error)s", error=error)
 
     def requeue(self, delivery: Delivery) -> None:
+        message = cast("librmq.ReceivedMessage", delivery.message)
+        self._in_flight.pop(message.receipt, None)
         with suppress(librmq.ReceiptError):  # its time is over: it is delivered again already
-            self._ender.extend(delivery.message, 0)  # type: ignore[arg-type]
-
-    def stop(self) -> None:
-        while self._consumers:  # each is gone from here before it is shut down, so that no receive begins with it
-            self._consumers.popitem()[1].shutdown()
+            self._consumer.extend(message, 0)
 
     def leave(self, topic: str) -> None:
-        for topics in [topics for topics in self._consumers if topic in topics]:
-            self._consumers.pop(topics).shutdown()
+        self._consumer.unsubscribe(topic)
+        self._waiting.discard(topic)
 
     def close(self) -> None:
-        self.stop()
-        self._ender.shutdown()
+        self._closed.set()
+        self._consumer.shutdown()
+        if self._renewing is not None:
+            self._renewing.join()
+
+
+def _deleted(topic: str) -> ConsumerCancelled:
+    return ConsumerCancelled(f"a queue was deleted while it had a consumer: {topic}")
 
 
 class _ClusterReceiver:
     """Pulls messages, because brokers of 4.x hide none: the progress of a queue waits for its first message in flight.
 
-    Where a process ends, or the group's instances change, all messages after that one are delivered again.
+    Where a process ends, or the group's instances change, all messages after that one are delivered again. A thread of
+    its own pulls, because a broker that does not answer must not hold up the worker.
     """
 
-    def __init__(self, route: KombuRoute, producer: librmq.Producer) -> None:
+    def __init__(self, route: KombuRoute, producer: librmq.Producer, wake: Callable[[], None]) -> None:
         self._route = route
         self._producer = producer
+        self._wake = wake
         self._lock = Lock()
         self._consumers: dict[str, librmq.PullConsumer] = {}
         self._ready: defaultdict[str, deque[Delivery]] = defaultdict(deque)
         self._flights: defaultdict[librmq.MessageQueue, dict[int, bool]] = defaultdict(dict)  # offset: is done
         self._left: set[str] = set()
-        self._stopped = Event()
+        self._wanted: set[str] = set()
+        self._polling = Lock()  # no consumer is shut down meanwhile
+        self._error: Exception | None = None
+        self._changed = Event()
+        self._closed = Event()
+        self._pulling: threading.Thread | None = None
 
-    def receive(self, topics: frozenset[str], most: int, wait: float) -> list[Delivery]:
-        deadline = _clock.monotonic() + wait
-        self._stopped.clear()
-        while True:
-            for topic in topics:
-                self._poll(topic)
-            ready = [self._ready[topic] for topic in topics if self._ready[topic]]
-            if ready:
-                return [row.popleft() for row in ready for _ in range(min(len(row), max(1, most // len(ready))))][:most]
-            left = deadline - _clock.monotonic()
-            if left <= 0 or _clock.wait(self._stopped, min(left, _POLL_S)):
-                return []
+    def receive(self, topics: Sequence[str], most: int) -> list[Delivery]:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        ready = [self._ready[topic] for topic in topics if self._ready[topic]]
+        if ready:
+            return [row.popleft() for row in ready for _ in range(min(len(row), max(1, most // len(ready))))][:most]
+        with self._lock:
+            self._left.difference_update(topics)
+            self._wanted.update(topics)
+        if self._pulling is None:
+            self._pulling = threading.Thread(target=self._pull, name="librmq-kombu", daemon=True)
+            self._pulling.start()
+        self._changed.set()
+        return []
 
-    def _poll(self, topic: str) -> None:
-        self._left.discard(topic)
-        if topic not in self._consumers:
-            consumer = librmq.PullConsumer(
-                self._route,
-                group_of(topic),
-                consume_from=librmq.ConsumeFrom.FIRST,
-                auto_commit=False,
-                pull_batch_size=AT_ONCE,
-            )
-            consumer.subscribe(topic)
-            self._consumers[topic] = consumer.start()
-        if self._ready[topic]:
-            return
-        for message in self._consumers[topic].poll(0):
-            with critical, self._lock:
-                is_new = message.queue_offset not in self._flights[message.queue]
-                self._flights[message.queue].setdefault(message.queue_offset, False)
-            if is_new:
-                self._ready[topic].append(Delivery(message, 1))
+    def _pull(self) -> None:
+        """Pull from the topics that a receive has found empty, until one has messages."""
+        while not self._closed.is_set():
+            _clock.wait(self._changed, None)
+            self._changed.clear()
+            while not self._closed.is_set() and (wanted := set(self._wanted)):
+                try:
+                    has_more = [topic for topic in wanted if self._poll(topic)]
+                except Exception as error:  # the next receive raises it
+                    self._error, has_more = error, list(wanted)
+                if has_more:
+                    with self._lock:
+                        self._wanted.clear()
+                    self._wake()
+                else:
+                    _clock.wait(self._changed, _POLL_S)
+                    self._changed.clear()
+
+    def _poll(self, topic: str) -> bool:
+        """Pull once; return whether a receive finds messages."""
+        with self._polling:
+            if topic not in self._wanted:  # its consumer was cancelled meanwhile
+                return False
+            if topic not in self._consumers:
+                consumer = librmq.PullConsumer(
+                    self._route,
+                    group_of(topic),
+                    consume_from=librmq.ConsumeFrom.FIRST,
+                    auto_commit=False,
+                    pull_batch_size=AT_ONCE,
+                )
+                consumer.subscribe(topic)
+                self._consumers[topic] = consumer.start()
+            for message in [] if self._ready[topic] else self._consumers[topic].poll(0):
+                with critical, self._lock:
+                    is_new = message.queue_offset not in self._flights[message.queue]
+                    self._flights[message.queue].setdefault(message.queue_offset, False)
+                if is_new:
+                    self._ready[topic].append(Delivery(message, 1))
+            return bool(self._ready[topic])
 
     def acknowledge(self, *deliveries: Delivery) -> None:
         for delivery in deliveries:
@@ -385,30 +462,38 @@ class _ClusterReceiver:
         self._producer.send(delivery.message.topic, delivery.message.body, properties=properties)
         self.acknowledge(delivery)
 
-    def stop(self) -> None:
-        self._stopped.set()
-
     def leave(self, topic: str) -> None:
         self._left.add(topic)
+        self._wanted.discard(topic)
         self._end_left(topic)
 
     def _end_left(self, topic: str) -> None:
         """Leave the group of a topic once its messages are acknowledged, for which its consumer must run."""
-        with critical, self._lock:
-            undone = sum(
-                not is_done for queue, row in self._flights.items() if queue.topic == topic for is_done in row.values()
-            )
-            if topic not in self._left or undone > len(self._ready[topic]):
-                return
-            self._left.discard(topic)
-            self._ready.pop(topic, None)
-            for queue in [queue for queue in self._flights if queue.topic == topic]:
-                del self._flights[queue]
-            consumer = self._consumers.pop(topic, None)
-        if consumer is not None:
-            consumer.shutdown()
+        if topic not in self._left:
+            return
+        with self._polling:
+            with critical, self._lock:
+                undone = sum(
+                    not is_done
+                    for queue, row in self._flights.items()
+                    if queue.topic == topic
+                    for is_done in row.values()
+                )
+                if topic not in self._left or undone > len(self._ready[topic]):
+                    return
+                self._left.discard(topic)
+                self._ready.pop(topic, None)
+                for queue in [queue for queue in self._flights if queue.topic == topic]:
+                    del self._flights[queue]
+                consumer = self._consumers.pop(topic, None)
+            if consumer is not None:
+                consumer.shutdown()
 
     def close(self) -> None:
+        self._closed.set()
+        self._changed.set()
+        if self._pulling is not None:
+            self._pulling.join()
         for consumer in self._consumers.values():
             consumer.shutdown()
         self._consumers.clear()
@@ -454,20 +539,11 @@ class KombuBroker:
         self.producer = librmq.Producer(self.route, GROUP).start()
         self.bindings = FolderBindings(folder)
 
-    def receiver(self, visibility_s: float | None) -> Receiver:
-        """Return a new receiver for a connection.
-
-        Raises:
-            ConfigError: The broker does not hide messages.
-        """
-        if not self.is_cluster:
-            return _ShareReceiver(self.route, _VISIBILITY_S if visibility_s is None else visibility_s)
-        if visibility_s is not None:
-            raise librmq.ConfigError(
-                "visibility_timeout: a cluster's messages are pulled, which hides none: leave it out; what a worker "
-                "that ends has not acknowledged is delivered again at once"
-            )
-        return _ClusterReceiver(self.route, self.producer)
+    def receiver(self, visibility_s: float, wake: Callable[[], None]) -> Receiver:
+        """Return a new receiver for a connection, which calls ``wake`` from any thread when messages may be there."""
+        if self.is_cluster:
+            return _ClusterReceiver(self.route, self.producer, wake)
+        return _ShareReceiver(self.route, visibility_s, wake)
 
     def group(self, topic: str) -> str:
         """Return the group of a queue's workers."""

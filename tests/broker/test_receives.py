@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from librmq import (
     ManualClock,
     ManualRunner,
     MessageIllegalError,
+    NoRouteError,
     Producer,
     PushConsumer,
     ReceiptError,
@@ -288,13 +290,18 @@ def test_held_receive_in_order_is_woken_when_all_is_done(rmq: Kit, in_order: Bro
     assert bodies(list(in_order.call(request).messages)) == ["a", "b"]
 
 
-def test_held_receive_is_woken_when_a_full_queue_has_room(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_receive_is_woken_when_a_full_queue_has_room(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("librmq.broker.handlers.receive.MAX_IN_FLIGHT", 2)
     send(broker, "a", "b", "c")
     a, _ = receive(broker)
     woken: list[int] = []
     request = Receive("c", "g", "t", notify=lambda: woken.append(1))
     assert broker.call(request).is_held
+    assert broker.call(request).is_held
+    (record,) = caplog.records
+    assert "group g has received 2 messages of topic t, queue 0, without acknowledging them" in record.getMessage()
     broker.call(Acknowledge("g", "t", (a.receipt,)))
     assert woken == [1]
     assert bodies(list(broker.call(request).messages)) == ["c"]
@@ -535,6 +542,49 @@ def test_consumer_receives_extends_and_acknowledges(rmq: Kit, broker: Broker) ->
         (again,) = consumer.receive()
         assert (again.topic, again.body, again.attempt, again.reconsume_times) == ("t", b"b", 2, 1)
     assert [letter.body for letter in rmq.dead_letters("g")] == [b"c"]
+
+
+def test_a_consumer_without_a_message_is_notified_once(rmq: Kit, broker: Broker) -> None:
+    broker.create_topic("u", 1)
+    notes: list[str] = []
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        consumer.subscribe("u")
+        for topic in ("t", "u"):
+            assert consumer.receive_or_notify(topic, 1, partial(notes.append, topic)) == []
+        send(broker, "a", "b")
+        assert notes == ["t"]
+        (message,) = consumer.receive_or_notify("t", 1, lambda: notes.append("t"), invisible=10)
+        (other,) = consumer.receive_or_notify("t", 1, lambda: notes.append("t"), invisible=600)
+        assert consumer.receive_or_notify("t", 1, lambda: notes.append("again")) == []
+        rmq.advance(seconds=10)
+        assert "again" in notes, "it was not acknowledged in its time"
+        consumer.ack(other)
+        (message,) = consumer.receive_or_notify("t", 1, lambda: notes.append("t"))
+        assert (message.body, message.attempt) == (b"a", 2)
+        consumer.unsubscribe("u")
+        with pytest.raises(ClientStateError, match="no subscription of u"):
+            consumer.receive_or_notify("u", 1, lambda: None)
+        consumer.subscribe("missing")
+        with pytest.raises(NoRouteError, match="topic 'missing' has no queue to read"):
+            consumer.receive_or_notify("missing", 1, lambda: None)
+    assert notes.count("again") == 1
+
+
+def test_a_renewed_message_can_be_acknowledged_by_its_first_receipt(rmq: Kit, broker: Broker) -> None:
+    send(broker, "a")
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        (message,) = consumer.receive(invisible=10)
+        receipt = message.receipt
+        for _ in range(5):
+            rmq.advance(seconds=6)
+            consumer.renew(message, 10)
+            assert consumer.receive(wait=0) == []
+        assert message.receipt == receipt
+        consumer.ack(message)
+        with pytest.raises(ReceiptError):
+            consumer.renew(message, 10)
 
 
 @pytest.mark.parametrize("ordered", [False, True])

@@ -94,6 +94,7 @@ class ReceiveHandler:
         self._turns: dict[tuple[str, str], int] = {}
         self._mixed: set[str] = set()  # groups about which the log has warned
         self._unordered: set[tuple[str, str]] = set()  # groups and topics about which the log has warned
+        self._full: set[QueueKey] = set()  # queues of which a group can receive no more
         self._states = StateLog(_log.with_fields(broker=context.name), context.name)
         self._latest_ms = 0
         self._step = steps.step("ends invisible times", self._run_due)
@@ -243,6 +244,24 @@ class ReceiveHandler:
             kind=members.kind,
         )
 
+    def _warn_of_full(self, key: QueueKey, room: int) -> None:
+        """Log that a group gets no further message of a queue, each time that this begins."""
+        if room > 0:
+            self._full.discard(key)
+        elif key not in self._full:
+            self._full.add(key)
+            group, topic, queue_id = key
+            _log.warning(
+                "%(broker)s: group %(group)s has received %(count)d messages of topic %(topic)s, queue %(queue)d, "
+                "without acknowledging them, and gets no more before it does. Let the broker hold messages that wait "
+                "for a time (deliver_at), or acknowledge sooner",
+                broker=self._broker_name,
+                group=group,
+                count=MAX_IN_FLIGHT,
+                topic=topic,
+                queue=queue_id,
+            )
+
     def queues_in_turn(self, group: GroupSettings, topic: Topic) -> list[tuple[str, int]]:
         """Return a receive's queues, from the next one in turn; retries come last, and first in every fifth receive.
 
@@ -317,6 +336,7 @@ class ReceiveHandler:
         has_more = False
         for _ in range(_READS_WITHOUT_MESSAGE):
             room = min(room, MAX_IN_FLIGHT - len(queue.flights))
+            self._warn_of_full(key, room)
             if room <= 0:
                 break
             before = queue.next_offset
