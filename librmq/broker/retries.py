@@ -221,6 +221,8 @@ class FailedMessages:
             )
             return
         retries = topic if is_receive_retry(group, topic) else receive_retry_topic(group, topic)
+        if self._earlier is not None and self._was_stored_again(self._earlier, message, group, retries):
+            return
         copy = Message(self._topics.ensure(retries).name, message.stored_body, flag=message.flag)
         copy.properties.update(message.properties)
         copy.properties.setdefault(_FIRST_POP_TIME, str(flight.received_ms))
@@ -232,6 +234,22 @@ class FailedMessages:
             message.sys_flag,
             message.reconsume_times + 1,
         )
+
+    def _was_stored_again(self, earlier: EarlierCopies, message: StoredMessage, group: str, retries: str) -> bool:
+        """Return whether the last process stored this message again, and died before it saved that it had.
+
+        After a reset a message is received on purpose a second time. A reset by an earlier process shows in the last
+        copy, which the group has consumed.
+        """
+        if not earlier.concerns(message.physical_offset) or (group, message.topic) in self._offsets.moved_back:
+            return False
+
+        def is_next(copy: StoredMessage) -> bool:
+            last = max(earlier.records_like(message, retries), key=lambda record: record.physical_offset)
+            consumed = self._saved.get(f"{retries}@{group}", {}).get(last.queue_id, 0)
+            return last.queue_offset >= consumed
+
+        return earlier.has(message, (retries,), is_next, deliveries=1)
 
     def resend(self, request: ResendLetters) -> ResentLetters:
         """Send dead letters to their group again, and note it; without any, return those that were not sent yet.

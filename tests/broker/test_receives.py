@@ -738,3 +738,52 @@ def test_mistakes_of_a_simple_consumer_are_named(broker: Broker) -> None:
         with pytest.raises(TypeError, match=r"ack: expected received messages, as in .* ack\(\*messages\)"):
             consumer.ack(messages)  # type: ignore[arg-type]
         consumer.ack(*messages)
+
+
+def test_processes_that_die_after_an_opening_leave_one_copy(tmp_path: Path) -> None:
+    clock = ManualClock()
+
+    def opened() -> tuple[Broker, ManualRunner]:
+        runner = ManualRunner(clock)
+        return Broker.open(tmp_path, runner=runner, store_config=StoreConfig.tiny()), runner
+
+    broker, runner = opened()
+    broker.create_topic("t", 1)
+    send(broker, *"abc")
+    received = receive(broker)
+    runner.advance(6_000)  # what is in flight is saved
+    broker.call(Acknowledge("g", "t", (received[0].receipt,)))
+    broker.abandon()
+    clock.advance(minutes=1)
+    for _ in range(5):
+        broker, runner = opened()
+        runner.advance(1_000)
+        broker.abandon()
+    broker, runner = opened()
+    runner.advance(10_000)
+    assert sorted(bodies(receive(broker))) == ["a", "b", "c"]
+    broker.close()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_message_that_a_reset_delivers_again_is_stored_again_after_a_kill(tmp_path: Path, restarts: bool) -> None:
+    runner = ManualRunner()
+    broker = Broker.open(tmp_path, runner=runner)
+    broker.create_topic("t", 1)
+    send(broker, "a")
+    receive(broker)
+    runner.advance(10_000)
+    (copy,) = receive(broker)
+    broker.call(Acknowledge("g", "t", (copy.receipt,)))
+    runner.advance(6_000)
+    if restarts:
+        broker.reset_group("g", "t", "begin")
+        runner.advance(6_000)
+    broker.abandon()
+    broker = Broker.open(tmp_path, runner=runner)
+    if not restarts:
+        broker.reset_group("g", "t", "begin")
+    assert [(received.attempt, received.message.topic) for received in receive(broker)] == [(1, "t")]
+    runner.advance(10_000)
+    assert [received.attempt for received in receive(broker)] == [2]
+    broker.close()
