@@ -18,6 +18,7 @@ from librmq.errors import (
     BrokerError,
     BrokerStoreFullError,
     BrokerUnreachableError,
+    CorruptionError,
     DiskFullError,
     FlushFailedError,
     RmqError,
@@ -27,13 +28,14 @@ from librmq.errors import (
     StoreIOError,
 )
 from librmq.files.interface import is_full
+from librmq.message.topics import has_no_row, is_valid_queue
 from librmq.metrics import Metrics
 from librmq.protocol import CopiedTables, ResponseCode
 from librmq.protocol.endpoint import Watchers
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited
 from librmq.runtime.runner import Aside, Owner, Runner, Step, aside_by
-from librmq.scheduling.waiting import Cancellations
+from librmq.scheduling.waiting import Cancellations, awaited_queues
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 
@@ -122,7 +124,7 @@ class BrokerContext:
                 )
             self.offsets.clamp(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
             if config.replica_of is None:
-                self.topics.add_unlisted(unlisted_topics(store.queues, store.queue_range, self.topics.by_name))
+                self._add_unlisted_topics()
         sweep_ms = round(1000 * config.sweep_pulls_every_s)
         self.held = HeldRequests(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
         holding = steps.step("answers held pulls", self.held.run_due)
@@ -137,6 +139,19 @@ class BrokerContext:
             metrics,
             self.saving.filters_changed,
         )
+
+    def _add_unlisted_topics(self) -> None:
+        """Make the topics that have messages and were lost, or for which messages wait; or warn of them."""
+        store, listed = self.store, self.topics.by_name
+        unlisted = unlisted_topics(store.queues, store.queue_range, listed)
+        if self.topics.is_new:  # otherwise a deleted topic would come back
+            try:
+                for topic, queue_id in awaited_queues(store, self.tables.delay_offset):
+                    if topic not in listed and not has_no_row(topic) and is_valid_queue(topic, queue_id):
+                        unlisted[topic] = max(unlisted.get(topic, 0), queue_id + 1)
+            except CorruptionError as error:
+                _log.warning("the topics of some messages that wait are unknown: %(error)s", error=error)
+        self.topics.add_unlisted(unlisted)
 
     def copy_tables(self, tables: CopiedTables) -> None:
         """Replace the tables by a master's, except the topics. Under the runner's lock."""

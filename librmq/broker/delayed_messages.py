@@ -155,6 +155,7 @@ class Deliveries:
     def _delivered(self, message: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
         # The properties are decoded only if a held pull asks for them.
         properties = message.properties if (topic, queue_id) in self._held else {}
+        self._topics.warn_of_missing(topic)
         self.arrivals.stored(topic, queue_id, properties, result, is_delivered=True)
         if self._metrics is not None:
             self._metrics.count("delayed_out", level=str(level_of_queue_id(message.queue_id)))
@@ -166,6 +167,7 @@ class Deliveries:
     def _timed_out(self, message: StoredMessage, result: AppendResult) -> None:
         properties = message.properties
         topic, queue_id = properties["REAL_TOPIC"], int(properties["REAL_QID"])
+        self._topics.warn_of_missing(topic)
         self.arrivals.stored(topic, queue_id, properties, result, is_delivered=True)
 
     def _run_relay(self, now_ms: int) -> int | None:

@@ -246,7 +246,7 @@ class FailedMessages:
 
         def is_next(copy: StoredMessage) -> bool:
             last = max(earlier.records_like(message, retries), key=lambda record: record.physical_offset)
-            consumed = self._saved.get(f"{retries}@{group}", {}).get(last.queue_id, 0)
+            consumed: int = self._saved.get(f"{retries}@{group}", {}).get(last.queue_id, 0)
             return last.queue_offset >= consumed
 
         return earlier.has(message, (retries,), is_next, deliveries=1)

@@ -176,9 +176,25 @@ class Topics:
         """Version of the topics, which a new or changed topic increases before its next message."""
         self._lock = Lock()  # guards the table, because a replica copies topics without the runner's lock
         self._is_changed = False
+        self._missing = set[str]()  # topics of which `warn_of_missing` has warned
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the store had no table."""
+        return self._table.is_new
+
+    def warn_of_missing(self, name: str) -> None:
+        """Log once that a message was delivered into a topic that the table lacks."""
+        if name not in self.by_name and not has_no_row(name) and name not in self._missing:
+            self._missing.add(name)
+            _log.warning(
+                "topics.json lacks topic %(topic)s, into which a message was delivered that had waited, so no group "
+                "gets it; create_topic makes the topic with its old messages",
+                topic=name,
+            )
 
     def add_unlisted(self, unlisted: Mapping[str, int]) -> None:
-        """Handle topics with messages that the table lacks, by their numbers of queues. Under the runner's lock.
+        """Handle topics of messages that the table lacks, by their numbers of queues. Under the runner's lock.
 
         A store that never had a broker has no table: its topics are created. An incomplete table stays as it is.
         """
@@ -197,7 +213,7 @@ class Topics:
             self._table.set(name, topic_row(name, min(queues, MOST_QUEUES), min(queues, MOST_QUEUES), _READ_WRITE))
             self.by_name[name] = self._topic(name)
         _log.info(
-            "the store has no topics.json, so its topics are those of its queues (%(topics)d): %(names)s",
+            "the store has no topics.json, so its topics are those of its messages (%(topics)d): %(names)s",
             topics=len(unlisted),
             names=names,
         )

@@ -110,6 +110,7 @@ class BrokerTransactions:
                 final = self._finals.popleft()
             except IndexError:  # another thread announced it
                 return
+            self._topics.warn_of_missing(final[0])
             self._arrivals.stored(*final)
 
     def open_halves(self) -> tuple[int, Callable[[int], bool]]:

@@ -25,14 +25,14 @@ counts while its ``number`` is that of the first file, which has all messages ag
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.errors import CorruptionError
 from librmq.files.interface import Files
 from librmq.java.lang import java_int, java_long
 from librmq.message import record
-from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_REAL_QUEUE_ID,
@@ -45,6 +45,9 @@ from librmq.runtime.locks import Lock
 from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
 from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, ROLL_TIMES, deliver_time_ms
 from librmq.store.format.documents import CANCELLED_FILE, CANCELLED_SINCE_FILE, read_document, write_document
+
+if TYPE_CHECKING:
+    from librmq.store import MessageStore
 
 WAITING_TOPICS: Final = (SCHEDULE_TOPIC, TIMER_TOPIC, HOP_TOPIC)
 """The topics in which messages wait for their time."""
@@ -67,6 +70,19 @@ def destination_of(message: StoredMessage) -> Destination:
     if HOP_TOPIC in (topic, message.topic):
         topic, queue_id = properties.get(TARGET_TOPIC, ""), properties.get(TARGET_QUEUE_ID)
     return Destination(topic, java_int(queue_id or "0") or 0)
+
+
+def awaited_queues(store: MessageStore, next_delayed: Callable[[int], int]) -> Iterator[Destination]:
+    """Yield the queues for which messages wait, or undecided halves; some have been delivered.
+
+    ``next_delayed(level)`` returns the progress of a delay level.
+    """
+    for topic, queue_id in sorted(store.queues):
+        if topic in (*WAITING_TOPICS, HALF_TOPIC):
+            begin = next_delayed(level_of_queue_id(queue_id)) if topic == SCHEDULE_TOPIC else 0
+            for message in store.messages(topic, queue_id, begin):
+                if DELETE_KEY not in message.properties and (destination := destination_of(message)).topic:
+                    yield destination
 
 
 def own_time_ms(message: StoredMessage) -> int | None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.client.producer import Producer
+from librmq.client.transactions import TransactionProducer
 from librmq.config import StoreConfig
 from librmq.diagnosis import diagnose
 from librmq.errors import BrokerBusyError, BrokerError, MessageIllegalError, NoRouteError, StoreIOError
@@ -357,3 +359,49 @@ def test_progress_of_what_does_not_exist_is_bounded(broker: Broker) -> None:
     broker.call(UpdateOffset("another", "orders", 0, 1))
     with pytest.raises(MessageIllegalError, match="group 'x@y': expected 1 to 255 letters"):
         broker.call(UpdateOffset("x@y", "orders", 0, 1))
+
+
+def waiting_in(path: Path, runner: ManualRunner) -> None:
+    """Leave messages that wait for topics of their own: by a level, by the timer, and as a half."""
+    with Broker.open(path, runner=runner) as broker:
+        producer = Producer(broker, "p")
+        for topic in ("by_level", "by_timer"):
+            broker.create_topic(topic, 2)
+        producer.send("by_level", b"x", delay_level=5, queue=1)
+        producer.send("by_timer", b"x", delay=77)
+        transactions = TransactionProducer(broker, "t", check=lambda message: TransactionState.COMMIT)
+        transactions.send_in_transaction(Message("by_half", b"x"), execute=lambda *_: TransactionState.UNKNOWN)
+        transactions.shutdown()
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_topics_of_messages_that_wait_are_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_lost: bool
+) -> None:
+    runner, topics = ManualRunner(), ("by_level", "by_timer", "by_half")
+    waiting_in(tmp_path, runner)
+    table = tmp_path / "config/topics.json"
+    if is_lost:
+        for path in table.parent.glob("topics.json*"):
+            path.unlink()
+    else:
+        tables = BrokerTables.open(str(table.parent))
+        for topic in topics:
+            tables.topics.remove(topic)
+        tables.persist(1)
+    with Broker.open(tmp_path, runner=runner) as broker:
+        routes = {topic: [data.write_queues for data in broker.topic_route(topic)] for topic in topics}
+        producer = TransactionProducer(broker, "t", check=lambda message: TransactionState.COMMIT)
+        producer.start()
+        runner.advance(600_000)
+        if not is_lost:
+            assert not any(routes.values())
+            for topic in topics:
+                assert f"topics.json lacks topic {topic}, into which a message was delivered" in caplog.text
+                broker.create_topic(topic, 8)
+        else:
+            assert routes["by_level"] == [2]
+            assert all(routes.values())
+        for topic in topics:
+            assert [message.body for message in broker.consume(topic, group="g")] == [b"x"]
+        producer.shutdown()
