@@ -38,7 +38,7 @@ from librmq.filter.registrations import Registration
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
-from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
+from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.store.condition import Wholeness
 from librmq.store.engine.store_parts import QueueName
@@ -192,6 +192,9 @@ def _unlisted_topic_findings(view: StoreView) -> Iterator[Finding]:
         return state.min_offset, state.max_offset
 
     for topic, queues in unlisted_topics(ranges, range_of, tables.topics.rows).items():
+        # A broker with configManagerVersion=v2 does not store the topics that it makes by itself.
+        if tables.database is not None and topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)):
+            continue
         count = view.message_count(topic)
         yield Finding(
             "unlisted-topic", "warning", f"topic {topic}",

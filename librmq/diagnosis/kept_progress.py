@@ -178,7 +178,8 @@ def _step_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
 def _unlisted_group_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     """Yield the groups that have progress or retries, and are missing in the broker's table of groups."""
     table = view.tables.groups
-    if not table.is_stored or view.store.past_ms is not None:
+    # A broker with configManagerVersion=v2 does not store the groups that it makes by itself.
+    if not table.is_stored or view.store.past_ms is not None or view.tables.database is not None:
         return
     topics: defaultdict[str, list[str]] = defaultdict(list)
     for group, topic in view.progress:

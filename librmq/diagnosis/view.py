@@ -356,11 +356,16 @@ class StoreView(Closing):
     def revive_topics(self) -> list[str]:
         """The topics of what POP of 5.x holds; empty for a broker that does not know POP."""
         topics = self.topics.keys() | self.tables.topics.rows.keys()
-        if not self.tables.topics.rows and TIMER_TOPIC in self.topics:
+        revive = {topic for topic in topics if topic.startswith(REVIVE_PREFIX)}
+        # A broker lists its revive topic in topics.json, and with configManagerVersion=v2 nowhere.
+        is_unlisted = not revive and TIMER_TOPIC in self.topics
+        lacks_table = is_unlisted and not self.tables.topics.rows
+        if lacks_table or (is_unlisted and directory.is_of_5(self.store.path, self.store.files)):
             from librmq.scheduling.timer_wheel import waiting_timers  # loads what few stores need
 
-            topics |= {message.properties.get(PROPERTY_REAL_TOPIC, "") for _, message in waiting_timers(self.store)}
-        return sorted(topic for topic in topics if topic.startswith(REVIVE_PREFIX))
+            waiting = (message.properties.get(PROPERTY_REAL_TOPIC, "") for _, message in waiting_timers(self.store))
+            revive.update(topic for topic in waiting if topic.startswith(REVIVE_PREFIX))
+        return sorted(revive)
 
     @property
     def levels(self) -> DelayLevels:

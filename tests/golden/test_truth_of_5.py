@@ -1,0 +1,55 @@
+"""Stores of RocketMQ 5, beside what its clients and mqadmin knew of them: each line of the truth files is asserted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq.diagnosis import StoreView, diagnose, pending_messages, story
+from librmq.diagnosis.view import group_summaries, topic_summaries
+from librmq.message.topics import TIMER_TOPIC
+from librmq.scheduling.timer_config import DELETE_KEY
+from tests.reference import existing, unpack
+
+
+@pytest.fixture(scope="module", params=["v2", "bcq"])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return a store and its truth; the tables of ``v2`` are in RocksDB."""
+    name = request.param
+    if name == "v2":
+        pytest.importorskip("rocksdict")
+    truth: dict[str, Any] = json.loads(existing("store-5.3.3", f"{name}-truth.json").read_text())
+    folder = tmp_path_factory.mktemp("truth")
+    unpack(existing("store-5.3.3", f"{name}.tar.xz"), folder)
+    return folder / name, truth
+
+
+def test_each_line_of_the_truth(store: tuple[Path, dict[str, Any]]) -> None:
+    path, truth = store
+    assert truth.keys() == {
+        "broker", "stopped", "messages", "lag", "dead_letters", "pending", "recalled", "pop_acknowledged",
+    }  # fmt: skip
+    assert (path / "abort").exists() == (truth["stopped"] == "kill -9")
+    with StoreView.open(path) as view:
+        messages = {row.topic: row.messages for row in topic_summaries(view) if row.kind == "user"}
+        assert messages == truth["messages"]
+        groups = list(group_summaries(view, includes_own=False))
+        assert {row.group: row.lag for row in groups} == truth["lag"]
+        assert sum(row.dead_letters for row in groups) == truth["dead_letters"]
+        assert Counter(row.kind for row in pending_messages(view.store, view.tables)) == truth["pending"]
+        timers = list(view.store.messages(TIMER_TOPIC, 0))
+        assert sum(DELETE_KEY in message.properties for message in timers) == truth["recalled"]
+        popped = [event for message in view.store.messages("pop", 0) for event in story(view, message.unique_key or "")]
+        acknowledged = [event for event in popped if event.note == "received by POP and acknowledged"]
+        assert len(acknowledged) == truth["pop_acknowledged"]
+        assert sum("not acknowledged" in event.note for event in popped) == truth["pending"]["pop"]
+
+
+def test_what_such_a_broker_does_not_store_is_no_finding(store: tuple[Path, dict[str, Any]]) -> None:
+    """With ``configManagerVersion=v2`` it stores neither topics of dead letters nor groups that it made by itself."""
+    kinds = {finding.kind for finding in diagnose(store[0])}
+    assert not kinds & {"unlisted-topic", "unlisted-group"}
