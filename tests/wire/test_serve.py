@@ -134,6 +134,35 @@ def test_streams_of_nonsense_do_not_hold_up_the_end(serving: subprocess.Popen[st
     assert not verify(tmp_path / "store").damage
 
 
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Allow this process 4,096 open files."""
+    resource = pytest.importorskip("resource")
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard_limit != resource.RLIM_INFINITY and hard_limit < 4096:
+        pytest.skip(f"the system allows {hard_limit:,} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard_limit))  # what the command inherits
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
+
+
+@pytest.mark.slow
+def test_idle_connections_leave_room_for_other_clients(many_files: None, serving: subprocess.Popen[str]) -> None:
+    """It starts with the usual limit of 1,024 open files."""
+    import resource
+
+    address = ready(serving)
+    host, _, port = address.rpartition(":")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with ExitStack() as idle:
+        for _ in range(1_100):
+            idle.enter_context(socket.create_connection((host, int(port))))
+        for number in range(10):
+            with Stub(address, f"c{number}") as stub:
+                assert stub.send(message("t", b"x", f"id{number}")).status.code == 20000
+    end(serving, signal.SIGTERM)
+
+
 def test_a_call_that_does_not_end_is_abandoned(broker: Broker) -> None:
     goes_on, has_begun = threading.Event(), threading.Event()
 

@@ -49,6 +49,7 @@ _REMOTING_PORT: Final = 9876
 _MAX_LINES: Final = 1000
 _POLL_S: Final = 0.2
 _MAX_NAME: Final = 255
+_MOST_FILES: Final = 65_536
 _STOP_S: Final = 5.0
 """The time in which all servers end."""
 
@@ -60,6 +61,7 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.scheduling.timer_config import TimerConfig
 
     _check_clock(arguments)
+    _allow_files()
     grpc, remoting = _ports(arguments)
     output = output.of_lines()
     lines = _Lines(output)
@@ -114,6 +116,17 @@ def serve(arguments: argparse.Namespace, output: Output) -> int:
         output.flush()
         os._exit(0)
     return 0
+
+
+def _allow_files() -> None:
+    """Take as many descriptors as the system allows: each connection needs one, and so does each open file."""
+    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit; others may refuse to change it
+        import resource
+
+        soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _MOST_FILES if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _MOST_FILES)
+        if soft_limit != resource.RLIM_INFINITY and soft_limit < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard_limit))
 
 
 def _await_input(ended: EndSignals) -> None:

@@ -371,6 +371,11 @@ class Service:
 # ---- the server
 
 try:
+    import resource
+except ImportError:  # pragma: no cover (Windows has no such limits)
+    resource = None  # type: ignore[assignment]
+
+try:
     import grpc
     from google.protobuf.message import DecodeError
 except ImportError as error:  # pragma: no cover
@@ -394,7 +399,10 @@ OPTIONS: Final = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 10_000),  # official clients hold a stream, and others connect again when they call
 )
+_CONNECTIONS: Final = 4_000
 _METRICS_EXPORT: Final = "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export"
 
 
@@ -477,7 +485,8 @@ class GrpcServer(Closing):
         in_all = calls_of_address + _FOR_OTHERS
         self._pool = ThreadPoolExecutor(in_all, "librmq grpc")
         handlers = [_Handlers(self._service, calls_of_address)]
-        self._server = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=in_all, handlers=handlers)
+        options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", _most_connections(in_all)))
+        self._server = grpc.server(self._pool, options=options, maximum_concurrent_rpcs=in_all, handlers=handlers)
         self.host = host
         place = format_host((host, port))
         try:
@@ -554,6 +563,15 @@ class GrpcServer(Closing):
 
     def __repr__(self) -> str:
         return f"<GrpcServer {self.address}{'' if self._is_open else ', closed'}>"
+
+
+def _most_connections(calls: int) -> int:
+    """Return how many connections a server holds: half of the process's descriptors are left for the store's files."""
+    most = max(_CONNECTIONS, 2 * calls)
+    if resource is None:
+        return most
+    soft_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most if soft_limit == resource.RLIM_INFINITY else min(most, max(soft_limit // 2, 1))
 
 
 def _check_port(host: str, port: int) -> None:
