@@ -27,6 +27,23 @@ from tests.wire.stub import Stub, consumer_settings, message, producer_settings,
 OK, NONE = 20000, 40401
 
 
+@pytest.mark.parametrize("client_type", [5, 6])
+def test_consumers_of_lite_topics_are_refused(stub: Stub, client_type: int) -> None:
+    with pytest.raises(grpc.RpcError, match="lite topics are not served"):
+        next(stub.telemetry(consumer_settings("g", client_type)))
+
+
+def test_clients_of_all_namespaces_share_topics(stub: Stub, broker: Broker) -> None:
+    """As at the proxy, which goes by the name alone."""
+    topic = message_class("Resource")(name="t", resource_namespace="tenant-a")
+    assert stub.call("QueryRoute", topic=topic).status.code == OK
+    sent = message("t")
+    sent.topic.resource_namespace = "tenant-b"
+    assert stub.send(sent).status.code == OK
+    assert [one.body for one in stub.receive("t")[1]] == [b"x"]
+    assert "t" in broker.topics()
+
+
 def test_route_names_the_address_that_was_dialled(stub: Stub, broker: Broker) -> None:
     endpoints = message_class("Endpoints")(scheme=1)
     endpoints.addresses.add(host="10.1.2.3", port=99)
@@ -290,6 +307,8 @@ def test_the_trace_of_a_message_is_kept(stub: Stub, broker: Broker) -> None:
         ([message("t", message_group="g" * 64)], 40006),
         ([message("t", message_id="")], 40009),
         ([message("t", deliver_ms=1 << 45)], 40012),
+        ([message("t", lite_topic="chat-1")], 40014),
+        ([message("t", message_type=5)], 40014),
         ([message("t", b"no gzip", body_encoding=2)], 40016),
     ],
 )

@@ -49,6 +49,8 @@ _MAX_PROPERTIES_SIZE: Final = 16 << 10
 _MAX_GROUP: Final = 64
 _MAX_RECOVERY_S: Final = 3600
 _SYSTEM_GROUP: Final = "CID_RMQ_SYS_"
+_LITE: Final = 5
+"""The type of messages of lite topics, which 5.5 has."""
 _IDENTITY, _GZIP, _MD5 = 1, 2, 2
 _SHARDING_KEY: Final = PROPERTY_SHARDING_KEY
 _BORN_HOST: Final = "__BORNHOST"
@@ -128,6 +130,11 @@ def message_of(sent: Any, now_ms: int, client_ms: int) -> Message:  # noqa: ANN4
     ``now_ms`` is the broker's time, and ``client_ms`` the one that the client computes times of delivery by.
     """
     topic, system = check_topic(sent.topic.name), sent.system_properties
+    if system.message_type == _LITE or system.lite_topic:
+        raise Refusal(
+            Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
+            f"lite_topic {system.lite_topic!r:.80}: lite topics are not served: send to topics of their own",
+        )
     body = _body(sent.body, system.body_encoding)
     tag = system.tag if system.HasField("tag") else None
     _check_texts(sent.user_properties, tag, system.keys)

@@ -104,6 +104,7 @@ SystemProperties
     18 trace_context? string
     19 orphaned_transaction_recovery_duration? Duration
     20 dead_letter_queue? DeadLetterQueue
+    21 lite_topic? string
     22 priority? int32
 Message
     1 topic Resource

@@ -111,6 +111,7 @@ R = TypeVar("R")
 _log = EventLog("librmq.wire")
 
 PRODUCER, PUSH_CONSUMER, SIMPLE_CONSUMER = 1, 2, 3
+_LITE_CONSUMERS: Final = (5, 6)
 _NODE_JS, _PYTHON = 8, 6
 _MAX_SESSIONS: Final = 10_000
 _MAX_SETTINGS_SIZE: Final = 256 << 10
@@ -268,6 +269,8 @@ class Sessions:
         which = settings.WhichOneof("pub_sub")
         if which is None:
             raise ValueError("settings: expected publishing or subscription")
+        if settings.client_type in _LITE_CONSUMERS:
+            raise ValueError("settings: lite topics are not served, so neither are their consumers")
         if settings.ByteSize() > _MAX_SETTINGS_SIZE:
             raise ValueError(f"settings: expected at most {_MAX_SETTINGS_SIZE} bytes, found {settings.ByteSize()}")
         if which == "subscription":
