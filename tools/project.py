@@ -158,7 +158,8 @@ def prepare(extras: frozenset[str], wheel: Path | None = None) -> None:
         python = f"{sys.version} {sys.base_prefix}"
         source = "checkout" if wheel is None else digest(wheel)
         has_compiler = shutil.which(os.environ.get("CC", "cc")) is not None
-        core = f"{digest(*sorted(CORE.glob('*.*')))} {has_compiler}" if wheel is None else ""
+        sources = sorted(path for path in CORE.glob("*.*") if path.is_file())  # a build leaves folders beside them
+        core = f"{digest(*sources)} {has_compiler}" if wheel is None else ""
         basis = {"python": python, "checkout": str(CHECKOUT), "source": source, "core": core}
         project = hashlib.sha256(repr(project_table()).encode()).hexdigest()
         is_same = PYTHON.exists() and (stamp.get("basis"), stamp.get("project")) == (basis, project)
