@@ -38,8 +38,9 @@ LOGS = VENV / "log"
 SMALL_DEMO_EXTRAS = frozenset({"cli", "report"})
 DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
 QUICK_EXTRAS = frozenset(
-    {"arrow", "bloom", "cli", "compression", "dev", "fast", "grpc", "metrics", "redis", "remote", "report", "sql"}
-) | {"test"}
+    {"arrow", "bloom", "cli", "compression", "console", "dev", "fast", "grpc"}
+    | {"metrics", "redis", "remote", "report", "sql", "test"}
+)
 CHECK_EXTRAS = QUICK_EXTRAS | {"docs", "jvm", "spark", "test-spark"}
 SITE_EXTRAS = (QUICK_EXTRAS - {"test"}) | {"docs"}
 

@@ -35,6 +35,8 @@ USES = {
     "assert app.send_task('t.mail').id\napp.close()",
     "cli": "from librmq import MessageStore, cli\nMessageStore.open('s').close()\n"
     "assert cli.main(['topics', 's', '--format', 'table']) == 0",
+    "console": "import uvicorn\nfrom librmq import Broker\nfrom librmq.console import console\n"
+    "with Broker.temporary() as b: assert console(b)",
     "compression": "import lz4.frame, zstandard",
     "django": "import django\nfrom django.conf import settings\n"
     "settings.configure(TASKS={'default': {'BACKEND': 'librmq.integrations.django.LibrmqBackend', 'OPTIONS': "

@@ -140,7 +140,7 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
 
 
 def _help() -> str:
-    lines = ["usage: librmq COMMAND STORE [options]", "", "Looks into a RocketMQ store, checks, repairs and fills it."]
+    lines = ["usage: librmq COMMAND STORE [options]: look into a RocketMQ store, check, repair and fill it"]
     examples = {name: f"{name} {command.example}".rstrip() for name, command in COMMANDS.items()}
     width = min(42, max(map(len, examples.values())))
     for title, commands in SECTIONS.items():

@@ -540,6 +540,22 @@ _TOOLS: Final = (
         makes_store=True, output=OUTPUT[:1],
     ),
     Command(
+        "console", "console", "show a store or a cluster in the browser", "store --port 0",
+        (
+            option("place", help="the folder of a store, or the HOST:PORT of a cluster's name server"),
+            option("--port", metavar="N", type=whole(0, 65_535), default="0", help="the port (a free one)"),
+            option(
+                "--allow-changes", action="store_true",
+                help="let the pages resend dead letters, cancel, reset, skip; each change is shown first",
+            ),
+            option("--no-bodies", action="store_true", help="show no bodies of messages"),
+            *SECURED,
+        ),
+        description="Prints a link to open, and serves the pages to this machine until interrupted. A store that a "
+        "process shares is changed through that process; any other is only read (extra: console).",
+        store=False, output=OUTPUT[:1],
+    ),
+    Command(
         "who", "maintenance", "list the processes that share a store", "store",
         note="The process that owns it, then those that reach it through its socket; a stopped one is marked.",
         output=OUTPUT,

@@ -14,7 +14,7 @@ topics and groups are computed from it, each by one function.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import groupby
@@ -154,13 +154,13 @@ class TopicSummary(NamedTuple):
     """The greatest store time of a message; None without one, or if none is readable."""
 
 
-def topic_summaries(view: View[Any]) -> Iterator[TopicSummary]:
-    """Yield the messages of each listed topic.
+def topic_summaries(view: View[Any], topics: Iterable[str] | None = None) -> Iterator[TopicSummary]:
+    """Yield the messages of each listed topic, or of these.
 
     Raises:
         CorruptionError: A file is damaged.
     """
-    for topic in view.listed_topics:
+    for topic in view.listed_topics if topics is None else topics:
         queues = view.queues(topic)
         filled = [(queue, offsets) for queue, offsets in queues.items() if offsets]
         times = [view.times_of(queue, offsets) for queue, offsets in filled]

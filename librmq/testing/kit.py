@@ -258,6 +258,16 @@ class Kit:
             process.is_test = True
         return process
 
+    def console(self, *, allow_changes: bool = False) -> Callable[..., Any]:
+        """Return pages about the kit's broker, an ASGI application, at the clock that the test moves.
+
+        Raises:
+            MissingExtraError: The extra ``console`` is not installed.
+        """
+        from librmq.console import console  # loads a web framework
+
+        return console(self.broker, allow_changes=allow_changes)
+
     def consumer(
         self, group: str, *, site: str | None = None, fail_fast: bool = True, **settings: Unpack[ConsumerArguments]
     ) -> PushConsumer:

@@ -1,0 +1,93 @@
+"""``console``: pages about a store or a cluster, for a browser on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import socket
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final
+
+from librmq.cli.output import Output, complain, end_signals
+from librmq.cli.stores import locate
+from librmq.errors import InputError, MissingExtraError
+from librmq.files.disk import DiskFiles
+from librmq.store.format.directory import check_kind
+
+if TYPE_CHECKING:
+    from librmq.broker.administered_route import AdministeredRoute
+
+_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):\d{1,5}")
+_STOP_S: Final = 5.0
+
+
+def console(arguments: argparse.Namespace, output: Output) -> int:
+    """Serve the pages until a signal ends it."""
+    try:
+        import uvicorn
+
+        from librmq.console import console as pages_of
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("the console", "console") from error
+    output = output.of_lines()
+    secret = secrets.token_urlsafe(24)
+    with end_signals() as ended, ExitStack() as opened:
+        route, folder = _place(arguments, opened)
+        listening = opened.enter_context(_listen(arguments.port))
+        port = listening.getsockname()[1]
+        application = pages_of(
+            route if route is not None else str(folder),
+            folder=folder,
+            allow_changes=arguments.allow_changes,
+            bodies=not arguments.no_bodies,
+            hosts=(f"127.0.0.1:{port}", f"localhost:{port}"),
+            secret=secret,
+        )
+        config = uvicorn.Config(application, log_config=None, lifespan="off", access_log=False, server_header=False)
+        server = uvicorn.Server(config)
+        # Signals reach the main thread, which waits for them here, so the server leaves them alone in its own.
+        serving = threading.Thread(target=server.run, args=([listening],), name="librmq console", daemon=True)
+        serving.start()
+        output.row({"ready": True, "url": f"http://127.0.0.1:{port}/?secret={secret}"})
+        output.flush()
+        if arguments.allow_changes and route is None:
+            complain("note: no process shares this store, so the console only shows it")
+        ended.wait()
+        server.should_exit = True
+        serving.join(_STOP_S)
+    return 0
+
+
+def _place(arguments: argparse.Namespace, opened: ExitStack) -> tuple[AdministeredRoute | None, str | None]:
+    """Return the route to the cluster that is named, or the folder, with the route to its owner where one shares it.
+
+    Raises:
+        InputError: The place is neither.
+        BrokerUnreachableError: No name server answers, or the owner is stopped.
+    """
+    from librmq.cli.routes import connect_to, connect_to_sharing
+
+    place = arguments.place
+    if not os.path.lexists(place) and _ADDRESS.fullmatch(place):
+        arguments.route = place
+        return opened.enter_context(connect_to(arguments)), None
+    if not os.path.isdir(place):
+        raise InputError(f"{place}: expected the folder of a store, or the HOST:PORT of a name server")
+    folder = locate(place)
+    check_kind(folder, DiskFiles())
+    return opened.enter_context(connect_to_sharing(folder)), folder
+
+
+def _listen(port: int) -> socket.socket:
+    """Return a socket that listens on this machine alone.
+
+    Raises:
+        InputError: The port is in use, or not for this user.
+    """
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise InputError(f"--port {port}: {error.strerror}: name another, or 0 for a free one") from None

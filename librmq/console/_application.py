@@ -1,0 +1,191 @@
+"""The console as an ASGI application: addresses, errors, and what a page is rendered with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from importlib.resources import files
+from os import PathLike
+from typing import Final
+from urllib.parse import parse_qsl
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route as Address
+
+from librmq.broker.administered_route import AdministeredRoute
+from librmq.console._changes import Changes
+from librmq.console._guard import Application, Authorize, Guard
+from librmq.console._pages import Pages
+from librmq.console._place import Place
+from librmq.console._tables import Page, Query
+from librmq.diagnosis.formatting import visible
+from librmq.errors import RmqError
+from librmq.runtime.event_log import EventLog
+
+_log = EventLog("librmq.console")
+_LONGEST_FORM: Final = 1 << 16
+_STATIC: Final = {"console.css": "text/css", "console.js": "text/javascript", "icon.svg": "image/svg+xml"}
+_NAVIGATION: Final = (
+    ("./", "Overview"),
+    ("topics", "Topics"),
+    ("groups", "Groups"),
+    ("waiting", "Waiting"),
+    ("findings", "Findings"),
+)
+
+
+def console(
+    route: AdministeredRoute | str | PathLike[str],
+    *,
+    allow_changes: bool = False,
+    bodies: bool = True,
+    authorize: Authorize | None = None,
+    hosts: Collection[str] = (),
+    folder: str | None = None,
+    secret: str | None = None,
+) -> Application:
+    """Return the pages about a place as an ASGI application, which can be mounted at any path.
+
+    Args:
+        route: A `Broker`, what `share` or `connect` returned, a `Cluster`, or the folder of a store at rest.
+        allow_changes: Whether dead letters can be sent again, messages cancelled, groups reset.
+        bodies: Whether bodies of messages are shown.
+        authorize: Called with the ASGI scope of each request; returns, or awaits, the caller's name, which the log of
+            changes has. None refuses the request. Without it only requests from this machine to this machine are
+            answered.
+        hosts: The names, each with its port or without, by which browsers may ask; needed behind a proxy if there is
+            no ``authorize``.
+        folder: The folder of the store behind a ``route`` to another process of this machine: stories of messages,
+            findings and what waits are read there.
+        secret: Only who has opened the address with ``?secret=…`` once is answered.
+
+    Raises:
+        MissingExtraError: The extra ``console`` is not installed.
+        TypeError: ``route`` is no route and no path.
+    """
+    place = Place(route, folder)
+    pages = Pages(place, bodies=bodies, allow_changes=allow_changes)
+    site = _Site(pages, Changes(place) if pages.allow_changes else None)
+    return Guard(site.application(), authorize=authorize, hosts=hosts, secret=secret)
+
+
+class _Site:
+    """The answers to requests that the guard has let through."""
+
+    def __init__(self, pages: Pages, changes: Changes | None) -> None:
+        self._pages = pages
+        self._changes = changes
+        self._environment = Environment(
+            loader=PackageLoader("librmq.console"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        folder = files("librmq.console") / "templates"
+        self._static = {name: (folder / name).read_bytes() for name in _STATIC}
+
+    def application(self) -> Starlette:
+        """Return the addresses. All lie beside each other, so that links between them need no prefix."""
+        shown: dict[str, Callable[[Query], Page]] = {
+            "/": self._pages.overview,
+            "/topics": self._pages.topics,
+            "/topic": self._pages.topic,
+            "/groups": self._pages.groups,
+            "/group": self._pages.group,
+            "/letters": self._pages.dead_letters,
+            "/message": self._pages.message,
+            "/waiting": self._pages.waiting,
+            "/findings": self._pages.findings,
+        }
+        addresses = [Address(path, partial(self._show, page)) for path, page in shown.items()]
+        addresses += [Address(f"/{name}", partial(self._file, name)) for name in _STATIC]
+        addresses.append(Address("/change", self._change, methods=["GET", "POST"]))
+        made = Starlette(routes=addresses, exception_handlers={404: self._not_found})
+        made.router.redirect_slashes = False  # a redirect would name the host that a proxy has hidden
+        return made
+
+    async def _show(self, page: Callable[[Query], Page], request: Request) -> Response:
+        query = Query(dict(request.query_params), self._pages.place.clock)
+        return await self._answered(request, lambda: page(query))
+
+    async def _answered(self, request: Request, make: Callable[[], Page]) -> Response:
+        """Return a page, or the error that says why there is none, in a thread: a page reads files."""
+        try:
+            page = await run_in_threadpool(make)
+        except (RmqError, OSError) as error:
+            return self._rendered(request, Page("Not shown", notes=[str(error)], is_live=False), 400)
+        return self._rendered(request, page)
+
+    def _rendered(self, request: Request, page: Page, status: int = 200) -> Response:
+        path = request.url.path.rpartition("/")[2]
+        text = self._environment.get_template(page.template).render(
+            page=page,
+            place=self._pages.place.title,
+            navigation=[(to, name, to.removeprefix("./") == path) for to, name in _NAVIGATION],
+            allow_changes=self._changes is not None,
+            can_skip=self._pages.place.broker is not None,
+            bodies=self._pages.bodies,
+            token=request.scope["librmq.token"],
+            **page.more,
+        )
+        return HTMLResponse("\n".join(visible(line) for line in text.split("\n")), status)
+
+    async def _file(self, name: str, request: Request) -> Response:
+        return Response(self._static[name], media_type=_STATIC[name])
+
+    async def _not_found(self, request: Request, error: Exception) -> Response:
+        return self._rendered(request, Page("Not found", notes=["There is no such page."], is_live=False), 404)
+
+    # ---- changes
+
+    async def _change(self, request: Request) -> Response:
+        changes = self._changes
+        if changes is None:
+            why = "This console only shows: it was made without allow_changes, or no broker has the store open."
+            return self._rendered(request, Page("Not allowed", notes=[why], is_live=False), 403)
+        if request.method == "GET":
+            query = Query(dict(request.query_params), self._pages.place.clock)
+            return await self._answered(request, partial(self._proposal, changes, query))
+        form = await self._form(request)
+        if form is None or form.pop("token", "") != request.scope["librmq.token"]:
+            why = "The form is not of this console, or older than its start: open its page again."
+            return self._rendered(request, Page("Not allowed", notes=[why], is_live=False), 403)
+        query = Query(form, self._pages.place.clock)
+        caller = visible(request.scope["librmq.caller"])
+        address = "an unknown address" if request.client is None else request.client.host
+        return await self._answered(request, partial(self._made, changes, query, caller, address))
+
+    def _proposal(self, changes: Changes, query: Query) -> Page:
+        change = changes.prepare(query)
+        fields = {name: value for name, value in query.values.items() if name != "token"}
+        return Page(
+            change.title,
+            tables=change.tables,
+            template="change.html.j2",
+            is_live=False,
+            more={"change": change, "fields": fields, "decides": query.text("what") == "half"},
+        )
+
+    def _made(self, changes: Changes, query: Query, caller: str, address: str) -> Page:
+        change, tables = changes.apply(query, caller, address)
+        return Page(
+            f"Done: {change.title}",
+            tables=tables,
+            template="done.html.j2",
+            is_live=False,
+            more={"change": change},
+        )
+
+    async def _form(self, request: Request) -> dict[str, str] | None:
+        """Return the fields of a form; None if it is too long."""
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > _LONGEST_FORM:
+                return None
+        return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=64))

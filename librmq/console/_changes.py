@@ -1,0 +1,280 @@
+"""Changes that the console makes on request: each shows before and after first, and the command that does the same.
+
+A change is prepared from the request's parameters twice, for the page that shows it and for the request that makes it.
+So nothing but the parameters travels between the two.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from itertools import islice
+from typing import Final, Literal
+
+from librmq.console._place import Place
+from librmq.console._tables import Cell, Query, Table, count, link, message_link
+from librmq.diagnosis import decide_half, plan_skip, skip
+from librmq.diagnosis.deadletters import letters_by_queue
+from librmq.diagnosis.formatting import moment, number, short
+from librmq.errors import BrokerError, ConfigError, RmqError
+from librmq.message.message import StoredMessage
+from librmq.protocol import MoveGroup
+from librmq.runtime.event_log import EventLog
+
+_log = EventLog("librmq.console")
+_LETTERS: Final = 1_000
+"""Letters that one request sends again; the next request goes on behind them."""
+
+
+@dataclass
+class Change:
+    """A change that is about to be made."""
+
+    title: str
+    command: str
+    """The command that does the same."""
+    tables: Sequence[Table]
+    apply: Callable[[], list[Table]]
+    """Makes the change, and returns what it did."""
+    is_needed: bool = True
+    back: str = "./"
+    """The page to go on with."""
+
+
+class Changes:
+    """The changes of one place. Thread-safe."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._kinds: dict[str, Callable[[Query], Change]] = {
+            "reset": self._reset,
+            "skip": self._skip,
+            "retries": self._retries,
+            "resend": self._resend,
+            "cancel": self._cancel,
+            "half": self._half,
+        }
+
+    def prepare(self, query: Query) -> Change:
+        """Return the change that a request names.
+
+        Raises:
+            ConfigError: It names none, or one with wrong values.
+        """
+        what = query.required("what")
+        if what not in self._kinds:
+            raise ConfigError(f"what: expected one of {', '.join(self._kinds)}, found {what!r:.80}")
+        return self._kinds[what](query)
+
+    def apply(self, query: Query, caller: str, address: str) -> tuple[Change, list[Table]]:
+        """Make a change, and log who made it."""
+        change = self.prepare(query)
+        _log.warning("%(caller)s at %(address)s: %(command)s", caller=caller, address=address, command=change.command)
+        try:
+            done = change.apply()
+        except RmqError as error:
+            _log.warning(
+                "%(caller)s at %(address)s: %(command)s failed: %(error)s",
+                caller=caller,
+                address=address,
+                command=change.command,
+                error=error,
+            )
+            raise
+        return change, done
+
+    def _command(self, *words: object) -> str:
+        place = self._place.title if self._place.folder is not None or self._place.broker is not None else "STORE"
+        first, *rest = map(str, words)
+        return shlex.join(["librmq", first, place, *rest])
+
+    # ---- progress
+
+    def _reset(self, query: Query) -> Change:
+        group, topic, to = query.required("group"), query.required("topic"), query.required("to")
+        target: Literal["begin", "end"] | datetime | int
+        if to in ("begin", "end"):
+            target = "begin" if to == "begin" else "end"
+        elif to.isascii() and to.isdigit():
+            target = query.number("to")
+        else:
+            target = datetime.fromtimestamp((query.time_ms("to") or 0) / 1000, UTC)
+        route = self._place.acting()
+        before = route.progress(group, topic)
+        rows = []
+        for name in route.broker_names():
+            planned = route.endpoint(name).call(MoveGroup(group, topic, target, dry_run=True))
+            for queue, offset in sorted(planned.items()):
+                progress = before.get(queue)
+                old = None if progress is None else progress.queue_offset
+                passed = 0 if old is None else offset - old
+                rows.append(
+                    [
+                        Cell(f"{queue.broker_name} {queue.queue_id}"),
+                        count(old),
+                        count(offset),
+                        Cell(f"{passed:+,}" if passed else "", is_number=True),
+                    ]
+                )
+        word = ["--offset", to] if isinstance(target, int) else ["--to", to]
+
+        def apply() -> list[Table]:
+            moved = route.reset_group(group, topic, target)
+            cells = [[Cell(f"{queue.broker_name} {queue.queue_id}"), count(offset)] for queue, offset in moved.items()]
+            return [Table("Progress now", ("queue", "progress"), cells)]
+
+        return Change(
+            f"Reset group {group} in topic {topic} to {to}",
+            self._command("reset", "--group", group, "--topic", topic, *word),
+            [Table("Progress", ("queue", "before", "after", "skipped (+) or again (−)"), rows)],
+            apply,
+            back=link("group", name=group),
+        )
+
+    def _skip(self, query: Query) -> Change:
+        group, topic = query.required("group"), query.required("topic")
+        minutes = query.number("minutes", largest=1 << 31)
+        broker = self._place.broker
+        if broker is None:
+            raise ConfigError("skip: only the process that has the broker can do this; elsewhere use librmq skip")
+        plan = plan_skip(broker, group, topic, older_than=60 * minutes)
+        rows = [
+            [
+                Cell(str(queue.queue_id), is_number=True),
+                count(queue.begin),
+                count(queue.end),
+                count(queue.end - queue.begin),
+                Cell(moment(queue.last_timestamp_ms)),
+            ]
+            for queue in plan.queues
+        ]
+
+        def apply() -> list[Table]:
+            done = skip(broker, plan)
+            messages = sum(queue.end - queue.begin for queue in done.queues)
+            return [Table("Skipped", ("queues", "messages"), [[count(len(done.queues)), count(messages)]])]
+
+        return Change(
+            f"Skip what is older than {minutes} minutes for group {group} in topic {topic}",
+            self._command("skip", "--group", group, "--topic", topic, "--older-than", f"{minutes}m"),
+            [Table("Skipped messages", ("queue", "before", "after", "messages", "the last is of"), rows)],
+            apply,
+            is_needed=bool(plan.queues),
+            back=link("group", name=group),
+        )
+
+    def _retries(self, query: Query) -> Change:
+        group, retries = query.required("group"), query.number("retries", largest=1 << 31)
+        route = self._place.acting()
+        before = route.groups().get(group)
+
+        def apply() -> list[Table]:
+            route.set_group(group, retry_max_times=retries)
+            return [Table("Retries now", ("group", "retries"), [[Cell(group), count(route.groups().get(group))]])]
+
+        return Change(
+            f"Let group {group} retry {retries} times",
+            self._command("group", "create", group, "--retries", retries),
+            [Table("Retries before a dead letter", ("before", "after"), [[count(before), count(retries)]])],
+            apply,
+            back=link("group", name=group),
+        )
+
+    # ---- messages
+
+    def _resend(self, query: Query) -> Change:
+        group, message_id = query.required("group"), query.text("id")
+        letters = list(islice(self._letters(group, message_id), _LETTERS + 1))
+        chosen = letters[:_LETTERS]
+        rows = [
+            [
+                Cell(short(letter.message_id, 40), message_link(letter)),
+                Cell(moment(letter.store_timestamp_ms)),
+                count(letter.reconsume_times),
+            ]
+            for letter in chosen[:100]
+        ]
+        more = "" if len(letters) <= _LETTERS else f" The first {number(_LETTERS)}; ask again for the others."
+        only = ["--id", message_id] if message_id else []
+        return Change(
+            f"Send {number(len(chosen))} dead letters to group {group} again",
+            self._command("dead-letters", "--group", group, "--resend", *only),
+            [Table("Dead letters that were not sent again", ("id", "given up", "attempts"), rows, more.strip())],
+            partial(self._send_letters, group, chosen),
+            is_needed=bool(chosen),
+            back=link("letters", group=group),
+        )
+
+    def _letters(self, group: str, message_id: str) -> Iterator[StoredMessage]:
+        """Yield the letters of a group that have no note of a resend, or the one with an id."""
+        with self._place.view() as view:
+            for _, message, letter in letters_by_queue(view, group, view.resent_times):
+                if message_id in (message.message_id, message.unique_key) or (
+                    not message_id and letter.resent_at_ms is None
+                ):
+                    yield message
+
+    def _send_letters(self, group: str, letters: Sequence[StoredMessage]) -> list[Table]:
+        """Send letters one by one: each has its outcome, and one that a killed request has sent is not sent again."""
+        route, rows = self._place.acting(), []
+        for letter in letters:
+            try:
+                sent = self._send_letter(group, letter)
+                outcome = Cell("sent", "", "good") if sent else Cell("was sent before")
+            except (BrokerError, RmqError) as error:
+                outcome = Cell(str(error), "", "bad")
+            rows.append([Cell(short(letter.message_id, 40), message_link(letter)), outcome])
+        assert route is not None
+        return [Table("Sent again", ("id", "outcome"), rows)]
+
+    def _send_letter(self, group: str, letter: StoredMessage) -> int:
+        route = self._place.acting()
+        if self._place.has_log:
+            return route.resend_dead_letters(group, [letter], only_unsent=True)
+        return route.resend_dead_letters(group, [letter])  # a broker of RocketMQ notes nowhere what was sent
+
+    def _cancel(self, query: Query) -> Change:
+        message_id = query.required("id")
+        route = self._place.acting()
+
+        def apply() -> list[Table]:
+            result = route.cancel(message_id)
+            outcome = (
+                Cell("cancelled", "", "good") if result.cancelled else Cell(result.why or "not cancelled", "", "bad")
+            )
+            return [Table("Cancelled", ("id", "outcome"), [[Cell(message_id), outcome]])]
+
+        return Change(
+            f"Cancel message {message_id}",
+            self._command("cancel", message_id),
+            [Table("Message", ("id",), [[Cell(message_id, link("message", id=message_id))]])],
+            apply,
+            back="waiting",
+        )
+
+    def _half(self, query: Query) -> Change:
+        offset, decision = query.number("offset"), query.text("decision")
+        broker = self._place.broker
+        if broker is None:
+            raise ConfigError("half: only the process that has the broker can decide; elsewhere use librmq decide")
+        half = broker.store.message_at(offset)
+        if half is None:
+            raise ConfigError(f"offset: there is no message at {offset}")
+        is_commit = decision == "commit"
+
+        def apply() -> list[Table]:
+            if decision not in ("commit", "rollback"):
+                raise ConfigError(f"decision: expected commit or rollback, found {decision!r}")
+            decide_half(broker, offset, commit=is_commit)
+            return [Table("Decided", ("message", "decision"), [[Cell(half.message_id), Cell(decision)]])]
+
+        return Change(
+            f"Decide the half message {half.message_id}",
+            self._command("decide", offset, "--commit" if is_commit else "--rollback"),
+            [Table("Half message", ("id", "born"), [[Cell(half.message_id), Cell(moment(half.born_timestamp_ms))]])],
+            apply,
+            back="waiting",
+        )

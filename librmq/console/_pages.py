@@ -1,0 +1,598 @@
+"""The content of each page, as text and tables; every number is the one that the command of the same name prints.
+
+What could read all of a large store is bounded: the page says where it stopped, and offers the command that goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final
+
+from librmq.console._place import Place
+from librmq.console._samples import Sample, Samples, line
+from librmq.console._search import selected
+from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_link, link, message_link, topic_link
+from librmq.diagnosis import DeadLetterCause, Finding, diagnose, held_progress, pending_messages, story
+from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
+from librmq.diagnosis.disk_use import disk_use
+from librmq.diagnosis.formatting import duration, moment, number, rate, short, size
+from librmq.diagnosis.lag_report import Lag, lag_of_view
+from librmq.diagnosis.view import StoreView, TopicSummary, View, topic_summaries
+from librmq.errors import ConfigError, RmqError
+from librmq.message.message import StoredMessage
+from librmq.message.topics import DEAD_LETTER_PREFIX, is_own_group, kind_of_topic
+from librmq.protocol import GroupConnections
+
+ROWS: Final = 100
+"""Rows of a table of topics, groups or queues."""
+_WAITING: Final = 1_000
+_LETTERS: Final = 500
+_FEW: Final = 20_000
+"""Messages of a store in which the overview looks for findings by itself."""
+_FEW_QUEUES: Final = 512
+_BODY: Final = 64 << 10
+_PAIRS: Final = 5_000
+"""Groups and topics of which progress is added up."""
+
+
+# ---- overview, topics
+
+
+class Pages:
+    """The pages about one place. Thread-safe."""
+
+    def __init__(self, place: Place, *, bodies: bool, allow_changes: bool) -> None:
+        self.place = place
+        self.bodies = bodies
+        self.allow_changes = allow_changes and place.route is not None
+        self._samples = Samples()
+
+    def overview(self, query: Query) -> Page:
+        """Show what flows, what waits, and what needs attention."""
+        now_ms = query.clock.now_ms()
+        with self.place.view() as view:
+            groups = [group for group in view.groups if not is_own_group(group)]
+            shown = groups[:ROWS] if not isinstance(view, StoreView) else groups
+            progress = self._lag(view, shown)
+            ends = {topic: sum(ids.stop for ids in view.queues(topic).values()) for topic in view.listed_topics}
+            self._samples.add(_sample(now_ms, ends, progress, shown))
+            lags = {group.group: group.lag for group in progress.by_group()}
+            letters = {group: sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values())) for group in shown}
+            messages = sum(len(ids) for topic in view.listed_topics for ids in view.queues(topic).values())
+            queues = sum(len(view.queues(topic)) for topic in view.listed_topics)
+        total, dead = sum(lags.values()), sum(letters.values())
+        worst = sorted(shown, key=lambda group: (-lags.get(group, -1), group))[:ROWS]
+        busiest = sorted(ends, key=lambda topic: (-(self._samples.stored_per_s(topic) or 0), -ends[topic], topic))
+        findings, note = self._findings(messages, queues)
+        notes = [note] if note else []
+        if len(shown) < len(groups):
+            notes.append(f"Of {number(len(groups))} groups the first {ROWS} were asked for.")
+        return Page(
+            "Overview",
+            [
+                Fact("messages", number(messages), f"in {number(len(ends))} topics"),
+                Fact("stored", rate(self._samples.stored_per_s()), "in the last minute, since this page was opened"),
+                Fact("wait for a group", number(total), f"of {number(len(groups))} groups", "warn" if total else ""),
+                Fact("dead letters", number(dead), "", "bad" if dead else ""),
+                *self._disk(),
+            ],
+            [findings, self._groups_table(worst, lags, letters, len(groups)), self._busiest(busiest[:10], ends)],
+            notes,
+        )
+
+    def _lag(self, view: View[Any], groups: Sequence[str]) -> Lag:
+        if isinstance(view, StoreView):
+            return lag_of_view(view, times=False)
+        topics = [part for group in groups for part in lag_of_view(view, group=group, times=False).topics]
+        return Lag(topics, None)
+
+    def _groups_table(
+        self, groups: Sequence[str], lags: Mapping[str, int], letters: Mapping[str, int], every: int
+    ) -> Table:
+        rows = []
+        for group in groups:
+            points = line(self._samples.lags(group))
+            rows.append(
+                [
+                    group_link(group),
+                    count(lags.get(group), "warn"),
+                    Cell(points, "", "line"),
+                    Cell(rate(self._samples.consumed_per_s(group)), is_number=True),
+                    count(letters.get(group, 0), "bad"),
+                ]
+            )
+        note = f"The {len(groups)} with the most of {number(every)} groups." if len(groups) < every else ""
+        columns = ("group", "lag", "since this page was opened", "consumed", "dead letters")
+        return Table("Groups", columns, rows, note, "No group yet.")
+
+    def _busiest(self, topics: Sequence[str], ends: Mapping[str, int]) -> Table:
+        rows = [
+            [topic_link(topic), count(ends[topic]), Cell(rate(self._samples.stored_per_s(topic)), is_number=True)]
+            for topic in topics
+        ]
+        return Table("Busiest topics", ("topic", "messages so far", "stored"), rows, "", "No topic yet.")
+
+    def _disk(self) -> list[Fact]:
+        folder = self.place.folder if self.place.broker is None else self.place.broker.store.path
+        if folder is None or not os.path.isdir(folder):  # the files of a kit are in memory
+            return []
+        with self.place.log() as view:
+            use = disk_use(folder, view.store.config)
+        nearest = next((limit for limit in use.thresholds if limit.ratio > use.used_ratio), None)
+        note = "" if nearest is None else f"{size(nearest.free_bytes)} until {nearest.ratio:.0%} of the disk are used"
+        return [Fact("on disk", size(use.allocated_bytes), note, "bad" if nearest is None else "")]
+
+    def _findings(self, messages: int, queues: int) -> tuple[Table, str]:
+        """Return the findings of a small store; of a large one the page that looks for them is named."""
+        columns = ("severity", "about", "what", "next")
+        if not self.place.has_log:
+            return Table("Findings", columns, [], nothing="They need the log, which is on the broker's machine."), ""
+        if messages > _FEW or queues > _FEW_QUEUES:
+            return Table("Findings", columns, [], nothing="The page Findings looks for them: this store is large."), ""
+        return Table("Findings", columns, _finding_rows(self._diagnosed()), nothing="Nothing needs attention."), ""
+
+    def _diagnosed(self) -> list[Finding]:
+        with self.place.log() as view:
+            return [finding for finding in diagnose(view, check=False) if finding.kind != "not-verified"]
+
+    def findings(self, query: Query) -> Page:
+        """Show all findings of `librmq diagnose`."""
+        found = self._diagnosed()
+        severities = Counter(finding.severity for finding in found)
+        return Page(
+            "Findings",
+            [Fact(f"{name}s", number(severities[name])) for name in ("error", "warning")],
+            [
+                Table(
+                    "Findings",
+                    ("severity", "about", "what", "next"),
+                    _finding_rows(found),
+                    "Queues and index were not compared with the log: librmq verify does that.",
+                    "Nothing needs attention.",
+                )
+            ],
+            is_live=False,
+        )
+
+    def topics(self, query: Query) -> Page:
+        """Show all topics, a part at a time."""
+        words, begin = query.text("q").lower(), query.number("from", largest=1 << 40)
+        with self.place.view() as view:
+            names = [topic for topic in view.listed_topics if words in topic.lower()]
+            shown = names[begin : begin + ROWS]
+            rows = [_topic_row(summary) for summary in topic_summaries(view, shown)]
+        columns = ("topic", "kind", "queues", "messages", "oldest", "newest")
+        return Page(
+            "Topics",
+            tables=[Table("Topics", columns, rows, nothing="No topic has this name." if words else "No topic yet.")],
+            template="topics.html.j2",
+            more={"q": query.text("q"), "paging": _paging("topics", len(names), begin, q=query.text("q"))},
+        )
+
+    def topic(self, query: Query) -> Page:
+        """Show a topic's queues, and its messages by what the form selects."""
+        topic = query.required("name")
+        with self.place.view() as view:
+            queues = view.queues(topic)
+            if not queues and topic not in view.listed_topics:
+                raise ConfigError(f"there is no topic {topic!r}")
+            messages, note = selected(self.place, view, topic, query)
+            some = list(islice(queues.items(), ROWS))
+            rows = [
+                [
+                    Cell(f"{view.broker_name(queue)} {queue[-1]}".strip(), is_number=True),
+                    Cell(number(ids.start), is_number=True),
+                    Cell(number(ids.stop), is_number=True),
+                    count(len(ids)),
+                    Cell(moment(view.stored_at(queue, ids.start)) if ids else ""),
+                    Cell(moment(view.stored_at(queue, ids.stop - 1)) if ids else ""),
+                ]
+                for queue, ids in some
+            ]
+        total = sum(map(len, queues.values()))
+        groups = () if self.place.route is None else self.place.route.groups_of(topic)
+        left = f"The first {ROWS} of {number(len(queues))} queues." if len(queues) > ROWS else ""
+        columns = ("queue", "first offset", "end", "messages", "oldest", "newest")
+        return Page(
+            topic,
+            [
+                Fact("messages", number(total), f"in {number(len(queues))} queues"),
+                Fact("kind", kind_of_topic(topic)),
+                Fact("stored", rate(self._samples.stored_per_s(topic)), "in the last minute"),
+            ],
+            [
+                self._message_table(messages, note),
+                Table("Queues", columns, rows, left),
+                *(
+                    [Table("Groups", ("group",), [[group_link(group)] for group in groups], nothing="No group yet.")]
+                    if self.place.route is not None
+                    else []
+                ),
+            ],
+            template="topic.html.j2",
+            more={"query": {name: query.text(name) for name in ("key", "tag", "sql", "since", "until")}},
+        )
+
+    def _message_table(self, messages: Iterable[StoredMessage], note: str = "", title: str = "Messages") -> Table:
+        rows = [
+            [
+                Cell(moment(message.store_timestamp_ms)),
+                Cell(short(message.message_id, 40), message_link(message)),
+                Cell(f"{message.queue_id} / {message.queue_offset}", is_number=True),
+                Cell(message.tags or ""),
+                Cell(short(" ".join(message.keys), 60)),
+                Cell(self._preview(message)),
+            ]
+            for message in messages
+        ]
+        columns = ("stored", "id", "queue / offset", "tag", "keys", "body" if self.bodies else "size")
+        return Table(title, columns, rows, note, "No message here.")
+
+    def _preview(self, message: StoredMessage) -> str:
+        if not self.bodies:
+            return size(message.size)
+        try:
+            return short(message.decompressed_body(_BODY)[:256].decode("utf-8"), 60)
+        except (RmqError, UnicodeDecodeError):
+            return size(message.size)
+
+    # ---- groups
+
+    def groups(self, query: Query) -> Page:
+        """Show all groups, a part at a time."""
+        words, begin = query.text("q").lower(), query.number("from", largest=1 << 40)
+        with self.place.view() as view:
+            names = [group for group in view.groups if words in group.lower() and not is_own_group(group)]
+            shown = names[begin : begin + ROWS]
+            progress = {row.group: row for group in shown for row in lag_of_view(view, group=group).by_group()}
+            letters = {group: sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values())) for group in shown}
+            now_ms = view.now_ms if isinstance(view, StoreView) else query.clock.now_ms()
+        rows = []
+        for group in shown:
+            row = progress.get(group)
+            oldest = None if row is None or now_ms is None else row.oldest_timestamp_ms
+            rows.append(
+                [
+                    group_link(group),
+                    count(None if row is None else row.topics),
+                    count(None if row is None else row.lag, "warn"),
+                    count(None if row is None else row.again),
+                    Cell("" if oldest is None or now_ms is None else duration(max(now_ms - oldest, 0) / 1000)),
+                    count(letters[group], "bad"),
+                ]
+            )
+        columns = ("group", "topics", "lag", "of it retries", "oldest waits for", "dead letters")
+        return Page(
+            "Groups",
+            tables=[Table("Groups", columns, rows, nothing="No group has this name." if words else "No group yet.")],
+            template="topics.html.j2",
+            more={"q": query.text("q"), "paging": _paging("groups", len(names), begin, q=query.text("q"))},
+        )
+
+    def group(self, query: Query) -> Page:
+        """Show a group: its lag by queue, its instances, what holds it back, its dead letters."""
+        group = query.required("name")
+        with self.place.view() as view:
+            if group not in view.groups:
+                raise ConfigError(f"there is no group {group!r}")
+            rows = list(islice(lag_of_view(view, group=group), 10 * ROWS))
+            letters = [letter for *_, letter in islice(letters_by_queue(view, group, view.resent_times), _LETTERS)]
+            topics = sorted({row.topic for row in rows})
+        held = []
+        connections = settings = None
+        if self.place.route is not None:
+            connections = self.place.route.connections(group)
+            settings = self.place.route.groups().get(group)
+        if self.place.broker is not None:
+            held = held_progress(self.place.broker, group=group)
+        tables = [self._queues_of_group(rows, held), *_stacks(held), _instances(connections)]
+        lag = sum(row.lag for row in rows)
+        causes = _causes(sum_up_causes(letters), len(letters))
+        return Page(
+            group,
+            [
+                Fact("lag", number(lag), f"in {number(len(topics))} topics", "warn" if lag else ""),
+                Fact("dead letters", number(len(letters)), "at least" if len(letters) >= _LETTERS else ""),
+                Fact("consumed", rate(self._samples.consumed_per_s(group)), "in the last minute"),
+                Fact("retries", "unknown" if settings is None else number(settings), "before a dead letter"),
+            ],
+            [*tables, causes],
+            template="group.html.j2",
+            more={"group": group, "topics": topics, "retries": settings, "has_letters": bool(letters)},
+        )
+
+    def _queues_of_group(self, rows: Sequence[Any], held: Sequence[Any]) -> Table:
+        stuck = {(queue.topic, queue.queue_id): queue for queue in held}
+        cells = []
+        for row in rows:
+            queue = stuck.get((row.topic, row.queue_id))
+            where = "" if queue is None or queue.client_id is None else queue.client_id
+            waits = "" if queue is None or queue.message_id is None else queue.message_id
+            cells.append(
+                [
+                    topic_link(row.topic),
+                    Cell(str(row.queue_id), is_number=True),
+                    count(row.consumer_offset),
+                    count(row.max_offset),
+                    count(row.lag, "warn"),
+                    Cell(moment(row.oldest_timestamp_ms) if row.lag else ""),
+                    Cell(where),
+                    Cell(short(waits, 40), link("message", id=waits)),
+                ]
+            )
+        columns = ("topic", "queue", "progress", "end", "lag", "oldest", "instance", "waits for")
+        return Table("Queues", columns, cells, nothing="The group has no progress in any topic.")
+
+    def dead_letters(self, query: Query) -> Page:
+        """Show a group's dead letters, the newest first, with what a resend needs."""
+        group = query.required("group")
+        with self.place.view() as view:
+            found = list(islice(letters_by_queue(view, group, view.resent_times), _LETTERS))
+        rows = []
+        for *_, message, letter in reversed(found):
+            resent = "" if letter.resent_at_ms is None else moment(letter.resent_at_ms)
+            rows.append(
+                [
+                    Cell(moment(letter.store_timestamp_ms)),
+                    Cell(short(message.message_id, 40), message_link(message)),
+                    topic_link(letter.original_topic),
+                    count(letter.reconsume_times),
+                    Cell(short(letter.cause, 120)),
+                    Cell(resent),
+                ]
+            )
+        columns = ("given up", "id", "topic", "attempts", "cause", "sent again")
+        note = f"The first {_LETTERS} letters: librmq dead-letters lists all." if len(found) >= _LETTERS else ""
+        return Page(
+            f"Dead letters of {group}",
+            tables=[Table("Dead letters", columns, rows, note)],
+            template="letters.html.j2",
+            more={"group": group, "has_letters": bool(found)},
+        )
+
+    # ---- one message
+
+    def message(self, query: Query) -> Page:
+        """Show a message and its story."""
+        at_ms, name = query.time_ms("at"), query.text("id")
+        events: list[list[Cell]] = []
+        if self.place.has_log:
+            with self.place.log(at_ms) as view:
+                message = self._record(view, query)
+                for event in story(view, name or message.message_id):
+                    place = f"{event.queue_id} / {event.queue_offset}" if event.queue_offset >= 0 else ""
+                    events.append(
+                        [
+                            Cell(moment(event.at_ms) if event.at_ms is not None else ""),
+                            Cell(event.event, "", _MOODS.get(event.event, "")),
+                            topic_link(event.topic),
+                            Cell(place, is_number=True),
+                            Cell(event.group or ""),
+                            Cell(event.note),
+                        ]
+                    )
+        else:
+            found = self.place.acting().find_by_id(query.required("id"))
+            if found is None:
+                raise ConfigError(f"there is no message {name!r}")
+            message = found
+        columns = ("time", "event", "topic", "queue / offset", "group", "note")
+        nothing = "The story needs the log, which is on the broker's machine."
+        return Page(
+            message.message_id,
+            [
+                Fact("topic", message.topic),
+                Fact("stored", moment(message.store_timestamp_ms)),
+                Fact("attempts", number(message.reconsume_times)),
+                Fact("size", size(message.size)),
+            ],
+            [
+                Table("Story", columns, events, nothing=nothing),
+                Table("Fields", ("field", "value"), _fields(message)),
+                Table(
+                    "Properties",
+                    ("name", "value"),
+                    [[Cell(name), Cell(value[:4096])] for name, value in sorted(message.properties.items())],
+                ),
+            ],
+            template="message.html.j2",
+            is_live=False,
+            more={
+                "body": self._body(message, query.text("as")),
+                "again": {"id": name or message.message_id},
+                "test": _as_test(message) if self.bodies else "",
+                "id": message.message_id,
+                "at": query.text("at"),
+                "has_log": self.place.has_log,
+            },
+        )
+
+    def _record(self, view: StoreView, query: Query) -> StoredMessage:
+        name = query.text("id")
+        if name:
+            records = view.store.find_by_id(name)
+            message = next(iter(records), None)
+        else:
+            topic, queue_id = query.required("topic"), query.number("queue", largest=1 << 31)
+            message = view.message(topic, queue_id, query.number("offset"))
+        if message is None:
+            raise ConfigError(f"there is no message {name!r}" if name else "there is no message at this place")
+        return message
+
+    def _body(self, message: StoredMessage, kind: str) -> Mapping[str, str]:
+        """Return the body as text, JSON or hexadecimal digits; it is never unpickled or run."""
+        if not self.bodies:
+            return {"kind": "hidden", "text": ""}
+        try:
+            body = message.decompressed_body(_BODY)
+        except RmqError as error:
+            return {"kind": "unreadable", "text": str(error)}
+        cut = body[:_BODY]
+        if kind != "hex":
+            try:
+                if kind != "text":
+                    return {"kind": "JSON", "text": _indented(message)}
+            except (RmqError, ValueError, RecursionError):
+                pass
+            try:
+                return {"kind": "text", "text": cut.decode("utf-8")}
+            except UnicodeDecodeError:
+                pass
+        return {"kind": "hex", "text": cut[:4096].hex(" ", -4)}
+
+    def waiting(self, query: Query) -> Page:
+        """Show what waits for its time or a decision: halves, delays, timers, retries, what POP holds."""
+        kind = query.text("kind") or None
+        if kind not in (None, "half", "given_up", "delay", "retry", "timer", "pop"):
+            raise ConfigError(f"kind: expected half, given_up, delay, retry, timer or pop, found {kind!r}")
+        with self.place.log() as view:
+            found = list(islice(pending_messages(view.store, view.tables, kind=kind), _WAITING + 1))  # type: ignore[arg-type]
+        counts = Counter(message.kind for message in found[:_WAITING])
+        rows = [
+            [
+                Cell(message.kind),
+                topic_link(message.topic),
+                Cell("" if message.due_ms is None else moment(message.due_ms)),
+                Cell(short(message.unique_key or "", 40), link("message", id=message.unique_key or "")),
+                count(message.checks),
+                Cell("cancel", link("change", what="cancel", id=message.unique_key))
+                if self.allow_changes and message.kind in ("delay", "timer") and message.unique_key
+                else Cell("decide", link("change", what="half", offset=message.physical_offset))
+                if self.place.broker is not None and self.allow_changes and message.kind == "given_up"
+                else Cell(""),
+            ]
+            for message in found[:_WAITING]
+        ]
+        is_cut = len(found) > _WAITING
+        note = f"The first {number(_WAITING)}: librmq pending lists all." if is_cut else ""
+        return Page(
+            "Waiting",
+            [Fact(name, number(amount), "at least" if is_cut else "") for name, amount in sorted(counts.items())],
+            [Table("Waiting messages", ("kind", "topic", "due", "id", "checks", ""), rows, note, "Nothing waits.")],
+        )
+
+
+def _sample(now_ms: int, ends: Mapping[str, int], progress: Lag, groups: Sequence[str]) -> Sample:
+    lags = {row.group: row.lag for row in progress.by_group()}
+    positions: Counter[str] = Counter()
+    if len(progress.topics) <= _PAIRS:
+        for part in progress.topics:
+            positions[part.group] += sum(offset or 0 for offset in part.consumer_offsets)
+    return Sample(now_ms, dict(ends), {group: lags.get(group, 0) for group in groups}, dict(positions))
+
+
+def _finding_rows(findings: Iterable[Finding]) -> list[list[Cell]]:
+    moods = {"error": "bad", "warning": "warn"}
+    return [
+        [
+            Cell(finding.severity, "", moods.get(finding.severity, "")),
+            Cell(finding.subject),
+            Cell(finding.what),
+            Cell(finding.next_step),
+        ]
+        for finding in islice(findings, ROWS)
+    ]
+
+
+def _topic_row(summary: TopicSummary) -> list[Cell]:
+    return [
+        topic_link(summary.topic),
+        Cell(summary.kind),
+        count(summary.queues),
+        count(summary.messages),
+        Cell("" if summary.min_timestamp_ms is None else moment(summary.min_timestamp_ms)),
+        Cell("" if summary.max_timestamp_ms is None else moment(summary.max_timestamp_ms)),
+    ]
+
+
+def _paging(page: str, every: int, begin: int, **parameters: str) -> Mapping[str, str]:
+    """Return where this part of a list is, and the addresses of its neighbours."""
+    before = link(page, **{"from": max(begin - ROWS, 0)}, **parameters) if begin else ""
+    after = link(page, **{"from": begin + ROWS}, **parameters) if begin + ROWS < every else ""
+    where = f"{number(min(begin + 1, every))} – {number(min(begin + ROWS, every))} of {number(every)}"
+    return {"where": where if every > ROWS else "", "before": before, "after": after}
+
+
+def _stacks(held: Sequence[Any]) -> list[Table]:
+    busy = [queue for queue in held if queue.stack]
+    rows = [
+        [
+            Cell(queue.thread or ""),
+            Cell(short(queue.message_id or "", 40), link("message", id=queue.message_id or "")),
+            Cell(duration(queue.held_s)),
+            Cell(queue.stack[-1]),
+        ]
+        for queue in busy[:ROWS]
+    ]
+    return [Table("Listeners that hold a queue back", ("thread", "message", "for", "stands at"), rows)] if rows else []
+
+
+def _instances(connections: GroupConnections | None) -> Table:
+    rows = []
+    if connections is not None:
+        for client_id in connections.client_ids[:ROWS]:
+            subscriptions = connections.subscriptions_by_client.get(client_id, connections.subscriptions)
+            text = ", ".join(f"{topic}: {filtered.expression}" for topic, filtered in sorted(subscriptions.items()))
+            rows.append(
+                [Cell(client_id), Cell(connections.kind), Cell(connections.model.value), Cell(short(text, 200))]
+            )
+    return Table(
+        "Instances", ("client", "kind", "model", "subscriptions"), rows, nothing="No instance runs, or is known."
+    )
+
+
+def _causes(causes: Iterable[DeadLetterCause], every: int) -> Table:
+    rows = [
+        [
+            Cell(short(cause.cause, 200)),
+            topic_link(cause.original_topic),
+            count(cause.messages),
+            Cell(moment(cause.last_timestamp_ms)),
+            count(cause.most_times),
+        ]
+        for cause in islice(causes, ROWS)
+    ]
+    columns = ("cause", "topic", "letters", "last", "attempts")
+    note = f"Of the first {_LETTERS} letters." if every >= _LETTERS else ""
+    return Table("Dead letters by cause", columns, rows, note)
+
+
+_MOODS: Final = {"dead": "bad", "given_up": "bad", "retried": "warn", "not_passed": "warn", "passed": "good"}
+
+
+def _fields(message: StoredMessage) -> list[list[Cell]]:
+    values = {
+        "queue / offset": f"{message.queue_id} / {message.queue_offset}",
+        "physical offset": number(message.physical_offset),
+        "offset id": message.offset_id,
+        "unique id": message.unique_key or "none",
+        "born": f"{moment(message.born_timestamp_ms)} at {message.born_host[0]}",
+        "flag": str(message.flag),
+    }
+    return [[Cell(name), Cell(value)] for name, value in values.items()]
+
+
+def _indented(message: StoredMessage) -> str:
+    import json
+
+    if len(message.stored_body) > _BODY:
+        raise ValueError("too long to be laid out")
+    return json.dumps(message.json(), indent=2, ensure_ascii=False)[:_BODY]
+
+
+def _as_test(message: StoredMessage) -> str:
+    """Return the lines that make a test begin with a message like this one."""
+    body = message.decompressed_body(_BODY)
+    own = {
+        name: value
+        for name, value in message.properties.items()
+        if name not in ("TAGS", "KEYS", "UNIQ_KEY", "WAIT", "CLUSTER") and name.islower()
+    }
+    arguments = [repr(message.topic), repr(body[:2048])]
+    arguments += [f"tags={message.tags!r}"] if message.tags else []
+    arguments += [f"keys={' '.join(message.keys)!r}"] if message.keys else []
+    arguments += [f"properties={own!r}"] if own else []
+    return f"def test_this_message(rmq):\n    rmq.producer().send({', '.join(arguments)})\n    rmq.advance(seconds=1)"

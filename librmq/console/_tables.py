@@ -1,0 +1,138 @@
+"""What a page consists of: facts, tables of cells, and links; and the parameters that a request gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+from librmq.clock import Clock
+from librmq.diagnosis.formatting import number
+from librmq.errors import ConfigError
+from librmq.message.message import StoredMessage
+
+
+class Cell(NamedTuple):
+    """A cell of a table."""
+
+    text: str
+    link: str = ""
+    mood: str = ""
+    """``bad``, ``warn`` or ``good``."""
+    is_number: bool = False
+
+
+class Table(NamedTuple):
+    """A table of a page; without rows the page shows ``nothing``."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+    nothing: str = "None."
+
+
+class Fact(NamedTuple):
+    """A number that stands alone, with what it is."""
+
+    what: str
+    value: str
+    note: str = ""
+    mood: str = ""
+
+
+@dataclass
+class Page:
+    """A page: its template gets everything that is not None."""
+
+    title: str
+    facts: Sequence[Fact] = ()
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+    template: str = "page.html.j2"
+    is_live: bool = True
+    """Whether the page shows itself again every few seconds."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What a template of its own needs."""
+
+
+class Query:
+    """The parameters of a request, checked as they are read."""
+
+    def __init__(self, values: Mapping[str, str], clock: Clock) -> None:
+        self.values = values
+        self.clock = clock
+
+    def text(self, name: str, default: str = "") -> str:
+        """Return a parameter, at most a kilobyte of it."""
+        return self.values.get(name, default)[:1024].strip()
+
+    def required(self, name: str) -> str:
+        """Return a parameter.
+
+        Raises:
+            ConfigError: It is missing.
+        """
+        if not (text := self.text(name)):
+            raise ConfigError(f"{name}: missing in the page's address")
+        return text
+
+    def number(self, name: str, default: int = 0, largest: int = (1 << 63) - 1) -> int:
+        """Return a parameter as a whole number from 0.
+
+        Raises:
+            ConfigError: It is none, or too large.
+        """
+        text = self.text(name)
+        if not text:
+            return default
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= largest):
+            raise ConfigError(f"{name}: expected a whole number up to {largest}, found {text!r:.80}")
+        return int(text)
+
+    def time_ms(self, name: str) -> int | None:
+        """Return a parameter as a time, which is UTC without a zone; None if it is missing.
+
+        Raises:
+            ConfigError: It is no time.
+        """
+        text = self.text(name)
+        if not text:
+            return None
+        if text.isascii() and text.isdigit() and len(text) < 15:
+            return int(text)
+        try:
+            found = datetime.fromisoformat(text)
+            return round((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() * 1000)
+        except (ValueError, OverflowError):
+            raise ConfigError(f"{name}: expected a time such as 2026-11-20T08:00 (UTC), found {text!r:.80}") from None
+
+
+def link(page: str, **parameters: object) -> str:
+    """Return the address of a page, relative to all others, so that no prefix or proxy matters."""
+    given = {name: str(value) for name, value in parameters.items() if value not in (None, "")}
+    return f"{page}?{urlencode(given, errors='surrogatepass')}" if given else page
+
+
+def topic_link(topic: str) -> Cell:
+    """Return a cell that leads to a topic."""
+    return Cell(topic, link("topic", name=topic))
+
+
+def group_link(group: str) -> Cell:
+    """Return a cell that leads to a group."""
+    return Cell(group, link("group", name=group))
+
+
+def count(value: int | None, mood: str = "") -> Cell:
+    """Return a cell with a number."""
+    return Cell(number(value), "", mood if value else "", is_number=True)
+
+
+def message_link(message: StoredMessage) -> str:
+    """Return the permanent address of a message: by its id, else by its place."""
+    if message.unique_key:
+        return link("message", id=message.unique_key)
+    return link("message", topic=message.topic, queue=message.queue_id, offset=message.queue_offset)

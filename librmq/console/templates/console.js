@@ -1,0 +1,31 @@
+// Shows the page's content again every few seconds, while the page is visible and no form is being filled in.
+"use strict";
+
+const main = document.getElementById("main");
+const seconds = Number(main.dataset.live);
+
+function isBusy() {
+  const focused = document.activeElement;
+  const inForm = focused && focused !== document.body && focused.closest("form, details");
+  return document.hidden || inForm || main.querySelector("details[open]") || String(getSelection());
+}
+
+async function refresh() {
+  if (!isBusy()) {
+    try {
+      const answer = await fetch(location.href, { credentials: "same-origin" });
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      const fresh = page.getElementById("main");
+      if (answer.ok && fresh && !isBusy()) {
+        const scrolled = [...main.querySelectorAll(".wide")].map((region) => region.scrollLeft);
+        main.replaceChildren(...fresh.childNodes);
+        main.querySelectorAll(".wide").forEach((region, place) => { region.scrollLeft = scrolled[place] ?? 0; });
+      }
+    } catch {
+      // The application is being restarted: the next round tries again.
+    }
+  }
+  setTimeout(refresh, seconds * 1000);
+}
+
+if (seconds) setTimeout(refresh, seconds * 1000);

@@ -1,0 +1,141 @@
+"""A real browser: look, search, tail, send a dead letter again, in the dark, on a small window, at a hostile store."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import Message, Producer, PushConsumer, share
+from tests.console.pages import MARKUP
+
+CHROMIUM = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("browser"),
+    pytest.mark.skipif(
+        CHROMIUM is None and "CI" not in os.environ, reason="there is no Chromium: apt install chromium"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+def fail(message: Any) -> None:
+    raise ValueError(f"no order {message.keys[0]} {MARKUP}")
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Any]:
+    """Share a store of which group ``mail`` has given a message up, whose texts would run if they were markup."""
+    with share(tmp_path / "shop") as broker:
+        broker.create_topic("orders", 1)
+        broker.set_group("mail", retry_max_times=0)
+        message = Message("orders", MARKUP.encode(), tags=MARKUP, keys="o-1", properties={"note": MARKUP})
+        with Producer(broker, "shop") as producer:
+            producer.send(message)
+        consumer = PushConsumer(broker, "mail")
+        consumer.subscribe("orders", fail)
+        broker.reset_group("mail", "orders", "begin")
+        with consumer:
+            broker.join(timeout=30)
+        yield broker
+
+
+@pytest.fixture
+def address(shop: Any) -> Iterator[str]:
+    """Start the command beside the owner of the store, and return the link that it prints."""
+    command = [sys.executable, "-P", "-m", "librmq", "console", shop.path, "--allow-changes"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"]
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1600), ("dark", 400)])
+def test_every_page_fits_and_runs_nothing(chromium: Any, address: str, scheme: str, width: int) -> None:
+    context = chromium.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
+    page, problems = context.new_page(), list[str]()
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("dialog", lambda dialog: problems.append(dialog.message))
+    page.goto(address)
+    base = page.url
+    lists = ("", "topics", "groups", "waiting", "findings")
+    for path in (*lists, "topic?name=orders", "group?name=mail", "letters?group=mail"):
+        page.goto(base + path)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+        assert page.evaluate("document.querySelectorAll('input:not([type=hidden]), select').length") == page.evaluate(
+            "[...document.querySelectorAll('label')].filter(label => label.control).length"
+        )
+    page.goto(base + "topic?name=orders")
+    page.locator("table a").first.click()
+    assert "Story" in page.inner_text("main")
+    assert problems == []
+    ink, paper = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
+    assert contrast(ink, paper) > 7
+    context.close()
+
+
+def contrast(first: str, second: str) -> float:
+    """Return the contrast of two colours as the guidelines for accessible pages define it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in colour.strip("rgb()").split(", ")]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    high, low = sorted((luminance(first), luminance(second)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_a_dead_letter_is_found_and_sent_again(chromium: Any, address: str, shop: Any) -> None:
+    """Without a word of documentation: from the overview to the group, its letters, the button, and the outcome."""
+    page = chromium.new_page()
+    page.goto(address)
+    page.get_by_role("link", name="mail", exact=True).click()
+    page.get_by_role("link", name="Dead letters, one by one").click()
+    page.get_by_role("button", name="Show the resend").click()
+    page.get_by_role("button", name="Do it").click()
+    assert "sent" in page.inner_text("main table")
+    assert shop.lag("mail") == 1
+    page.close()
+
+
+def test_a_live_page_shows_what_arrives(chromium: Any, address: str, shop: Any) -> None:
+    page = chromium.new_page()
+    page.goto(address)
+    page.goto(page.url + "topic?name=orders")
+    with Producer(shop, "shop") as producer:
+        producer.send("orders", b"news", keys="o-2")
+    page.get_by_role("cell", name="o-2").wait_for(timeout=30_000)
+    page.get_by_label("Key").fill("o-2")
+    page.get_by_role("button", name="Show", exact=True).click()
+    assert page.locator("tbody").first.locator("tr").count() == 1
+    page.close()
+
+
+def test_the_pages_work_without_scripts(chromium: Any, address: str) -> None:
+    context = chromium.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(address)
+    page.get_by_role("link", name="Groups").click()
+    page.get_by_role("link", name="mail", exact=True).click()
+    assert "no order" in page.inner_text("main")
+    context.close()

@@ -1,0 +1,126 @@
+"""Changes are shown first, then made, logged, and bear being made twice."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from librmq import Broker, ManualRunner, Message, Producer
+from librmq.console import console
+from tests.cli.stand import Shell
+from tests.console.pages import Asked, shop
+
+
+@pytest.fixture
+def runner() -> ManualRunner:
+    return ManualRunner()
+
+
+@pytest.fixture
+def broker(tmp_path: Path, runner: ManualRunner) -> Iterator[Broker]:
+    with Broker.open(tmp_path / "shop", runner=runner) as opened:
+        yield opened
+
+
+def test_a_reset_is_shown_then_made(broker: Broker, runner: ManualRunner, caplog: pytest.LogCaptureFixture) -> None:
+    shop(broker, runner)
+    asked = Asked(console(broker, allow_changes=True))
+    path = "/change?what=reset&group=billing&topic=orders&to=end"
+    shown = asked.table(path, "Progress")
+    assert [(row["before"], row["after"]) for row in shown] == [("0", "4"), ("0", "4")]
+    assert broker.lag("billing") == 8
+    with caplog.at_level(logging.WARNING, "librmq.console"):
+        done = asked.submit(path)
+    assert "Progress now" in done
+    assert broker.lag("billing") == 0
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "librmq.console"]
+    assert line.startswith("this machine at 127.0.0.1: librmq reset ")
+
+
+def test_letters_are_sent_again_once(broker: Broker, runner: ManualRunner) -> None:
+    shop(broker, runner)
+    asked = Asked(console(broker, allow_changes=True))
+    first = broker.dead_letters("mail")[0].message_id
+    path = f"/change?what=resend&group=mail&id={first}"
+    assert len(asked.table(path, "Dead letters that were not sent again")) == 1
+    assert asked.submit(path).count(">sent<") == 1
+    assert asked.submit(path).count("was sent before") == 1
+    assert asked.submit("/change?what=resend&group=mail").count(">sent<") == 3
+    assert "nothing to change" in asked.page("/change?what=resend&group=mail")
+    assert len([row for row in asked.table("/letters?group=mail", "Dead letters") if row["sent again"]]) == 4
+
+
+def test_a_waiting_message_is_cancelled(broker: Broker, runner: ManualRunner) -> None:
+    with Producer(broker, "shop") as producer:
+        message_id = producer.send("orders", b"later", delay=60).message_id
+    asked = Asked(console(broker, allow_changes=True))
+    assert f"what=cancel&amp;id={message_id}" in asked.page("/waiting")
+    assert ">cancelled<" in asked.submit(f"/change?what=cancel&id={message_id}")
+    runner.advance(120_000)
+    assert list(broker.messages("orders")) == []
+
+
+def test_old_messages_are_skipped(broker: Broker, runner: ManualRunner) -> None:
+    shop(broker, runner)
+    runner.advance(3_600_000)
+    asked = Asked(console(broker, allow_changes=True))
+    path = "/change?what=skip&group=billing&topic=orders&minutes=30"
+    assert sum(int(row["messages"]) for row in asked.table(path, "Skipped messages")) == 8
+    asked.submit(path)
+    assert broker.lag("billing") == 0
+
+
+@pytest.mark.parametrize("decision", ["commit", "rollback"])
+def test_a_given_up_half_is_decided(tmp_path: Path, decision: str) -> None:
+    from librmq import BrokerConfig, TransactionConfig, TransactionProducer, TransactionState
+
+    runner = ManualRunner()
+    config = BrokerConfig(transactions=TransactionConfig(timeout_s=1, interval_s=1, check_max=1))
+    with Broker.open(tmp_path / "shop", config, runner=runner) as broker:
+        broker.create_topic("orders", 1)
+        producer = TransactionProducer(broker, "shop", check=lambda _: TransactionState.UNKNOWN)
+        with producer:
+            producer.send_in_transaction(Message("orders", b"half"), execute=lambda *_: TransactionState.UNKNOWN)
+            runner.advance(60_000)
+        asked = Asked(console(broker, allow_changes=True))
+        (row,) = [row for row in asked.table("/waiting", "Waiting messages") if row["kind"] == "given_up"]
+        assert row[""] == "decide"
+        (offset,) = re.findall(r"what=half&amp;offset=(\d+)", asked.page("/waiting"))
+        asked.submit(f"/change?what=half&offset={offset}", {"decision": decision})
+        assert [message.body for message in broker.messages("orders")] == ([b"half"] if decision == "commit" else [])
+
+
+def test_the_named_command_does_the_same(broker: Broker, runner: ManualRunner, shell: Shell) -> None:
+    shop(broker, runner)
+    page = Asked(console(broker, allow_changes=True)).page("/change?what=reset&group=billing&topic=orders&to=end")
+    (command,) = re.findall("<code>librmq (.*?)</code>", page)
+    broker.close()
+    answer = shell(*command.split())
+    assert (answer.status, [row["after"] for row in answer.rows]) == (0, [4, 4])
+
+
+def test_a_change_that_fails_says_why(broker: Broker, runner: ManualRunner) -> None:
+    shop(broker, runner)
+    asked = Asked(console(broker, allow_changes=True))
+    for path, why in (
+        ("what=reset&group=billing&topic=nowhere&to=end", "nowhere"),
+        ("what=reset&group=billing&topic=orders&to=sometime", "expected a time"),
+        ("what=retries&group=mail&retries=many", "expected a whole number"),
+        ("what=explode", "expected one of"),
+        ("", "what: missing"),
+    ):
+        response = asked.get(f"/change?{path}")
+        assert (response.status_code, why in response.text) == (400, True), path
+
+
+def test_a_folder_at_rest_is_only_read(tmp_path: Path, runner: ManualRunner) -> None:
+    with Broker.open(tmp_path / "shop", runner=runner) as broker:
+        shop(broker, runner)
+    asked = Asked(console(tmp_path / "shop", allow_changes=True))
+    response = asked.get("/change?what=reset&group=billing&topic=orders&to=end")
+    assert response.status_code == 403
+    assert "no broker has the store open" in response.text

@@ -1,0 +1,220 @@
+"""The pages show the numbers that the commands print, at each place, and nothing that could run."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from librmq import Broker, Cluster, ConsumeFrom, ManualRunner, Message, Producer, PushConsumer, connect, share
+from librmq.console import console
+from librmq.diagnosis import pending_messages
+from librmq.testing import Kit
+from librmq.wire.remoting import RemotingServer
+from tests.cli.stand import Shell
+from tests.console.pages import MARKUP, Asked, shop
+
+
+@pytest.fixture
+def runner() -> ManualRunner:
+    return ManualRunner()
+
+
+@pytest.fixture
+def broker(tmp_path: Path, runner: ManualRunner) -> Iterator[Broker]:
+    with Broker.open(tmp_path / "store", runner=runner) as opened:
+        yield opened
+
+
+ADDRESSES = ("/", "/topics", "/topic?name=orders", "/groups", "/group?name=mail", "/letters?group=mail")
+
+
+def test_a_folder_shows_what_the_commands_print(tmp_path: Path, shell: Shell) -> None:
+    runner = ManualRunner()
+    with Broker.open(tmp_path / "store", runner=runner) as broker:
+        sent = shop(broker, runner)
+    asked = Asked(console(tmp_path / "store"))
+    topics = {row["topic"]: row for row in asked.table("/topics", "Topics")}
+    for row in shell("topics", tmp_path / "store").rows:
+        shown = topics[row["topic"]]
+        assert (shown["kind"], shown["queues"], shown["messages"]) == (
+            row["kind"], str(row["queues"]), str(row["messages"])
+        )  # fmt: skip
+    groups = {row["group"]: row for row in asked.table("/groups", "Groups")}
+    for row in shell("groups", tmp_path / "store").rows:
+        shown = groups[row["group"]]
+        assert (shown["lag"], shown["dead letters"]) == (str(row["lag"]), str(row["dead_letters"]))
+    lags = [row for row in shell("lag", tmp_path / "store", "--group", "billing").rows if row["topic"] == "orders"]
+    queues = asked.table("/group?name=billing", "Queues")
+    assert [(row["queue"], row["lag"], row["end"]) for row in queues if row["topic"] == "orders"] == [
+        (str(row["queue_id"]), str(row["lag"]), str(row["max_offset"])) for row in lags
+    ]
+    events = [row["event"] for row in asked.table(f"/message?id={sent[1]}", "Story")]
+    assert events == [row["event"] for row in shell("story", tmp_path / "store", sent[1]).rows]
+    letters = asked.table("/group?name=mail", "Dead letters by cause")
+    assert [(row["cause"], row["letters"]) for row in letters] == [("ValueError: no order o-#", "4")]
+    findings = shell("diagnose", tmp_path / "store").rows
+    assert [row["what"] for row in asked.table("/findings", "Findings")] == [
+        row["what"] for row in findings if row["finding"] != "not-verified"
+    ]
+
+
+def test_the_same_pages_at_each_place(tmp_path: Path, broker: Broker, runner: ManualRunner) -> None:
+    shop(broker, runner)
+    here = Asked(console(broker))
+    with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
+        there = Asked(console(remote))
+        for address, title in (
+            ("/groups", "Groups"),
+            ("/topic?name=orders", "Queues"),
+            ("/letters?group=mail", "Dead letters"),
+        ):
+            columns = ("group", "lag", "dead letters", "queue", "messages", "id", "cause")
+            rows = [
+                [{name: row[name] for name in columns if name in row} for row in asked.table(address, title)]
+                for asked in (here, there)
+            ]
+            assert rows[0] == rows[1]
+        assert "The story needs the log" in there.page(f"/message?id={broker.dead_letters('mail')[0].message_id}")
+        assert "on the machine of the broker" in there.get("/waiting").text
+
+
+def test_a_shared_store_and_a_cluster(tmp_path: Path, runner: ManualRunner) -> None:
+    with share(tmp_path / "shared") as shared:
+        shared.create_topic("orders", 1)
+        with Producer(shared, "shop") as producer:
+            message_id = producer.send("orders", b"one").message_id
+        asked = Asked(console(shared))
+        assert [row["messages"] for row in asked.table("/topic?name=orders", "Queues")] == ["1"]
+        assert [row["event"] for row in asked.table(f"/message?id={message_id}", "Story")] == ["stored"]
+    with Broker.temporary(name="a", runner=runner) as first, Broker.temporary(name="b", runner=runner) as second:
+        cluster = Cluster(first, second)
+        cluster.create_topic("orders", 1)
+        rows = Asked(console(cluster)).table("/topic?name=orders", "Queues")
+        assert [row["queue"] for row in rows] == ["a 0", "b 0"]
+
+
+def test_messages_are_found_by_key_tag_sql_and_time(broker: Broker, runner: ManualRunner) -> None:
+    begin_ms = runner.now_ms()
+    shop(broker, runner)
+    asked = Asked(console(broker))
+
+    def keys(form: str) -> list[str]:
+        return sorted(row["keys"] for row in asked.table(f"/topic?name=orders&{form}", "Messages"))
+
+    assert keys("key=o-3") == ["o-3"]
+    assert keys("tag=new") == ["o-0", "o-2", "o-4", "o-6"]
+    assert keys("sql=amount+%3E+50") == ["o-6", "o-7"]
+    assert keys(f"since={begin_ms + 1}") == []
+    assert len(keys(f"until={begin_ms + 1}")) == 8
+    wrong = asked.get("/topic?name=orders&sql=amount+%3E")
+    assert (wrong.status_code, "amount &gt;" in wrong.text) == (400, True)
+    assert asked.get("/topic?name=orders&since=yesterday").status_code == 400
+    assert asked.get("/topic?name=nowhere").status_code == 400
+
+
+def test_many_topics_come_in_parts(broker: Broker) -> None:
+    for number in range(120):
+        broker.create_topic(f"topic-{number:03}", 1)
+    asked = Asked(console(broker))
+    assert len(asked.table("/topics", "Topics")) == 100
+    assert "topics?from=100" in asked.page("/topics")
+    assert len(asked.table("/topics?from=100", "Topics")) == 20
+    assert [row["topic"] for row in asked.table("/topics?q=topic-11", "Topics")] == [
+        f"topic-{number}" for number in range(110, 120)
+    ]
+
+
+def test_a_message_as_a_test_sends_a_message_like_it(broker: Broker, runner: ManualRunner) -> None:
+    sent = shop(broker, runner)
+    page = Asked(console(broker)).page(f"/message?id={sent[3]}")
+    program = page.partition("As a test</h2>")[2].partition('<pre tabindex="0">')[2].partition("</pre>")[0]
+    names: dict[str, object] = {}
+    exec(html.unescape(program), names)
+    with Kit() as kit:
+        names["test_this_message"](kit)  # type: ignore[operator]
+        (again,) = kit.broker.messages("orders")
+    original = next(message for message in broker.messages("orders") if message.message_id == sent[3])
+    assert (again.body, again.keys, again.tags) == (original.body, original.keys, original.tags)
+    assert again.properties["amount"] == original.properties["amount"]
+
+
+def test_a_story_as_it_was(broker: Broker, runner: ManualRunner) -> None:
+    begin_ms = runner.now_ms()
+    sent = shop(broker, runner)
+    asked = Asked(console(broker))
+    assert "dead" in [row["event"] for row in asked.table(f"/message?id={sent[1]}", "Story")]
+    then = [row["event"] for row in asked.table(f"/message?id={sent[1]}&at={begin_ms + 1000}", "Story")]
+    assert "dead" not in then
+    assert then[0] == "stored"
+
+
+def test_what_waits_is_what_the_command_lists(broker: Broker, runner: ManualRunner) -> None:
+    with Producer(broker, "shop") as producer:
+        producer.send("orders", b"later", delay=3600)
+    rows = Asked(console(broker)).table("/waiting", "Waiting messages")
+    assert [row["kind"] for row in rows] == [message.kind for message in pending_messages(broker.store)]
+
+
+def test_hidden_bodies_are_on_no_page(broker: Broker) -> None:
+    with Producer(broker, "shop") as producer:
+        message_id = producer.send("orders", b"a secret body", keys="k").message_id
+    asked = Asked(console(broker, bodies=False))
+    for address in ("/", "/topic?name=orders", "/topic?name=orders&key=k", f"/message?id={message_id}"):
+        assert "a secret body" not in asked.page(address)
+    assert "a secret body" in Asked(console(broker)).page("/topic?name=orders")
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (b'{"a": [1, "\xc3\xa9"]}', "&#34;é&#34;"),
+        ("größer".encode(), "größer"),
+        (b"\x80\x04cos\nsystem\n", "8004636f 730a7379"),
+        (b"\xff\x00\x01\x02\x03", "ff000102 03"),
+    ],
+)
+def test_a_body_is_shown_as_what_it_is(broker: Broker, body: bytes, shown: str) -> None:
+    with Producer(broker, "shop") as producer:
+        message_id = producer.send("orders", body).message_id
+    assert shown in Asked(console(broker)).page(f"/message?id={message_id}")
+
+
+def test_markup_is_text_on_every_page(broker: Broker, runner: ManualRunner) -> None:
+    """Topics and groups have narrow names at a broker; everything else is free."""
+    message = Message("orders", MARKUP.encode(), tags=MARKUP, keys="k")
+    message.properties.update({"KEYS": MARKUP, "<b>x": MARKUP, "hidden": "\x1b[31m\u202e"})
+    with Producer(broker, "shop") as producer:
+        message_id = producer.send(message).message_id
+    broker.set_group("mail", retry_max_times=0)
+
+    def fail(_: object) -> None:
+        raise ValueError(MARKUP)
+
+    consumer = PushConsumer(broker, "mail", consume_from=ConsumeFrom.FIRST)
+    consumer.subscribe("orders", fail)
+    with consumer:
+        runner.advance(60_000)
+    asked = Asked(console(broker, allow_changes=True))
+    given = "%3Cscript%3Ealert"
+    pages = ["/topics?q=", "/topic?name=", "/topic?name=orders&key=", "/change?what=", "/nowhere", "/message?id="]
+    addresses = [*ADDRESSES, "/findings", "/waiting", "/change?what=resend&group=mail", f"/message?id={message_id}"]
+    for address in (*addresses, *(f"{page}{given}" for page in pages)):
+        text = asked.get(address).text
+        assert "<script>alert" not in text, address
+        assert "<b>x" not in text
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    assert "&lt;script&gt;alert(1)" in asked.page(f"/message?id={message_id}")
+
+
+def test_the_kit_shows_its_moved_clock() -> None:
+    with Kit() as kit:
+        kit.producer().send("orders", b"later", delay=86_400)
+        asked = Asked(kit.console())
+        assert [row["topic"] for row in asked.table("/waiting", "Waiting messages")] == ["orders"]
+        kit.advance(hours=25)
+        assert asked.table("/topic?name=orders", "Queues")
+        assert "Nothing waits" in asked.page("/waiting")
