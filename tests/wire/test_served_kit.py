@@ -106,6 +106,52 @@ def test_a_delay_counts_from_the_time_in_the_message(served: ServedKit, has_born
     assert served.kit.clock.now_ms() - stored.store_timestamp_ms < 15_000
 
 
+@pytest.mark.parametrize("name", ["TIMER_DELAY_MS", "TIMER_DELAY_SEC", "TIMER_DELIVER_MS", "DELAY"])
+def test_a_delayed_message_is_of_type_delay_whatever_names_its_time(served: ServedKit, name: str) -> None:
+    value = served.kit.clock.now_ms() + 5_000 if name == "TIMER_DELIVER_MS" else 5
+    named: dict[str, Any] = {"delay": value} if name == "DELAY" else {"properties": {name: str(value)}}
+    served.kit.producer().send("t", b"x", **named)
+    served.advance(seconds=10)
+    with Stub(served.address) as stub:
+        assert [one.system_properties.message_type for one in stub.receive("t")[1]] == [3]
+
+
+def test_a_message_that_is_never_acknowledged_becomes_a_dead_letter(served: ServedKit) -> None:
+    """A simple consumer's too, after the attempts of its group."""
+    served.kit.broker.set_group("g", retry_max_times=1)
+    with Stub(served.address) as stub:
+        stub.send(message("t", b"a"))
+        for attempt in (1, 2):
+            assert [one.system_properties.delivery_attempt for one in stub.receive("t")[1]] == [attempt]
+            served.advance(seconds=10)
+        assert stub.receive("t")[1] == []
+    assert [letter.body for letter in served.kit.dead_letters("g")] == [b"a"]
+
+
+def test_a_receipt_whose_time_is_over_is_refused(served: ServedKit) -> None:
+    """And what was asked by it brings the message no further time after its second delivery was acknowledged."""
+    with Stub(served.address) as stub:
+        stub.send(message("t", b"a"))
+        fields: dict[str, Any] = {"group": resource("g"), "topic": resource("t")}
+
+        def acknowledge(one: Any) -> int:
+            entry = {"message_id": "id", "receipt_handle": one.system_properties.receipt_handle}
+            return int(stub.call("AckMessage", entries=[entry], **fields).status.code)
+
+        (late,) = stub.receive("t")[1]
+        served.advance(seconds=10)
+        (again,) = stub.receive("t")[1]
+        changed = message_class("ChangeInvisibleDurationRequest")(receipt_handle=late.system_properties.receipt_handle)
+        changed.invisible_duration.FromSeconds(60)
+        longer = changed.invisible_duration
+        answer = stub.call(
+            "ChangeInvisibleDuration", receipt_handle=changed.receipt_handle, invisible_duration=longer, **fields
+        )
+        assert (acknowledge(late), answer.status.code, acknowledge(again)) == (40013, 40013, 20000)
+        served.advance(minutes=5)
+        assert stub.receive("t")[1] == []
+
+
 def test_a_recalled_delay_may_be_recalled_again(served: ServedKit) -> None:
     """As by a broker, until the message is due."""
     served.advance(hours=8)
