@@ -237,6 +237,7 @@ TYPES: Final[dict[str, TopicType]] = {
     "order of a message group": "FIFO",
     "delay": "DELAY",
     "transactions": "TRANSACTION",
+    "priorities (a broker from 5.4 on)": "PRIORITY",
 }
 
 
@@ -279,7 +280,10 @@ JUDGES: Final = (
     Judge("librmq", tuple(OWN), lambda _: None, lambda _, scenario, place: run_own(scenario, place)),
     Judge(
         f"official, Python {PYTHON_VERSIONS[0]}",
-        ("send and receive", "tags", "order of a message group", "delay", "transactions"),
+        (
+            *("send and receive", "tags", "order of a message group", "delay", "transactions"),
+            *("priorities (a broker from 5.4 on)", "lite message, at another topic"),
+        ),
         lambda cache: python_client(PYTHON_VERSIONS[0], cache),
         lambda client, scenario, place: run_of_5(client, "client_of_5.py", scenario, place),
     ),

@@ -16,6 +16,7 @@ from rocketmq import (
     TransactionChecker,
     TransactionResolution,
 )
+from rocketmq.v5.exception import IllegalArgumentException
 
 
 class Commits(TransactionChecker):  # type: ignore[misc]
@@ -86,12 +87,30 @@ def transactions(stand: Stand) -> None:
     assert stand.receive(1) == ["committed"]
 
 
+def priorities(stand: Stand) -> None:
+    for priority in (0, 9, 1):
+        stand.send(str(priority), priority=priority)
+    assert stand.receive(3) == ["9", "1", "0"]
+
+
+def lite_message(stand: Stand) -> None:
+    """A topic that is not of type LITE refuses it."""
+    refused = ""
+    try:
+        stand.send("x", lite_topic="one")
+    except IllegalArgumentException as error:
+        refused = str(error)
+    assert "message_type:LITE" in refused
+
+
 SCENARIOS = {
     "send and receive": send_and_receive,
     "tags": tags,
     "order of a message group": in_order,
     "delay": delay,
     "transactions": transactions,
+    "priorities (a broker from 5.4 on)": priorities,
+    "lite message, at another topic": lite_message,
 }
 
 

@@ -35,6 +35,15 @@ def test_official_clients_pass_at_both(capsys: pytest.CaptureFixture[str]) -> No
     assert all(row[2:] == ["passed"] * 2 or "could not be" in row[2] or "needs Node" in row[2] for row in rows), rows
 
 
+@pytest.mark.parametrize("scenario", ["priorities", "lite"])
+def test_the_newest_kinds_of_messages_pass_at_both(capsys: pytest.CaptureFixture[str], scenario: str) -> None:
+    with Broker.temporary() as broker:
+        status, rows = table(broker, capsys, f"Python 5.1.2: {scenario}", proxy=True)
+    assert status == 0
+    ((_, _, there, here),) = rows
+    assert there == here == "passed" or "could not be" in there, rows
+
+
 def test_a_difference_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with Broker.temporary(store_config=StoreConfig(enable_property_filter=False)) as broker:
         status, rows = table(broker, capsys, "SQL", proxy=False)
