@@ -1357,6 +1357,8 @@ def test_what_a_simple_consumer_receives_is_known(rmq: Kit) -> None:
         ({"minutes": 1, "seconds": -61}, "time can't go back"),
         ({"seconds": "1"}, "seconds: expected a number, found '1'"),
         ({"hours": float("nan")}, "hours: expected a number, found nan"),
+        ({"hours": float("inf")}, "hours: expected at most the time to the year 9999, found inf"),
+        ({"hours": 1e9}, "expected to move it to the year 9999 at most"),
     ],
 )
 def test_a_time_that_cannot_pass_is_refused(rmq: Kit, time: dict[str, Any], said: str) -> None:

@@ -130,11 +130,7 @@ def message_of(sent: Any, now_ms: int, client_ms: int) -> Message:  # noqa: ANN4
     ``now_ms`` is the broker's time, and ``client_ms`` the one that the client computes times of delivery by.
     """
     topic, system = check_topic(sent.topic.name), sent.system_properties
-    if system.message_type == _LITE or system.lite_topic:
-        raise Refusal(
-            Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
-            f"lite_topic {system.lite_topic!r:.80}: lite topics are not served: send to topics of their own",
-        )
+    _check_kind(system)
     body = _body(sent.body, system.body_encoding)
     tag = system.tag if system.HasField("tag") else None
     _check_texts(sent.user_properties, tag, system.keys)
@@ -162,8 +158,6 @@ def message_of(sent: Any, now_ms: int, client_ms: int) -> Message:  # noqa: ANN4
     if system.HasField("message_group"):
         properties[_SHARDING_KEY] = _message_group(system.message_group)
     if system.HasField("priority"):
-        if system.priority < 0:
-            raise Refusal(Code.BAD_REQUEST, f"priority: expected 0 or more, found {system.priority}")
         properties[PROPERTY_PRIORITY] = str(system.priority)
     if system.trace_context:
         properties[PROPERTY_TRACE_CONTEXT] = system.trace_context
@@ -171,6 +165,17 @@ def message_of(sent: Any, now_ms: int, client_ms: int) -> Message:  # noqa: ANN4
     properties[_BORN_TIME] = str(milliseconds(system.born_timestamp, "born_timestamp"))
     properties[PROPERTY_RECONSUME_TIME] = "0"
     return message
+
+
+def _check_kind(system: Any) -> None:  # noqa: ANN401 (properties of the service)
+    """Refuse a message of a lite topic, and a priority below 0."""
+    if system.message_type == _LITE or system.lite_topic:
+        raise Refusal(
+            Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
+            f"lite_topic {system.lite_topic!r:.80}: lite topics are not served: send to topics of their own",
+        )
+    if system.HasField("priority") and system.priority < 0:
+        raise Refusal(Code.BAD_REQUEST, f"priority: expected 0 or more, found {system.priority}")
 
 
 def _recovery_seconds(system: Any) -> int:  # noqa: ANN401 (properties of the service)
