@@ -59,6 +59,8 @@ import unicodedata
 from os import PathLike, fspath
 from typing import Final
 
+from librmq.printable import printable_lines
+
 __all__ = [
     "LASTING",
     "AllocationError",
@@ -107,7 +109,10 @@ __all__ = [
 
 
 class RmqError(Exception):
-    """Base of all errors of librmq."""
+    """Base of all errors of librmq. Its text shows control characters of what it names as escapes."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class ConfigError(RmqError, ValueError):
@@ -401,7 +406,7 @@ class StoreIOError(StoreError, OSError):
         self.call = call
 
     def __str__(self) -> str:
-        return f"{self.filename}: {self.call}: {self.strerror}"
+        return printable_lines(f"{self.filename}: {self.call}: {self.strerror}")
 
 
 LASTING: Final = (FlushFailedError, StoreClosedError, ReadOnlyError)

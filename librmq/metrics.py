@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from librmq.errors import ConfigError, MissingExtraError
+from librmq.printable import printable
 from librmq.runtime.locks import Lock
 
 if TYPE_CHECKING:
@@ -182,7 +183,9 @@ class Metrics:
             place, value = _place(name, labels), gauge() if callable(gauge) else gauge
             places = values.setdefault(name, {})
             places[place] = places.get(place, 0) + value
-        values.update({name: found for name, observe in observed if (found := dict(observe()))})
+        for name, observe in observed:
+            if observed_values := observe():
+                values[name] = {tuple(map(printable, place)): value for place, value in observed_values.items()}
         return {name: values[name] for name in METRICS if name in values}
 
 
@@ -199,7 +202,7 @@ def _check(key: _Series, kind: str) -> None:
 
 def _place(name: str, labels: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     values = dict(labels)
-    return tuple(values[label] for label in METRICS[name].labels)
+    return tuple(printable(values[label]) for label in METRICS[name].labels)
 
 
 # -------------------------------------------------------------------------------------------------------- exporters

@@ -187,3 +187,12 @@ def test_lag_of_a_group_stays_without_consumers() -> None:
             producer.send("orders", b"x")
         assert metrics.snapshot()["group_lag"]["orders", "g"] == 3
     assert "group_lag" not in metrics.snapshot()
+
+
+def test_labels_have_no_control_characters() -> None:
+    metrics = Metrics()
+    metrics.count("dead_letters", topic="a\x1b[31m\n", group="g")
+    metrics.observe("group_lag", lambda: {("t\u202e", "g"): 3})
+    values = metrics.snapshot()
+    assert values["dead_letters"] == {("a\\u001b[31m\\u000a", "g"): 1}
+    assert values["group_lag"] == {("t\\u202e", "g"): 3}

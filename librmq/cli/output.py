@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Sel
 
 from librmq.clock import Clock, SystemClock
 from librmq.errors import InputError, MissingExtraError
-from librmq.message.printable import UNSAFE, cell, escape, printable
+from librmq.printable import UNSAFE, cell, escape, printable
 from librmq.runtime.event_log import watched
 
 if TYPE_CHECKING:

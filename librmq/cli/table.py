@@ -16,7 +16,7 @@ import rich.table
 import rich.text
 
 from librmq.diagnosis.formatting import duration, size
-from librmq.message.printable import printable
+from librmq.printable import printable
 
 Row = Mapping[str, Any]
 Column = str | tuple[str, str | Callable[[Row], object]]

@@ -38,7 +38,7 @@ from librmq.columns.remote import RemoteFiles, RemoteStore
 from librmq.errors import ConfigError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files, make_folders
-from librmq.message.printable import cell, guarded, is_safe_in_cell, printable
+from librmq.printable import cell, guarded, is_safe_in_cell, printable
 from librmq.runtime.event_log import advance
 from librmq.store.format import directory
 

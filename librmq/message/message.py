@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple, NoReturn, TypedDict, Unpack
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.lang import java_int, string_hash, utf16_order
-from librmq.message.printable import shown_body
 from librmq.message.properties import (
     PROPERTY_DELAY,
     PROPERTY_KEYS,
@@ -27,6 +26,7 @@ from librmq.message.properties import (
     split_keys,
 )
 from librmq.message.stored_message import StoredMessage as StoredMessage
+from librmq.printable import shown_body
 
 
 class MessageQueue(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any, Final, Self, overload
 from librmq.errors import MalformedError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message.ids import Host, decode_host
-from librmq.message.printable import shown_body
 from librmq.message.properties import (
     PROPERTY_KEYS,
     PROPERTY_TAGS,
@@ -44,6 +43,7 @@ from librmq.message.record import (
     header_struct,
     host_ends,
 )
+from librmq.printable import shown_body
 from librmq.runtime.compiled_core import CORE, StoredState
 
 DECOMPRESSED_LIMIT: Final = 64 << 20

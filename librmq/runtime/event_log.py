@@ -18,8 +18,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Integral, Real
 from traceback import TracebackException
 from typing import Final, NamedTuple, Self, TypeAlias
+
+from librmq.errors import RmqError
+from librmq.printable import printable
 
 _PREFIX: Final = "rmq_"
 _DEEP: Final = 3  # stack levels from a record to its caller: `_write`, the method of the level, the caller
@@ -28,9 +32,9 @@ _DEEP: Final = 3  # stack levels from a record to its caller: `_write`, the meth
 class EventLog:
     """A logger whose lines have named fields. A disabled line costs one check of its level. Thread-safe.
 
-    Strings, numbers and None are unchanged in a record; other values become strings. A ``queue`` is the tuple of topic,
-    broker name and queue id, and adds these three fields unless they are given. Fields whose names begin with ``_``
-    appear in the text only.
+    Numbers and None are unchanged in a record; other values become strings, in which control characters are escaped. A
+    ``queue`` is the tuple of topic, broker name and queue id, and adds these three fields unless they are given. Fields
+    whose names begin with ``_`` appear in the text only.
     """
 
     __slots__ = ("_fields", "_logger")
@@ -78,14 +82,20 @@ class EventLog:
             topic, broker, queue_id = queue
             parts: dict[str, object] = {"topic": topic, "broker": broker, "queue_id": queue_id}
             fields = parts | fields | {"queue": f"{topic}/{broker}/{queue_id}"}
-        extra = {_PREFIX + name: _plain(value) for name, value in fields.items() if not name.startswith("_")}
-        arguments = (fields,) if fields else ()
+        # What the text shows can come from a message, so that it could end the line or command a terminal.
+        shown = {name: _plain(value) for name, value in fields.items()}
+        extra = {_PREFIX + name: value for name, value in shown.items() if not name.startswith("_")}
+        arguments = (shown,) if shown else ()
         self._logger.log(level, text, *arguments, exc_info=exc_info, extra=extra, stacklevel=_DEEP)
 
 
 def _plain(value: object) -> object:
-    """Return a value that every log formatter can write."""
-    return value if value is None or isinstance(value, str | int | float) else str(value)
+    """Return a value that every log formatter can write, in one line; an error of librmq can have several."""
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, Real):  # of numpy
+        return int(value) if isinstance(value, Integral) else float(value)
+    return str(value) if isinstance(value, RmqError) else printable(str(value))
 
 
 def counted(number: int, noun: str) -> str:

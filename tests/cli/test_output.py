@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from librmq.cli.output import JsonLines, LimitReached, Output, complain, json_line, open_output
 from librmq.errors import MissingExtraError
-from librmq.message.printable import printable
+from librmq.printable import printable
 from tests.cli.stand import Terminal
 from tests.programs import run_program
 

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from librmq.errors import ConfigError
 from librmq.message.message import MessageQueue
 from librmq.runtime.event_log import EventLog
 
@@ -66,3 +67,14 @@ def test_a_disabled_line_makes_no_text(log: EventLog, caplog: pytest.LogCaptureF
     log.debug("%(what)s", what=Unprintable())
     log.log(logging.DEBUG, "%(what)s", what=Unprintable())
     assert not caplog.records
+
+
+def test_no_value_ends_a_line_or_commands_a_terminal(log: EventLog, caplog: pytest.LogCaptureFixture) -> None:
+    unsafe = "a\x1b[31m\nb\x9b\u202ec"
+    escaped = "a\\u001b[31m\\u000ab\\u009b\\u202ec"
+    log.error("%(key)s %(error)s", key=unsafe, error=ValueError(unsafe))
+    log.error("%(error)s", error=ConfigError(unsafe))
+    first, second = caplog.records
+    assert first.getMessage() == f"{escaped} {escaped}"
+    assert first.rmq_key == escaped  # type: ignore[attr-defined]
+    assert second.getMessage() == str(ConfigError(unsafe)) == escaped.replace("\\u000a", "\n")

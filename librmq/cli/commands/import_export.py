@@ -28,7 +28,6 @@ from librmq.errors import CorruptionError, InputError, MessageIllegalError, Miss
 from librmq.files.disk import DiskFiles
 from librmq.message import Message, record
 from librmq.message.ids import parse_host
-from librmq.message.printable import cell_text, unguarded
 from librmq.message.properties import (
     PROPERTY_KEYS,
     PROPERTY_TAGS,
@@ -38,6 +37,7 @@ from librmq.message.properties import (
     encode_properties,
 )
 from librmq.message.topics import is_system_topic, validate_topic
+from librmq.printable import cell_text, unguarded
 from librmq.runtime.event_log import watched
 from librmq.store import MessageStore
 from librmq.store.engine.append import AppendFields

@@ -1,4 +1,4 @@
-"""Text from elsewhere, made safe for a terminal and a spreadsheet: no command, no other order, no formula."""
+"""Text from elsewhere, made safe for a terminal, a log and a spreadsheet: no command, no other order, no formula."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from typing import Final
 UNSAFE: Final = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 """Control characters, marks that change the direction of what follows, halves of surrogate pairs."""
 _UNSAFE: Final = re.compile(f"[{UNSAFE}]")
+_UNSAFE_IN_LINES: Final = re.compile("[" + UNSAFE.replace("\x00-\x1f", r"\x00-\x08\x0b-\x1f") + "]")
 
 
 def printable(text: str) -> str:
     """Return ``text`` with each unsafe character as its escape, as JSON writes it."""
-    return _UNSAFE.sub(escape, text)
+    return text if text.isprintable() else _UNSAFE.sub(escape, text)
+
+
+def printable_lines(text: str) -> str:
+    """Return ``text`` like `printable`, with its tabs and ends of lines."""
+    return text if text.isprintable() else _UNSAFE_IN_LINES.sub(escape, text)
 
 
 def escape(match: re.Match[str]) -> str:
