@@ -6,24 +6,29 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
 import librmq
 from librmq import BrokerError, BrokerUnreachableError, RmqError
+from librmq.broker.handlers.in_flight import Receipt
 from librmq.clock import SystemClock
 from librmq.errors import MalformedError, ReceiptError
-from librmq.protocol import CancelReceive, Receive, ReceiveResponse
+from librmq.message.batch import BatchItem
+from librmq.message.record import Record, body_checksum, encode_record
+from librmq.protocol import CancelReceive, ChangeInvisible, Receive, ReceiveResponse
 from librmq.runtime.runner import AT_ONCE, Step
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote.consumer_requests import PopReceives
+from librmq.wire.remote.pop_receives import PopReceives
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to, encode
 from librmq.wire.remoting.headers import RequestCode
-from librmq.wire.remoting.pop import pop_frame, read_popped
+from librmq.wire.remoting.pop import ack_frame, change_frame, pop_frame, read_popped
+from tests.stores_of_5 import batch_record
 from tests.wire.fake_servers import FakeServer
 from tests.wire.remoting_client import RawClient
-from tests.wire.test_connect import Served
+from tests.wire.test_connect import Served, until
 
 
 @pytest.fixture
@@ -32,6 +37,16 @@ def served() -> Iterator[Served]:
     with made.stack:
         made.broker.create_topic("orders", 2)
         yield made
+
+
+class Standing(SystemClock):
+    """A clock whose time of day a test moves."""
+
+    def __init__(self) -> None:
+        self.time_ms = super().now_ms()
+
+    def now_ms(self) -> int:
+        return self.time_ms
 
 
 def consumer_of(served: Served, tags: str | None = None) -> librmq.SimpleConsumer:
@@ -147,16 +162,6 @@ def test_a_receive_says_whether_its_group_is_in_order(is_ordered: bool) -> None:
     assert pop.fields["order"] == str(is_ordered).lower()
 
 
-class Standing(SystemClock):
-    """A clock whose time of day a test moves."""
-
-    def __init__(self) -> None:
-        self.time_ms = super().now_ms()
-
-    def now_ms(self) -> int:
-        return self.time_ms
-
-
 def test_a_group_without_settings_is_not_asked_for_with_each_receive() -> None:
     table: dict[str, object] = {}
 
@@ -195,6 +200,22 @@ def test_a_group_in_order_receives_in_order(served: Served) -> None:
             got += [message.body for message in batch]
             consumer.ack(*batch)
     assert got == [b"a", b"b", b"c"]
+
+
+def test_a_group_in_order_extends_and_acknowledges(served: Served) -> None:
+    served.broker.create_topic("orders", 1)
+    served.broker.set_group("g", is_ordered=True)
+    send(served, b"a")
+    with consumer_of(served) as consumer:
+        (message,) = consumer.receive(1, invisible=30, wait=0)
+        consumer.extend(message, 300)
+        extended = message.receipt.split(" ")
+        assert int(extended[2]) >= 300_000, "its time counts from the receive"
+        consumer.ack(message)
+        assert consumer.receive(1, wait=0) == []
+        with pytest.raises(ReceiptError):
+            consumer.extend(message, 300)
+    assert served.broker.tables.progress()["g", "orders"] == {0: 1}
 
 
 def test_an_answer_of_a_group_in_order_counts_attempts(served: Served) -> None:
@@ -242,6 +263,190 @@ def test_a_received_message_becomes_a_dead_letter(served: Served) -> None:
     assert letter.body == b"poison"
 
 
+# ---- what the gRPC proxy of a broker does for its clients, and a broker does not
+
+
+def test_a_message_that_is_never_acknowledged_becomes_a_dead_letter(served: Served) -> None:
+    served.broker.set_group("g", retry_max_times=1)
+    send(served, b"poison")
+    with consumer_of(served) as consumer:
+        for attempt in (1, 2):
+            (message,) = consumer.receive(1, invisible=300, wait=30)
+            assert (message.body, message.attempt) == (b"poison", attempt)
+            consumer.extend(message, 0)
+        until(lambda: consumer.receive(1, wait=0) == [] and served.broker.dead_letters("g") != [])
+        assert consumer.receive(1, wait=0) == []
+    (letter,) = served.broker.dead_letters("g")
+    assert letter.body == b"poison"
+
+
+def test_the_server_leaves_dead_letters_to_clients_as_a_broker_does(served: Served) -> None:
+    served.broker.set_group("g", retry_max_times=0)
+    send(served, b"a")
+    request = Receive("", "g", "orders", 1, 300_000)
+    with RawClient(served.server.port) as client:
+        for attempt in (1, 2, 3):
+            client.write(encode(pop_frame(request, 0, is_ordered=False)))
+            (part,) = read_popped(request, served.broker.name, client.answer()).messages
+            assert part.attempt == attempt
+            client.write(
+                encode(change_frame(ChangeInvisible("g", "orders", part.receipt, 0), Receipt.parse(part.receipt)))
+            )
+            assert client.answer().code == 0
+    assert served.broker.dead_letters("g") == []
+
+
+def test_a_receipt_whose_time_is_over_is_refused(served: Served) -> None:
+    """A broker takes it, and would deliver the message again after its second delivery was acknowledged."""
+    send(served, b"a", b"b", b"c")
+    with consumer_of(served) as consumer:
+        late = [message for _ in range(3) for message in consumer.receive(1, invisible=0.2, wait=0)]
+        again = list[librmq.ReceivedMessage]()
+        while len(again) < 3:
+            again += consumer.receive(3, invisible=300, wait=30)
+        with pytest.raises(ReceiptError, match="1 of 1 messages were acknowledged too late"):
+            consumer.ack(late[0])
+        with pytest.raises(ReceiptError, match="its time is over"):
+            consumer.extend(late[1], 30)
+        with pytest.raises(ReceiptError, match="its time is over"):
+            consumer.dead_letter(late[2])
+        consumer.ack(*again)
+        assert consumer.receive(3, invisible=300, wait=0) == []
+    assert served.broker.dead_letters("g") == []
+
+
+def test_late_receipts_succeed_at_the_server_as_at_a_broker(served: Served) -> None:
+    send(served, b"a")
+    request = Receive("", "g", "orders", 1, 1)
+    with RawClient(served.server.port) as client:
+        client.write(encode(pop_frame(request, 0, is_ordered=False)))
+        (part,) = read_popped(request, served.broker.name, client.answer()).messages
+        receipt = Receipt.parse(part.receipt)
+        until(lambda: consumed_again(served))
+        for frame in (
+            ack_frame("g", "orders", receipt),
+            change_frame(ChangeInvisible("g", "orders", part.receipt, 9_000), receipt),
+        ):
+            client.write(encode(frame))
+            assert client.answer().code == 0
+        client.write(encode(ack_frame("g", "orders", receipt._replace(queue_offset=7))))
+        assert client.answer().code == 208
+
+
+def consumed_again(served: Served) -> bool:
+    with consumer_of(served) as consumer:
+        return bool(consumer.receive(1, invisible=300, wait=0))
+
+
+class Popping:
+    """A broker whose clock is a year ahead of its clients', and whose next POP a test gives."""
+
+    AHEAD_MS = 365 * 86_400_000
+
+    def __init__(self) -> None:
+        self.records = list[Record]()
+        self.server = FakeServer(self._answer)
+        self.clock = Standing()
+        self.acknowledged = list[str]()
+        self.sent_back = list[int]()
+
+    def _answer(self, frame: Frame) -> Frame:
+        now_ms = self.clock.now_ms() + self.AHEAD_MS
+        if frame.code == RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG:
+            return answer_to(frame, body=write_body({"subscriptionGroupTable": {"g": {"retryMaxTimes": 2}}}))
+        if frame.code == RequestCode.POP_MESSAGE:
+            records, self.records = self.records, []
+            if not records:
+                return answer_to(frame, 210, "no message")
+            fields = {
+                "popTime": now_ms,
+                "invisibleTime": int(frame.fields["invisibleTime"]),
+                "reviveQid": 3,
+                "restNum": 0,
+            }
+            texts = {name: str(value) for name, value in fields.items()}
+            begin = {"startOffsetInfo": f"0 0 {records[0].queue_offset}"}
+            return answer_to(frame, fields=texts | begin, body=b"".join(map(encode_record, records)))
+        if frame.code == RequestCode.ACK_MESSAGE:
+            self.acknowledged.append(frame.fields["offset"])
+        if frame.code == RequestCode.CONSUMER_SEND_MSG_BACK:
+            self.sent_back.append(int(frame.fields["offset"]))
+        if frame.code == RequestCode.CHANGE_MESSAGE_INVISIBLETIME:
+            changed = {"popTime": str(now_ms), "invisibleTime": frame.fields["invisibleTime"], "reviveQid": "4"}
+            return answer_to(frame, fields=changed)
+        return answer_to(frame)
+
+
+def record_of(body: bytes, queue_offset: int, **fields: Any) -> Record:
+    known: dict[str, Any] = {"topic": "orders", "body": body, "physical_offset": 1000 * queue_offset}
+    made = Record(**{**known, "queue_offset": queue_offset, **fields})
+    return replace(made, body_crc=body_checksum(made.body))
+
+
+@pytest.fixture
+def popping() -> Iterator[tuple[Popping, librmq.SimpleConsumer]]:
+    made = Popping()
+    runner = ThreadRunner(made.clock)
+    with (
+        made.server,
+        librmq.connect(made.server.address, runner=runner) as route,
+        librmq.SimpleConsumer(route, "g") as consumer,
+    ):
+        consumer.subscribe("orders", tags="a")
+        yield made, consumer
+    assert runner.shutdown()
+
+
+def test_the_time_of_a_receipt_is_judged_by_the_brokers_clock(popping: tuple[Popping, librmq.SimpleConsumer]) -> None:
+    broker, consumer = popping
+    broker.records = [record_of(b"1", number, properties_raw=b"TAGS\1a") for number in range(2)]
+    first, second = consumer.receive(2, invisible=30, wait=0)
+    broker.clock.time_ms += 29_999
+    consumer.ack(first)
+    broker.clock.time_ms += 1
+    with pytest.raises(ReceiptError):
+        consumer.ack(second)
+    assert broker.acknowledged == ["0"]
+
+
+def test_a_message_whose_tag_only_has_a_wanted_hash_is_acknowledged(
+    popping: tuple[Popping, librmq.SimpleConsumer],
+) -> None:
+    broker, consumer = popping
+    broker.records = [record_of(b"1", 0, properties_raw=b"TAGS\1other"), record_of(b"2", 1, properties_raw=b"TAGS\1a")]
+    assert [message.body for message in consumer.receive(2, wait=0)] == [b"2"]
+    assert broker.acknowledged == ["0"]
+
+
+def test_a_batch_is_received_as_its_messages_and_acknowledged_with_the_last(
+    popping: tuple[Popping, librmq.SimpleConsumer],
+) -> None:
+    broker, consumer = popping
+    items = [BatchItem(b"%d" % number, 0, b"TAGS\1a\2KEYS\1k-%d" % number) for number in range(3)]
+    broker.records = [batch_record(record_of(b"", 4), items)]
+    broker.records = [replace(record, body_crc=body_checksum(record.body)) for record in broker.records]
+    messages = consumer.receive(8, invisible=30, wait=0)
+    assert [(message.body, message.queue_offset, message.keys) for message in messages] == [
+        (b"0", 4, ("k-0",)), (b"1", 5, ("k-1",)), (b"2", 6, ("k-2",)),
+    ]  # fmt: skip
+    consumer.ack(messages[2], messages[0])
+    consumer.ack(messages[0])
+    assert broker.acknowledged == [], "it would take the rest out of its queue"
+    consumer.extend(messages[1], 60)
+    broker.clock.time_ms += 59_000
+    consumer.ack(messages[1])
+    assert broker.acknowledged == ["4"]
+
+
+def test_a_batch_becomes_one_dead_letter(popping: tuple[Popping, librmq.SimpleConsumer]) -> None:
+    broker, consumer = popping
+    items = [BatchItem(b"%d" % number, 0, b"TAGS\1a") for number in range(3)]
+    record = batch_record(record_of(b"", 4, reconsume_times=3), items)
+    broker.records = [replace(record, body_crc=body_checksum(record.body))]
+    assert consumer.receive(8, invisible=30, wait=0) == []
+    assert (broker.sent_back, broker.acknowledged) == ([4000], ["4"])
+
+
 class Asking:
     """The receives at a broker that has no messages; ``later`` is what runs soon."""
 
@@ -258,6 +463,7 @@ class Asking:
             self.later.append,
             lambda call, due_ms: None,
             lambda group: False,
+            lambda group: None,
         )
 
     def _send(self, frame: Frame, ended: Callable[[Frame | RmqError], None]) -> None:

@@ -170,9 +170,10 @@ class ReceiveHandler:
         key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
         flight.visible_ms = now_ms + request.invisible_ms
         if not request.keeps_receipt:
-            flight.invisible_ms = request.invisible_ms
             if receipt.revive_queue != IN_ORDER:
                 flight.received_ms = now_ms
+            # As in 5.x, receipts in order keep the time of the receive; their other number says when its time is over.
+            flight.invisible_ms = flight.visible_ms - flight.received_ms
         self._wake_at(flight.visible_ms, key, receipt.queue_offset)
         self._saved.save_soon()
         return str(

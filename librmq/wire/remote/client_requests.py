@@ -40,7 +40,15 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remote.connection import Transport
-from librmq.wire.remoting.bodies import messages_of, offsets_of, queue_key, read_body, subscription_row, write_body
+from librmq.wire.remoting.bodies import (
+    messages_of,
+    offsets_of,
+    queue_key,
+    read_body,
+    subscription_row,
+    unwrapped,
+    write_body,
+)
 from librmq.wire.remoting.frames import Frame, answer_to, from_fields
 from librmq.wire.remoting.headers import (
     REQUESTS,
@@ -236,7 +244,7 @@ def _nothing(frame: Frame) -> None:
 
 
 def _message_of(frame: Frame, what: str) -> StoredMessage:
-    messages = messages_of(frame.body)
+    messages = [message for stored in messages_of(frame.body) for message in unwrapped(stored)]
     if len(messages) != 1:
         raise MalformedError(f"{what}: expected one message, found {len(messages)}")
     return messages[0]

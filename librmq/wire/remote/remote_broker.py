@@ -66,12 +66,13 @@ from librmq.protocol import (
 from librmq.protocol.client_requests import PendingSend
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import Runner, Step
+from librmq.runtime.runner import NEVER, Runner, Step
 from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote.administration import ANSWERS
 from librmq.wire.remote.client_requests import ClientRequests, join, leave
 from librmq.wire.remote.connection import Connections, Transport
-from librmq.wire.remote.consumer_requests import HeldReceives, LongPulls, PopReceives
+from librmq.wire.remote.consumer_requests import HeldReceives, LongPulls
+from librmq.wire.remote.pop_receives import PopReceives
 from librmq.wire.remoting.bodies import group_clients_of, read_body, table_in
 from librmq.wire.remoting.codec import FORMS, SentFrame, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting.frames import Frame, version_name
@@ -144,6 +145,8 @@ _NO_FRAME: Final = Frame(0)
 _OF_RECEIVES: Final = (Acknowledge, ChangeInvisible, ForwardToDeadLetters, ResendLetters)
 _NOT_SENT: Final = -1
 _REST_MS: Final = 3_000
+_RETRIES_MS: Final = 20_000
+"""Age up to which a group's ``retryMaxTimes`` counts, as in a gRPC proxy."""
 
 
 class RemoteBroker:
@@ -190,7 +193,7 @@ class RemoteBroker:
         """Whether the broker is librmq's, which has receives with an invisible time."""
         self._receives = HeldReceives(name, self._of_client, timeout_s)
         self._pops = PopReceives(
-            name, runner.now_ms, self.request, self._send_any, later, self._run_at, self._is_ordered
+            name, runner.now_ms, self.request, self._send_any, later, self._run_at, self._is_ordered, self._retries_of
         )
         self._requests = ClientRequests(name, self._beats.get, self._receives.notify, later, name_servers)
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s, self._run_at)
@@ -358,15 +361,17 @@ class RemoteBroker:
             return None
         return SentBack(request.reconsume_times >= max_times, max_times)
 
-    def _settings_of(self, group: str) -> Mapping[str, Any]:
-        """Return the settings of a group, empty without any.
+    def _settings_of(self, group: str, max_age_ms: int = NEVER) -> Mapping[str, Any]:
+        """Return the settings of a group, empty without any, as they were up to ``max_age_ms`` ago.
 
         They are asked for once a connection, and those of a group that has none again after a while: it may get some.
         """
         transport, now_ms = self._connections.get(self.address), self._runner.now_ms()
         learnt = self._groups.get(group)
-        if learnt is not None and learnt[0] is transport and (learnt[2] or 0 <= now_ms - learnt[1] < _REST_MS):
-            return learnt[2]
+        if learnt is not None and learnt[0] is transport:
+            age_ms = now_ms - learnt[1]
+            if 0 <= age_ms < (max_age_ms if learnt[2] else _REST_MS) or (learnt[2] and max_age_ms == NEVER):
+                return learnt[2]
         answer = check(self._ask(frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), transport))
         rows = table_in(read_body(answer.body, "the groups"), "subscriptionGroupTable")
         settings: Mapping[str, Any] = rows.get(group, {})
@@ -388,7 +393,7 @@ class RemoteBroker:
 
     def _retries_of(self, group: str) -> int | None:
         try:
-            max_times = self._settings_of(group).get("retryMaxTimes")
+            max_times = self._settings_of(group, _RETRIES_MS).get("retryMaxTimes")
         except (ClientError, MalformedError) as error:
             _log.debug(
                 "%(broker)s: the settings of %(group)s are unknown: %(error)s",

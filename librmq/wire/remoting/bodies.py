@@ -15,6 +15,7 @@ from librmq.errors import FilterSyntaxError, MalformedError, RecordError
 from librmq.filter import TAG, TagFilter
 from librmq.java import json as java_json
 from librmq.message import record
+from librmq.message.batch import inner_messages
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.stored_message import StoredRecords
 from librmq.protocol import ConsumeFrom, ConsumerData, Heartbeat, MessageModel, QueueData, Subscription
@@ -114,6 +115,20 @@ def messages_of(body: bytes) -> tuple[StoredMessage, ...]:
         messages.append(StoredMessage(body[at : at + size]))
         at += size
     return tuple(messages)
+
+
+def unwrapped(stored: StoredMessage) -> list[StoredMessage]:
+    """Return the messages of a record: a broker sends a batch of a topic with queues of batches as one.
+
+    Raises:
+        MalformedError: Its body is no batch.
+    """
+    try:
+        return inner_messages(stored)
+    except RecordError as error:
+        raise MalformedError(
+            f"a batch of topic {stored.topic!r:.80} at queue offset {stored.queue_offset}: {error}"
+        ) from error
 
 
 # ---- members of an object

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from json.encoder import encode_basestring
 from typing import Any, Final, NamedTuple, cast
 
@@ -32,6 +33,7 @@ from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_WAIT, encode_properties
+from librmq.message.record import INNER_BATCH
 from librmq.message.topics import AUTO_CREATE_TOPIC, TopicType
 from librmq.protocol import (
     Acknowledge,
@@ -98,6 +100,7 @@ from librmq.wire.remoting.bodies import (
     subscription_of,
     subscription_row,
     text_in,
+    unwrapped,
     write_body,
 )
 from librmq.wire.remoting.frames import VERSION, Frame, answer_form, form_pattern, from_fields, to_fields, version_name
@@ -328,7 +331,7 @@ def _read_viewed(request: ViewMessage, answer: Frame) -> StoredMessage | None:
     if answer.code == ResponseCode.SYSTEM_ERROR:
         return None
     messages = messages_of(check(answer).body)
-    return messages[0] if messages else None
+    return unwrapped(messages[0])[0] if messages else None
 
 
 def _reply_cancelled(request: CancelMessage, result: CancelResult) -> Reply:
@@ -374,7 +377,18 @@ def _reply_messages(request: QueryMessages, messages: Sequence[StoredMessage]) -
 
 
 def _read_messages(request: QueryMessages, answer: Frame) -> tuple[StoredMessage, ...]:
-    return () if answer.code == ResponseCode.QUERY_NOT_FOUND else messages_of(check(answer).body)
+    if answer.code == ResponseCode.QUERY_NOT_FOUND:
+        return ()
+    messages = list[StoredMessage]()
+    for stored in messages_of(check(answer).body):
+        batch, is_named = unwrapped(stored), request.key in (stored.unique_key, *stored.keys)
+        # A broker finds a batch by its own keys, or by those of any message in it.
+        messages += [
+            message
+            for message in batch
+            if len(batch) == 1 or is_named or request.key in (message.unique_key, *message.keys)
+        ]
+    return tuple(messages)
 
 
 def _reply_moved(request: ResetGroup, offsets: Mapping[MessageQueue, int]) -> Reply:
@@ -894,6 +908,8 @@ def read_pulled(answer: Frame) -> tuple[PullResponse, int]:
     status = _PULL_STATUSES[answer.code]
     header = from_fields(PulledHeader, answer.fields)
     messages = messages_of(answer.body) if status is PullStatus.FOUND else ()
+    if any(message.sys_flag & INNER_BATCH for message in messages):
+        messages = tuple(chain.from_iterable(map(unwrapped, messages)))
     suggested = header.suggest_which_broker_id
     response = PullResponse(
         status,

@@ -27,9 +27,9 @@ from functools import partial
 from typing import Final
 
 from librmq.broker import Broker
-from librmq.broker.handlers.in_flight import Receipt
+from librmq.broker.handlers.in_flight import IN_ORDER, Receipt
 from librmq.broker.long_polling import Deadlines
-from librmq.errors import BrokerError, MalformedError, RmqError
+from librmq.errors import BrokerError, MalformedError, ReceiptError, RmqError
 from librmq.message.ids import RecallHandle
 from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties, encode_properties
@@ -48,7 +48,7 @@ from librmq.protocol import (
     Subscription,
 )
 from librmq.runtime.runner import Step
-from librmq.wire.remoting.bodies import messages_of, records_body
+from librmq.wire.remoting.bodies import messages_of, records_body, unwrapped
 from librmq.wire.remoting.channels import Handlers, RemotingCall
 from librmq.wire.remoting.codec import check, frame_of
 from librmq.wire.remoting.frames import Frame, from_fields
@@ -74,6 +74,7 @@ _ANY_QUEUE: Final = -1
 _FROM_FIRST: Final = 0
 _LONGEST_POLL_MS: Final = 60_000
 _MOST_NOTIFICATIONS: Final = 10_000
+_ALL_ATTEMPTS: Final = 1 << 31
 
 
 # ---- at the client
@@ -110,7 +111,7 @@ def notification_frame(request: Receive, now_ms: int, poll_ms: int, *, is_ordere
 
 
 def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveResponse:
-    """Return the response in the answer to a receive.
+    """Return the response in the answer to a receive; the messages of one record follow each other.
 
     Raises:
         BrokerError: The receive was refused.
@@ -122,23 +123,25 @@ def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveRes
     first = _numbers("startOffsetInfo", header.start_offset_info)
     counts = _numbers("orderCountInfo", header.order_count_info)
     received = []
-    for message in messages_of(answer.body):
-        named = message.properties.get(PROPERTY_POP_CK)
+    for record in messages_of(answer.body):
+        named = record.properties.get(PROPERTY_POP_CK)
         if named is not None:
             receipt = Receipt.parse(named)
         else:
-            retry = _retry_of(request.group, request.topic, message.topic)
-            begin = first.get((retry, str(message.queue_id)), message.queue_offset)
+            retry = _retry_of(request.group, request.topic, record.topic)
+            begin = first.get((retry, str(record.queue_id)), record.queue_offset)
             receipt = Receipt(
                 begin, header.pop_time, header.invisible_time, header.revive_qid, retry, broker_name,
-                message.queue_id, message.queue_offset,
+                record.queue_id, record.queue_offset,
             )  # fmt: skip
-        receipt = receipt._replace(physical_offset=message.physical_offset)
+        receipt = receipt._replace(physical_offset=record.physical_offset)
         visible_ms = receipt.received_ms + receipt.invisible_ms
-        mark = _message_mark(message.queue_id, message.queue_offset)
-        of_queue = counts.get((receipt.retry, str(message.queue_id)), 0)
-        before = counts.get((receipt.retry, mark), of_queue) or message.reconsume_times
-        received.append(Received(message, request.topic, str(receipt), before + 1, visible_ms))
+        mark = _message_mark(record.queue_id, record.queue_offset)
+        of_queue = counts.get((receipt.retry, str(record.queue_id)), 0)
+        before = counts.get((receipt.retry, mark), of_queue) or record.reconsume_times
+        for number, message in enumerate(unwrapped(record)):
+            text = str(receipt._replace(queue_offset=receipt.queue_offset + number))
+            received.append(Received(message, request.topic, text, before + 1, visible_ms))
     return ReceiveResponse(received)
 
 
@@ -196,8 +199,14 @@ def read_changed(receipt: Receipt, answer: Frame) -> str:
 
     Raises:
         BrokerError: The request was refused.
+        ReceiptError: The message of a group in order was acknowledged; brokers answer without the new times.
     """
-    header = from_fields(PopChangedHeader, check(answer).fields)
+    if "popTime" not in check(answer).fields:
+        raise ReceiptError(
+            ResponseCode.MESSAGE_ILLEGAL,
+            f"the message at queue offset {receipt.queue_offset} is no longer in flight: it was acknowledged",
+        )
+    header = from_fields(PopChangedHeader, answer.fields)
     return str(
         receipt._replace(
             first_offset=receipt.queue_offset,
@@ -231,7 +240,9 @@ def read_recalled(answer: Frame) -> CancelResult:
 class PopRequests:
     """Answers POP and recall by the broker's own receives and cancellation. Thread-safe.
 
-    A receive that finds nothing is answered at once, whatever its poll time; NOTIFICATION is held.
+    A receive that finds nothing is answered at once, whatever its poll time; NOTIFICATION is held. As at a broker, the
+    client makes dead letters, and looks whether the time of a receipt is over: an acknowledgement or a change after it
+    succeeds here, and has no effect.
     """
 
     def __init__(self, broker: Broker) -> None:
@@ -253,7 +264,7 @@ class PopRequests:
         response = call.call_broker(
             Receive(
                 "", header.consumer_group, header.topic, header.max_msg_nums, header.invisible_time, subscription,
-                header.attempt_id or "",
+                header.attempt_id or "", max_attempts=_ALL_ATTEMPTS,
             )
         )  # fmt: skip
         if not response.messages:
@@ -329,14 +340,23 @@ class PopRequests:
         header: PopAckHeader = call.header
         topic, receipt = _named(header)
         (is_valid,) = call.call_broker(Acknowledge(header.consumer_group, topic, (receipt,)))
+        begin, end = self._broker.store.queue_range(header.topic, header.queue_id)
+        is_valid = is_valid or begin <= header.offset < end
         return call.answer(code=0 if is_valid else _NO_MESSAGE, remark=None if is_valid else "no longer in flight")
 
     def _change(self, call: RemotingCall) -> bytes:
         header: PopChangeHeader = call.header
         topic, receipt = _named(header)
-        changed = Receipt.parse(
-            call.call_broker(ChangeInvisible(header.consumer_group, topic, receipt, header.invisible_time))
-        )
+        try:
+            changed = Receipt.parse(
+                call.call_broker(ChangeInvisible(header.consumer_group, topic, receipt, header.invisible_time))
+            )
+        except ReceiptError:
+            if Receipt.parse(receipt).revive_queue == IN_ORDER:
+                return call.answer()
+            changed = Receipt.parse(receipt)._replace(
+                received_ms=self._broker.runner.now_ms(), invisible_ms=header.invisible_time
+            )
         return call.answer(PopChangedHeader(changed.received_ms, changed.invisible_ms, changed.revive_queue))
 
     def _recall(self, call: RemotingCall) -> bytes:
