@@ -426,7 +426,8 @@ class Producer(Startable):
             receipt: What `send` returned.
 
         Raises:
-            BrokerError: The broker has no cancel, as any of RocketMQ (REQUEST_CODE_NOT_SUPPORTED).
+            BrokerError: The broker can't: one of RocketMQ 5 recalls only what waits in its timer, and one of 4.x
+                nothing (REQUEST_CODE_NOT_SUPPORTED).
         """
         request = cancel_request(receipt)
         if not self._life.is_running:

@@ -13,12 +13,13 @@ from librmq import BrokerUnreachableError, ConsumeFrom, MessageQueue
 from librmq.message.batch import BatchItem
 from librmq.message.record import Record, body_checksum, encode_record
 from librmq.protocol import PullMessage
+from librmq.wire.remote import RemoteRoute
 from librmq.wire.remoting.bodies import write_body
 from librmq.wire.remoting.frames import Frame, answer_to
 from librmq.wire.remoting.headers import RequestCode
 from tests.stores_of_5 import batch_record
 from tests.wire.fake_servers import FakeServer
-from tests.wire.test_connect import Inbox, until
+from tests.wire.test_connect import WAIT_S, Inbox
 
 QUEUE: Final = MessageQueue("orders", "fake", 0)
 ITEMS: Final = [
@@ -77,12 +78,12 @@ def batches() -> Iterator[Batches]:
 
 
 @pytest.fixture
-def route(batches: Batches) -> Iterator[librmq.wire.remote.RemoteRoute]:
+def route(batches: Batches) -> Iterator[RemoteRoute]:
     with librmq.connect(batches.server.address) as made:
         yield made
 
 
-def test_a_listener_gets_the_messages_of_a_batch(batches: Batches, route: librmq.wire.remote.RemoteRoute) -> None:
+def test_a_listener_gets_the_messages_of_a_batch(batches: Batches, route: RemoteRoute) -> None:
     inbox = Inbox(6)
     consumer = librmq.PushConsumer(route, "g", consume_from=ConsumeFrom.FIRST, threads=1)
     consumer.subscribe("orders", inbox)
@@ -91,29 +92,28 @@ def test_a_listener_gets_the_messages_of_a_batch(batches: Batches, route: librmq
     assert batches.stored == 6
 
 
-def test_tags_of_a_batch_are_those_of_its_messages(route: librmq.wire.remote.RemoteRoute) -> None:
+def test_tags_of_a_batch_are_those_of_its_messages(route: RemoteRoute) -> None:
     with librmq.PullConsumer(route, "g", consume_from=ConsumeFrom.FIRST) as consumer:
         consumer.subscribe("orders", tags="b")
-        messages = list[librmq.DeliveredMessage]()
-        until(lambda: bool(messages) or bool(messages.extend(consumer.poll(1))))
+        messages = next(messages for _ in range(WAIT_S) if (messages := consumer.poll(1)))
         assert [(message.body, message.tags, message.keys, message.queue_offset) for message in messages] == [
             (b"1", "b", ("k-1",), 1), (b"3", "b", ("k-3",), 3), (b"5", "b", (), 5),
         ]  # fmt: skip
 
 
-def test_a_pull_that_begins_within_a_batch_gets_the_rest_of_it(route: librmq.wire.remote.RemoteRoute) -> None:
+def test_a_pull_that_begins_within_a_batch_gets_the_rest_of_it(route: RemoteRoute) -> None:
     response = route.endpoint("fake").call(PullMessage("", "g", "orders", 0, 3))
     assert [(message.body, message.queue_offset) for message in response.messages] == [(b"3", 3), (b"4", 4), (b"5", 5)]
     assert response.next_offset == 6
 
 
-def test_messages_and_searches_show_the_messages_of_a_batch(route: librmq.wire.remote.RemoteRoute) -> None:
+def test_messages_and_searches_show_the_messages_of_a_batch(route: RemoteRoute) -> None:
     assert [message.body for message in route.messages_in(QUEUE, range(1, 6))] == [b"1", b"2", b"3", b"4", b"5"]
     assert [message.body for message in route.find_by_key("orders", "k-2")] == [b"2"]
     assert len(route.find_by_key("orders", "batch")) == 5
 
 
-def test_a_broken_batch_is_an_error_and_no_message(batches: Batches, route: librmq.wire.remote.RemoteRoute) -> None:
+def test_a_broken_batch_is_an_error_and_no_message(batches: Batches, route: RemoteRoute) -> None:
     broken = batch_record(Record(topic="orders", properties_raw=b""), ITEMS)
     batches.records[0] = record(replace(broken, body=broken.body[:-1]))
     with pytest.raises(BrokerUnreachableError, match="a batch of topic 'orders' at queue offset 0"):

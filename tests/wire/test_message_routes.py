@@ -268,7 +268,7 @@ class Described:
         if frame.code == RequestCode.GET_BROKER_CONFIG:
             if self._settings is None:
                 return replace(answer_to(frame, 16, "no permission"), version=self._version)
-            return answer_to(frame, body=self._settings.encode())
+            return replace(answer_to(frame, body=self._settings.encode()), version=self._version)
         if frame.code in (RequestCode.SEND_MESSAGE_V2, RequestCode.SEND_REPLY_MESSAGE_V2):
             pairs = [pair.split("\1") for pair in frame.fields["i"].split("\2") if pair]
             self.properties.append({name: value for name, value in pairs if name not in ("UNIQ_KEY", "WAIT")})
@@ -297,7 +297,7 @@ def test_a_broker_of_4_9_gets_a_level_of_its_own() -> None:
 
 
 def test_a_broker_of_5_gets_the_properties_of_its_timer() -> None:
-    broker = Described(LEVELS + "timerWheelEnable=true\n")
+    broker = Described(LEVELS + "timerWheelEnable=true\n", version=V5_0_0)
     at = datetime(2100, 1, 1, tzinfo=UTC)
     with FakeServer(broker) as server, librmq.connect(server.address) as route, Producer(route, "shop") as producer:
         producer.send("t", b"x", delay=10)
@@ -306,8 +306,8 @@ def test_a_broker_of_5_gets_the_properties_of_its_timer() -> None:
     assert broker.properties == [
         {"TIMER_DELAY_MS": "10000"},
         {"TIMER_DELIVER_MS": str(round(1000 * at.timestamp()))},
-        {"DELAY": "1"},
-    ]
+        {"TIMER_DELAY_MS": "1000"},
+    ], "it recalls no message of a level"
 
 
 def test_a_broker_that_hides_its_settings_gets_no_delay() -> None:

@@ -95,6 +95,8 @@ class BrokerDelays(NamedTuple):
     """Its setting ``messageDelayLevel``."""
     has_timer: bool
     """Its setting ``timerWheelEnable``, which a broker of 4.9 lacks."""
+    cancels_levels: bool = False
+    """Whether it cancels what waits in a level: librmq's does, which answers as one of 4.9."""
 
     @classmethod
     def from_settings(cls, answer: Frame) -> BrokerDelays:
@@ -107,10 +109,13 @@ class BrokerDelays(NamedTuple):
             return cls("", True)
         lines = check(answer).body.decode("utf-8", "replace").splitlines()
         settings = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
-        return cls(settings.get("messageDelayLevel", ""), settings.get("timerWheelEnable", "").lower() == "true")
+        has_timer = settings.get("timerWheelEnable", "").lower() == "true"
+        return cls(settings.get("messageDelayLevel", ""), has_timer, answer.version < _FIRST_WITH_TIMER)
 
     def waiting_form(self, message: Message, broker_name: str, now_ms: int) -> Message:
-        """Return the message to send in place of one with ``delay`` or ``deliver_at``: with a level or 5.x's property.
+        """Return the message to send in place of one with ``delay`` or ``deliver_at``: with 5.x's property or a level.
+
+        A broker of RocketMQ with a timer recalls what waits there, and cancels no level.
 
         Raises:
             MessageIllegalError: The broker has neither a level of that length nor a timer.
@@ -126,7 +131,9 @@ class BrokerDelays(NamedTuple):
             "broker with a timer (RocketMQ 5 with timerWheelEnable=true, or librmq's)"
         )
         delay_ms = round(1000 * (delay_s or 0)) if at_ms is None else at_ms - now_ms
-        level = levels.level_for(message.topic, delay_ms, None if self.has_timer else refusal)
+        level = 0
+        if self.cancels_levels or not self.has_timer:
+            level = levels.level_for(message.topic, delay_ms, None if self.has_timer else refusal)
         added = {PROPERTY_DELAY: str(level)} if level else time_properties(message)
         return Message.from_parts(message.topic, message.body, message.flag, message.properties | added)
 

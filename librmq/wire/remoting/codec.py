@@ -341,8 +341,10 @@ def _reply_cancelled(request: CancelMessage, result: CancelResult) -> Reply:
 def _read_cancelled(request: CancelMessage, answer: Frame) -> CancelResult:
     if answer.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
         why = (
-            f"the broker, of RocketMQ {version_name(answer.version)}, has no cancel, so the message is delivered in "
-            "its time: only librmq's brokers have one; one of 5.x recalls a message by what send returned"
+            f"the broker, of RocketMQ {version_name(answer.version)}, recalls no message without a handle, so it is "
+            "delivered in its time. Brokers from 5.3.2 on recall what waits in their timer, by what send returned: "
+            "send with delay= or deliver_at=, not delay_level=, to a broker with timerWheelEnable=true. A delay level "
+            "is cancelled by librmq's brokers alone"
         )
         raise BrokerError(answer.code, f"message {request.message_id}: {why}")
     header = from_fields(CancelledHeader, check(answer).fields)
