@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.platform]
 
 def table(broker: Broker, capsys: pytest.CaptureFixture[str], only: str, *, proxy: bool) -> tuple[int, list[list[str]]]:
     with RemotingServer(broker) as server, GrpcServer(broker) as grpc:
-        words = ["--namesrv", server.address, "--only", only, *(("--proxy", grpc.address) if proxy else ())]
+        server.resets_by_pull = True
+        words = ["--namesrv", server.address, "--store", broker.store.path, "--only", only]
+        words += ["--proxy", grpc.address] if proxy else []
         status = main(words)
     lines = capsys.readouterr().out.splitlines()[2:]
     return status, [line.strip("| ").split(" | ") for line in lines]
@@ -22,9 +24,12 @@ def table(broker: Broker, capsys: pytest.CaptureFixture[str], only: str, *, prox
 
 def test_own_clients_pass_at_both(capsys: pytest.CaptureFixture[str]) -> None:
     with Broker.temporary() as broker:
+        before = set(broker.topics()), set(broker.groups())
         status, rows = table(broker, capsys, "librmq: ", proxy=False)
+        left = set(broker.topics()) - before[0], set(broker.groups()) - before[1]
     assert status == 0
     assert rows == [["librmq", name, "passed", "passed"] for name in OWN]
+    assert not any("judged" in name for name in left[0] | left[1])
 
 
 def test_official_clients_pass_at_both(capsys: pytest.CaptureFixture[str]) -> None:
