@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, 
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
 from librmq.files.memory import OverlayFiles
+from librmq.runtime.event_log import held_back
 from librmq.store.format.directory import (
     COMMITLOG,
     MISSING_LOG,
@@ -474,6 +476,21 @@ def report_record(arguments: argparse.Namespace, physical_offset: int, what: str
 
 
 @contextmanager
+def announced(arguments: argparse.Namespace) -> Iterator[None]:
+    """Announce what an opening logs as what it would do, if ``--dry-run`` keeps it in memory."""
+    if not getattr(arguments, "dry_run", False):
+        yield
+        return
+    with held_back() as lines:
+        try:
+            yield
+        finally:
+            for line in lines:
+                if line.record.levelno >= logging.WARNING:
+                    complain(f"note: without --dry-run: {line.record.getMessage()}")
+
+
+@contextmanager
 def open_broker(arguments: argparse.Namespace, *, makes_store: bool = False) -> Iterator[Broker]:
     """Open the broker of a store, which does nothing by itself; with ``--dry-run`` in memory alone.
 
@@ -490,9 +507,11 @@ def open_broker(arguments: argparse.Namespace, *, makes_store: bool = False) -> 
         complain(f"note: {arguments.store} had no store: a new one is made there")
     runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # time stands still for a command
     name, cluster = broker_names(arguments.store, files)  # with others it would make topics of its own
-    with Broker.open(
-        arguments.store, name=name, cluster_name=cluster, runner=runner, files=files, store_config=config
-    ) as broker:
+    with announced(arguments):
+        broker = Broker.open(
+            arguments.store, name=name, cluster_name=cluster, runner=runner, files=files, store_config=config
+        )
+    with broker:
         yield broker
 
 

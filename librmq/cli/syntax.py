@@ -32,6 +32,7 @@ from librmq.cli.options import (
 _ALL: Final = option(
     "--all", action="store_true", help="include the broker's own topics; count: retries and dead letters too"
 )
+_ALL_GROUPS: Final = option("--all", action="store_true", help="include the broker's own groups")
 _IMPORTANT: Final = option(
     "--important", metavar="TOPIC", action="append", help="report warnings about this topic as errors; repeatable"
 )
@@ -83,13 +84,14 @@ _LOOK: Final = (
     ),
     Command(
         "groups", "groups", "list the consumer groups, their lag and dead letters", "store",
-        (option("--all", action="store_true", help="include the broker's own groups"),),
+        (_ALL_GROUPS,),
         note=_ENTRIES, takes_route=True,
     ),
     Command(
         "lag", "groups", "print how many messages each group has left to consume", "store --group CG_order",
         (
             GROUP,
+            _ALL_GROUPS,
             option("--topic", help="only this topic"),
             option(
                 "--by", choices=("queue", "topic", "group", "origin"), default="queue",
@@ -193,6 +195,7 @@ _LOOK: Final = (
         "store --group CG_order",
         (
             GROUP,
+            _ALL_GROUPS,
             TOPIC,
             option("--beside", metavar="FOLDER", action="append",
                    help="a snapshot or an earlier copy of the store, to compare with; repeatable"),

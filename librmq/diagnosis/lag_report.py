@@ -249,7 +249,9 @@ def rate_between(earlier: TopicProgress, later: TopicProgress, seconds: float) -
     return GroupRate(later.group, later.topic, seconds, stored, consumed, waiting, drain)
 
 
-def lag(source: Source, *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:
+def lag(
+    source: Source, *, group: str | None = None, topic: str | None = None, times: bool = True, includes_own: bool = True
+) -> Lag:
     """Return the lag of each group in each queue of each topic with progress of the group.
 
     Args:
@@ -257,6 +259,7 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
         group: Only this group.
         topic: Only this topic.
         times: Whether to look up the store times of the oldest unconsumed messages.
+        includes_own: Whether the broker's own groups count too; one that ``group`` names always does.
 
     Raises:
         NotAStoreError: The folder holds no store.
@@ -264,8 +267,13 @@ def lag(source: Source, *, group: str | None = None, topic: str | None = None, t
     """
     with viewed(source) as view:
         progress = view.progress_columns()
+        leaves_out = not includes_own and group is None
         if progress is None:
-            return Lag(list(_few_topics(view, group, topic, times)), view.now_ms)
+            topics = _few_topics(view, group, topic, times)
+            return Lag([row for row in topics if not (leaves_out and is_own_group(row.group))], view.now_ms)
+        if leaves_out:
+            own = [number for number, name in enumerate(progress.names[1]) if is_own_group(name)]
+            progress = progress.chosen(~np.isin(progress.parts[1], own))
         for at, name in enumerate((topic, group)):
             if name is not None:
                 names = progress.names[at]
@@ -300,11 +308,13 @@ def _few_topics(view: StoreView, group: str | None, topic: str | None, times: bo
         yield TopicProgress(group_name, name, ids, begins, ends, offsets, lags, oldest_ms)
 
 
-def lag_of_view(view: View[Any], *, group: str | None = None, topic: str | None = None, times: bool = True) -> Lag:
-    """Return the lag of all groups of a store, or of all of a cluster but its brokers' own, as `lag` does."""
+def lag_of_view(
+    view: View[Any], *, group: str | None = None, topic: str | None = None, times: bool = True, includes_own: bool
+) -> Lag:
+    """Return the lag of the groups of a store or a cluster, as `lag` does."""
     if isinstance(view, StoreView):
-        return lag(view, group=group, topic=topic, times=times)
-    groups = [name for name in view.groups if not is_own_group(name)] if group is None else [group]
+        return lag(view, group=group, topic=topic, times=times, includes_own=includes_own)
+    groups = [name for name in view.groups if includes_own or not is_own_group(name)] if group is None else [group]
     topics = ((name, *consumed) for name in groups for consumed in view.consumed(name, topic))
     return Lag([_progress_in(view, *columns, times) for columns in topics], None)
 

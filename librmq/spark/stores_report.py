@@ -80,7 +80,7 @@ def overview(
 
 def _joined(part: ReportPart, sums: ReportPart, filters: Sequence[FilterMatch]) -> ReportPart:
     summary = part.summary._replace(
-        messages=sums.summary.messages, bytes=sums.summary.bytes, first_ms=sums.summary.first_ms,
+        records=sums.summary.records, bytes=sums.summary.bytes, first_ms=sums.summary.first_ms,
         last_ms=sums.summary.last_ms,
     )  # fmt: skip
     return replace(
@@ -173,7 +173,7 @@ class _Sums:
         topics = tuple(self._topic(store, name, topic, total) for topic, total in largest)
         summary = StoreSummary(
             store=name, path=store, owner=None, now_ms=None, is_sound=None, error=None,
-            messages=sum(topic.messages for topic in topics),
+            records=sum(topic.messages for topic in topics),
             bytes=sum(topic.bytes for topic in topics),
             first_ms=min((topic.first_ms for topic in topics), default=None),
             last_ms=max((topic.last_ms for topic in topics), default=None),

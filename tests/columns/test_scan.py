@@ -58,7 +58,7 @@ def test_columns_and_reports_know_no_spark(path: str) -> None:
     code = (
         "import sys; from librmq.columns import ReadOptions, scan; "
         f"assert sum(batch.num_rows for batch in scan(ReadOptions(({path!r},)))) == 40; "
-        f"from librmq.diagnosis import report; assert report({path!r}).stores[0].messages == 40; "
+        f"from librmq.diagnosis import report; assert report({path!r}).stores[0].records == 40; "
         "assert not {'pyspark', 'pandas', 'librmq.spark'} & set(sys.modules)"
     )
     done = run_program(code)

@@ -137,7 +137,7 @@ def test_columns_and_records_give_the_same(tmp_path: Path, monkeypatch: pytest.M
     for module in (reading, log_use):
         monkeypatch.setattr(module, "has_columns", lambda: False)
     assert [report(path), report(path, only={"tags": "a", "since": str(START_MS + 9_000)})] == by_columns
-    assert [one.stores[0].messages for one in by_columns] == [30, 11]
+    assert [one.stores[0].records for one in by_columns] == [30, 11]
     assert [(one.messages, one.unread) for one in by_columns[0].log_files] == [(30, 16)]
 
 
@@ -289,7 +289,7 @@ def test_a_report_about_a_part_reads_as_the_reader_does(tmp_path: Path, only: di
     with MessageStore.open(tmp_path, read_only=True, files=of_report) as store:
         of_report.opened.clear()
         made = report(StoreView.over(store), only=only, check=False)
-    assert made.stores[0].messages == count
+    assert made.stores[0].records == count
     assert of_reader.opened <= of_report.opened
     assert len(of_report.opened) <= len(of_reader.opened) + 1 < len(list((tmp_path / "commitlog").iterdir())) // 2
 
@@ -300,7 +300,7 @@ def test_a_log_that_cannot_be_opened_still_gets_a_page(tmp_path: Path) -> None:
     found = report([path, made(tmp_path / "other")])
     assert [one.is_sound for one in found.stores] == [False, True]
     assert (found.findings[0].kind, found.findings[0].severity) == ("damage", "error")
-    assert found.stores[0].messages == 0
+    assert found.stores[0].records == 0
     Html(render_page(found))
 
 
@@ -452,7 +452,7 @@ def test_a_comparison_keeps_other_logs_of_one_name_apart(tmp_path: Path) -> None
 
 
 def test_json_of_something_else_is_refused() -> None:
-    for text in ("", "[]", '{"version": 1}', '{"version": 7}', '{"version": 2, "stores": [{}]}'):
+    for text in ("", "[]", '{"version": 2}', '{"version": 7}', '{"version": 3, "stores": [{}]}'):
         with pytest.raises(InputError):
             Report.from_json(text)
 

@@ -34,7 +34,7 @@ from librmq.diagnosis.view import StoreView, View, group_summaries
 from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import HALF_TOPIC
+from librmq.message.topics import HALF_TOPIC, is_own_group
 from librmq.store.format import directory
 from librmq.store.format.directory import check_kind
 from librmq.store.format.documents import letter_identity
@@ -59,7 +59,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
         _lag_rates(arguments, output)
         return 0
     with open_source(arguments) as view:
-        output.rows_of(_lag_rows(view, arguments.by, arguments.group, arguments.topic))
+        output.rows_of(_lag_rows(view, arguments))
         _note_unknown(view, arguments, output)
         if not output.rows and output.says_nothing_found and isinstance(view, StoreView):
             if view.unknown_progress is None:
@@ -69,19 +69,28 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _lag_rows(view: View[Any], by: str, group: str | None, topic: str | None) -> Iterable[Any]:
+def _lag_rows(view: View[Any], arguments: argparse.Namespace) -> Iterable[Any]:
+    by, group, topic = arguments.by, arguments.group, arguments.topic
     if by == "origin":
         from librmq.diagnosis.pending import waiting_origins
 
         if not isinstance(view, StoreView):
             raise InputError("--by origin: expected a folder, because it reads the messages that wait")
-        return waiting_origins(view, group=group, topic=topic)
-    queue_lags = lag_of_view(view, group=group, topic=topic)
+        origins = waiting_origins(view, group=group, topic=topic)
+        return (row for row in origins if _is_shown(row.group, arguments))
+    queue_lags = lag_of_view(view, group=group, topic=topic, includes_own=arguments.all)
     if by == "queue":
         is_one_broker = isinstance(view, StoreView)
         rows = iter(queue_lags) if is_one_broker else chain.from_iterable(map(_queue_rows, queue_lags.topics))
         return _with_in_flight(view, rows)
     return _with_in_flight(view, queue_lags.by_topic() if by == "topic" else queue_lags.by_group())
+
+
+def _is_shown(group: str, arguments: argparse.Namespace) -> bool:
+    """Return whether a command prints the rows of a group: those of the broker's own groups if a user asks for them."""
+    if arguments.group is None:
+        return arguments.all or not is_own_group(group)
+    return bool(arguments.group == group)
 
 
 def _with_in_flight(view: View[Any], rows: Iterable[Any]) -> Iterable[Any]:
@@ -152,7 +161,8 @@ def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
         raise InputError(f"--every: expected at least 100ms, found {arguments.every} s")
 
     def measure(view: View[Any]) -> Lag:
-        return lag_of_view(view, group=arguments.group, topic=arguments.topic, times=False)
+        own: bool = arguments.all
+        return lag_of_view(view, group=arguments.group, topic=arguments.topic, times=False, includes_own=own)
 
     def measure_again() -> Lag:
         with open_source(arguments) as view:
@@ -263,7 +273,7 @@ def progress(arguments: argparse.Namespace, output: Output) -> int:
 
     with open_view(arguments) as view:
         for row in progress_history(view, beside=tuple(arguments.beside or ())):
-            if arguments.group in (None, row.group) and arguments.topic in (None, row.topic):
+            if _is_shown(row.group, arguments) and arguments.topic in (None, row.topic):
                 output.row(row._asdict())
     return 0
 

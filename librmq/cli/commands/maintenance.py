@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from librmq.cli.output import DAMAGED, INTERRUPTED, EndSignals, Output, ProgressBar, complain, end_signals, log_bar
 from librmq.cli.rows import Row, gap_row, message_row, snapshot_row
-from librmq.cli.stores import files_and_config, recorded_settings
+from librmq.cli.stores import announced, files_and_config, recorded_settings
 from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, InputError
 from librmq.files.disk import DiskFiles
@@ -87,6 +87,7 @@ def recover(arguments: argparse.Namespace, output: Output) -> int:
     filters = _registrations(arguments.store, files) if config.enable_consumequeue_ext else None
     with (
         log_bar("recover", arguments.store, 2),
+        announced(arguments),
         MessageStore.open(arguments.store, config, files=files, thorough=True, filters=filters) as store,
     ):
         row = store_row(store, "after_load")

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Self, get_args, get_type_hints
 from librmq.diagnosis.lag_report import TopicProgress, rate_between
 from librmq.errors import InputError
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 DELAY_BOUNDS_MS: Final = (0, 1, 10, 100, 1_000, 10_000, 60_000, 600_000, 3_600_000)
 """Bounds between the bins of `BornToStored`. The first bin has messages that were stored before they were born."""
@@ -34,12 +34,13 @@ class StoreSummary(NamedTuple):
     """The result of ``verify``; None if it did not run."""
     error: str | None
     """Why the store can only be read up to its damage."""
-    messages: int
+    records: int
+    """Messages of all topics, also the broker's own; `librmq stats` counts those of users alone."""
     bytes: int
-    """Total size of the records of these messages."""
+    """Total size of these records."""
     first_ms: int | None
     last_ms: int | None
-    """Store times of the first and last messages."""
+    """Store times of the first and last records."""
     skipped: bool = False
     """Whether a part of the log can't be read; the messages there are in none of the numbers."""
 

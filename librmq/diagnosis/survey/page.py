@@ -174,7 +174,7 @@ def _facts(report: Report) -> list[Fact]:
     verdict = "damaged" if unsound else "not checked" if unknown else "sound"
     places = counted(len(report.damage), "place") if unsound else ""
     return [
-        Fact("messages", number(sum(row.messages for row in report.stores)), span),
+        Fact("records", number(sum(row.records for row in report.stores)), span),
         Fact("stored", size(sum(row.bytes for row in report.stores)), topics),
         Fact("wait for a group", number(lag), f"the oldest for {duration(oldest)}" if lag else ""),
         Fact("dead letters", number(dead), "", "bad" if dead else ""),

@@ -204,7 +204,7 @@ def survey_store(
     topics = tuple(traffic.stored_topics(name))
     summary = part.summary._replace(
         is_sound=False if damage else part.summary.is_sound,
-        messages=sum(row.messages for row in topics),
+        records=sum(row.messages for row in topics),
         bytes=sum(row.bytes for row in topics),
         first_ms=min((row.first_ms for row in topics), default=None),
         last_ms=max((row.last_ms for row in topics), default=None),

@@ -548,12 +548,12 @@ def _damage(report: Report, several: bool) -> Section:
 def _stores(report: Report) -> Section:
     table_rows = (
         ("", store.store, store.path, store.owner or "not in use", _VERDICTS[store.is_sound],
-         number(store.messages) + " without the unreadable" * store.skipped,
+         number(store.records) + " without the unreadable" * store.skipped,
          size(store.bytes), moment(store.first_ms), moment(store.last_ms), moment(store.now_ms))
         for store in report.stores
     )  # fmt: skip
     names = (
-        Column("store"), Column("folder"), Column("written by"), Column("verify"), Column("messages", _N),
+        Column("store"), Column("folder"), Column("written by"), Column("verify"), Column("records", _N),
         Column("size", _N), Column("first stored", _N), Column("last stored", _N), Column("now", _N),
     )  # fmt: skip
     about = (
