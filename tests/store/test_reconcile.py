@@ -26,6 +26,7 @@ from librmq.files.interface import Damage
 from librmq.files.memory import MemoryFiles
 from librmq.message.delays import DelayLevels
 from librmq.message.record import (
+    INNER_BATCH,
     MESSAGE_MAGIC,
     PHYSICAL_OFFSET_AT,
     QUEUE_ID_AT,
@@ -302,6 +303,16 @@ def test_a_record_whose_flag_denies_its_entry(parts: Parts, count: int, at: int,
     }  # fmt: skip
     assert parts.index.query("T", f"k{at}") == [places[at]]
     parts.settled()
+
+
+def test_a_batch_with_a_damaged_flag_is_reported_once(parts: Parts) -> None:
+    properties = b"KEYS\x01k1\x02TAGS\x01A\x02INNER_NUM\x013"
+    places = [parts.record(number, properties_raw=properties) for number in range(3)]
+    parts.reconcile()
+    for flag, expected in ((INNER_BATCH, ["batch"]), (INNER_BATCH | TRANSACTION_PREPARED, ["batch", "record"])):
+        parts.log.patch(places[1] + SYS_FLAG_AT, flag.to_bytes(4, "big"))
+        damages = parts.reconcile(repair=False)
+        assert sorted(damage.kind for damage in damages if damage.offset == places[1]) == expected
 
 
 @pytest.mark.parametrize("is_before", [False, True])

@@ -819,8 +819,8 @@ class Reconciliation:
             has_ext=self.has_ext, unclean=self.unclean,
         )  # fmt: skip
         keys = None if self.index is None else IndexCheck(self.index, begin, log, begin <= log.begin, repair)
-        batches: list[Damage] = []
-        derive = Derivation(self.levels, lambda place, batch: batches.append(self._batch(place, batch))).derive
+        batches: dict[int, Damage] = {}  # by place, because a record with a damaged flag is derived twice
+        derive = Derivation(self.levels, lambda place, batch: batches.update({place: self._batch(place, batch)})).derive
         has_light = any(topic.startswith(LIGHT_PREFIX) for topic, _ in self.queues)
         takes_blocks = not self.has_ext and not has_light
         scan = partial(_unpassed, log, passes=partial(_pass_block, checks, keys)) if takes_blocks else log.scan
@@ -872,7 +872,7 @@ class Reconciliation:
                 records.append((physical_offset, stored, check.prefix_hash, unique, key))
                 if len(records) >= COMPARED:
                     keys.compare_keys()
-        yield from batches
+        yield from batches.values()
         yield from self._finish(checks, keys)
 
     def _correct_flag(self, place: int, raw: bytes) -> tuple[bytes, Damage]:
