@@ -90,7 +90,15 @@ class _Alchemy:
         self.connection.commit()
 
     def rollback(self) -> None:
+        has_begun = self._is_session or self.connection.in_transaction()
         self.connection.rollback()
+        if has_begun or self.connection.invalidated:
+            return
+        # A commit that failed has ended the transaction for SQLAlchemy, and not for SQLite.
+        connection = self.driver_connection()
+        status = driver_of(connection)[0].status
+        if status is not None and status(connection) is not TransactionStatus.IDLE:
+            self.connection.connection.rollback()
 
     def status(self) -> TransactionStatus | None:
         if not self.connection.in_transaction():
@@ -392,12 +400,21 @@ class Link:
 
 @contextmanager
 def linked(connection: Any) -> Iterator[Link]:
-    """Link to a connection, or to a new connection of a SQLAlchemy ``Engine``."""
+    """Link to a connection, or to a new connection of a SQLAlchemy ``Engine``, for a transaction of librmq's own.
+
+    An error undoes it: even a statement that found a SQLite file locked leaves a transaction open.
+    """
     if _is_alchemy(connection) and hasattr(connection, "connect"):  # an engine
         with connection.connect() as opened:
             yield Link(opened)
-    else:
-        yield Link(connection)
+        return
+    link = Link(connection)
+    try:
+        yield link
+    except BaseException:
+        with suppress(Exception):  # the first error is the one to see
+            link.rollback()
+        raise
 
 
 def check_database(database: Any) -> None:

@@ -557,3 +557,59 @@ def test_another_constraint_is_no_duplicate(
         raise AssertionError("begun")
     with transactional(session, message_of(name), group="billing") as first:  # the session can still be used
         assert first
+
+
+# --- a file that readers keep busy
+
+
+@pytest.fixture
+def busy(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Any, sqlite3.Connection]]:
+    """Return a session of each kind on a file without a write-ahead log, where a reader keeps a commit out."""
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    engine = sqlalchemy.create_engine(url, connect_args={"timeout": 0})
+    upgrade_tables(engine)
+    kind = request.param
+    with ExitStack() as stack:
+        reader = stack.enter_context(closing(sqlite3.connect(tmp_path / "x.db", timeout=0)))
+        reader.execute("CREATE TABLE effects (name)")
+        if kind == "driver":
+            yield stack.enter_context(closing(sqlite3.connect(tmp_path / "x.db", timeout=0))), reader
+        else:
+            yield stack.enter_context(Session(engine) if kind == "session" else engine.connect()), reader
+    engine.dispose()
+
+
+@pytest.mark.parametrize("busy", KINDS, indirect=True)
+def test_a_commit_that_a_reader_keeps_out(busy: tuple[Any, sqlite3.Connection], name: str) -> None:
+    """The transaction is undone, so the next delivery can begin, and other writers are not locked out."""
+    session, reader = busy
+
+    def deliver() -> None:
+        with transactional(session, message_of(name), group="billing") as first:
+            assert first
+            insert(session, name)
+
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM effects").fetchall()
+    for _ in range(2):
+        with pytest.raises(Exception, match="database is locked"):
+            deliver()
+    reader.execute("INSERT INTO effects VALUES ('of another')")
+    reader.commit()
+    deliver()
+    assert reader.execute("SELECT name FROM effects").fetchall() == [("of another",), (name,)]
+
+
+@pytest.mark.parametrize("busy", KINDS, indirect=True)
+def test_a_statement_that_a_writer_keeps_out(busy: tuple[Any, sqlite3.Connection], name: str) -> None:
+    """Nothing stays open after the purge, nor after the begin, that found the file locked."""
+    session, writer = busy
+    writer.execute("BEGIN IMMEDIATE")
+    for _ in range(2):
+        with pytest.raises(Exception, match="database is locked"):
+            purge_messages(session, 0)
+    with pytest.raises(Exception, match="database is locked"):
+        transactional(session, message_of(name), group="billing").__enter__()
+    writer.rollback()
+    with transactional(session, message_of(name), group="billing") as first:
+        assert first
