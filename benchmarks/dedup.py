@@ -1,7 +1,8 @@
-"""The dedup guard and its stores, compared with the bare statements that they execute.
+"""The dedup guard and the table of messages, compared with the bare statements that they execute.
 
-A message costs a claim and a mark. The bare form runs the same two statements or commands on a plain connection of the
-driver, with keys and parameters prepared.
+A message costs the guard a claim and a mark. In `transactional` it costs a record beside its effect, an update here, in
+one transaction. The bare form runs the same statements or commands on a plain connection of the driver, with keys and
+parameters prepared.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import count as numbers
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.frame import AbsentError, Bench, Case, Target, Timed, main
+from librmq.clock import SystemClock
+from librmq.idempotence import transactional, upgrade_tables
 from librmq.idempotence.stores import DedupStatements, DedupStore, SqliteDedupStore
+from librmq.message.message import Message
 
 ON_FILES: Final = 20_000
 ON_SERVERS: Final = 2_000
@@ -92,7 +96,99 @@ def redis(bench: Bench) -> Iterator[Guarded]:
         raise AbsentError("a Redis server") from None
 
 
+@dataclass(frozen=True)
+class Consumed:
+    """A connection, and the number of messages that are consumed on it."""
+
+    connection: Any
+    count: int
+    insert: str
+    """The statement that writes a record, in the driver's style of parameters."""
+
+
+_EFFECT: Final = "UPDATE accounts SET balance = balance - 1 WHERE id = 7"
+
+
+def consume(consumed: Consumed, _: Path) -> Timed:
+    """Consume messages, each with its effect, by `transactional`."""
+    connection, clock = consumed.connection, SystemClock()
+    cursor = connection.cursor()
+    messages = _messages(consumed)
+    yield
+    for message in messages:
+        with transactional(connection, message, group="billing", clock=clock) as first:
+            if first:
+                cursor.execute(_EFFECT)
+    yield consumed.count
+
+
+def consume_bare(consumed: Consumed, _: Path) -> Timed:
+    """Run the same statements."""
+    connection = consumed.connection
+    cursor = connection.cursor()
+    rows = [(f":orders:billing::{message.unique_key}", UNTIL_MS) for message in _messages(consumed)]
+    yield
+    for row in rows:
+        cursor.execute(consumed.insert, row)
+        cursor.execute(_EFFECT)
+        connection.commit()
+    yield consumed.count
+
+
+def _messages(consumed: Consumed) -> list[Delivery]:
+    run = next(_prefix)
+    return [Delivery("orders", b"x", unique_key=f"{run}-{number:08d}") for number in range(consumed.count)]
+
+
+class Delivery(Message):
+    """A message as a consumer delivers it."""
+
+    __slots__ = ()
+
+    @property
+    def unique_key(self) -> str | None:
+        return self.properties["UNIQ_KEY"]
+
+
+def _consumed(connection: Any, count: int, mark: str) -> Consumed:
+    upgrade_tables(connection)
+    cursor = connection.cursor()
+    cursor.execute("CREATE TABLE accounts (id INTEGER PRIMARY KEY, balance INTEGER)")
+    cursor.execute("INSERT INTO accounts VALUES (7, 0)")
+    connection.commit()
+    insert = f"INSERT INTO rmq_messages (dedup_key, expires_timestamp_ms) VALUES ({mark}, {mark})"
+    return Consumed(connection, count, insert)
+
+
+def sqlite_file(bench: Bench) -> Iterator[Consumed]:
+    """Yield a file with a write-ahead log."""
+    with bench.folder() as folder, closing(sqlite3.connect(folder / "shop.db")) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        yield _consumed(connection, bench.count(ON_FILES), "?")
+
+
+def postgresql(bench: Bench) -> Iterator[Consumed]:
+    """Yield a connection of psycopg to a PostgreSQL on this machine."""
+    import psycopg
+
+    from tests.idempotence.servers import STARTERS, Absent
+
+    try:
+        with (
+            STARTERS["postgresql"]() as server,
+            closing(psycopg.connect(host="127.0.0.1", port=server.port, user="rmq", dbname="postgres")) as connection,
+        ):
+            yield _consumed(connection, bench.count(ON_SERVERS), "%s")
+    except Absent:
+        raise AbsentError("a PostgreSQL server") from None
+
+
 CASES: Final = [
+    Case("a message and its effect", consume, "SQLite", consume_bare, "the bare statements", Target(0.8, 0.8),
+         setup=sqlite_file, limit=True),
+    Case("a message and its effect", consume, "PostgreSQL", consume_bare, "the bare statements", Target(0.8, 0.9),
+         setup=postgresql, limit=True, needs=("psycopg",)),
     Case("claim and mark", claim_and_mark, "SQLite", bare, "the bare statements", Target(0.8, 0.95), setup=sqlite,
          limit=True),
     Case("claim and mark", claim_and_mark, "Redis", bare, "SET NX and SET", setup=redis, limit=True, needs=("redis",)),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -52,6 +52,15 @@ class Driver:
     """Return whether a connection commits each statement outside of an explicit transaction; None: not known."""
     cursor: Callable[[Any], Any] = _open_cursor
     """Open a cursor whose rows are tuples, whatever rows the connection's own cursors return."""
+    needs_savepoint: bool = field(init=False)
+    """Whether only a savepoint tells a transaction from the next one, or shows that an error has ended it.
+
+    MySQL and SQLite can end a whole transaction by an error, and the next statement begins another one.
+    """
+
+    def __post_init__(self) -> None:
+        needs_savepoint = self.dialect in ("mysql", "sqlite") or (self.dialect != "" and self.status is None)
+        object.__setattr__(self, "needs_savepoint", needs_savepoint)
 
 
 _LIBPQ: Final = (
@@ -71,10 +80,15 @@ def _sqlite_status(connection: Any) -> TransactionStatus:
     return TransactionStatus.OPEN if connection.in_transaction else TransactionStatus.IDLE
 
 
-def _sqlite_autocommit(connection: Any) -> bool:
-    mode = getattr(connection, "autocommit", -1)
-    # -1 is the legacy mode, the only one before Python 3.12; it shows autocommit by the isolation level.
-    return connection.isolation_level is None if mode == -1 else bool(mode)
+if sys.version_info >= (3, 12):
+
+    def _sqlite_autocommit(connection: Any) -> bool:
+        mode = getattr(connection, "autocommit", -1)  # -1 is the legacy mode, the only one of aiosqlite
+        return connection.isolation_level is None if mode == -1 else bool(mode)
+else:
+
+    def _sqlite_autocommit(connection: Any) -> bool:
+        return connection.isolation_level is None
 
 
 def _mysql_status(connection: Any) -> TransactionStatus:
@@ -134,9 +148,15 @@ def _driver(kind: Any) -> tuple[Driver, str]:
 def driver_of(connection: Any) -> tuple[Driver, str]:
     """Return what is known about the driver of a DB-API connection, and its parameter style."""
     kind: Any = type(connection)
-    if _driver(kind)[0] is _UNKNOWN:
-        kind = connection.__class__  # the proxies of tracing libraries show the class of the connection behind them
-    return _driver(kind)
+    driver = _driver(kind)
+    # The proxies of tracing libraries show the class of the connection behind them.
+    return driver if driver[0] is not _UNKNOWN else _driver(connection.__class__)
+
+
+def status_of(connection: Any) -> TransactionStatus | None:
+    """Return the state of a DB-API connection's transaction; None if its driver does not show it."""
+    status = driver_of(connection)[0].status
+    return None if status is None else status(connection)
 
 
 def _parameter_style(module: str) -> str:
@@ -273,11 +293,7 @@ def run(
 
 def run_on(cursor: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
     """Run one statement on a cursor of a driver that takes parameters in ``style``."""
-    statement, names = rendered(sql, style)
-    if style in ("named", "pyformat"):
-        cursor.execute(statement, parameters)
-    else:
-        cursor.execute(statement, tuple([parameters[name] for name in names]))
+    execute_on(cursor, style, sql, parameters)
     if not cursor.description:
         last_id = getattr(cursor, "lastrowid", 0)
         return StatementResult((), cursor.rowcount, last_id if isinstance(last_id, int) else 0)
@@ -286,6 +302,15 @@ def run_on(cursor: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> 
         columns = [column[0] for column in cursor.description]
         rows = [tuple(row[column] for column in columns) for row in rows]
     return StatementResult(rows, cursor.rowcount, 0)
+
+
+def execute_on(cursor: Any, style: str, sql: str, parameters: Mapping[str, Any]) -> None:
+    """Run one statement whose result is not asked for."""
+    statement, names = rendered(sql, style)
+    if style in ("named", "pyformat"):
+        cursor.execute(statement, parameters)
+    else:
+        cursor.execute(statement, tuple([parameters[name] for name in names]))
 
 
 @lru_cache(maxsize=256)

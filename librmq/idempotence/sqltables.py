@@ -44,6 +44,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Final
 
 from librmq.clock import SystemClock
@@ -56,6 +57,7 @@ KEY_LIMIT: Final = 255
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]{0,62})?")
 
 
+@lru_cache(maxsize=64)
 def check_name(name: str) -> str:
     """Return a table's name, which may have a schema in front.
 

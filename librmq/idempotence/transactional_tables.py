@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Final
 
@@ -32,6 +33,9 @@ from librmq.protocol import TransactionState
 from librmq.runtime.event_log import EventLog
 
 # ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
+
+
+_KEEP_MS: Final = to_milliseconds("keep", KEEP_CONSUMED)
 
 
 def transactional(
@@ -70,12 +74,20 @@ def transactional(
     record = None
     if business_key:
         record = dedup_key(application, message.topic, group, message.tags, business_key)
-    expires_at_ms = (clock or present_clock("transactional")).now_ms() + to_milliseconds("keep", keep)
+    keep_ms = _KEEP_MS if keep is KEEP_CONSUMED else to_milliseconds("keep", keep)
+    expires_at_ms = (clock or present_clock("transactional")).now_ms() + keep_ms
     return Transactional(session, table, record, expires_at_ms)
+
+
+@lru_cache(maxsize=64)
+def _insert_message(table: str) -> str:
+    return f"INSERT INTO {table} (dedup_key, expires_timestamp_ms) VALUES (:key, :expires_at_ms)"
 
 
 class Transactional:
     """One transaction of `transactional`; ``with`` returns True at the first delivery of a message."""
+
+    __slots__ = ("_expires_at_ms", "_key", "_link", "_session", "_table")
 
     def __init__(self, session: Any, table: str, key: str | None, expires_at_ms: int) -> None:
         self._session = session
@@ -107,12 +119,13 @@ class Transactional:
         if hasattr(session, "run_sync"):
             raise ConfigError(f"{type(session).__name__} needs `async with`, not `with`")
         link = self._link = Link(session)
-        link.check_can_begin(may_nest=True)
-        link.begin()
+        link.begin_first()
         first = True
         if self._key is not None:
-            insert = f"INSERT INTO {self._table} (dedup_key, expires_timestamp_ms) VALUES (:key, :expires_at_ms)"
-            first = link.insert_first(insert, self._is_recorded, key=self._key, expires_at_ms=self._expires_at_ms)
+            insert = _insert_message(self._table)
+            first = link.insert_first(
+                insert, {"key": self._key, "expires_at_ms": self._expires_at_ms}, self._is_recorded
+            )
         try:
             link.watch()
         except BaseException:
@@ -131,7 +144,7 @@ class Transactional:
             return
         try:
             status = link.watched_status()
-            has_ended = status is not TransactionStatus.OPEN or not (link.is_watched or self._is_safe())
+            has_ended = status is not TransactionStatus.OPEN and not (status is None and self._is_safe())
         except BaseException:
             with suppress(Exception):  # the first error is the one to see
                 link.rollback()
@@ -323,13 +336,8 @@ class LocalTransactions:
         insert = (
             f"INSERT INTO {self._table} (transaction_id, state, expires_timestamp_ms) VALUES (:id, :state, :expires)"
         )
-        return link.insert_first(
-            insert,
-            lambda: self._read(link, transaction_id) is not None,
-            id=transaction_id,
-            state=state,
-            expires=self._now_ms() + self._keep_ms,
-        )
+        row = {"id": transaction_id, "state": state, "expires": self._now_ms() + self._keep_ms}
+        return link.insert_first(insert, row, lambda: self._read(link, transaction_id) is not None)
 
     def _now_ms(self) -> int:
         return (self._clock or present_clock("LocalTransactions")).now_ms()
