@@ -29,16 +29,9 @@ from kombu.transport.base import to_rabbitmq_queue_arguments
 
 import librmq
 from librmq.clock import SystemClock
-from librmq.integrations.kombu_broker import (
-    AT_ONCE,
-    VISIBILITY_S,
-    Delivery,
-    FolderBindings,
-    KombuBroker,
-    Receiver,
-    brokers,
-    topic_of,
-)
+from librmq.integrations.kombu_bindings import FolderBindings, topic_of
+from librmq.integrations.kombu_broker import KombuBroker, brokers, check_visibility
+from librmq.integrations.kombu_receivers import AT_ONCE, Delivery, Receiver
 from librmq.runtime.locks import Event
 
 _clock: Final = SystemClock()
@@ -87,16 +80,18 @@ class Channel(virtual.Channel):
         super().__init__(connection, **kwargs)
         self._pid = os.getpid()
         self._transport = connection
-        self._flights: dict[str, Delivery] = {}
+        self._temporary: set[str] = set()  # queues that end with their last consumer
         self._without_ack: set[str] = set()
         self._held: dict[str, int] = {}
         self.broker = connection.broker
 
     # ---- queues
 
-    def _new_queue(self, queue: str, **kwargs: Any) -> None:
-        self._delete_expired(self.broker.bindings.read()["queues"])
+    def _new_queue(self, queue: str, auto_delete: bool = False, **kwargs: Any) -> None:
+        if auto_delete:
+            self._temporary.add(queue)
         self.broker.declare(queue, kwargs.get("arguments") or {})
+        self._delete_expired()
 
     def prepare_queue_arguments(self, arguments: dict[str, Any] | None, **kwargs: Any) -> dict[str, Any]:
         """Return the arguments of a queue under the names that RabbitMQ gave them."""
@@ -137,18 +132,17 @@ class Channel(virtual.Channel):
         self.broker.delete(queue)  # also without its topic: a process that was killed here left the bindings
         self.state.queue_bindings_delete(queue)
 
-    def _delete_expired(self, queues: dict[str, dict[str, Any]]) -> bool:
-        """Delete those queues that no client has used for the ``x-expires`` in their arguments."""
-        bindings = self.broker.bindings
+    def _delete_expired(self) -> bool:
+        """Delete those queues that no client has used for the ``x-expires`` in their arguments; return whether one."""
+        bindings, deleted = self.broker.bindings, False
         if not isinstance(bindings, FolderBindings):
             return False
-        deleted = 0
-        for queue in [queue for queue in queues if "x-expires" in queues[queue]]:
+        for queue in bindings.due():
             with bindings.expired(queue) as is_expired:
                 if is_expired:
                     self.queue_delete(queue)
-                    deleted += 1
-        return bool(deleted)
+                    deleted = True
+        return deleted
 
     # ---- exchanges
 
@@ -171,11 +165,8 @@ class Channel(virtual.Channel):
 
     def get_table(self, exchange: str) -> list[list[str]]:
         """Return the bindings of an exchange."""
-        rows = self.broker.bindings.read()
-        table, queues = rows["tables"].get(exchange, []), rows["queues"]
-        if self._delete_expired({row[2]: queues[row[2]] for row in table if row[2] in queues}):
-            table = self.broker.bindings.read()["tables"].get(exchange, [])
-        return list(table)
+        table = self.broker.bindings.read()["tables"].get(exchange, [])
+        return list(self.broker.bindings.read()["tables"].get(exchange, []) if self._delete_expired() else table)
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str | None, queue: str) -> None:
         self.broker.bindings.change("bind", exchange, routing_key or "", pattern or "", queue)
@@ -196,8 +187,8 @@ class Channel(virtual.Channel):
         if no_ack:
             self._without_ack.add(queue)
         bindings = self.broker.bindings
-        expires = "x-expires" in bindings.read()["queues"].get(queue, {})
-        if isinstance(bindings, FolderBindings) and expires and queue not in self._held:
+        is_temporary = queue in self._temporary or "x-expires" in bindings.read()["queues"].get(queue, {})
+        if isinstance(bindings, FolderBindings) and is_temporary and queue not in self._held:
             self._held[queue] = bindings.hold(queue)
         super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
 
@@ -209,9 +200,14 @@ class Channel(virtual.Channel):
             return
         self._without_ack.discard(queue)
         self._transport.leave(queue)
-        if queue in self._held and isinstance(self.broker.bindings, FolderBindings):
+        bindings = self.broker.bindings
+        if queue in self._held and isinstance(bindings, FolderBindings):
             os.utime(self._held[queue])
             os.close(self._held.pop(queue))
+            if queue in self._temporary:
+                with bindings.unused(queue) as is_unused:
+                    if is_unused:
+                        self.queue_delete(queue)
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
         """Return a message, or None if there is none."""
@@ -234,11 +230,15 @@ class Channel(virtual.Channel):
         if no_ack:
             self._transport.receiver.acknowledge(delivery)
         else:
-            self._flights[tag] = delivery
+            self._transport.flights[tag] = delivery
         return raw
 
     def _next_delivery_tag(self) -> str:
         return str(next(self._delivery_tags))
+
+    def encode_body(self, body: Any, encoding: str | None = None) -> tuple[Any, str | None]:
+        """Leave text as it is, which base64 makes a third longer."""
+        return (body, None) if isinstance(body, str) else super().encode_body(body, encoding)
 
     def takes_without_ack(self, queue: str) -> bool:
         """Return whether messages of a queue count as acknowledged when they are received."""
@@ -246,7 +246,7 @@ class Channel(virtual.Channel):
 
     def end(self, delivery_tag: str, requeue: bool) -> None:
         """Acknowledge a message in flight, or deliver it again."""
-        delivery = self._flights.pop(delivery_tag, None)
+        delivery = self._transport.flights.pop(delivery_tag, None)
         if delivery is None or self._pid != os.getpid():  # a forked child has its parent's, and leaves them
             return
         if requeue:
@@ -302,8 +302,8 @@ class _Signal:
 class Transport(virtual.Transport):
     """A connection of kombu.
 
-    Options: ``visibility_timeout`` in seconds, after which a message that is not acknowledged is delivered again, and
-    ``delayed_delivery``, which lets the store instead of the worker wait for ``countdown`` and ``eta``.
+    Options: ``visibility_timeout``, the seconds after which the messages of a process that was killed are delivered
+    again, and ``delayed_delivery``, which lets the store instead of the worker wait for ``countdown`` and ``eta``.
     """
 
     Channel = Channel
@@ -325,6 +325,8 @@ class Transport(virtual.Transport):
         self._broker: KombuBroker | None = None
         self._receiver: Receiver | None = None
         self._arrived: deque[tuple[str, Delivery]] = deque()
+        self.flights: dict[str, Delivery] = {}
+        """The messages in flight by delivery tag: kombu rejects one by another channel if its own ends meanwhile."""
         self._pid = os.getpid()
         self._requeued_s = -_LONGEST_WAIT_S
         self._signal: _Signal | None = None
@@ -339,6 +341,7 @@ class Transport(virtual.Transport):
         """The broker, which the first use opens."""
         if self._broker is None:
             options = self.client.transport_options
+            check_visibility(options.get("visibility_timeout"))
             self._broker = brokers.enter(self.client.hostname, bool(options.get("delayed_delivery")))
         return self._broker
 
@@ -346,7 +349,7 @@ class Transport(virtual.Transport):
     def receiver(self) -> Receiver:
         """What takes messages, which the first use starts."""
         if self._receiver is None:
-            visibility_s = self.client.transport_options.get("visibility_timeout", VISIBILITY_S)
+            visibility_s = check_visibility(self.client.transport_options.get("visibility_timeout"))
             self._receiver = self.broker.receiver(visibility_s, self.wake)
         return self._receiver
 

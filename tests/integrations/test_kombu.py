@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +30,7 @@ from kombu.exceptions import ChannelError
 
 import librmq
 import librmq.integrations.kombu
-from librmq.integrations.kombu_broker import FolderBindings, topic_of
+from librmq.integrations.kombu_bindings import FolderBindings, topic_of
 from librmq.wire.remoting import RemotingServer
 from tests.programs import Fork, run_program
 
@@ -205,7 +207,9 @@ def test_an_acknowledgement_and_a_message_wake_the_hub(connect: Connect) -> None
             turn(hub)
         acknowledging.join()
         taken[2].ack()
-    assert [message.payload for message in taken] == ["first", "ping", "second"]
+    first, control_message, second = [message.payload for message in taken]
+    assert control_message == "ping"
+    assert {first, second} == {"first", "second"}
 
 
 def test_a_cancelled_consumer_leaves_the_others_of_its_hub(connect: Connect) -> None:
@@ -431,9 +435,170 @@ def test_what_a_cluster_can_not_is_refused(tmp_path: Path) -> None:
             connection.connect()
 
 
-def test_a_relative_folder_is_refused() -> None:
-    with kombu.Connection("librmq://folder") as connection, pytest.raises(librmq.ConfigError, match="absolute"):
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("librmq://folder", "expected librmq:///absolute"),
+        (
+            "librmq:///folder?visibility_timeout=9",
+            "has a query.* broker_transport_options; .* write . as %3F",
+        ),
+        ("librmq:///folder#1", "has a fragment"),
+        ("librmq://~/folder", "~ means no home folder"),
+        ("librmq:///~ann/folder", "~ means no home folder"),
+        ("librmq:///C:/folder", "a drive"),
+        ("librmq+connect://127.0.0.1:9876/folder", "a cluster has no path"),
+        ("librmq+connect://127.0.0.1:9876?a=1", "has a query"),
+    ],
+)
+def test_a_url_with_other_parts_is_refused(url: str, match: str) -> None:
+    with kombu.Connection(url) as connection, pytest.raises(librmq.ConfigError, match=match):
         connection.connect()
+
+
+@pytest.mark.parametrize("seconds", [0, 43_201, "60", True])
+def test_a_visibility_timeout_that_no_broker_takes_is_refused_by_senders_too(share: Connect, seconds: object) -> None:
+    with (
+        share(visibility_timeout=seconds) as connection,
+        pytest.raises(librmq.ConfigError, match="visibility_timeout: expected seconds from 1 to 43200"),
+    ):
+        connection.connect()
+
+
+def test_a_cluster_ignores_a_visibility_timeout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same ``tasks.py`` serves a folder and a cluster."""
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with librmq.Broker.open(str(tmp_path / "store")) as broker, RemotingServer(broker) as server:
+        url = f"librmq+connect://127.0.0.1:{server.port}"
+        with kombu.Connection(url, transport_options={"visibility_timeout": 600}) as connection:
+            send(connection, queue, "job")
+            assert drain(connection, queue, 1) == ["job"]
+    assert [record.getMessage() for record in caplog.records if "visibility_timeout has no effect" in record.message]
+
+
+def test_a_process_without_delays_leaves_the_timers_to_others(share: Connect, tmp_path: Path) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with share() as connection:
+        send(connection, queue, "plain")
+        with share(delayed_delivery=True) as delaying:
+            send(delaying, queue, "delayed")
+            timers = librmq.BrokerConfig(timers=librmq.TimerConfig())
+            with librmq.share(tmp_path / "store", timers):
+                assert drain(connection, queue, 2) == ["plain", "delayed"]
+
+
+@pytest.mark.parametrize("kind", ["socket", "pipe", "link"])
+def test_a_file_of_the_bindings_that_is_none_is_named(share: Connect, tmp_path: Path, kind: str) -> None:
+    lock = tmp_path / "store" / "librmq" / "kombu" / "lock"
+    lock.parent.mkdir(parents=True)
+    if kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(lock))
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.symlink_to(tmp_path / "other")
+    with (
+        share() as connection,
+        pytest.raises(librmq.CorruptionError, match=r"kombu/lock.* (regular file|symbolic link)"),
+    ):
+        connection.SimpleQueue("tasks").put("job")
+
+
+def test_text_is_stored_as_it_is_and_the_limit_says_what_to_do(share: Connect) -> None:
+    with share() as connection:
+        queue = connection.SimpleQueue("tasks")
+        arguments = ["x" * (4_000 << 10)]  # a third more in base64
+        queue.put(arguments)
+        message = queue.get(timeout=20)
+        assert message.payload == arguments
+        message.ack()
+        with pytest.raises(librmq.MessageIllegalError, match=r"queue 'tasks': the message has 4,.* the name of a file"):
+            queue.put(["x" * (4_096 << 10)])
+
+
+def test_a_queue_is_deleted_with_its_last_consumer(share: Connect, tmp_path: Path) -> None:
+    """Its folder stays as long as the log has a message of it."""
+
+    def files() -> set[str]:
+        return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if "kombu-reply" in path.name}
+
+    replies = kombu.Queue("reply", kombu.Exchange("replies"), routing_key="1", auto_delete=True)
+    with share() as connection, share() as other:
+        with kombu.Consumer(connection, [replies]):
+            assert files()
+            with kombu.Consumer(other, [replies]):
+                pass
+            assert replies(other.channel()).queue_declare(passive=True)
+        with pytest.raises(ChannelError, match="NOT_FOUND"):
+            replies(other.channel()).queue_declare(passive=True)
+        assert connection.transport.broker.bindings.read()["tables"]["replies"] == []
+        assert files() == set()
+
+
+def test_a_declaration_adds_to_the_file_of_bindings(
+    share: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store" / "librmq" / "kombu" / "bindings.json"
+    exchange = kombu.Exchange("work")
+    with share() as connection, share() as other:
+
+        def declare(name: str) -> int:
+            before = path.stat().st_size if path.exists() else 0
+            kombu.Queue(name, exchange, routing_key=name, expires=3600)(connection.channel()).declare()
+            return path.stat().st_size - before
+
+        declare("first")
+        inode, size = path.stat().st_ino, declare("queue0")
+        assert {declare(f"queue{number}") for number in range(1, 10)} == {size}
+        assert path.stat().st_ino == inode
+        with open(path, "a") as file:
+            file.write('["bind", "work", "a kill')
+        declare("last")
+        monkeypatch.setattr("librmq.integrations.kombu_bindings._MOST_CHANGES", 4)
+        for number in range(10):
+            kombu.Queue(f"queue{number}", exchange)(other.channel()).delete()
+        for _ in range(20):
+            declare("again")
+            kombu.Queue("again", exchange)(other.channel()).delete()
+        assert path.stat().st_ino != inode
+        assert path.stat().st_size < 10 * size
+        for each in (connection, other):
+            assert [row[2] for row in each.default_channel.get_table("work")] == ["first", "last"]
+
+
+def test_a_message_whose_channel_is_cancelled_on_its_arrival_comes_again(
+    share: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler cancels the consumer of the second of two channels; kombu rejects the message by the first."""
+    begin = librmq.integrations.kombu.Channel.begin
+    first, second = kombu.Queue("first", routing_key="first"), kombu.Queue("second", routing_key="second")
+    with share() as connection:
+        send(connection, second, "job")
+        with kombu.Consumer(connection.channel(), [first]):
+            consumer = kombu.Consumer(connection.channel(), [second], on_message=lambda message: None)
+            consumer.consume()
+
+            def begin_beside(channel: Any, *arguments: Any) -> Any:
+                consumer.cancel()
+                return begin(channel, *arguments)
+
+            monkeypatch.setattr(librmq.integrations.kombu.Channel, "begin", begin_beside)
+            connection.drain_events(timeout=20)
+            monkeypatch.undo()
+            assert drain(connection, second, 1) == ["job"]
+
+
+@pytest.mark.slow
+def test_a_process_that_lives_keeps_its_messages_hidden(share: Connect) -> None:
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with share(visibility_timeout=1) as connection, share(visibility_timeout=1) as other:
+        send(connection, queue, "long")
+        held = queue(connection.channel()).get()
+        with pytest.raises(TimeoutError):
+            drain(other, queue, 1, seconds=2.5)
+        held.ack()
+        assert is_empty(other, queue)
 
 
 @pytest.mark.slow
