@@ -327,7 +327,7 @@ def test_a_port_in_use_is_named_in_one_line(tmp_path: Path) -> None:
     """And not by a line of gRPC's before it."""
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = str(used.getsockname()[1])
-        command = [sys.executable, "-m", "librmq", "serve", tmp_path / "store", "--grpc", port]
+        command = [sys.executable, "-m", "librmq", "serve", str(tmp_path / "store"), "--grpc", port]
         served = subprocess.run(command, capture_output=True, text=True, check=False)
     assert served.returncode == 2
     (line,) = served.stderr.splitlines()
