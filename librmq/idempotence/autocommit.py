@@ -20,6 +20,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from librmq.clock import SystemClock
@@ -87,15 +88,18 @@ class Autocommit:
 
     ``database`` is a SQLAlchemy ``Engine`` or ``AsyncEngine``, or a function that opens a connection, which is kept
     until `close`. With ``commits`` the engine's connections commit each statement; else they are set so for each call.
+    A caller in one thread that ``holds`` keeps one connection of an engine until `close`.
 
     A statement must do the same if it is repeated: an answer that was lost does not show whether it was carried out.
     """
 
-    def __init__(self, database: Any, *, commits: bool = False) -> None:
+    def __init__(self, database: Any, *, commits: bool = False, holds: bool = False) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop in which the statements of an ``AsyncEngine`` run."""
         self._database = database
         self._commits = commits
+        self._holds = holds
+        self._held: _Lent | None = None
         self._connection: Any = None
         self._idle: deque[_Lent] = deque()
         self._keeps_some = commits and type(getattr(database, "pool", None)).__name__ == "QueuePool"
@@ -132,6 +136,9 @@ class Autocommit:
         """Close the connections that are kept; the next statement opens another one."""
         while self._idle:
             self._idle.pop().pooled.close()
+        lent, self._held = self._held, None
+        if lent is not None:
+            self._give_back(lent)
         connection, self._connection = self._connection, None
         close = getattr(connection, "close", None)
         if close is not None:
@@ -140,20 +147,12 @@ class Autocommit:
     # ---- on an engine, without SQLAlchemy's own connections: their bookkeeping costs several times the round trip
 
     def _on_engine(self, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
-        engine = self._database
-        dialect = engine.dialect
-        lent = self._lend()
-        connection = lent.connection
+        lent, self._held = self._held or self._lend(), None
+        dialect = self._database.dialect
         try:
-            if self._commits:
-                return _run(lent, dialect, sql, parameters, reason)
-            dialect.set_isolation_level(connection, "AUTOCOMMIT")
-            try:
-                return _run(lent, dialect, sql, parameters, reason)
-            finally:
-                dialect.reset_isolation_level(connection)
+            return _run(lent, dialect, sql, parameters, reason)
         except self._driver_error as error:
-            if refusal(error) == STALE or dialect.is_disconnect(error, connection, None):
+            if refusal(error) == STALE or dialect.is_disconnect(error, lent.connection, None):
                 lent.pooled.invalidate(error)
                 self._dead_at = _CLOCK.monotonic()
                 raise _DeadConnectionError(error) from error
@@ -162,11 +161,26 @@ class Autocommit:
             lent.pooled.invalidate(error)
             raise
         finally:
-            # A pool takes longer than such a statement's own code, so some connections wait here for the next one.
-            if self._keeps_some and len(self._idle) < _IDLE and lent.pooled.is_valid:
-                self._idle.append(lent)
-            else:
-                lent.pooled.close()
+            if lent.pooled.is_valid:
+                self._keep(lent)
+
+    def _keep(self, lent: _Lent) -> None:
+        """Keep a connection for the next statement, or give it back."""
+        if self._holds:
+            self._held = lent
+        # A pool takes longer than such a statement's own code, so some connections wait here for the next one.
+        elif self._keeps_some and len(self._idle) < _IDLE:
+            self._idle.append(lent)
+        else:
+            self._give_back(lent)
+
+    def _give_back(self, lent: _Lent) -> None:
+        if not self._commits:
+            try:
+                self._database.dialect.reset_isolation_level(lent.connection)
+            except self._driver_error as error:  # it has died since
+                lent.pooled.invalidate(error)
+        lent.pooled.close()
 
     def _lend(self) -> _Lent:
         """Return a connection that is not older than the last one that was dead, as far as this object has used it."""
@@ -177,14 +191,30 @@ class Autocommit:
                     continue
             except IndexError:
                 lent = _Lent(self._database)
-            if lent.since > self._dead_at:
-                return lent
-            lent.pooled.invalidate()
+            if lent.since <= self._dead_at:
+                lent.pooled.invalidate()
+                continue
+            if not self._commits:
+                self._set_autocommit(lent)
+            return lent
+
+    def _set_autocommit(self, lent: _Lent) -> None:
+        dialect = self._database.dialect
+        try:
+            dialect.set_isolation_level(lent.connection, "AUTOCOMMIT")
+        except self._driver_error as error:
+            is_dead = dialect.is_disconnect(error, lent.connection, None)
+            lent.pooled.invalidate(error)
+            if is_dead:
+                self._dead_at = _CLOCK.monotonic()
+                raise _DeadConnectionError(error) from error
+            raise
 
     # ---- on a connection of the application's function
 
     def _on_connection(self, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
-        if self._connection is None:
+        is_fresh = self._connection is None
+        if is_fresh:
             self._connection = self._database()
         link = Link(self._connection)
         try:
@@ -193,6 +223,8 @@ class Autocommit:
             kind = refusal(error)
             if kind == STALE or (kind is None and is_temporary_error(error)):
                 self.close()
+                if is_fresh:
+                    raise
                 raise _DeadConnectionError(error) from error
             raise
 
@@ -223,7 +255,8 @@ def _transact(link: Link, sql: str, parameters: Mapping[str, Any], reason: str |
         result = link.execute(sql, **parameters)
         link.commit()
     except BaseException:
-        link.rollback()
+        with suppress(Exception):  # the error of the statement is the one to see
+            link.rollback()
         raise
     return result
 

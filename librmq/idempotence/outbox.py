@@ -10,9 +10,10 @@
     await OutboxSender(async_engine, producer).start_async()
 
 A row is sent at least once. If a sender dies between SEND_OK and its mark, another sends the row again with the same
-unique id. Senders claim rows one at a time by compare-and-set, so no row has two claims at once. Rows of one
-``order_key`` are sent one after the other, in the order of their ids. That is the order of the transactions if they
-exclude each other: let each lock the row that the key stands for before its first `add`.
+unique id. Senders claim rows by compare-and-set, so no row has two claims at once. Rows of one ``order_key`` are sent
+one after the other, in the order of their ids: a claim takes the first rows of a key without a gap, and ends for all of
+them at the first that is not sent. That is the order of the transactions if they exclude each other: let each lock the
+row that the key stands for before its first `add`.
 """
 
 # ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
@@ -24,18 +25,19 @@ import inspect
 import json
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, TypeVar, Unpack
+from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, Unpack
 
 from librmq.client.producer import Producer
 from librmq.clock import Clock, present_clock
 from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
-from librmq.idempotence.connections import Link, check_database, linked
+from librmq.idempotence.autocommit import Autocommit
+from librmq.idempotence.connections import Link, check_database
 from librmq.idempotence.drivers import StatementResult, is_temporary_error
-from librmq.idempotence.sqltables import KEY_LIMIT, check_name
+from librmq.idempotence.sqltables import KEY_LIMIT, PURGE_ROWS, check_name, let_writers_in
 from librmq.idempotence.stores import LONGEST
 from librmq.message.message import Message, priority_with_queue, reserved_topic
 from librmq.message.properties import PROPERTY_UNIQUE_KEY
@@ -45,10 +47,10 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import critical
 from librmq.runtime.runner import kept_for_later
 
-T = TypeVar("T")
 _log = EventLog("librmq.outbox")
 
 _BATCH: Final = 100
+_FURTHER_PAGE: Final = 1_000
 _FIRST_DELAY_MS: Final = 1_000
 _LAST_DELAY_MS: Final = 60_000
 _PURGE_INTERVAL_MS: Final = 60_000
@@ -78,7 +80,7 @@ class Outbox:
 
         ``connection`` is a SQLAlchemy ``Session`` or ``Connection``, Django's ``connection`` in an atomic block, or a
         DB-API connection. Rows with the same ``order_key`` are sent one after the other. A ``delay`` counts from the
-        send.
+        send. A session is flushed first.
 
         Raises:
             ConfigError: The connection commits each statement, so that the row would not commit with the change.
@@ -98,6 +100,8 @@ class Outbox:
         message.properties.setdefault(PROPERTY_UNIQUE_KEY, secrets.token_hex(16).upper())
         link = Link(connection)
         link.check_no_autocommit()
+        if hasattr(connection, "flush"):  # SQLAlchemy's session: its changes lock their rows before this row has its id
+            connection.flush()
         link.execute(
             f"INSERT INTO {self.table} "
             "(order_key, topic, properties, flag, body, state, owner, attempts, due_timestamp_ms) "
@@ -126,9 +130,7 @@ class _Row(NamedTuple):
     properties: str
     flag: int
     body: bytes
-    owner: str
     attempts: int
-    due_timestamp_ms: int
 
     def message(self) -> Message:
         properties = json.loads(self.properties)
@@ -178,6 +180,10 @@ class OutboxKeywords(TypedDict, total=False):
 
 
 _COLUMNS: Final = ", ".join(_Row._fields)
+_WAITS: Final = "state + 0 = 0"
+"""Of rows that are named by their ids: in this form SQLite does not read all rows of the state instead."""
+_DUE: Final = "(due_timestamp_ms <= :now_ms OR (owner = '' AND attempts = 0))"
+"""A row that no sender has had yet is due whatever its time is: the clock of its writer may be ahead."""
 
 
 class OutboxSender:
@@ -225,10 +231,7 @@ class OutboxSender:
         """Sends that were refused or raised."""
         self.lost = 0
         """Rows that this sender sent after its claim had expired; another may have sent them too."""
-        self._database = database
-        self._is_async = hasattr(database, "sync_engine")
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._connection: Any = None
+        self._statements = Autocommit(database, holds=True)
         self._producer = producer
         self._send_ordered = send_ordered
         self._claim_ms = round(1000 * self.config.claim_timeout)
@@ -270,7 +273,7 @@ class OutboxSender:
                 self._is_out_of_reach = False
                 _log.info("%(table)s: the database works again", table=self.table)
         finally:
-            self._close_connection()
+            self._statements.close()
         return max(now_ms, self._clock.now_ms()) + self._poll_ms
 
     def _check(self) -> None:
@@ -310,7 +313,7 @@ class OutboxSender:
                     "%(table)s: the database failed, and is tried again: %(error)s", table=self.table, error=error
                 )
             finally:
-                self._close_connection()
+                self._statements.close()
             with critical:  # so that `shutdown` always finds the thread
                 self._background = Background(self._run_in_thread, self._clock, "librmq-outbox")
         return self
@@ -324,12 +327,12 @@ class OutboxSender:
 
     async def run_due_async(self, now_ms: int) -> int:
         """Do as `run_due` without blocking the event loop, which runs the statements of an ``AsyncEngine``."""
-        self._loop = asyncio.get_running_loop()
+        self._statements.loop = asyncio.get_running_loop()
         return await asyncio.to_thread(self.run_due, now_ms)
 
     async def start_async(self) -> OutboxSender:
         """Do as `start` without blocking the event loop."""
-        self._loop = asyncio.get_running_loop()
+        self._statements.loop = asyncio.get_running_loop()
         return await asyncio.to_thread(self.start)
 
     async def shutdown_async(self) -> bool:
@@ -350,7 +353,8 @@ class OutboxSender:
         Raises:
             ClientStateError: The event loop of `start_async` runs here: await `shutdown_async`.
         """
-        if self._loop is not None and _running_loop() is self._loop and self._background is not None:
+        loop = self._statements.loop
+        if loop is not None and _running_loop() is loop and self._background is not None:
             raise ClientStateError("shutdown would wait for its own event loop: await shutdown_async")
         with critical:
             background, self._background = self._background, None
@@ -377,54 +381,90 @@ class OutboxSender:
         """Send some rows; return False if there are none to send."""
         owner = secrets.token_hex(12)
         rows, until_ms = self._claim(owner)
+        blocked: set[str | None] = set()
+        unsent: list[int] = []
+        is_over = False
         for row in rows:
-            if self._closing or self._clock.now_ms() >= until_ms:
-                break
-            self._send(row, owner)
-        else:
-            return bool(rows)
-        self._execute(
-            f"UPDATE {self.table} SET owner = '', due_timestamp_ms = :now_ms WHERE owner = :owner AND state = 0",
-            owner=owner,
-            now_ms=self._clock.now_ms(),
-        )
-        return False
+            is_over = is_over or self._closing or self._clock.now_ms() >= until_ms
+            if is_over or row.order_key in blocked:
+                unsent.append(row.id)
+            elif not self._send(row, owner) and row.order_key is not None:
+                blocked.add(row.order_key)
+        self._release(unsent, owner)
+        return bool(rows) and not is_over
 
     def _claim(self, owner: str) -> tuple[list[_Row], int]:
-        """Claim rows that are due and first of their order key; return them and the end of the claim."""
+        """Claim rows that are due, of each order key the first ones; return them and the end of the claim."""
         now_ms = self._clock.now_ms()
         until_ms = now_ms + self._claim_ms
-        seen = self._execute(
-            f"SELECT {_COLUMNS} FROM {self.table} candidate WHERE state = 0 AND due_timestamp_ms <= :now_ms "
-            "AND (order_key IS NULL OR NOT EXISTS "
-            f"(SELECT 1 FROM {self.table} earlier WHERE earlier.order_key = candidate.order_key "
-            "AND earlier.state = 0 AND earlier.id < candidate.id)) "
-            f"ORDER BY id LIMIT {_BATCH}",
+        after_ms, after_id, size = -1, 0, _BATCH
+        while True:
+            page = self._execute(
+                "SELECT candidate.id, order_key, due_timestamp_ms, "
+                f"(SELECT earlier.id FROM {self.table} earlier WHERE earlier.order_key = candidate.order_key "
+                "AND earlier.state = 0 AND earlier.id < candidate.id ORDER BY earlier.id DESC LIMIT 1) AS id_before "
+                f"FROM {self.table} candidate WHERE state = 0 AND due_timestamp_ms >= :after_ms "
+                f"AND (due_timestamp_ms > :after_ms OR candidate.id > :after_id) AND {_DUE} "
+                f"ORDER BY candidate.due_timestamp_ms, candidate.id LIMIT {size}",
+                now_ms=now_ms,
+                after_ms=after_ms,
+                after_id=after_id,
+            ).rows
+            rows = self._claim_first(sorted((row[0], row[1], row[3]) for row in page), owner, now_ms, until_ms)
+            if rows or len(page) < size:
+                return rows, until_ms
+            # All are behind rows that wait, or other senders have them.
+            after_ms, after_id, size = page[-1][2], page[-1][0], _FURTHER_PAGE
+
+    def _claim_first(
+        self, page: Sequence[tuple[int, str | None, int | None]], owner: str, now_ms: int, until_ms: int
+    ) -> list[_Row]:
+        """Claim the rows of a page that follow no other one of their key, or one that is claimed here.
+
+        ``page`` has their ids, order keys, and the id of the row before in the same key, in the order of ids.
+        """
+        previous: dict[int, int | None] = {}
+        for number, _, number_before in page:
+            if len(previous) < _BATCH and (number_before is None or number_before in previous):
+                previous[number] = number_before
+        if not previous:
+            return []
+        # Compare and set: only one of several senders that read a row changes it.
+        self._execute(
+            f"UPDATE {self.table} SET owner = :owner, due_timestamp_ms = :until_ms "
+            f"WHERE id IN ({_listed(previous)}) AND {_WAITS} AND {_DUE}",
+            owner=owner,
+            until_ms=until_ms,
             now_ms=now_ms,
+        )
+        claimed = self._execute(
+            f"SELECT {_COLUMNS} FROM {self.table} WHERE id IN ({_listed(previous)}) AND owner = :owner AND {_WAITS} "
+            "ORDER BY id",
+            owner=owner,
         ).rows
-        rows = [_Row(*columns) for columns in seen]
-        if not rows:
-            return [], until_ms
+        rows: dict[int, _Row] = {}
+        unsent: list[int] = []
+        for columns in claimed:
+            row = _Row(*columns)
+            if (number_before := previous[row.id]) is None or number_before in rows:
+                rows[row.id] = row
+            else:  # another sender has the one before
+                unsent.append(row.id)
+        self._release(unsent, owner)
+        return list(rows.values())
 
-        def claim(link: Link) -> list[_Row]:
-            # Compare and set: only one of several senders that read the row changes it.
-            return [
-                row
-                for row in rows
-                if link.execute(
-                    f"UPDATE {self.table} SET owner = :owner, due_timestamp_ms = :until_ms "
-                    "WHERE id = :id AND state = 0 AND owner = :seen_owner AND due_timestamp_ms = :seen_due_ms",
-                    owner=owner,
-                    until_ms=until_ms,
-                    id=row.id,
-                    seen_owner=row.owner,
-                    seen_due_ms=row.due_timestamp_ms,
-                ).changed
-            ]
+    def _release(self, rows: Sequence[int], owner: str) -> None:
+        """Leave rows that were claimed, but not sent, to the next search."""
+        if rows:
+            self._execute(
+                f"UPDATE {self.table} SET owner = '', due_timestamp_ms = :now_ms "
+                f"WHERE id IN ({_listed(rows)}) AND owner = :owner AND {_WAITS}",
+                owner=owner,
+                now_ms=self._clock.now_ms(),
+            )
 
-        return self._transact(claim), until_ms
-
-    def _send(self, row: _Row, owner: str) -> None:
+    def _send(self, row: _Row, owner: str) -> bool:
+        """Send a row and mark it; return whether it was sent under its claim."""
         try:
             message = row.message()
             if row.order_key is not None and self._send_ordered is not None:
@@ -434,15 +474,16 @@ class OutboxSender:
             problem = _problem(result)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        self._mark(row, owner, problem)
+        return self._mark(row, owner, problem)
 
-    def _mark(self, row: _Row, owner: str, problem: str | None) -> None:
-        """Mark a row as sent, or note why it was not."""
+    def _mark(self, row: _Row, owner: str, problem: str | None) -> bool:
+        """Mark a row as sent, or note why it was not; return whether it was sent under its claim."""
         now_ms = self._clock.now_ms()
         if problem is None:
+            # The owner stays, so that the mark is known for its own if it is repeated after an answer that was lost.
             change, due_ms = "state = 1", now_ms
         else:
-            change = "attempts = attempts + 1"
+            change = "owner = '', attempts = attempts + 1"
             due_ms = now_ms + min(_FIRST_DELAY_MS << min(row.attempts, 10), _LAST_DELAY_MS)
             self.failed += 1
             _log.warning(
@@ -453,71 +494,57 @@ class OutboxSender:
                 attempt=row.attempts + 1,
                 error=problem,
             )
-        marked = self._execute(
-            f"UPDATE {self.table} SET {change}, owner = '', due_timestamp_ms = :due_ms "
+        is_marked = self._execute(
+            f"UPDATE {self.table} SET {change}, due_timestamp_ms = :due_ms "
             "WHERE id = :id AND state = 0 AND owner = :owner",
             due_ms=due_ms,
             id=row.id,
             owner=owner,
         ).changed
         if problem is not None:
-            return
-        if marked:
+            return False
+        if (
+            is_marked
+            or self._execute(
+                f"SELECT id FROM {self.table} WHERE id = :id AND state = 1 AND owner = :owner", id=row.id, owner=owner
+            ).rows
+        ):
             self.sent += 1
-        else:
-            self.lost += 1
-            _log.warning(
-                "%(table)s: row %(row)d was sent after its claim had expired, so it may be sent twice",
-                table=self.table,
-                row=row.id,
-            )
+            return True
+        self.lost += 1
+        _log.warning(
+            "%(table)s: row %(row)d was sent after its claim had expired, so it may be sent twice",
+            table=self.table,
+            row=row.id,
+        )
+        return False
 
     def _purge(self) -> None:
-        """Delete rows that were sent long enough ago; only once a minute, because it locks rows."""
+        """Delete rows that were sent long enough ago, in slices; only once a minute, because it locks rows."""
         if self._clock.now_ms() < self._purge_at_ms:
             return
         self._purge_at_ms = self._next_purge_ms()
-        self._execute(
-            f"DELETE FROM {self.table} WHERE state = 1 AND due_timestamp_ms <= :before_ms",
-            before_ms=self._clock.now_ms() - self._keep_ms,
-        )
+        before_ms, size = self._clock.now_ms() - self._keep_ms, PURGE_ROWS
+        while size == PURGE_ROWS:
+            rows = self._execute(
+                f"SELECT id FROM {self.table} WHERE state = 1 AND due_timestamp_ms <= :before_ms LIMIT {PURGE_ROWS}",
+                before_ms=before_ms,
+            ).rows
+            size = len(rows)
+            if rows:
+                self._execute(f"DELETE FROM {self.table} WHERE id IN ({_listed([row[0] for row in rows])})")
+                let_writers_in()
 
     def _next_purge_ms(self) -> int:
         return self._clock.now_ms() + min(self._keep_ms, _PURGE_INTERVAL_MS)
 
-    # ---- the database
-
     def _execute(self, sql: str, **parameters: Any) -> StatementResult:
         """Run one statement in a transaction of its own."""
-        return self._transact(lambda link: link.execute(sql, **parameters))
+        return self._statements.execute(sql, **parameters)
 
-    def _transact(self, statements: Callable[[Link], T]) -> T:
-        """Run one transaction on the connection of this round, or on one of the engine."""
-        if self._is_async:
-            if self._loop is None:
-                raise ConfigError("database: an AsyncEngine works in an event loop: await start_async or run_due_async")
-            return asyncio.run_coroutine_threadsafe(self._transact_in_loop(statements), self._loop).result()
-        if callable(self._database) and self._connection is None:
-            self._connection = self._database()
-        with linked(self._database if self._connection is None else self._connection) as link:
-            try:
-                result = statements(link)
-                link.commit()
-            except BaseException:
-                link.rollback()
-                raise
-            return result
 
-    async def _transact_in_loop(self, statements: Callable[[Link], T]) -> T:
-        async with self._database.begin() as connection:
-            result: T = await connection.run_sync(lambda inner: statements(Link(inner)))
-            return result
-
-    def _close_connection(self) -> None:
-        connection, self._connection = self._connection, None
-        close = getattr(connection, "close", None)
-        if close is not None:
-            close()
+def _listed(rows: Iterable[int]) -> str:
+    return ", ".join(map(str, map(int, rows)))
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import sqlite3
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import sqlalchemy
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
@@ -26,7 +27,17 @@ from librmq.idempotence.sqltables import upgrade_tables
 from librmq.message.message import Message
 from librmq.protocol import SendStatus
 from tests.budget import many
-from tests.idempotence.conftest import DATABASES, Database, together
+from tests.idempotence.conftest import DATABASES, DRIVERS, Database, together
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Account(Base):
+    __tablename__ = "accounts"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    balance: Mapped[int]
 
 
 class Result:
@@ -332,7 +343,7 @@ def test_rows_of_a_key_wait_for_each_other(post: Post) -> None:
     )
     sender = post.sender()
     post.run(sender)
-    assert post.producer.bodies == ["a1", "b1", "free", "b2"]
+    assert post.producer.bodies == ["a1", "b1", "b2", "free"]
     refused.clear()
     post.clock.advance(seconds=1)
     post.run(sender)
@@ -358,6 +369,151 @@ def test_rows_with_a_key_can_be_sent_by_it(embedded: Post) -> None:
     sender = embedded.sender(send_ordered=send_ordered)
     embedded.run(sender)
     assert (embedded.producer.bodies, ordered, sender.sent) == (["free"], [(b"a1", "a")], 2)
+
+
+def test_rows_behind_one_that_fails_do_not_hold_back_others(embedded: Post) -> None:
+    embedded.add(*map(str, range(250)), order_key="a")
+    embedded.add("free")
+    embedded.add("b1", "b2", order_key="b")
+    embedded.producer.then = lambda message: (
+        SendStatus.FLUSH_DISK_TIMEOUT if message.body == b"0" else SendStatus.SEND_OK
+    )
+    sender = embedded.sender()
+    embedded.run(sender)
+    assert embedded.producer.bodies == ["0", "free", "b1", "b2"]
+
+
+@pytest.mark.parametrize("autoflush", [False, True])
+def test_a_session_is_flushed_first(post: Post, name: str, autoflush: bool) -> None:
+    """The change of an account, which SQLAlchemy keeps until then, locks its row before the message has its number."""
+    with Session(post.engine) as session:
+        session.execute(sqlalchemy.text("INSERT INTO accounts VALUES (:name, 90)"), {"name": name})
+        session.commit()
+    with Session(post.engine, autoflush=autoflush) as session:
+        account = session.get_one(Account, name)
+        account.balance = 80
+        post.outbox.add(session, Message("orders", b"80"), order_key=name)
+        assert not session.dirty
+
+
+def test_a_clock_that_is_ahead_holds_nothing_back(post: Post) -> None:
+    """One of several writers is an hour ahead."""
+    ahead = Outbox(table=post.table, clock=ManualClock(post.clock.now_ms() + 3_600_000))
+    post.add("a1", order_key="a")
+    with post.engine.begin() as connection:
+        ahead.add(connection, Message("orders", b"a2"), order_key="a")
+        ahead.add(connection, Message("orders", b"free"))
+    post.add("a3", order_key="a")
+    post.run(post.sender())
+    assert sorted(post.producer.bodies[:3]) == ["a1", "a2", "a3"] or "free" in post.producer.bodies
+    assert [body for body in post.producer.bodies if body != "free"] == ["a1", "a2", "a3"]
+    assert post.rows(0) == 0
+
+
+def test_a_backlog_costs_the_same_for_each_row(tmp_path: Path) -> None:
+    """Steps of SQLite's virtual machine for a row of a backlog of one key, which must not grow with the backlog."""
+    steps: list[float] = []
+    for count in (200, 2_000):
+        path = tmp_path / f"{count}.db"
+        ran = itertools.count()
+
+        def connect(path: Path = path, ran: itertools.count[int] = ran) -> sqlite3.Connection:
+            connection = sqlite3.connect(path)
+            connection.execute("PRAGMA synchronous = OFF")
+            connection.set_progress_handler(lambda: next(ran) and None, 10)
+            return connection
+
+        with closing(sqlite3.connect(path)) as connection:
+            upgrade_tables(connection)
+            for _ in range(count):
+                Outbox().add(connection, Message("orders", b"x"), order_key="a")
+            connection.commit()
+        sender = OutboxSender(connect, Recorder(), clock=ManualClock(1 << 42))
+        sender.run_due(1 << 42)
+        assert sender.sent == count
+        steps.append(next(ran) / count)
+    assert steps[1] < 1.5 * steps[0]
+
+
+# --- databases as people have them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_senders_of_an_isolated_database_repeat_nothing(
+    database: Callable[[str], Database], isolation: str, name: str
+) -> None:
+    post = Post(database("postgresql"), "box_" + name.replace("-", "_"))
+    for key in range(10):
+        post.add(*[f"{key}:{number}" for number in range(12)], order_key=f"{key}")
+    options = f"-c default_transaction_isolation={isolation.replace(' ', chr(92) + ' ')}"
+    url = sqlalchemy.make_url(post.place.url).update_query_dict({"options": options})
+    engines = [sqlalchemy.create_engine(url) for _ in range(4)]
+    sent: list[str] = []
+    senders = []
+    for engine in engines:
+        producer = Recorder()
+        producer.then = lambda message: sent.append(message.body.decode())
+        senders.append(OutboxSender(engine, producer, table=post.table, clock=post.clock))
+
+    def run(sender: OutboxSender) -> None:
+        while post.rows(0):
+            post.run(sender)
+
+    together(*[partial(run, sender) for sender in senders])
+    assert len(sent) == 120
+    assert [sender.failed + sender.lost for sender in senders] == [0] * 4
+    for key in range(10):
+        assert [body for body in sent if body.startswith(f"{key}:")] == [f"{key}:{number}" for number in range(12)]
+    for engine in engines:
+        engine.dispose()
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+@pytest.mark.parametrize("base", ["postgresql", "mysql"])
+def test_a_connection_that_dies_while_a_message_is_sent_repeats_nothing(
+    database: Callable[[str], Database], base: str, is_function: bool, name: str
+) -> None:
+    post = Post(database(base), "box_" + name.replace("-", "_"))
+    numbers: list[int] = []
+
+    def note(driver: Any) -> Any:
+        numbers.append(driver.info.backend_pid if base == "postgresql" else driver.thread_id())
+        return driver
+
+    engine = sqlalchemy.create_engine(post.place.url)
+    sqlalchemy.event.listen(engine, "connect", lambda driver, _: note(driver) and None)
+
+    def kill(message: Message) -> object:
+        statement = "SELECT pg_terminate_backend({})" if base == "postgresql" else "KILL {}"
+        post.place.run(statement.format(numbers[-1]))
+        return SendStatus.SEND_OK
+
+    post.add("a1", "a2", order_key="a")
+    post.producer.then = kill
+    place = (lambda: note(post.place.connect())) if is_function else engine
+    sender = OutboxSender(place, post.producer, table=post.table, clock=post.clock)
+    post.run(sender)
+    assert (post.producer.bodies, sender.sent, sender.lost) == (["a1", "a2"], 2, 0)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("rows", ["dicts", "named"])
+@pytest.mark.parametrize(("base", "driver"), DRIVERS)
+def test_rows_of_any_kind_are_sent(
+    database: Callable[[str], Database], base: str, driver: str, rows: str, name: str
+) -> None:
+    """An application may have set what rows its connections give; schema and sender read them all."""
+    place = database(base)
+    table = "box_" + name.replace("-", "_")
+    with closing(place.connect_by(driver, rows)) as connection:
+        upgrade_tables(connection, outbox=table)
+        Outbox(table=table).add(connection, Message("orders", b"one"))
+        connection.commit()
+    producer = Recorder()
+    sender = OutboxSender(lambda: place.connect_by(driver, rows), producer, table=table)
+    sender.run_due(0)
+    assert (producer.bodies, sender.sent) == (["one"], 1)
 
 
 # --- producers
