@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -201,10 +201,13 @@ class Ports:
         grpc: int | None,
         listening: socket.socket | None,
         changed: Callable[[str, str, bool], None] | None,
-        min_polling: float | timedelta | None,
+        options: Mapping[str, Any],
         former: Ports | None,
     ) -> None:
-        """Serve on the port ``grpc`` and on the socket ``listening``, or on the ports of a ``former`` one."""
+        """Serve on the port ``grpc`` and on the socket ``listening``, or on the ports of a ``former`` one.
+
+        ``options`` are further ones of `GrpcServer`.
+        """
         self.grpc: GrpcServer | None = None
         self.remoting: ServedRemoting | None = None
         if grpc is not None:
@@ -212,8 +215,9 @@ class Ports:
 
             before = None if former is None else former.grpc
             port = grpc if before is None else before.port
-            limits: dict[str, Any] = {} if min_polling is None else {"min_polling": min_polling}
-            self.grpc = GrpcServer(kit.broker, port=port, endpoints=client_of, changed=changed, former=before, **limits)
+            self.grpc = GrpcServer(
+                kit.broker, port=port, endpoints=client_of, changed=changed, former=before, **options
+            )
         if listening is not None:
             last = None if former is None else former.remoting
             socket_of = listening if last is None else listen(port=last.port)
@@ -278,7 +282,9 @@ class ServedKit(Closing):
         self._lost_groups = _groups(kit.broker) if was_killed else set()
         self._clients: dict[str, WireClient] = {}
         self._processes: dict[str, Process] = {}
-        self._arguments = kit, self._endpoint, grpc, listening, changed, min_polling
+        options: dict[str, Any] = {} if min_polling is None else {"min_polling": min_polling}
+        options["lost_groups"] = frozenset(self._lost_groups)
+        self._arguments = kit, self._endpoint, grpc, listening, changed, options
         kit.name_fixture("rmq_remoting" if grpc is None else "rmq_grpc")
         self._is_down = False
         self.server = Ports(*self._arguments, None)

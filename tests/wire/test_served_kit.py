@@ -188,6 +188,27 @@ def test_a_group_of_a_killed_server_is_back_with_a_heartbeat(
         assert [one.body for one in stub.receive("t")[1]] == [b"a"]
 
 
+def test_a_push_consumer_of_a_killed_server_is_awaited_without_its_stream(
+    rmq: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client for Python opens its stream again only after minutes."""
+    rmq.broker.set_group("g")
+    rmq.producer().send("t", b"a")
+    monkeypatch.setattr(served_module, "_WAIT_S", 0.05)
+    with ServedKit(rmq, was_killed=True) as served, ThreadPoolExecutor(1) as threads:
+        with Stub(served.address, "worker-7") as stub:
+            (one,) = stub.receive("t", auto_renew=True)[1]
+            with pytest.raises(NotSettledError, match="has not finished what it received"):
+                served.settle()
+            entry = {"message_id": "id", "receipt_handle": one.system_properties.receipt_handle}
+            stub.call("AckMessage", group=resource("g"), topic=resource("t"), entries=[entry])
+            waiting = threads.submit(stub.receive, "t", wait_s=20, auto_renew=True)
+            monkeypatch.setattr(served_module, "_WAIT_S", 60)
+            served.settle()
+        assert isinstance(waiting.exception(60), Exception)
+        served.settle()  # it is gone with its connection
+
+
 def test_a_group_of_a_killed_server_that_missed_nothing_is_not_awaited_later(
     rmq: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

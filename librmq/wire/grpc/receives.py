@@ -340,6 +340,7 @@ class Receives:
         arrived = threading.Event()
         context.add_callback(arrived.set)
         queue_id = request.message_queue.id if 0 <= request.message_queue.id < queues else -1
+        is_adopted = request.auto_renew and self._sessions.adopt(client_id, group)
         is_push = self._sessions.is_known(client_id)
         poll = self.polls.open(client_id, (topic, queue_id), arrived, is_push=is_push)
         self._sessions.group_called(group)
@@ -375,6 +376,9 @@ class Receives:
         finally:
             self.polls.close(poll)
             self._broker.call(CancelReceive(notify))
+            if is_adopted and not context.is_active():  # it has no stream whose end would say so
+                self._sessions.remove_client(client_id)
+                self.client_gone(client_id)
 
     def _handed_out(
         self,

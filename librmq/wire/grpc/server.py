@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -54,12 +54,13 @@ class Service:
         changed: Callable[[str, str, bool], None],
         endpoints: Endpoints | None = None,
         former: Mapping[str, FormerClient] | None = None,
+        lost_groups: Collection[str] = (),
         limits: ReceiveLimits = _LIMITS,
     ) -> None:
         former = former or {}
         endpoints = endpoints or (lambda _: broker)
         self._silent = CallBounds("streams without settings", of_connection=64, of_address=96, in_all=128)
-        self.sessions = Sessions(broker, changed, endpoints, former)
+        self.sessions = Sessions(broker, changed, endpoints, former, lost_groups)
         self.routes = Routes(broker, advertise, auto_create)
         self.sends = SendCalls(broker, self.routes, self.sessions, endpoints)
         self.receives = Receives(broker, self.routes.ensure_topic, self.sessions, endpoints, former, limits)
@@ -212,6 +213,7 @@ class GrpcServer(Closing):
         changed: Callable[[str, str, bool], None] | None = None,
         endpoints: Callable[[str], Endpoint] | None = None,
         former: GrpcServer | None = None,
+        lost_groups: Collection[str] = (),
         calls_of_address: int = _OF_ADDRESS,
         min_invisible: float | timedelta = _LIMITS.min_invisible_ms / 1000,
         min_polling: float | timedelta = _LIMITS.min_polling_s,
@@ -232,6 +234,8 @@ class GrpcServer(Closing):
                 them.
             former: The closed server that this one replaces: until its clients are back, `missing` names them, and
                 `is_settled` is false.
+            lost_groups: The groups of a server that was killed: until a client of theirs opens its stream, one that
+                receives as push consumers do is taken for one, as `is_settled` needs it.
             calls_of_address: Open calls of one address; each takes a thread. A push consumer holds one for each queue
                 that it reads, and one more. One connection has 64 less, if that leaves any, and all have 64 more.
             min_invisible: Seconds below which a receive's invisible time is refused, as by 5.3.3's proxy
@@ -261,6 +265,7 @@ class GrpcServer(Closing):
             changed=changed or (lambda *_: None),
             endpoints=endpoints,
             former=None if former is None else former._last_clients,
+            lost_groups=lost_groups,
             limits=ReceiveLimits(round(1000 * least_s), least_polling_s),
         )
         self._last_clients: dict[str, FormerClient] = {}

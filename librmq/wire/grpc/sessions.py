@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
@@ -199,8 +199,13 @@ class Sessions:
         changed: Callable[[str, str, bool], None],
         endpoints: Endpoints,
         former: Mapping[str, FormerClient],
+        lost_groups: Collection[str] = (),
     ) -> None:
-        """``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is empty."""
+        """``changed(client_id, group, is_connected)`` is called as clients come and go; a producer's group is empty.
+
+        ``lost_groups`` are those of a server that was killed: clients of theirs return by `adopt`.
+        """
+        self._lost_groups = frozenset(lost_groups)
         self._former = dict(former)
         self._silent = set(former)  # former clients that have not returned
         self._broker = broker
@@ -238,6 +243,17 @@ class Sessions:
         former = self._former.get(client_id)  # another thread may be taking its settings
         if former is not None and not former.needs_stream:
             self._silent.discard(client_id)
+
+    def adopt(self, client_id: str, group: str) -> bool:
+        """Take an unknown client that receives as push consumers do for one of a lost group; return whether it is.
+
+        Some clients open their stream again minutes after they have received.
+        """
+        with self._lock:
+            if group not in self._lost_groups or client_id in self._by_id or len(self._former) >= _MAX_SESSIONS:
+                return False
+            self._former.setdefault(client_id, FormerClient(group, is_push=True, needs_stream=False))
+            return True
 
     def group_called(self, group: str) -> None:
         """Note that a client of a group has made a call, which clients make long before they open a stream again."""
