@@ -222,3 +222,11 @@ def test_a_store_is_opened_once(shell: Shell, monkeypatch: pytest.MonkeyPatch, w
     monkeypatch.setattr(MessageStore, "open", classmethod(counted))
     assert shell(*words).status == 0
     assert len(opened) == 1
+
+
+@pytest.mark.parametrize("by", ["topic", "queue", "tag", "key", "hour"])
+def test_an_empty_store_has_no_counts(shell: Shell, by: str) -> None:
+    MessageStore.open(shell.folder / "empty", StoreConfig.tiny()).close()
+    for more in ((), ("--all",), ("--tag", "a")):
+        answer = shell("count", "empty", "--by", by, *more)
+        assert (answer.status, answer.rows) == (0, []), answer

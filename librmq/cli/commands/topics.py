@@ -247,6 +247,8 @@ def _by_columns(
     if by in ("topic", "queue") and selection.tags is None and selection.sql is None:
         settings["view"] = "queues"
     topics = {topic for topic, _ in store.queues if everything or kind_of_topic(topic) == "user"}
+    if selection.topic is None and not topics:
+        return {}, False
     settings["topic"] = topics if selection.topic is None else selection.topic
     if selection.queue_id is not None:
         settings["queue"] = selection.queue_id
