@@ -83,6 +83,26 @@ def a_cut_file(folder: Path) -> None:
     MessageStore.open(folder)
 
 
+def several_log_files(folder: Path) -> list[Path]:
+    with MessageStore.open(folder, StoreConfig.tiny()) as store:
+        for _ in range(60):
+            store.append(Message("orders", b"x" * 4000))
+    return sorted((folder / "commitlog").iterdir())
+
+
+def a_log_on_several_paths(folder: Path) -> None:
+    files = several_log_files(folder)
+    (folder / "log-b").mkdir()
+    for file in files[1::2]:
+        file.rename(folder / "log-b" / file.name)
+    MessageStore.open(folder)
+
+
+def a_log_with_a_gap(folder: Path) -> None:
+    several_log_files(folder)[1].unlink()
+    MessageStore.open(folder)
+
+
 def a_long_body(folder: Path) -> None:
     with MessageStore.open(folder, StoreConfig.tiny()) as store:
         store.append(Message("orders", b"x" * 70_000))
@@ -138,6 +158,8 @@ NO_TOPICS = BrokerConfig(auto_create_topic=False)
 ERRORS: list[Callable[[Path], object]] = [
     a_second_writer,
     lambda folder: MessageStore.open(folder, read_only=True).close(),
+    a_log_on_several_paths,
+    a_log_with_a_gap,
     a_closed_store,
     a_read_only_store,
     a_cut_file,
