@@ -7,8 +7,8 @@ unit in the timer log, which points at the previous unit of its slot. The slot i
 slot is emptied when its whole unit of time has passed, so no message is early: each message is written again, to its
 own topic. A message beyond the window goes into an earlier slot, and from there back to the timer topic.
 
-A message with TIMER_DEL_UNIQKEY, whose value is ``topic+uniqueKey``, cancels that message if it is in the same slot, so
-it must name the same time. It delivers nothing itself.
+A message with TIMER_DEL_UNIQKEY, whose value is ``topic+uniqueKey`` or ``uniqueKey``, cancels that message if it is in
+the same slot, so it must name the same time. It delivers nothing itself.
 
 Mirrors 5.3.3's ``TimerMessageStore``. `librmq.scheduling.timer_config` reads a message's time,
 `librmq.scheduling.timer_wheel` has wheel and log, and `librmq.store.format.timerfiles` their formats. The first message
@@ -48,8 +48,8 @@ from librmq.scheduling.timer_config import (
     OUT_MS,
     ROLL_TIMES,
     TimerConfig,
-    delete_key,
     deleted_before,
+    deletion_end,
     is_timed,
     out_time_ms,
     without_time,
@@ -321,7 +321,7 @@ class Timers:
             return
         if slot.deleted and not rolls and message.unique_key:
             topic = message.properties.get(PROPERTY_REAL_TOPIC, "")
-            if physical_offset < slot.deleted.get(delete_key(topic, message.unique_key), 0):
+            if physical_offset < deletion_end(slot.deleted, topic, message.unique_key):
                 return
         self._deliver_message(message, write_time_ms, rolls, now_ms)
 

@@ -118,7 +118,7 @@ def time_properties(message: Message) -> dict[str, str]:
 
 
 def deleted_before(deletions: Iterable[StoredMessage]) -> dict[str, int]:
-    """Return the physical offset before which messages of a slot are deleted, by their `delete_key`.
+    """Return the physical offset before which messages of a slot are deleted, by the value of `TIMER_DEL_UNIQKEY`.
 
     Those of librmq's `cancel` concern what was sent before, those of 5.x the whole slot.
     """
@@ -131,8 +131,16 @@ def deleted_before(deletions: Iterable[StoredMessage]) -> dict[str, int]:
 
 
 def delete_key(topic: str, unique_key: str) -> str:
-    """Return the value of `TIMER_DEL_UNIQKEY` for a message of a topic."""
+    """Return the value of `TIMER_DEL_UNIQKEY` for a message of a topic, as brokers of 5.3.2 to 5.3.4 write it.
+
+    Earlier brokers, and from 5.4 on those without ``appendTopicForTimerDeleteKey``, write the unique key alone.
+    """
     return f"{topic}+{unique_key}"
+
+
+def deletion_end(ends: Mapping[str, int], topic: str, unique_key: str) -> int:
+    """Return the physical offset before which a message is deleted, by what `deleted_before` returns."""
+    return max(ends.get(delete_key(topic, unique_key), 0), ends.get(unique_key, 0))
 
 
 def deliver_time_ms(properties: Mapping[str, str], now_ms: int) -> int:

@@ -24,7 +24,7 @@ from librmq.message.topics import TIMER_TOPIC
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
-from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TimerConfig, delete_key, deleted_before
+from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TimerConfig, delete_key, deleted_before, deletion_end
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import (
     DELETE,
@@ -379,11 +379,12 @@ def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iter
 def _waiting_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int, StoredMessage]]:
     """Yield the messages that were due after a time, without the wheel, whose files show the present."""
     waiting: dict[str | int, tuple[int, StoredMessage]] = {}
+    names: dict[str, str | int] = {}  # of waiting messages by their unique keys
     for message in store.messages(TIMER_TOPIC, 0, 0):
         properties = message.properties
         deleted = properties.get(DELETE_KEY)
         if deleted is not None:
-            waiting.pop(deleted, None)
+            waiting.pop(names.get(deleted, deleted), None)
             continue
         key, topic = message.unique_key, properties.get(PROPERTY_REAL_TOPIC, "")
         name = message.physical_offset if key is None else delete_key(topic, key)
@@ -391,6 +392,7 @@ def _waiting_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int,
         due_ms = _due_ms(message)
         if due_ms > now_ms:
             waiting[name] = due_ms, message
+            names[key or ""] = name
     yield from sorted(waiting.values(), key=lambda item: (item[0], item[1].physical_offset))
 
 
@@ -421,7 +423,7 @@ def _waiting_in_the_wheel(
         for magic, message in _messages_of_slot(store, log, units[begin:end, 1][magics & DELETE == 0]):
             key, topic = message.unique_key, message.properties.get(PROPERTY_REAL_TOPIC, "")
             is_kept = magic & ROLL or key is None or not deleted
-            if is_kept or message.physical_offset >= deleted.get(delete_key(topic, key or ""), 0):
+            if is_kept or message.physical_offset >= deletion_end(deleted, topic, key or ""):
                 yield _due_ms(message), message
 
 

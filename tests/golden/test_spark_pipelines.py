@@ -280,6 +280,8 @@ def store_with_timers(path: Path) -> None:
             put(seconds, f"K{seconds}")
         put(30, "gone")
         put(30, "delete", TIMER_DEL_UNIQKEY="T+gone")
+        put(30, "gone too")
+        put(30, "delete", TIMER_DEL_UNIQKEY="gone too")
         put(20, "too late", TIMER_DEL_UNIQKEY="T+K300")
         store.append(Message("D", b"x", delay_level=3, unique_key="D"))
         timers.run_due(clock.now_ms())

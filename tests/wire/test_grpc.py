@@ -309,6 +309,7 @@ def test_the_trace_of_a_message_is_kept(stub: Stub, broker: Broker) -> None:
         ([message("t", deliver_ms=1 << 45)], 40012),
         ([message("t", lite_topic="chat-1")], 40014),
         ([message("t", message_type=5)], 40014),
+        ([message("t", message_type=4, deliver_ms=1 << 40)], 40014),
         ([message("t", b"no gzip", body_encoding=2)], 40016),
     ],
 )

@@ -289,11 +289,13 @@ def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -
     timers = timers.withColumn("end", F.when(value_of(DELETES_EARLIER).isNotNull(), F.col("physicalOffset")))
     deleted = timers.where(deletes & ~rolled).select("store", "slot", "end", value_of(DELETE_KEY).alias("deleted"))
     name = F.concat(F.coalesce(value_of("REAL_TOPIC"), F.lit("")), F.lit("+"), F.col("uniqueKey"))  # as `delete_key`
-    in_slots = timers.where(~deletes).withColumn("name", F.when(~rolled, name)).alias("unit")
+    in_slots = timers.where(~deletes)
     same = [F.col(f"unit.{column}") == F.col(f"gone.{column}") for column in ("store", "slot")]
-    same += [F.col("unit.name") == F.col("gone.deleted")]
     same += [F.col("gone.end").isNull() | (F.col("unit.physicalOffset") < F.col("gone.end"))]
-    in_slots = in_slots.join(deleted.alias("gone"), same, "left_anti")
+    for key in (name, F.col("uniqueKey")):  # brokers before 5.3.2 and from 5.4 on write no topic
+        in_slots = in_slots.withColumn("name", F.when(~rolled, key)).alias("unit")
+        named = [*same, F.col("unit.name") == F.col("gone.deleted")]
+        in_slots = in_slots.join(deleted.alias("gone"), named, "left_anti")
     on_the_way = messages.join(F.broadcast(progress), "store").where(
         (F.col("queueOffset") >= F.col("done")) & value_of(DELETE_KEY).isNull()
     )

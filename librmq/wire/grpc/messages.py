@@ -168,11 +168,16 @@ def message_of(sent: Any, now_ms: int, client_ms: int) -> Message:  # noqa: ANN4
 
 
 def _check_kind(system: Any) -> None:  # noqa: ANN401 (properties of the service)
-    """Refuse a message of a lite topic, and a priority below 0."""
+    """Refuse a message of a lite topic, a transactional one with a delivery time (as 5.5.1), and a priority below 0."""
     if system.message_type == _LITE or system.lite_topic:
         raise Refusal(
             Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
             f"lite_topic {system.lite_topic!r:.80}: lite topics are not served: send to topics of their own",
+        )
+    if system.message_type == MessageType.TRANSACTION and system.HasField("delivery_timestamp"):
+        raise Refusal(
+            Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
+            "delivery_timestamp: a transactional message is delivered when it is committed: send it without a time",
         )
     if system.HasField("priority") and system.priority < 0:
         raise Refusal(Code.BAD_REQUEST, f"priority: expected 0 or more, found {system.priority}")
