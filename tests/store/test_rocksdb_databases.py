@@ -46,6 +46,16 @@ def test_queues_in_rocksdb_agree_with_the_log(stored: tuple[Path, list[Entry]], 
     assert state_of(path) == before
 
 
+def test_queues_that_rocksdb_lacks_are_no_damage(stored: tuple[Path, list[Entry]]) -> None:
+    """Since 5.5.1 a broker can keep some queues in files alone."""
+    path, entries = stored
+    write_queues(path / "consumequeue_rocksdb", [entry for entry in entries if entry[0] == "orders"])
+    verdict = verify(path)
+    assert verdict.sound
+    (note,) = [note for note in verdict.notes if "rocksdbCQSelectiveDoubleWriteEnable" in note]
+    assert note.startswith(f"1 queue of the log, with {sum(entry[0] != 'orders' for entry in entries)} records")
+
+
 def test_differences_of_queues_in_rocksdb_are_named(stored: tuple[Path, list[Entry]]) -> None:
     path, entries = stored
     orders = [entry for entry in entries if entry[0] == "orders"]

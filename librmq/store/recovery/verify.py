@@ -387,8 +387,15 @@ def _compare(folder: str, queues: _QueuesOfLog, files: Files, damages: list[Dama
                 damages.append(damage)
             is_first = False
         behind += len(offsets) - at
-    behind += sum(len(queues.columns(*name)[0]) for name in remaining)
+    without = {name: len(queues.columns(*name)[0]) for name in remaining if name[0] != _CHECKPOINT_TOPIC}
     notes.append(f"queues in RocksDB: {count:,} entries compared with the log")
+    if queues_without := sum(map(bool, without.values())):
+        # Since 5.5.1 a broker can be told which queues it writes to RocksDB too.
+        notes.append(
+            f"{counted(queues_without, 'queue')} of the log, with {counted(sum(without.values()), 'record')}, have no "
+            "entry in RocksDB: a broker with rocksdbCQSelectiveDoubleWriteEnable keeps them in files alone, and another "
+            "one adds them at its start"
+        )
     if behind:
         what = "have no entry in RocksDB yet: the broker adds them at its start"
         notes.append(f"{counted(behind, 'record')} of the log {what}")
