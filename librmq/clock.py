@@ -94,6 +94,10 @@ class ManualClock:
         self.move_to(self._now_ms + ms + round(1000 * (seconds + 60 * (minutes + 60 * (hours + 24 * days)))))
 
 
+LAST_MS: Final = 253_402_300_799_999
+"""The end of the year 9999, the last time that a date has."""
+
+
 kit_clock: ContextVar[ManualClock | None] = ContextVar("librmq.clock", default=None)
 """The clock of the kit of the test that runs; None without one."""
 

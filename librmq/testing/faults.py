@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+from librmq.clock import LAST_MS
 from librmq.config import to_seconds, wrong_kind
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, ConfigError
 from librmq.protocol import ResponseCode, SendResponse
@@ -202,7 +203,7 @@ class Faults:
 
 
 def _seconds(duration: float | timedelta) -> float:
-    return to_seconds("seconds", duration)
+    return to_seconds("seconds", duration, maximum=LAST_MS / 1000)
 
 
 def _check_times(times: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.recorder import Event, Recorder
-from librmq.clock import ManualClock, kit_clock, open_kits
+from librmq.clock import LAST_MS, ManualClock, kit_clock, open_kits
 from librmq.cluster import Cluster, ReplicaConfig
 from librmq.cluster.sites import site_of
 from librmq.config import StoreConfig, to_seconds, wrong_kind
@@ -430,6 +430,7 @@ class Kit:
 
     def crash_broker(self, name: str | None = None, *, down: float | timedelta = 0) -> None:
         """Let a broker die and open it again after ``down`` seconds, with all acknowledged messages."""
+        to_seconds("down", down, maximum=LAST_MS / 1000)
         broker = self.broker if name is None else self.network.named(name)
         label = broker.name if self.network.is_cluster else "the broker"
         self.note("fault", f"{label} dies")
@@ -465,7 +466,7 @@ class Kit:
         Raises:
             ConfigError: No broker is at this site.
         """
-        seconds = to_seconds("down", down)
+        seconds = to_seconds("down", down, maximum=LAST_MS / 1000)
         brokers = [broker for broker in self.network.at(site) if not broker.dead]
         lost = [
             process for process in self.processes if process.site == site and not process.dead and not process.is_test
@@ -713,10 +714,6 @@ def begin_of(start: StoreStart | None, now_ms: int | None) -> int:
             f"now_ms: expected a time after the store's last message, from {earliest_ms} on, found {now_ms}"
         )
     return earliest_ms if now_ms is None else now_ms
-
-
-LAST_MS: Final = 253_402_300_799_999
-"""The end of the year 9999, the last time that a date has."""
 
 
 def time_after(now_ms: int, hours: float, minutes: float, seconds: float, ms: int) -> int:

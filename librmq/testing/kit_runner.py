@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
-from librmq.clock import ManualClock
+from librmq.clock import LAST_MS, ManualClock
 from librmq.config import to_seconds, wrong_kind
 from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
@@ -101,7 +101,7 @@ class KitRunner(ManualRunner):
 
     def after(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None:
         """Call a function after ``seconds``, immediately for 0."""
-        delay_ms = round(1000 * to_seconds("seconds", seconds))
+        delay_ms = round(1000 * to_seconds("seconds", seconds, maximum=LAST_MS / 1000))
 
         def do(now_ms: int) -> int | None:
             call()

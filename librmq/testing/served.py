@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from librmq.clock import SystemClock
+from librmq.clock import LAST_MS, SystemClock
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError
 from librmq.message.lag import queue_lag
@@ -49,7 +49,7 @@ from librmq.runtime.closing import Closing
 from librmq.runtime.runner import Step
 from librmq.scheduling.timer_config import DELETE_KEY
 from librmq.testing.histories.history import Call, show
-from librmq.testing.kit import LAST_MS, Kit, time_after
+from librmq.testing.kit import Kit, time_after
 from librmq.testing.process import Process
 from librmq.wire.remoting import RemotingServer, listen
 

@@ -1376,8 +1376,12 @@ def test_a_fault_that_cannot_happen_is_refused(rmq: Kit) -> None:
                 fault("orders", times=times)
         with pytest.raises(ConfigError, match="times: expected a whole number of at least 1"):
             rmq.faults.slow_listener("billing", 5, times=times)
-    with pytest.raises(ConfigError, match="seconds: expected seconds or a timedelta of at least 0"):
-        rmq.faults.late_answer(-1)
+    for seconds in (-1, float("inf"), 1e300):
+        with pytest.raises(ConfigError, match="seconds: expected seconds or a timedelta from 0 to"):
+            rmq.faults.late_answer(seconds)
+        with pytest.raises(ConfigError, match="down: expected seconds or a timedelta from 0 to"):
+            rmq.crash_broker(down=seconds)
+    assert not rmq.broker.dead
     calls: list[Callable[[Any], object]] = [rmq.join, lambda process: rmq.faults.skew_clock(process, 5)]
     for call in calls:
         with pytest.raises(TypeError, match=r"process: expected a Process, as rmq\.app returns one, found 'shop'"):
