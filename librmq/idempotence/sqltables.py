@@ -43,13 +43,14 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, Final
 
 from librmq.clock import SystemClock
-from librmq.errors import ConfigError
+from librmq.errors import ConfigError, StoreLockedError
 from librmq.idempotence.connections import Link, linked
+from librmq.idempotence.drivers import TransactionStatus, error_code
 
 KEY_LIMIT: Final = 255
 """The longest key that the tables take, in characters."""
@@ -194,6 +195,7 @@ def upgrade_tables(
 
     Raises:
         ConfigError: A newer librmq created a table, or a name would have to be quoted.
+        StoreLockedError: Another process has been upgrading the tables for a minute; the error names its session.
     """
     named = {"dedup": dedup, "messages": messages, "transactions": transactions, "outbox": outbox}
     kinds = {check_name(name): kind for kind, name in named.items() if name is not None}
@@ -224,43 +226,79 @@ def _upgrade(link: Link, kinds: Mapping[str, str], versions: str) -> dict[str, i
     return {name: len(VERSIONS[kind]) for name, kind in kinds.items()}
 
 
+LOCK_WAIT_S = 60.0
+"""Time that an upgrade waits for another one."""
+_LOCK: Final = 8206115107
+_HOLDER: Final = {
+    "postgresql": "SELECT activity.pid, application_name, client_addr, state, state_change FROM pg_locks held "
+    "JOIN pg_stat_activity activity ON activity.pid = held.pid WHERE locktype = 'advisory' AND granted "
+    f"AND classid = {_LOCK >> 32} AND objid = {_LOCK & 0xFFFFFFFF}",
+    "mysql": "SELECT id, user, host, command, time FROM information_schema.processlist "
+    "WHERE id = IS_USED_LOCK('rmq_tables')",
+}
+
+
 @contextmanager
 def _upgrade_lock(link: Link) -> Iterator[None]:
-    """Keep other processes from upgrading the tables at the same time; some databases commit each such statement."""
-    begin, end, undo = _LOCKS.get(link.dialect, ("", "", ""))
+    """Keep other processes from upgrading the tables at the same time."""
     link.commit()
-    if begin:
-        link.execute(begin)
+    take = {"postgresql": _postgresql_lock, "mysql": _mysql_lock, "sqlite": _sqlite_lock}.get(link.dialect, nullcontext)
+    with take(link):
+        try:
+            yield
+            link.commit()
+        except BaseException:
+            link.rollback()
+            raise
+
+
+@contextmanager
+def _postgresql_lock(link: Link) -> Iterator[None]:
+    # A lock of the transaction: one of the session would stay on the server's connection behind a pooler.
+    link.begin()
+    try:
+        link.execute(f"SET LOCAL lock_timeout = {max(1, round(1000 * LOCK_WAIT_S))}")
+        link.execute(f"SELECT pg_advisory_xact_lock({_LOCK})")
+    except Exception as error:
+        link.rollback()
+        if error_code(error) in ("55P03", "57014"):
+            raise _locked(link) from error
+        raise
+    yield
+
+
+@contextmanager
+def _mysql_lock(link: Link) -> Iterator[None]:
+    # A lock of the session, because statements that change tables commit.
+    if link.execute(f"SELECT GET_LOCK('rmq_tables', {LOCK_WAIT_S})").rows[0][0] != 1:
+        raise _locked(link)
     try:
         yield
-        if link.dialect != "sqlite":
-            link.commit()
-    except BaseException:
-        if link.dialect != "sqlite":
-            link.rollback()
-        if undo:
-            link.execute(undo)
-        raise
-    else:
-        if end:
-            link.execute(end)
     finally:
+        link.execute("SELECT RELEASE_LOCK('rmq_tables')")
         link.commit()
 
 
-_LOCKS: Final = {
-    "sqlite": ("BEGIN IMMEDIATE", "COMMIT", "ROLLBACK"),
-    "mysql": (
-        "SELECT GET_LOCK('rmq_tables', 60)",
-        "SELECT RELEASE_LOCK('rmq_tables')",
-        "SELECT RELEASE_LOCK('rmq_tables')",
-    ),
-    "postgresql": (
-        "SELECT pg_advisory_lock(8206115107)",
-        "SELECT pg_advisory_unlock(8206115107)",
-        "SELECT pg_advisory_unlock(8206115107)",
-    ),
-}
+@contextmanager
+def _sqlite_lock(link: Link) -> Iterator[None]:
+    # sqlite3 begins no transaction for a statement that changes tables, unless it always has one.
+    if link.status() is TransactionStatus.OPEN:
+        yield
+        return
+    link.execute("BEGIN IMMEDIATE")
+    yield
+
+
+def _locked(link: Link) -> StoreLockedError:
+    """Return the error of an upgrade that waited for too long, with the sessions that it waited for."""
+    rows = link.execute(_HOLDER[link.dialect]).rows
+    link.rollback()
+    holders = ", ".join("session {} ({})".format(row[0], ", ".join(str(value) for value in row[1:])) for row in rows)
+    how = "pg_terminate_backend" if link.dialect == "postgresql" else "KILL"
+    return StoreLockedError(
+        f"librmq's tables could not be upgraded, because another upgrade has had the lock for {LOCK_WAIT_S:g} s: "
+        f"{holders or 'it has ended since'}; try again, or end that session by {how} if it does not end by itself"
+    )
 
 
 _VERSION_TABLE: Final[_Steps] = {

@@ -286,6 +286,32 @@ def redis() -> Iterator[Server]:
             yield Server("redis", version, f"redis://127.0.0.1:{port}/0", place / "log", port, process)
 
 
+@contextmanager
+def pgbouncer(server: Server) -> Iterator[Server]:
+    """Run pgbouncer before a PostgreSQL: each transaction may get another one of its two connections."""
+    import psycopg
+
+    _, uid, gid = _unprivileged()
+    programs = _candidates("pgbouncer", [], ["/usr/sbin/pgbouncer"])
+    if not programs:
+        raise Absent("no pgbouncer: install Debian's pgbouncer")
+    with _folder(uid, gid) as place:
+        port = _free_port()
+        settings = place / "pgbouncer.ini"
+        settings.write_text(
+            f"[databases]\npostgres = host=127.0.0.1 port={server.port} user=rmq dbname=postgres\n"
+            f"[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\nauth_type = any\n"
+            "pool_mode = transaction\ndefault_pool_size = 2\nserver_round_robin = 1\n"
+        )
+
+        def ask() -> None:
+            psycopg.connect(f"host=127.0.0.1 port={port} user=rmq dbname=postgres").close()
+
+        with _process([programs[0], settings], place / "log", uid, gid, ask) as process:
+            url = f"postgresql+psycopg://rmq@127.0.0.1:{port}/postgres"
+            yield Server("pgbouncer", "", url, place / "log", port, process)
+
+
 STARTERS: Final[dict[str, Callable[[], Any]]] = {"postgresql": postgresql, "mysql": mysql, "redis": redis}
 
 if __name__ == "__main__":

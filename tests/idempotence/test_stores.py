@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,13 +16,15 @@ import sqlalchemy
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
 from librmq.dedup import DedupCounts, DedupListener
-from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError
+from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError, StoreLockedError
 from librmq.idempotence import sqltables
 from librmq.idempotence.dedup_redis import RedisDedupStore
 from librmq.idempotence.dedup_sql import SqlDedupStore
+from librmq.idempotence.outbox import Outbox, OutboxSender
 from librmq.idempotence.sqltables import upgrade_tables
 from librmq.idempotence.stores import (
     Claim,
@@ -34,7 +36,10 @@ from librmq.idempotence.stores import (
     purge_step,
 )
 from librmq.listener import ReconsumeLater
+from librmq.message.message import Message
+from tests.conftest import in_ci
 from tests.idempotence.conftest import DATABASES, STORES, Place, connections, together
+from tests.idempotence.servers import Absent, Server, pgbouncer
 from tests.idempotence.test_listener import delivery
 from tests.interrupting import at_each_call
 from tests.programs import run_program
@@ -785,6 +790,71 @@ def test_tables_are_brought_up_to_date_by_one_of_many(
     with engine.connect() as connection:
         found = connection.execute(sqlalchemy.text("SELECT dedup_key, note FROM d2")).all()
         assert [tuple(row) for row in found] == [("k", None)]
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_an_upgrade_that_waits_for_another_names_it(
+    place: Callable[[str], Place], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other may be a session that an earlier version left with the lock."""
+    server = place(kind).server
+    assert server is not None
+    engine = sqlalchemy.create_engine(server.url)
+    monkeypatch.setattr(sqltables, "LOCK_WAIT_S", 0.01 if kind == "postgresql" else 0)
+    take, session = {
+        "postgresql": ("SELECT pg_advisory_lock(8206115107)", "SELECT pg_backend_pid()"),
+        "mysql": ("SELECT GET_LOCK('rmq_tables', 0)", "SELECT CONNECTION_ID()"),
+    }[kind]
+    with engine.connect() as other:
+        number = other.execute(sqlalchemy.text(session)).scalar()
+        other.execute(sqlalchemy.text(take))
+        with pytest.raises(StoreLockedError, match=rf"another upgrade has had the lock .*: session {number} \("):
+            upgrade_tables(engine)
+        other.invalidate()
+    while True:  # until the server has noticed the end of the other session
+        with suppress(StoreLockedError):
+            assert upgrade_tables(engine)["rmq_dedup"] == 1
+            break
+    engine.dispose()
+
+
+@pytest.mark.slow
+def test_a_pooler_of_transactions_before_postgresql(server: Callable[[str], Server], key: str) -> None:
+    """Behind pgbouncer several processes start at once, again and again; then guards and senders do their work."""
+    behind = server("postgresql")
+    with ExitStack() as stack:
+        try:
+            pooler = stack.enter_context(pgbouncer(behind))
+        except Absent as error:
+            if in_ci():
+                raise
+            pytest.skip(str(error))
+        engines = [sqlalchemy.create_engine(pooler.url, connect_args={"prepare_threshold": None}) for _ in range(4)]
+        direct = sqlalchemy.create_engine(behind.url)
+        stores = [stack.enter_context(SqlDedupStore(pooler.url)) for _ in range(2)]  # psycopg prepares their statements
+        for engine in [*engines, direct]:
+            stack.callback(engine.dispose)
+        for round_ in range(3):
+            name = f"bounced_{round_}"
+            together(*[partial(upgrade_tables, engine, outbox=name, versions="bounced") for engine in engines])
+        with direct.connect() as connection:
+            locks = "SELECT COUNT(*) FROM pg_locks WHERE locktype = 'advisory'"
+            assert connection.execute(sqlalchemy.text(locks)).scalar() == 0
+        for number in range(30):
+            claims = [store.claim(f"{key}.{number}", f"a{at}", NOW, UNTIL) for at, store in enumerate(stores)]
+            assert claims == [Claim.NEW, Claim.CONSUMING]
+            assert stores[0].finish(f"{key}.{number}", "a0", NOW, KEPT)
+        with engines[0].begin() as connection:
+            for _ in range(30):
+                Outbox(table=name).add(connection, Message("orders", b"x"), order_key="a")
+        sent: list[Message] = []
+
+        class Sink:
+            def send(self, message: Message) -> None:
+                sent.append(message)
+
+        OutboxSender(sqlalchemy.create_engine(pooler.url, poolclass=NullPool), Sink(), table=name).run_due(NOW)
+        assert len(sent) == 30
 
 
 # --- signals
