@@ -90,8 +90,8 @@ class Channel(virtual.Channel):
     def _new_queue(self, queue: str, auto_delete: bool = False, **kwargs: Any) -> None:
         if auto_delete:
             self._temporary.add(queue)
-        self.broker.declare(queue, kwargs.get("arguments") or {})
         self._delete_expired()
+        self.broker.declare(queue, kwargs.get("arguments") or {})
 
     def prepare_queue_arguments(self, arguments: dict[str, Any] | None, **kwargs: Any) -> dict[str, Any]:
         """Return the arguments of a queue under the names that RabbitMQ gave them."""
