@@ -41,6 +41,19 @@ def not_json() -> object:
 
 
 @task
+def end_with(size: int, as_error: bool) -> str:
+    ran.append(size)
+    if as_error:
+        raise ValueError("begin" + "x" * size + "end")
+    return "x" * size
+
+
+@task
+def take(text: str) -> int:
+    return len(text)
+
+
+@task
 def leave() -> None:
     raise SystemExit(3)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from librmq import MessageIllegalError
 from librmq.testing import Kit
 from tests.programs import POSIX, Process, environment, run_program
 from tests.wire.stub import wait_until
@@ -236,6 +237,34 @@ def test_the_task_of_a_dead_worker_runs_again_five_times(tasks: Tasks, monkeypat
     result.refresh()
     assert (result.status, result.attempts) == ("FAILED", 5)
     assert result.errors[0].exception_class.__name__ == "WorkerLost"
+
+
+@pytest.mark.parametrize("as_error", [False, True])
+def test_an_end_that_no_message_holds_is_a_failure_of_the_first_run(tasks: Tasks, as_error: bool) -> None:
+    """A task ran five times and counted as lost, because its end was not stored."""
+    result = tasks.functions.end_with.enqueue(4 << 20, as_error)
+    assert tasks.run() == [4 << 20]
+    tasks.kit.advance(hours=1)
+    assert tasks.run() == []
+    result.refresh()
+    (error,) = result.errors
+    assert (result.status, result.attempts) == ("FAILED", 1)
+    if as_error:
+        assert error.exception_class is ValueError
+        assert "characters are left out" in error.traceback
+        assert error.traceback.endswith("xend\n")
+    else:
+        assert error.exception_class.__name__ == "ResultTooLarge"
+        assert "at most 4,194,304" in error.traceback
+
+
+def test_arguments_leave_room_for_the_result(tasks: Tasks) -> None:
+    result = tasks.functions.take.enqueue("x" * (4_000 << 10))
+    tasks.run()
+    result.refresh()
+    assert result.return_value == 4_000 << 10
+    with pytest.raises(MessageIllegalError, match=r"take: its arguments have 4,.* bytes, of at most 4,128,768"):
+        tasks.functions.take.enqueue("x" * (4_095 << 10))
 
 
 def test_a_task_that_has_ended_does_not_run_again(tasks: Tasks) -> None:

@@ -28,7 +28,7 @@ from django.utils import timezone
 from django.utils.crypto import get_random_string
 from django.utils.module_loading import import_string
 
-from librmq import Message, Outbox, OutboxSender, Producer, share
+from librmq import Message, Outbox, OutboxSender, Producer, ProducerConfig, share
 from librmq.clock import SystemClock
 from librmq.config import suggest
 from librmq.errors import MessageIllegalError
@@ -51,6 +51,8 @@ _PRIORITIES: Final = 201
 _FARTHEST_MS: Final = 24 * 3_600_000
 """Timers take three days by default: a task of a later time is sent again on its way."""
 _INVISIBLE_S: Final = 60.0
+_ROOM: Final = 64 << 10
+"""Bytes that a worker adds to a task: who runs it, and how it ends."""
 _OPTIONS: Final = ("broker", "invisible", "outbox", "path")
 _BREAK: Final = timedelta(milliseconds=1)
 
@@ -226,10 +228,17 @@ class LibrmqBackend(BaseTaskBackend):
         """Store a task: in the broker, or with an outbox in the open transaction of its database.
 
         Raises:
+            MessageIllegalError: The arguments are too large.
             RmqError: The task was not stored, or the answer was lost.
         """
         self.validate_task(task)
         state = new_state(task, get_random_string(32), args, kwargs, self.now_ms())
+        size, limit = len(json.dumps(state)), ProducerConfig().max_message_size - _ROOM
+        if size > limit:
+            raise MessageIllegalError(
+                f"task {state['task']}: its arguments have {size:,} bytes, of at most {limit:,}: give it the name of a "
+                "file or the key of a row that has its data"
+            )
         if self.outbox_database is None:
             self.send(state)
         else:

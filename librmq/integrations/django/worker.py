@@ -16,7 +16,7 @@ from django.utils.crypto import get_random_string
 
 from librmq import OutboxSender, ReceivedMessage, SimpleConsumer
 from librmq.clock import SystemClock
-from librmq.errors import ReceiptError, RmqError
+from librmq.errors import MessageIllegalError, ReceiptError, RmqError
 from librmq.integrations.django.backend import LibrmqBackend, task_of
 from librmq.integrations.django.tasks import TaskContext, normalize_json, task_finished, task_started
 from librmq.runtime.event_log import EventLog
@@ -32,8 +32,16 @@ _RETRIES_FIRST: Final = 99
 """One of a hundred receives takes repeated tasks first, so that new ones don't keep them waiting for ever."""
 
 
+_SHORT_TEXT: Final = 4_000
+"""Characters of each end of a traceback that is too long."""
+
+
 class WorkerLost(Exception):
     """Each worker that ran the task ended before the task did, by a crash or by SIGKILL."""
+
+
+class ResultTooLarge(Exception):
+    """A task has returned more than a message holds: return the name of a file or of a row that has it."""
 
 
 class Worker:
@@ -213,7 +221,20 @@ class Worker:
             kind = type(error)
             path = f"{kind.__module__}.{kind.__qualname__}"
             state["errors"].append({"exception_class_path": path, "traceback": "".join(format_exception(error))})
-        self._backend.save(state)
+        try:
+            self._backend.save(state)
+        except MessageIllegalError as refusal:
+            # Without a stored end the task would run again, with the same end.
+            state["return_value"] = None
+            if error is None:
+                _log.error("task %(id)s: its result is not stored, so it counts as failed: %(error)s",
+                           id=state["id"], error=refusal)  # fmt: skip
+                self._save_end(state, ResultTooLarge(str(refusal)))
+                return
+            text = state["errors"][-1]["traceback"]
+            left_out = f"\n… {len(text) - 2 * _SHORT_TEXT} characters are left out …\n"
+            state["errors"][-1]["traceback"] = text[:_SHORT_TEXT] + left_out + text[-_SHORT_TEXT:]
+            self._backend.save(state)
 
     def _extend(self) -> None:
         """Keep running tasks hidden, until they end."""
