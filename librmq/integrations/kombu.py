@@ -37,8 +37,6 @@ from librmq.runtime.locks import Event
 _clock: Final = SystemClock()
 _Arrived = tuple[str, Delivery]
 _LONGEST_WAIT_S: Final = 1.0
-_RECEIVES_AT_ONCE: Final = 4
-"""Receives of a turn of kombu's hub; after those its other work has a turn."""
 
 
 # ---- what kombu asks
@@ -444,10 +442,8 @@ class Transport(virtual.Transport):
 
         def turn() -> None:
             signal.hub_thread = threading.get_ident()
-            for _ in range(_RECEIVES_AT_ONCE):
-                if not self._take():
-                    return
-            signal.set()
+            if self._take():
+                signal.set()  # a worker's pool has perhaps had its turn before this one; and there may be more
 
         def leave() -> None:
             loop.on_tick.discard(turn)

@@ -198,6 +198,7 @@ def test_an_acknowledgement_and_a_message_wake_the_hub(connect: Connect) -> None
         send(sending, queue, "first", "second")
         while len(taken) < 1:
             turn(hub)
+        assert select.select(list(hub.readers), [], [], 60)[0], "the worker's pool may have had its turn before"
         send(sending, control, "ping")
         while len(taken) < 2:
             turn(hub)
