@@ -143,6 +143,21 @@ def test_only_the_first_file_is_here(shell: Shell, whole: Path) -> None:
     assert len(list((path / "commitlog").iterdir())) == 1
 
 
+def test_only_an_empty_file_is_here(shell: Shell, whole: Path) -> None:
+    """A broker that is stopped can leave the next file, without a record, on another path than the last one."""
+    path = spread(whole, shell.folder / "s", here=6, of=7, into=shell.folder / "b")
+    (path / "commitlog" / f"{6 * SIZE:020}").write_bytes(bytes(SIZE))
+    (path / "checkpoint").unlink()
+    shutil.rmtree(path / "index")
+    for command in ("count", "topics", "verify", "diagnose", "show"):
+        answer = shell(command, path)
+        assert answer.status == 1
+        assert "the log begins at 24576 and has no record" in answer.said + answer.out
+    with pytest.raises(CorruptionError, match="storePathCommitLog"):
+        Broker.open(path)
+    assert shell("count", path, "--log-path", shell.folder / "b").rows[0]["messages"] == MESSAGES
+
+
 def test_copies_and_older_files_are_no_paths(shell: Shell, whole: Path) -> None:
     path = shutil.copytree(whole, shell.folder / "s")
     shutil.copytree(path / "commitlog", path / "commitlog.bak")

@@ -29,12 +29,13 @@ from librmq.message import record
 from librmq.message.topics import validate_queue
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import Parts, QueueName
+from librmq.store.format import directory
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.log_paths import REMEDY
 from librmq.store.recovery import salvage
 from librmq.store.recovery.log_comparison import Reconciliation, Scope, UncleanQueues, lacking_queues, missing_keys
 from librmq.store.recovery.queue_check import GapError
-from librmq.store.recovery.saved_state import Mark, MarkError
+from librmq.store.recovery.saved_state import Mark, MarkError, lacks_all_records
 
 # ---- plan
 
@@ -238,6 +239,8 @@ class Recovery:
             raise MarkError("the key index is ahead of the log")
         self._cut = self._bytes_behind(self.end)
         if not self._mode.is_thorough:
+            if not self._is_preview:
+                self._check_records(self.end.physical_offset)
             if self._clean and not self._is_preview:
                 self._check_next_file(self.end.physical_offset)
             self._check_cut(self.end, self._cut)
@@ -264,6 +267,13 @@ class Recovery:
                 # The record belongs to no queue that may exist, so the log ends before it, and nothing after it stays.
                 return None, min(uncovered, at)
         return None, uncovered
+
+    def _check_records(self, log_end: int) -> None:
+        """Refuse a log without a record behind those of its queues: other files are lost, or elsewhere."""
+        log = self._parts.log
+        if log_end == log.begin and (what := lacks_all_records(self._path, self._files, log)) is not None:
+            what = f"{what}: copy the missing files; {REMEDY}; `librmq recover {self._path}` goes on without them"
+            raise CorruptionError(log.sequence.path(log.begin), log.begin, directory.MISSING_LOG, what)
 
     def _check_next_file(self, log_end: int) -> None:
         """Refuse a closed store whose queues lead beyond the log's last file: the next one is lost, or elsewhere.

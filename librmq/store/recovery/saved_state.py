@@ -242,6 +242,8 @@ def judge_begin(path: str, log: CommitLog, files: Files, config: StoreConfig, *,
     if any(known is not None and known.log_begin == begin for known in (closed, mark and mark.state)):
         return LogBegin()
     with suppress(CorruptionError, StoreIOError):  # other damage, which is found where it is read
+        if (lacking := lacks_all_records(path, files, log)) is not None:
+            return LogBegin(Damage(place, begin, directory.MISSING_LOG, lacking))
         limit = begin - FILES_A_ROUND * log.file_size
         if (old := _untrimmed_file(path, files, config, limit)) is not None:
             return LogBegin(Damage(place, begin, directory.MISSING_LOG, _describe(begin, old, limit)))
@@ -249,6 +251,22 @@ def judge_begin(path: str, log: CommitLog, files: Files, config: StoreConfig, *,
             why = "files of its begin are missing, or a kill ended a retention"
             return LogBegin(note=f"{_describe(begin, old, 'it')}: {why}")
     return LogBegin()
+
+
+def lacks_all_records(path: str, files: Files, log: CommitLog) -> str | None:
+    """Return what is wrong with a log whose files have no record, if queues have entries before it; else None.
+
+    Retention, a broker's too, keeps the file of the last message.
+    """
+    begin = log.begin
+    if not begin or log.end > begin:
+        return None
+    for name in directory.list_queues(path, files):
+        folder = directory.queue_folder(path, *name)
+        start = min((start for start in files.names(folder) if start.isdigit()), default=None)
+        if start is not None and _is_below(files.read_at(os.path.join(folder, start), 0, ENTRY_SIZE), begin):
+            return f"the log begins at {begin} and has no record, but queues have entries before it"
+    return None
 
 
 def _describe(begin: int, old: str, limit: object) -> str:
