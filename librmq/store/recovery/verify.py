@@ -393,8 +393,8 @@ def _compare(folder: str, queues: _QueuesOfLog, files: Files, damages: list[Dama
         # Since 5.5.1 a broker can be told which queues it writes to RocksDB too.
         notes.append(
             f"{counted(queues_without, 'queue')} of the log, with {counted(sum(without.values()), 'record')}, have no "
-            "entry in RocksDB: a broker with rocksdbCQSelectiveDoubleWriteEnable keeps them in files alone, and another "
-            "one adds them at its start"
+            "entry in RocksDB: with rocksdbCQSelectiveDoubleWriteEnable a broker keeps them in files alone, otherwise "
+            "it adds them at its start"
         )
     if behind:
         what = "have no entry in RocksDB yet: the broker adds them at its start"
