@@ -94,6 +94,18 @@ def test_a_reset_is_stored_before_a_running_listener_ends(reset: Reset, orderly:
         may_end.set()
 
 
+def test_a_second_reset_of_a_stopped_group_is_not_ignored(reset: Reset) -> None:
+    """As a commit would be, until the first one has been pulled."""
+    reset.reset()
+    assert reset.progress() == 0
+    reset.route.reset_group("g", "orders", to="end")
+    assert reset.progress() == 10
+    with librmq.PullConsumer(reset.route, "g") as consumer:
+        consumer.subscribe("orders")
+        assert consumer.poll(0.2) == []
+        assert consumer.position(MessageQueue("orders", reset.broker.name, 0)) == 10
+
+
 def test_a_heartbeat_with_other_subscriptions_loses_no_reset(reset: Reset) -> None:
     inbox = Inbox(20)
     consumer = librmq.PushConsumer(reset.route, "g", consume_from=ConsumeFrom.FIRST)

@@ -61,6 +61,8 @@ Rows = Mapping[str, Mapping[str, Any]]
 _PULLER: Final = "TOOLS_CONSUMER"
 _NO_PROGRESS: Final = "consumer group"
 """In the reason of a broker that has no progress of a group; another one names the topic."""
+_IGNORED: Final = "Offset has been previously reset"
+"""The remark of a broker that says of a commit that it was successful, but has not stored it."""
 _SAVED_WITHIN_S: Final = 20.0
 """Clients save their first progress within 10 s from their start."""
 _LOOK_S: Final = 1.0
@@ -286,7 +288,11 @@ def _move_group(broker: AskedBroker, request: MoveGroup) -> dict[MessageQueue, i
         raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"group {group!r} does not exist")
     offsets = {queue: _offset_of(broker, queue, part, request.to) for queue, part in bounds.items()}
     for queue, queue_offset in offsets.items():
-        broker.call(UpdateOffset(group, topic, queue.queue_id, queue_offset))
+        update = UpdateOffset(group, topic, queue.queue_id, queue_offset)
+        answer = check(broker.request(FORMS[UpdateOffset].write(update)))
+        # A broker of 5.x ignores commits between a reset and the next pull of the queue, but not another reset.
+        if answer.remark == _IGNORED:
+            broker.call(ResetGroup(group, topic, -1, queue_id=queue.queue_id, queue_offset=queue_offset))
     return offsets
 
 
