@@ -112,25 +112,23 @@ _EFFECT: Final = "UPDATE accounts SET balance = balance - 1 WHERE id = 7"
 def consume(consumed: Consumed, _: Path) -> Timed:
     """Consume messages, each with its effect, by `transactional`."""
     connection, clock = consumed.connection, SystemClock()
-    cursor = connection.cursor()
     messages = _messages(consumed)
     yield
     for message in messages:
         with transactional(connection, message, group="billing", clock=clock) as first:
             if first:
-                cursor.execute(_EFFECT)
+                connection.execute(_EFFECT)
     yield consumed.count
 
 
 def consume_bare(consumed: Consumed, _: Path) -> Timed:
     """Run the same statements."""
     connection = consumed.connection
-    cursor = connection.cursor()
     rows = [(f":orders:billing::{message.unique_key}", UNTIL_MS) for message in _messages(consumed)]
     yield
     for row in rows:
-        cursor.execute(consumed.insert, row)
-        cursor.execute(_EFFECT)
+        connection.execute(consumed.insert, row)
+        connection.execute(_EFFECT)
         connection.commit()
     yield consumed.count
 
@@ -152,9 +150,8 @@ class Delivery(Message):
 
 def _consumed(connection: Any, count: int, mark: str) -> Consumed:
     upgrade_tables(connection)
-    cursor = connection.cursor()
-    cursor.execute("CREATE TABLE accounts (id INTEGER PRIMARY KEY, balance INTEGER)")
-    cursor.execute("INSERT INTO accounts VALUES (7, 0)")
+    connection.execute("CREATE TABLE accounts (id INTEGER PRIMARY KEY, balance INTEGER)")
+    connection.execute("INSERT INTO accounts VALUES (7, 0)")
     connection.commit()
     insert = f"INSERT INTO rmq_messages (dedup_key, expires_timestamp_ms) VALUES ({mark}, {mark})"
     return Consumed(connection, count, insert)

@@ -225,7 +225,7 @@ class Link:
 class _DriverLink(Link):
     """A link to a connection of a DB-API driver."""
 
-    __slots__ = ("_cursor", "_driver", "_style")
+    __slots__ = ("_cursor", "_driver", "_has_savepoint", "_style")
 
     def __init__(self, connection: Any) -> None:
         # A link is made for each message: no call of a base, and a statement costs little more than the driver's own.
@@ -236,6 +236,7 @@ class _DriverLink(Link):
         if not self._driver.dialect and not (hasattr(connection, "cursor") and hasattr(connection, "commit")):
             raise ConfigError(f"session: expected a session or connection, found {type(connection).__name__}")
         self.dialect = self._driver.dialect
+        self._has_savepoint = False
         self._cursor: Any = None
 
     def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
@@ -256,13 +257,24 @@ class _DriverLink(Link):
         status, connection = self._driver.status, self.connection
         if status is None or status(connection) is not _IDLE or self._driver.has_autocommit(connection):
             self.check_can_begin()  # which asks further, and refuses
+        if self._driver.begins_by_savepoint(connection):
+            self._write(_SAVEPOINT, {})
+            self._has_savepoint = True
+
+    def watch(self) -> None:
+        if self._driver.needs_savepoint and not self._has_savepoint:
+            self._write(_SAVEPOINT, {})
+            self._has_savepoint = True
 
     def watched_status(self) -> TransactionStatus | None:
-        driver = self._driver
-        status = _OPEN if driver.status is None else driver.status(self.connection)
-        if status is _OPEN and driver.needs_savepoint and not self._release():
+        status = _OPEN if self._driver.status is None else self._driver.status(self.connection)
+        if status is _OPEN and self._has_savepoint and not self._release():
             return TransactionStatus.ABORTED
         return status
+
+    def _rollback(self) -> None:
+        self._has_savepoint = False
+        self.connection.rollback()
 
     def status(self) -> TransactionStatus | None:
         return None if self._driver.status is None else self._driver.status(self.connection)
@@ -459,6 +471,8 @@ def _kind(kind: Any) -> type[Link]:
     modules = {base.__module__ for base in kind.__mro__}
     if "django.utils.connection" in modules or "django.db.backends.base.base" in modules:
         return _DjangoLink
+    if hasattr(kind, "run_sync"):
+        raise ConfigError(f"{kind.__name__} is asynchronous: expected `async with`, or a method for coroutines")
     if hasattr(kind, "dbapi_connection"):
         return _PooledLink
     if any(module.startswith("sqlalchemy.") for module in modules):

@@ -40,6 +40,10 @@ def has_autocommit(connection: Any) -> bool | None:
     return None if value is None or callable(value) else bool(value)
 
 
+def _never(_: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Driver:
     """What librmq has to know about the connections of a DB-API driver."""
@@ -52,6 +56,8 @@ class Driver:
     """Return whether a connection commits each statement outside of an explicit transaction; None: not known."""
     cursor: Callable[[Any], Any] = _open_cursor
     """Open a cursor whose rows are tuples, whatever rows the connection's own cursors return."""
+    begins_by_savepoint: Callable[[Any], bool] = _never
+    """Return whether a savepoint begins a connection's transaction, and its release commits it, as statements do."""
     needs_savepoint: bool = field(init=False)
     """Whether only a savepoint tells a transaction from the next one, or shows that an error has ended it.
 
@@ -72,8 +78,12 @@ _LIBPQ: Final = (
 )
 
 
-def _libpq_status(connection: Any) -> TransactionStatus:
-    return _LIBPQ[connection.info.transaction_status]
+def _psycopg_status(connection: Any) -> TransactionStatus:
+    return _LIBPQ[connection.pgconn.transaction_status]
+
+
+def _psycopg2_status(connection: Any) -> TransactionStatus:
+    return _LIBPQ[connection.get_transaction_status()]
 
 
 def _sqlite_status(connection: Any) -> TransactionStatus:
@@ -94,6 +104,10 @@ else:
 def _mysql_status(connection: Any) -> TransactionStatus:
     # An error's packet has no status, so a transaction that a deadlock has ended still counts as open here.
     return TransactionStatus.OPEN if connection.server_status & 1 else TransactionStatus.IDLE
+
+
+def _is_deferred(connection: Any) -> bool:
+    return bool(connection.isolation_level != "EXCLUSIVE")  # the driver begins it by a statement that locks readers out
 
 
 def _sqlite_cursor(connection: Any) -> Any:
@@ -119,9 +133,9 @@ def _mysql_cursor(connection: Any) -> Any:
 
 
 DRIVERS: Final[Mapping[str, Driver]] = {
-    "sqlite3": Driver("sqlite", _sqlite_status, _sqlite_autocommit, _sqlite_cursor),
-    "psycopg": Driver("postgresql", _libpq_status, cursor=_psycopg_cursor),
-    "psycopg2": Driver("postgresql", _libpq_status, cursor=_psycopg2_cursor),
+    "sqlite3": Driver("sqlite", _sqlite_status, _sqlite_autocommit, _sqlite_cursor, _is_deferred),
+    "psycopg": Driver("postgresql", _psycopg_status, cursor=_psycopg_cursor),
+    "psycopg2": Driver("postgresql", _psycopg2_status, cursor=_psycopg2_cursor),
     "pymysql": Driver("mysql", _mysql_status, cursor=_mysql_cursor),
     "MySQLdb": Driver("mysql", cursor=_mysql_cursor),
     **dict.fromkeys(("cymysql", "mariadb", "mysql"), Driver("mysql")),

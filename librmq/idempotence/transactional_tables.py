@@ -116,8 +116,6 @@ class Transactional:
         await self._session.run_sync(self._end, kind is None)
 
     def _begin(self, session: Any) -> bool:
-        if hasattr(session, "run_sync"):
-            raise ConfigError(f"{type(session).__name__} needs `async with`, not `with`")
         link = self._link = Link(session)
         link.begin_first()
         first = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from typing import Any
@@ -14,9 +16,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from librmq.errors import ConfigError
 from librmq.idempotence.connections import Link
-from librmq.idempotence.drivers import (
-    DRIVERS as TABLE,
-)
+from librmq.idempotence.drivers import DRIVERS as TABLE
 from librmq.idempotence.drivers import (
     Failure,
     TransactionStatus,
@@ -25,7 +25,9 @@ from librmq.idempotence.drivers import (
     failure_of,
     is_temporary_error,
 )
+from librmq.idempotence.transactional_tables import transactional
 from tests.idempotence.conftest import DRIVERS, Database
+from tests.idempotence.test_listener import Delivery
 
 by_driver = pytest.mark.parametrize(("base", "driver"), DRIVERS)
 
@@ -233,3 +235,98 @@ def test_derived_connections_and_proxies_have_the_driver_of_their_base() -> None
         for each in (connection, Proxy(connection)):
             assert driver_of(each)[0] is TABLE["sqlite3"]
             assert Link(each).status() is TransactionStatus.IDLE
+
+
+# --- drivers that do not show their transactions
+
+
+class Silent:
+    """A connection of a driver that has the usual methods, and no attribute that shows a transaction."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self.autocommit = False
+
+    def cursor(self) -> Any:
+        return self._connection.cursor()
+
+    def commit(self) -> None:
+        self._connection.commit()
+
+    def rollback(self) -> None:
+        self._connection.rollback()
+
+
+SILENT = {"pg8000": "postgresql", "MySQLdb": "mysql"}
+
+
+@pytest.fixture
+def silent(
+    database: Callable[[str], Database], driver: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], Any]]:
+    """``silent()`` returns a connection that counts as one of the driver."""
+    monkeypatch.setitem(sys.modules, driver, types.SimpleNamespace(paramstyle="format"))
+    kind = type("Connection", (Silent,), {"__module__": driver})
+    opened: list[Any] = []
+
+    def make() -> Any:
+        opened.append(database(SILENT[driver]).connect())
+        return kind(opened[-1])
+
+    yield make
+    for connection in opened:
+        connection.close()
+
+
+@pytest.mark.parametrize("driver", SILENT)
+def test_a_driver_that_shows_nothing_is_asked_by_sql(
+    database: Callable[[str], Database], silent: Callable[[], Any], driver: str, name: str
+) -> None:
+    place, connection = database(SILENT[driver]), silent()
+    link = Link(connection)
+    assert link.status() is None
+    link.check_can_begin()
+    insert(link, name)
+    with pytest.raises(ConfigError, match="expected no open transaction"):
+        link.check_can_begin()
+    link.rollback()
+    if driver == "pg8000":
+        with suppress(Exception):
+            link.execute("SELECT nothing FROM nowhere")
+        with pytest.raises(ConfigError, match="an error has ended"):
+            link.check_can_begin()
+        link.rollback()
+
+    def deliver(how: str) -> bool:
+        with transactional(connection, Delivery("orders", b"x", unique_key=name), group="billing") as first:
+            if how == "rollback":
+                insert(link, name)
+                connection.rollback()
+            if how == "error":
+                with suppress(Exception):
+                    link.execute("SELECT nothing FROM nowhere")
+            if first:
+                insert(link, name)
+        return first
+
+    with pytest.raises(ConfigError, match="ended inside the block"):
+        deliver("rollback")
+    if driver == "pg8000":
+        with pytest.raises(Exception, match="aborted"):
+            deliver("error")
+    assert place.effects(name) == 0
+    assert [deliver("") for _ in range(2)] == [True, False]
+    assert place.effects(name) == 1
+    connection.autocommit = True
+    with pytest.raises(ConfigError, match="without autocommit"):
+        deliver("")
+
+
+def test_a_driver_that_is_not_known_is_refused(database: Callable[[str], Database], name: str) -> None:
+    with closing(database("sqlite").connect()) as connection:
+        session = Silent(connection)
+        with (
+            pytest.raises(ConfigError, match=r"does not know how .* shows an open transaction"),
+            transactional(session, Delivery("orders", b"x", unique_key=name), group="billing"),
+        ):
+            raise AssertionError("begun")

@@ -613,3 +613,22 @@ def test_a_statement_that_a_writer_keeps_out(busy: tuple[Any, sqlite3.Connection
     writer.rollback()
     with transactional(session, message_of(name), group="billing") as first:
         assert first
+
+
+@pytest.mark.parametrize("level", ["DEFERRED", "IMMEDIATE", "EXCLUSIVE"])
+def test_the_transactions_of_sqlite(tmp_path: Path, level: Any, name: str) -> None:
+    """A connection's own kind of transaction is kept, and nothing of it stays open."""
+    with (
+        closing(sqlite3.connect(tmp_path / "x.db", isolation_level=level)) as connection,
+        closing(sqlite3.connect(tmp_path / "x.db", timeout=0)) as reader,
+    ):
+        upgrade_tables(connection)
+        for expected in (True, False):
+            with transactional(connection, message_of(name), group="billing") as first:
+                assert first is expected
+                if level == "EXCLUSIVE" and first:
+                    with pytest.raises(sqlite3.OperationalError, match="locked"):
+                        reader.execute("SELECT * FROM rmq_messages")
+                else:
+                    assert len(reader.execute("SELECT * FROM rmq_messages").fetchall()) == int(not first)
+            assert not connection.in_transaction
