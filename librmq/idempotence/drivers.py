@@ -265,8 +265,9 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def is_integrity_error(error: BaseException) -> bool:
-    """Return whether the error of a driver, or of SQLAlchemy, says that a row violates a constraint."""
-    return any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
+    """Return whether the error of a driver, of SQLAlchemy, or of Django says that a row violates a constraint."""
+    is_of_class = any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
+    return is_of_class or failure_of(error) is Failure.DUPLICATE  # pg8000 has one class for all
 
 
 def is_temporary_error(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from librmq.idempotence.drivers import (
     driver_of,
     error_code,
     failure_of,
+    is_integrity_error,
     is_temporary_error,
 )
 from librmq.idempotence.transactional_tables import transactional
@@ -214,6 +215,7 @@ def test_a_locked_file_is_a_conflict(database: Callable[[str], Database], name: 
 )
 def test_codes_of_other_drivers(error: Exception, code: str | None) -> None:
     assert error_code(error) == code
+    assert is_integrity_error(error) is (code in ("23505", "1062"))
 
 
 def test_derived_connections_and_proxies_have_the_driver_of_their_base() -> None:
