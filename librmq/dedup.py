@@ -352,7 +352,7 @@ class DedupListener:
             result = self.listener(argument)
         finally:
             _consumption.reset(token)
-        return _await_listener(result, consumption) if inspect.isawaitable(result) else result
+        return _await_listener(result, consumption) if _is_pending(result) else result
 
     # ---- steps of the listener
 
@@ -586,6 +586,11 @@ def deduplicated(
     return decorate
 
 
+def _is_pending(result: object) -> bool:
+    """Return whether a listener's result is to be awaited; the usual results are known without a look at their type."""
+    return result is not None and result is not True and inspect.isawaitable(result)
+
+
 async def _await_listener(pending: Awaitable[Any], consumption: _Consumption | None) -> object:
     token = _consumption.set(consumption)
     try:
@@ -604,7 +609,7 @@ def _run(flow: _Flow) -> Any:  # noqa: ANN401 (what the flow returns)
             except BaseException as error:
                 request = flow.throw(error)
             else:
-                if not request.of_store and inspect.isawaitable(result):
+                if not request.of_store and _is_pending(result):
                     return _run_async(flow, False, result)
                 request = flow.send(result)
     except StopIteration as end:
