@@ -1,8 +1,9 @@
-"""The dedup guard and the table of messages, compared with the bare statements that they execute.
+"""The dedup guard, the table of messages and the outbox, compared with the bare statements that they execute.
 
-A message costs the guard a claim and a mark. In `transactional` it costs a record beside its effect, an update here, in
-one transaction. The bare form runs the same statements or commands on a plain connection of the driver, with keys and
-parameters prepared.
+A message costs the guard a claim and a mark. A guarded message has a listener too, which does nothing. In
+`transactional` it costs a record beside its effect, an update here, in one transaction. A sender of the outbox claims a
+hundred rows by three statements, and marks each by one. The bare form runs the same statements or commands on a plain
+connection of the driver, with keys and parameters prepared.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any, Final
 
 from benchmarks.frame import AbsentError, Bench, Case, Target, Timed, main
 from librmq.clock import SystemClock
-from librmq.idempotence import transactional, upgrade_tables
+from librmq.dedup import DedupListener
+from librmq.idempotence import Outbox, OutboxSender, transactional, upgrade_tables
+from librmq.idempotence.drivers import rendered
 from librmq.idempotence.stores import DedupStatements, DedupStore, SqliteDedupStore
 from librmq.message.message import Message
 
@@ -48,6 +51,19 @@ def claim_and_mark(guarded: Guarded, _: Path) -> Timed:
     yield from _each_key(guarded.count, both)
 
 
+def guard(guarded: Guarded, _: Path) -> Timed:
+    """Consume messages by a guarded listener."""
+    run = next(_prefix)
+    listener = DedupListener(lambda message: None, guarded.store, group="billing", clock=SystemClock())
+    messages = [
+        Delivery("orders", b"x", tags="paid", unique_key=f"{run}-{number:08d}") for number in range(guarded.count)
+    ]
+    yield
+    for message in messages:
+        listener(message)
+    yield guarded.count
+
+
 def bare(guarded: Guarded, _: Path) -> Timed:
     yield from _each_key(guarded.count, guarded.bare)
 
@@ -75,6 +91,39 @@ def sqlite(bench: Bench) -> Iterator[Guarded]:
                 connection.execute(statements.finish, parameters)
 
             yield Guarded(store, both, bench.count(ON_FILES))
+
+
+def server_of_records(bench: Bench) -> Iterator[Guarded]:
+    """Yield the store of a PostgreSQL on this machine."""
+    import psycopg
+
+    from librmq.idempotence.dedup_sql import SqlDedupStore
+    from tests.idempotence.servers import STARTERS, Absent
+
+    statements = DedupStatements("rmq_dedup", "postgresql")
+    claim, finish = (rendered(statement, "pyformat")[0] for statement in (statements.claim, statements.finish))
+    try:
+        with (
+            STARTERS["postgresql"]() as server,
+            SqlDedupStore(server.url) as store,
+            closing(_connect(psycopg, server.port, autocommit=True)) as connection,
+        ):
+            store.create()
+            cursor = connection.cursor()
+
+            def both(key: str) -> None:
+                parameters = {"key": key, "owner": OWNER, "now_ms": 0, "expires_at_ms": UNTIL_MS}
+                cursor.execute(claim, parameters)
+                cursor.fetchall()
+                cursor.execute(finish, parameters)
+
+            yield Guarded(store, both, bench.count(ON_SERVERS))
+    except Absent:
+        raise AbsentError("a PostgreSQL server") from None
+
+
+def _connect(psycopg: Any, port: int, *, autocommit: bool = False) -> Any:
+    return psycopg.connect(host="127.0.0.1", port=port, user="rmq", dbname="postgres", autocommit=autocommit)
 
 
 def redis(bench: Bench) -> Iterator[Guarded]:
@@ -174,9 +223,84 @@ def postgresql(bench: Bench) -> Iterator[Consumed]:
     try:
         with (
             STARTERS["postgresql"]() as server,
-            closing(psycopg.connect(host="127.0.0.1", port=server.port, user="rmq", dbname="postgres")) as connection,
+            closing(_connect(psycopg, server.port)) as connection,
         ):
             yield _consumed(connection, bench.count(ON_SERVERS), "%s")
+    except Absent:
+        raise AbsentError("a PostgreSQL server") from None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A database with an outbox, a plain connection to it, and the number of rows in each run."""
+
+    engine: Any
+    connection: Any
+    count: int
+
+
+class _Taker:
+    """A producer whose sends cost nothing."""
+
+    def send(self, message: Message) -> None:
+        pass
+
+
+def _filled(rows: Rows) -> str:
+    table = f"outbox_{next(_prefix)}"
+    upgrade_tables(rows.engine, dedup=None, messages=None, transactions=None, outbox=table)
+    outbox = Outbox(table=table, clock=SystemClock())
+    with rows.engine.begin() as connection:
+        for number in range(rows.count):
+            outbox.add(connection, Message("orders", b"x" * 100), order_key=f"order-{number % 50}")
+    return table
+
+
+def send(rows: Rows, _: Path) -> Timed:
+    """Send the rows of an outbox."""
+    sender = OutboxSender(rows.engine, _Taker(), table=_filled(rows), clock=SystemClock())
+    yield
+    sender.run_due(SystemClock().now_ms())
+    yield sender.sent
+
+
+def send_bare(rows: Rows, _: Path) -> Timed:
+    """Run the same statements."""
+    table, cursor = _filled(rows), rows.connection.cursor()
+    page = (
+        f"SELECT id, order_key, due_timestamp_ms, (SELECT earlier.id FROM {table} earlier WHERE earlier.order_key = "
+        "candidate.order_key AND earlier.state = 0 AND earlier.id < candidate.id ORDER BY earlier.id DESC LIMIT 1) "
+        f"FROM {table} candidate WHERE state = 0 AND due_timestamp_ms <= %s ORDER BY due_timestamp_ms, id LIMIT 100"
+    )
+    claim = f"UPDATE {table} SET owner = %s, due_timestamp_ms = %s WHERE id = ANY(%s) AND state = 0"
+    read = (
+        f"SELECT id, topic, properties, flag, body FROM {table} WHERE id = ANY(%s) AND owner = %s AND state = 0 "
+        "ORDER BY id"
+    )
+    mark = f"UPDATE {table} SET state = 1, due_timestamp_ms = %s WHERE id = %s AND state = 0 AND owner = %s"
+    yield
+    while ids := [row[0] for row in cursor.execute(page, (UNTIL_MS,)).fetchall()]:
+        cursor.execute(claim, (OWNER, UNTIL_MS, ids))
+        for row in cursor.execute(read, (ids, OWNER)).fetchall():
+            cursor.execute(mark, (UNTIL_MS, row[0], OWNER))
+    yield rows.count
+
+
+def outbox_on_postgresql(bench: Bench) -> Iterator[Rows]:
+    """Yield an engine and a plain connection to a PostgreSQL on this machine."""
+    import psycopg
+    from sqlalchemy import create_engine
+
+    from tests.idempotence.servers import STARTERS, Absent
+
+    try:
+        with (
+            STARTERS["postgresql"]() as server,
+            closing(_connect(psycopg, server.port, autocommit=True)) as connection,
+        ):
+            engine = create_engine(server.url)
+            yield Rows(engine, connection, bench.count(ON_SERVERS))
+            engine.dispose()
     except Absent:
         raise AbsentError("a PostgreSQL server") from None
 
@@ -188,6 +312,13 @@ CASES: Final = [
          setup=postgresql, limit=True, needs=("psycopg",)),
     Case("claim and mark", claim_and_mark, "SQLite", bare, "the bare statements", Target(0.8, 0.95), setup=sqlite,
          limit=True),
+    Case("guarded listener", guard, "SQLite", bare, "the bare statements", Target(0.8), setup=sqlite, limit=True),
+    Case("claim and mark", claim_and_mark, "PostgreSQL", bare, "the bare statements", Target(0.8),
+         setup=server_of_records, limit=True, needs=("psycopg", "sqlalchemy")),
+    Case("guarded listener", guard, "PostgreSQL", bare, "the bare statements", Target(0.8), setup=server_of_records,
+         limit=True, needs=("psycopg", "sqlalchemy")),
+    Case("send an outbox", send, "PostgreSQL, 50 order keys", send_bare, "the bare statements", Target(0.8),
+         setup=outbox_on_postgresql, limit=True, needs=("psycopg", "sqlalchemy")),
     Case("claim and mark", claim_and_mark, "Redis", bare, "SET NX and SET", setup=redis, limit=True, needs=("redis",)),
 ]  # fmt: skip
 

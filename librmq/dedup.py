@@ -28,7 +28,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, Unpack
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, TypeGuard, Unpack
 
 from librmq.clock import Clock, SystemClock
 from librmq.config import Config, Seconds, check_arguments
@@ -586,7 +586,7 @@ def deduplicated(
     return decorate
 
 
-def _is_pending(result: object) -> bool:
+def _is_pending(result: object) -> TypeGuard[Awaitable[Any]]:
     """Return whether a listener's result is to be awaited; the usual results are known without a look at their type."""
     return result is not None and result is not True and inspect.isawaitable(result)
 

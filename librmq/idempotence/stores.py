@@ -24,7 +24,7 @@ from librmq.clock import Clock
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError
 from librmq.idempotence.autocommit import refusal
-from librmq.idempotence.drivers import StatementResult, run_on
+from librmq.idempotence.drivers import StatementResult, run
 from librmq.idempotence.sqltables import (
     KEY_LIMIT,
     PURGE_ROWS,
@@ -326,7 +326,6 @@ class SqliteDedupStore(TableStore):
         except sqlite3.Error as error:
             raise self._failure(error) from error
         self._connection = connection
-        self._cursor = connection.cursor()
 
     def close(self) -> None:
         """Close the file. Closing again, or in a forked child, does nothing."""
@@ -345,7 +344,7 @@ class SqliteDedupStore(TableStore):
             if self._connection is None:
                 raise StoreClosedError(f"{self.path}: this handle was closed: open another one")
             try:
-                return run_on(self._cursor, "named", statement, parameters)
+                return run(self._connection, "named", statement, parameters)
             except sqlite3.Error as error:
                 raise self._failure(error) from error
 

@@ -7,10 +7,11 @@ import random
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 
 from librmq.clock import ManualClock, SystemClock
 from librmq.idempotence.outbox import Outbox
@@ -29,10 +30,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif("sys.platform == 'win32'", re
 _groups = itertools.count()
 
 
-def hammer(mode: str, store: str, url: str, effects: Path, group: str, seed: int) -> int:
+def hammer(
+    mode: str,
+    store: str,
+    url: str,
+    effects: Path,
+    group: str,
+    seed: int,
+    disturb: Callable[[], object] = lambda: None,
+) -> int:
     """Let several processes work, kill each at a different moment, and finish their work; return the number of kills.
 
-    This process finishes the work with a clock past the end of all claims.
+    ``disturb`` is called now and then while they work. This process finishes the work with a clock past the end of all
+    claims.
     """
     moments = random.Random(seed)
     with ExitStack() as stack:
@@ -43,6 +53,8 @@ def hammer(mode: str, store: str, url: str, effects: Path, group: str, seed: int
         for worker in workers:
             for _ in range(moments.randrange(1, COUNT)):
                 assert worker.stdout.readline()
+                if moments.random() < 0.1:
+                    disturb()
             worker.process.kill()
     clock = ManualClock(SystemClock().now_ms())
     clock.advance(minutes=10)
@@ -118,3 +130,108 @@ def test_senders_that_are_killed_send_all_in_order(
         for key in range(40):
             firsts = list(dict.fromkeys(number for number in sent if number % 40 == key and number % 3))
             assert firsts == sorted(firsts)
+
+
+# --- what applications and databases do every day
+
+
+class Server:
+    """A database whose connections are ended again and again, and whose transactions are isolated by default."""
+
+    def __init__(self, place: Database) -> None:
+        self.place = place
+        url = sqlalchemy.make_url(place.url)
+        if place.name == "postgresql":
+            url = url.update_query_dict({"options": "-c default_transaction_isolation=serializable"})
+        elif place.name == "mysql":
+            isolation = "SET SESSION TRANSACTION ISOLATION LEVEL SERIALIZABLE"
+            url = url.update_query_dict({"init_command": isolation})
+        self.url = url.render_as_string(hide_password=False)
+        with place.engine.begin() as connection:
+            for account in ("taken", "left", "right"):
+                exists = sqlalchemy.text("SELECT 1 FROM accounts WHERE id = :id")
+                if not connection.execute(exists, {"id": account}).first():
+                    insert = sqlalchemy.text("INSERT INTO accounts VALUES (:id, 0)")
+                    connection.execute(insert, {"id": account})
+
+    def end_connections(self) -> None:
+        """End all connections at the server, as its restart does."""
+        if self.place.name == "postgresql":
+            self.place.run(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+            )
+        elif self.place.name == "mysql":
+            for (number,) in self.place.run(
+                "SELECT id FROM information_schema.processlist WHERE user = 'root' AND id <> CONNECTION_ID()"
+            ):
+                with suppress(sqlalchemy.exc.OperationalError):  # it has ended meanwhile
+                    self.place.run(f"KILL {int(number)}")
+
+
+@pytest.fixture
+def disturbed(database: Callable[[str], Database]) -> Callable[[str], Server]:
+    return lambda base: Server(database(base))
+
+
+@pytest.mark.parametrize("base", ["postgresql", "mysql"])
+def test_a_guard_counts_no_dead_connection_and_no_conflict_as_an_outage(
+    disturbed: Callable[[str], Server], base: str, effects: Path, slow_budget: SlowBudget
+) -> None:
+    """Messages would be consumed without a guard if the database could not be reached, and so twice."""
+    server = disturbed(base)
+    for seed in slow_budget.rounds(6, "rounds of three killed processes and ended connections"):
+        group = f"kills-{next(_groups)}"
+        kills = hammer("unguarded", base, server.url, effects, group, seed, server.end_connections)
+        counted = Counter(names(effects, group))
+        assert sorted(counted, key=int) == [str(number) for number in range(COUNT)]
+        assert counted.total() - COUNT <= kills
+
+
+@pytest.mark.parametrize("base", ["postgresql", "mysql"])
+def test_senders_repeat_nothing_for_ended_connections(
+    disturbed: Callable[[str], Server], base: str, effects: Path, slow_budget: SlowBudget
+) -> None:
+    server = disturbed(base)
+    for seed in slow_budget.rounds(6, "rounds of three killed senders and ended connections"):
+        group = f"kills_{base}_{next(_groups)}"
+        upgrade_tables(server.place.engine, dedup=None, messages=None, transactions=None, outbox=group)
+        outbox, total = Outbox(table=group), 4 * COUNT
+        with server.place.engine.begin() as connection:
+            for number in range(total):
+                outbox.add(connection, Message("orders", str(number).encode()), order_key=f"key-{number % 8}")
+        kills = hammer("outbox", "", server.url, effects, group, seed, server.end_connections)
+        sent = list(map(int, names(effects, group)))
+        assert set(sent) == set(range(total))
+        assert len(sent) - total <= kills
+        for key in range(8):
+            firsts = list(dict.fromkeys(number for number in sent if number % 8 == key))
+            assert firsts == sorted(firsts)
+
+
+@pytest.mark.parametrize("base", DATABASES)
+def test_blocks_that_swallow_errors_lose_and_repeat_nothing(
+    disturbed: Callable[[str], Server], base: str, effects: Path, slow_budget: SlowBudget
+) -> None:
+    """Expected duplicate keys, deadlocks and dead connections in a block: all of it happens once, or none."""
+    server = disturbed(base)
+    for seed in slow_budget.rounds(6, "rounds of three killed processes and swallowed errors"):
+        group = f"kills-{next(_groups)}"
+        hammer("disturbed", "", server.url, effects, group, seed, server.end_connections)
+        like = {"like": f"{group}/%"}
+        rows = server.place.run("SELECT name, COUNT(*) FROM effects WHERE name LIKE :like GROUP BY name", **like)
+        assert {name: int(count) for name, count in rows} == {f"{group}/{number}": 1 for number in range(COUNT)}
+
+
+@pytest.mark.parametrize("base", ["postgresql", "mysql"])
+def test_no_message_reports_a_change_that_does_not_exist(
+    disturbed: Callable[[str], Server], base: str, effects: Path, slow_budget: SlowBudget
+) -> None:
+    server = disturbed(base)
+    for seed in slow_budget.rounds(6, "rounds of three killed processes and swallowed errors"):
+        group = f"kills-{next(_groups)}"
+        hammer("announced", "", server.url, effects, group, seed, server.end_connections)
+        rows = server.place.run("SELECT name FROM effects WHERE name LIKE :like", like=f"{group}/%")
+        delivered = names(effects, group)
+        assert len(set(delivered)) >= COUNT
+        assert set(delivered) <= {name for (name,) in rows}

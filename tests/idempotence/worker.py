@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
 from contextlib import closing, suppress
@@ -9,13 +10,14 @@ from typing import Any
 
 import sqlalchemy
 
-from librmq.clock import Clock, SystemClock
+from librmq import Broker, ConsumeFrom, PushConsumer, TransactionProducer
+from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.dedup import DedupListener
 from librmq.idempotence.dedup_redis import RedisDedupStore
 from librmq.idempotence.dedup_sql import SqlDedupStore
 from librmq.idempotence.outbox import OutboxSender
 from librmq.idempotence.stores import DedupStore, SqliteDedupStore
-from librmq.idempotence.transactional_tables import transactional
+from librmq.idempotence.transactional_tables import LocalTransactions, transactional
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 
@@ -104,6 +106,77 @@ class Transactional:
         self.engine.dispose()
 
 
+class Unguarded(Guarded):
+    """Consumes without a guard when the store can't be reached, which a dead connection or a conflict does not show."""
+
+    def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
+        super().__init__(store, url, effects, group, clock)
+        self.guard = DedupListener(self.guard.listener, self.guard.store, group=group, clock=clock)
+
+
+class Disturbed(Transactional):
+    """Writes effects in blocks that swallow errors: expected duplicate keys, deadlocks, and dead connections."""
+
+    def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
+        super().__init__(store, url, effects, group, clock)
+        self.faults = random.Random(os.getpid())
+        self.is_calm = isinstance(clock, ManualClock)
+
+    def deliver(self, name: str) -> None:
+        message = Delivery("orders", b"x", unique_key=name)
+        with self.engine.connect() as connection, transactional(connection, message, group=self.group) as first:
+            if first:
+                self.change(connection, name)
+
+    def change(self, connection: Any, name: str) -> None:
+        self.disturb(connection)
+        insert = sqlalchemy.text("INSERT INTO effects (name) VALUES (:name)")
+        connection.execute(insert, {"name": f"{self.group}/{name}"})
+        self.disturb(connection)
+
+    def disturb(self, connection: Any) -> None:
+        """Do what can fail, and go on."""
+        fault = 9 if self.is_calm else self.faults.randrange(10)
+        statements: list[str] = []
+        if fault == 0:
+            statements = ["INSERT INTO accounts VALUES ('taken', 0)"]
+        elif fault in (1, 2):
+            accounts = ["left", "right"][:: 1 if fault == 1 else -1]
+            statements = [f"UPDATE accounts SET balance = balance + 1 WHERE id = '{account}'" for account in accounts]
+        elif fault == 3:
+            raise ValueError("the block fails")
+        with suppress(sqlalchemy.exc.DBAPIError):
+            for statement in statements:
+                connection.execute(sqlalchemy.text(statement))
+
+
+class Announced(Disturbed):
+    """Sends half messages to a broker of its own, changes the database, and writes what is delivered to the file."""
+
+    def __init__(self, store: str, url: str, effects: str, group: str, clock: Clock) -> None:
+        super().__init__(store, url, effects, group, clock)
+        self.local = LocalTransactions(self.engine)
+        self.broker = Broker.temporary()
+        self.producer = TransactionProducer(self.broker, "shop", self.local.check)
+        self.consumer = PushConsumer(self.broker, "billing", consume_from=ConsumeFrom.FIRST)
+        self.consumer.subscribe("orders", lambda message: effect(effects, group, message.body.decode()))
+        self.consumer.start()
+        self.count = 0
+
+    def deliver(self, name: str) -> None:
+        self.count += 1
+        name = f"{name}/{os.getpid()}-{self.count}"
+        message = Message("orders", f"{self.group}/{name}".encode())
+        with self.engine.connect() as connection, self.local.transaction(self.producer, message, connection):
+            self.change(connection, name)
+
+    def close(self) -> None:
+        self.broker.join(30)
+        self.consumer.shutdown()
+        self.broker.close()
+        super().close()
+
+
 class Sender:
     """Sends the messages of an outbox to the file."""
 
@@ -126,6 +199,7 @@ class Sender:
 
 
 MODES: dict[str, Any] = {"guarded": Guarded, "stepped": Stepped, "transactional": Transactional, "outbox": Sender}
+MODES |= {"unguarded": Unguarded, "disturbed": Disturbed, "announced": Announced}
 
 
 def work(mode: str, store: str, url: str, effects: str, group: str, seed: int, count: int) -> None:
@@ -136,6 +210,6 @@ def work(mode: str, store: str, url: str, effects: str, group: str, seed: int, c
     while True:
         order.shuffle(names)
         for name in names:
-            with suppress(ReconsumeLater, sqlalchemy.exc.DBAPIError):
+            with suppress(ReconsumeLater, ValueError, sqlalchemy.exc.SQLAlchemyError):  # a ConfigError is a ValueError
                 consumer.deliver(name)
             print(name, flush=True)
