@@ -106,7 +106,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._counts: dict[_Series, list[float]] = {}  # lists of one number, so that counting needs one look-up
-        self._gauges: dict[tuple[_Series, object], float | Callable[[], float]] = {}
+        self._gauges: dict[tuple[_Series, object], float | Callable[[], float | None]] = {}
         self._observed: dict[str, Callable[[], Mapping[tuple[str, ...], float]]] = {}
         self._lock = Lock()
 
@@ -128,11 +128,12 @@ class Metrics:
             cell[0] += n
 
     def gauge(
-        self, name: str, value: float | Callable[[], float] | None, *, owner: Hashable = None, **labels: str
+        self, name: str, value: float | Callable[[], float | None] | None, *, owner: Hashable = None, **labels: str
     ) -> None:
         """Set a gauge to a number or to a function that returns it; None removes the gauge.
 
-        Values of several owners are added up. `snapshot` can call a function in any thread.
+        Values of several owners are added up. `snapshot` can call a function in any thread. Where a function returns
+        None, the value is unknown now, and the sum too: the snapshot leaves it out.
 
         Raises:
             ConfigError: `METRICS` has no such gauge with these labels.
@@ -179,14 +180,20 @@ class Metrics:
             place = _place(name, labels)
             places = values.setdefault(name, {})
             places[place] = places.get(place, 0) + value
+        unknown: set[tuple[str, tuple[str, ...]]] = set()
         for ((name, labels), _), gauge in gauges:
-            place, value = _place(name, labels), gauge() if callable(gauge) else gauge
-            places = values.setdefault(name, {})
-            places[place] = places.get(place, 0) + value
+            place, measured = _place(name, labels), gauge() if callable(gauge) else gauge
+            if measured is None:
+                unknown.add((name, place))
+            else:
+                places = values.setdefault(name, {})
+                places[place] = places.get(place, 0) + measured
+        for name, place in unknown:
+            values.get(name, {}).pop(place, None)
         for name, observe in observed:
             if observed_values := observe():
                 values[name] = {tuple(map(printable, place)): value for place, value in observed_values.items()}
-        return {name: values[name] for name in METRICS if name in values}
+        return {name: values[name] for name in METRICS if values.get(name)}
 
 
 def _check(key: _Series, kind: str) -> None:

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FrameType
 from typing import NamedTuple, Protocol
 
@@ -244,19 +245,32 @@ _GAUGES: dict[str, Callable[[Instance, AssignedQueue], float]] = {
     "queues": lambda member, assigned: 1,
     "waiting_messages": lambda member, assigned: len(assigned.messages),
     "waiting_bytes": lambda member, assigned: assigned.messages.size,
-    "lag": lambda member, assigned: _lag(member, assigned),
 }
+"""What an instance holds of a queue, measured under the runner's lock."""
 
 
-def _lag(member: Instance, assigned: AssignedQueue) -> float:
-    progress = assigned.next_offset if assigned.progress is None else assigned.progress
+def _lag(member: Instance, topic: str) -> float | None:
+    """Return the lag of an instance in its queues of a topic; None if a broker can't be asked for their ends."""
+    with member.runner.lock:
+        progress = {
+            assigned.queue: assigned.next_offset if assigned.progress is None else assigned.progress
+            for assigned in _assigned(member, topic)
+        }
+    lag = 0
+    # Without the lock: a broker over TCP may take seconds to answer, in which other turns of the clients go on.
     try:
-        end = member.client.endpoint(assigned.queue.broker_name).call(
-            MaxOffset(assigned.queue.topic, assigned.queue.queue_id)
-        )
+        for queue, offset in progress.items():
+            end = member.client.endpoint(queue.broker_name).call(MaxOffset(queue.topic, queue.queue_id))
+            lag += queue_lag(offset, 0, end)
     except RmqError:
-        return 0  # unknown while the broker is unreachable
-    return queue_lag(progress, 0, end)
+        return None
+    return lag
+
+
+def _assigned(member: Instance, topic: str) -> list[AssignedQueue]:
+    return [
+        assigned for assigned in member.assigned.values() if assigned.queue.topic == topic and not assigned.released
+    ]
 
 
 def show_gauges(member: Instance, metrics: Metrics) -> None:
@@ -264,16 +278,12 @@ def show_gauges(member: Instance, metrics: Metrics) -> None:
     for topic in list(member.subscriptions):
         for name, measure in _GAUGES.items():
             metrics.gauge(name, _gauge(member, topic, measure), owner=member, topic=topic, group=member.group)
+        metrics.gauge("lag", partial(_lag, member, topic), owner=member, topic=topic, group=member.group)
 
 
 def _gauge(member: Instance, topic: str, measure: Callable[[Instance, AssignedQueue], float]) -> Callable[[], float]:
     def total() -> float:
         with member.runner.lock:
-            queues = [
-                assigned
-                for assigned in member.assigned.values()
-                if assigned.queue.topic == topic and not assigned.released
-            ]
-            return sum(measure(member, assigned) for assigned in queues)
+            return sum(measure(member, assigned) for assigned in _assigned(member, topic))
 
     return total

@@ -31,6 +31,7 @@ from librmq.metrics import Metrics
 from librmq.protocol import (
     ConsumeFrom,
     ConsumerIds,
+    MaxOffset,
     PullMessage,
     PullResponse,
     PullStatus,
@@ -1012,6 +1013,34 @@ def test_metrics(one_queue: Kit, orderly: bool) -> None:
     assert metrics.snapshot()["lag"]["t", "g"] in (2, 3)
     consumer.shutdown()
     assert "queues" not in metrics.snapshot()
+
+
+def test_the_lag_at_a_broker_that_is_away_is_unknown(one_queue: Kit) -> None:
+    """Not 0, which would show that all is consumed just when nothing can be; and the question holds no lock."""
+    metrics, seam, held = Metrics(), seam_of(one_queue), list[bool]()
+
+    def try_lock() -> None:
+        is_free = seam.runner.lock.acquire(blocking=False)
+        held.append(not is_free)
+        if is_free:
+            seam.runner.lock.release()
+
+    def note(request: object) -> None:
+        if isinstance(request, MaxOffset):
+            other = threading.Thread(target=try_lock)
+            other.start()
+            other.join()
+
+    consumer = subscribed(one_queue, route=seam, metrics=metrics)
+    one_queue.advance(seconds=1)
+    seam.fail = note
+    assert metrics.snapshot()["lag"]["t", "g"] == 0
+    assert set(held) == {False}
+    seam.cut(MaxOffset)
+    values = metrics.snapshot()
+    assert "lag" not in values
+    assert values["waiting_messages"]["t", "g"] == 0
+    consumer.shutdown()
 
 
 def test_gauges_of_a_groups_instances_add_up(four_queues: Kit) -> None:
