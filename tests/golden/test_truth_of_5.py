@@ -13,6 +13,8 @@ from librmq.diagnosis import StoreView, diagnose, pending_messages, story
 from librmq.diagnosis.view import group_summaries, topic_summaries
 from librmq.message.topics import TIMER_TOPIC
 from librmq.scheduling.timer_config import DELETE_KEY
+from librmq.wire.remoting.codec import read_pulled
+from librmq.wire.remoting.frames import Frame
 from tests.reference import existing, unpack
 
 
@@ -53,3 +55,15 @@ def test_what_such_a_broker_does_not_store_is_no_finding(store: tuple[Path, dict
     """With ``configManagerVersion=v2`` it stores neither topics of dead letters nor groups that it made by itself."""
     kinds = {finding.kind for finding in diagnose(store[0])}
     assert not kinds & {"unlisted-topic", "unlisted-group"}
+
+
+def test_a_client_reads_what_the_log_has(store: tuple[Path, dict[str, Any]]) -> None:
+    """A broker sends the records of its log: a batch of a topic with queues of batches is one of them."""
+    fields = {"nextBeginOffset": "1", "minOffset": "0", "maxOffset": "1", "suggestWhichBrokerId": "0"}
+    with StoreView.open(store[0]) as view:
+        for topic, count in store[1]["messages"].items():
+            records = b"".join(record.raw for record in view.store.log if record.topic == topic)
+            pulled, _ = read_pulled(Frame(0, fields, records))
+            expected = [message.raw for message in view.store.topic_messages(topic)]
+            assert sorted(message.raw for message in pulled.messages) == sorted(expected)
+            assert len(expected) == count
