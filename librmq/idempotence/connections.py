@@ -78,17 +78,20 @@ class Link:
     def begin(self) -> None:
         """Begin a transaction, if the next statement would not do so; `commit` and `rollback` end it."""
         if self._has_autocommit():
-            self._run(_BEGIN.get(self.dialect, "BEGIN"), {})
-            self._is_explicit = True
+            self.begin_by_statement()
+
+    def begin_by_statement(self) -> None:
+        """Begin a transaction by a statement, which on SQLite locks the file for writing."""
+        self._run(_BEGIN.get(self.dialect, "BEGIN"), {})
+        self._is_explicit = True
 
     def commit(self) -> None:
         """Commit the transaction, or undo it if the commit raises: SQLite would keep it open and the file locked."""
         try:
             if self._is_explicit:
-                self._run("COMMIT", {})
+                self._run("COMMIT", {})  # a connection of sqlite3 with autocommit=True ignores calls of commit
                 self._is_explicit = False
-            else:
-                self._commit()
+            self._commit()
         except BaseException:
             with suppress(Exception):  # the commit's error is the one to see
                 self.rollback()
@@ -99,8 +102,7 @@ class Link:
         if self._is_explicit:
             self._is_explicit = False
             self._run("ROLLBACK", {})
-        else:
-            self._rollback()
+        self._rollback()
 
     def status(self) -> TransactionStatus | None:
         """Return the state of the connection's transaction without a statement; None if the driver does not show it."""
@@ -138,6 +140,7 @@ class Link:
         if status is _OPEN:
             raise ConfigError(
                 "expected no open transaction: commit or roll back first, because librmq's row must come first"
+                f"{self._always_open()}"
             )
         self.check_no_autocommit()
 
@@ -209,6 +212,10 @@ class Link:
     def _status_before(self) -> TransactionStatus:
         """Return the state in which a transaction of librmq's would begin."""
         raise NotImplementedError
+
+    def _always_open(self) -> str:
+        """Return what to do if the connection is never without a transaction."""
+        return ""
 
     def _has_autocommit(self) -> bool:
         """Return whether the next statement is committed by itself."""
@@ -298,6 +305,11 @@ class _DriverLink(Link):
         if not is_open:
             self._rollback()
         return _OPEN if is_open else _IDLE
+
+    def _always_open(self) -> str:
+        if self.dialect == "sqlite" and getattr(self.connection, "autocommit", None) is False:
+            return "; a connection with autocommit=False always has one: connect without that argument"
+        return ""
 
     def _has_autocommit(self) -> bool:
         return bool(self._driver.has_autocommit(self.connection)) and self.status() is not _OPEN

@@ -285,7 +285,7 @@ def _sqlite_lock(link: Link) -> Iterator[None]:
     if link.status() is TransactionStatus.OPEN:
         yield
         return
-    link.execute("BEGIN IMMEDIATE")
+    link.begin_by_statement()
     yield
 
 

@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ from librmq.idempotence.drivers import (
     is_integrity_error,
     is_temporary_error,
 )
-from librmq.idempotence.transactional_tables import transactional
+from librmq.idempotence.outbox import Outbox
+from librmq.idempotence.sqltables import upgrade_tables
+from librmq.idempotence.transactional_tables import purge_messages, transactional
 from tests.idempotence.conftest import DRIVERS, Database
 from tests.idempotence.test_listener import Delivery
 
@@ -332,3 +335,29 @@ def test_a_driver_that_is_not_known_is_refused(database: Callable[[str], Databas
             transactional(session, Delivery("orders", b"x", unique_key=name), group="billing"),
         ):
             raise AssertionError("begun")
+
+
+@pytest.mark.platform
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.12 has these connections")
+@pytest.mark.parametrize("autocommit", [True, False])
+def test_the_autocommit_of_sqlite(tmp_path: Path, autocommit: Any, name: str) -> None:
+    """With True a commit by a call does nothing, and with False a transaction is always open."""
+    arguments: Any = {"autocommit": autocommit}
+    message = Delivery("orders", b"x", unique_key=name)
+    with (
+        closing(sqlite3.connect(tmp_path / "x.db", **arguments)) as connection,
+        closing(sqlite3.connect(tmp_path / "x.db", timeout=0)) as other,
+    ):
+        upgrade_tables(connection)
+        other.execute("CREATE TABLE effects (name)")  # which needs the file for itself
+        purge_messages(connection, 0)
+        expected = "without autocommit" if autocommit else "always has one: connect without that argument"
+        with pytest.raises(ConfigError, match=expected), transactional(connection, message, group="billing"):
+            raise AssertionError("begun")
+        if autocommit:
+            with pytest.raises(ConfigError, match="without autocommit"):
+                Outbox().add(connection, message)
+        else:
+            Outbox().add(connection, message)
+            connection.commit()
+        assert len(other.execute("SELECT * FROM rmq_outbox").fetchall()) == int(not autocommit)
