@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -27,7 +27,7 @@ from librmq.errors import CorruptionError, RmqError
 from librmq.files.interface import Damage, Files
 from librmq.runtime.event_log import counted
 from librmq.store import MessageStore
-from librmq.store.engine.store_parts import QueueName
+from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
 
 BATCH_ENTRY_SIZE: Final = 46
@@ -106,10 +106,13 @@ class QueuesAtStart:
         can't open either is left out: other checks find its damage.
         """
         with suppress(RmqError), self._opened() as store:
-            for name in list(store.queues):
+            states = store.queues.states()
+            whole = {name for name, state in states.items() if self._is_whole(name, state)}
+            others = sorted(store.queues.keys() - whole)
+            for name in others:
                 store.queues[name]  # a damaged queue is made again in memory when it is opened
             condition = store.condition
-            dispatched = self.end() if walk_start is None else walk_start
+            dispatched = self._dispatched(states, whole, others) if walk_start is None else walk_start
             dispatched = max(dispatched, store.log.begin)
             parts = [LostPart(damage.file, damage.what, True) for damage in condition.lost]
             damaged: dict[QueueName, Damage] = {}
@@ -120,10 +123,30 @@ class QueuesAtStart:
                     parts.append(LostPart(damage.file, what, True))
                 elif names[0] == directory.CONSUMEQUEUE and len(names) > 2 and names[2].isdigit():
                     damaged[names[1], int(names[2])] = damage
-            for name in sorted(store.queues):
+            for name in others:
                 parts += self._lost_of_queue(store.queues[name], name, damaged.get(name), dispatched)
             return parts
         return []
+
+    def _is_whole(self, name: QueueName, state: QueueState) -> bool:
+        """Return whether the files of a queue have its entries, by their names and the last entry."""
+        size, end = self._config.consumequeue_file_size, state.max_offset * ENTRY_SIZE
+        folder = directory.queue_folder(self._path, *name)
+        needed = range(state.min_offset * ENTRY_SIZE // size * size, end, size)
+        if not needed or not set(needed) <= set(self._starts(folder)):
+            return not needed and self._files.is_folder(folder)
+        last = end - ENTRY_SIZE
+        physical_offset, length = self._entry(os.path.join(folder, f"{last - last % size:020}"), last % size)
+        return length > 0 and physical_offset + length == state.max_physic_offset
+
+    def _dispatched(
+        self, states: Mapping[QueueName, QueueState], whole: Collection[QueueName], others: Iterable[QueueName]
+    ) -> int:
+        """Return where the entries in the files of queues end in the log; -1 without any."""
+        ends = [states[name].max_physic_offset for name in whole]
+        size = self._config.consumequeue_file_size
+        ends += [self._end(directory.queue_folder(self._path, *name), size, ENTRY_SIZE) for name in others]
+        return max(ends, default=-1)
 
     def _lost_of_queue(
         self, queue: ConsumeQueue, name: QueueName, damage: Damage | None, dispatched: int
