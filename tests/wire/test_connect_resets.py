@@ -191,16 +191,19 @@ def test_the_reset_of_a_client_that_has_left_is_dropped() -> None:
 # ---- pull consumers
 
 
-def test_a_polling_consumer_stores_what_it_reaches_again(reset: Reset) -> None:
+def test_a_polling_consumer_stores_what_it_reaches_again(reset: Reset, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "librmq.wire")
     with librmq.PullConsumer(reset.route, "g", consume_from=ConsumeFrom.FIRST, auto_commit=False) as consumer:
         consumer.subscribe("orders")
         assert len(polled(consumer)) == 10
         consumer.commit()
         assert reset.progress() == 10
+        consumer.seek(MessageQueue("orders", reset.broker.name, 0), 9)
         reset.reset()
         assert reset.progress() == 0
         consumer.commit()
         assert reset.progress() == 0, "the broker ignores it"
+        assert "progress of group g in orders/0 is not stored, because the group was reset" in caplog.text
         reset.end_hold()
         assert len(polled(consumer)) == 10
         consumer.commit()

@@ -61,7 +61,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 _PULLER: Final = "TOOLS_CONSUMER"
 _NO_PROGRESS: Final = "consumer group"
 """In the reason of a broker that has no progress of a group; another one names the topic."""
-_IGNORED: Final = "Offset has been previously reset"
+COMMIT_IGNORED: Final = "Offset has been previously reset"
 """The remark of a broker that says of a commit that it was successful, but has not stored it."""
 _SAVED_WITHIN_S: Final = 20.0
 """Clients save their first progress within 10 s from their start."""
@@ -291,7 +291,7 @@ def _move_group(broker: AskedBroker, request: MoveGroup) -> dict[MessageQueue, i
         update = UpdateOffset(group, topic, queue.queue_id, queue_offset)
         answer = check(broker.request(FORMS[UpdateOffset].write(update)))
         # A broker of 5.x ignores commits between a reset and the next pull of the queue, but not another reset.
-        if answer.remark == _IGNORED:
+        if answer.remark == COMMIT_IGNORED:
             broker.call(ResetGroup(group, topic, -1, queue_id=queue.queue_id, queue_offset=queue_offset))
     return offsets
 

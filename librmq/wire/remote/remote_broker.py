@@ -68,7 +68,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import NEVER, Runner, Step
 from librmq.scheduling.timer_config import time_properties
-from librmq.wire.remote.administration import ANSWERS
+from librmq.wire.remote.administration import ANSWERS, COMMIT_IGNORED
 from librmq.wire.remote.client_requests import ClientRequests, join, leave
 from librmq.wire.remote.connection import Connections, Transport
 from librmq.wire.remote.consumer_requests import HeldReceives, LongPulls
@@ -244,8 +244,8 @@ class RemoteBroker:
             return cast("R", self._pops.recall(cast("CancelMessage", request)))
         if form is None or kind is TopicGroups or (kind in _OF_RECEIVES and not self.has_receives):
             return cast("R", self._call_otherwise(request))
-        if isinstance(request, UpdateOffset):
-            request = cast("Request[R]", self._pulls.after_reset(request))
+        if kind is UpdateOffset:
+            return cast("R", self._store_progress(self._pulls.after_reset(cast("UpdateOffset", request))))
         frame = form.write(request)
         if kind is EndTransaction and not self.has_receives:  # as a client of 4.x
             self._connections.get(self.address).send_one_way(frame)
@@ -259,6 +259,20 @@ class RemoteBroker:
         answer = self._ask(frame, self._transport_of(request))
         result = self._read_result(form.read, request, answer)
         return cast("R", self._sent_back(request) if isinstance(request, SendBack) else result)
+
+    def _store_progress(self, request: UpdateOffset) -> None:
+        form = FORMS[UpdateOffset]
+        answer = self._ask(form.write(request), self._transport_of(request))
+        form.read(request, answer)
+        if answer.remark == COMMIT_IGNORED:
+            _log.info(
+                "%(broker)s: progress of group %(group)s in %(topic)s/%(queue_id)d is not stored, because the group "
+                "was reset: the next answer to a pull says where it continues",
+                broker=self.name,
+                group=request.group,
+                topic=request.topic,
+                queue_id=request.queue_id,
+            )
 
     def _read_result(self, read: Callable[[Any, Frame], Any], request: object, answer: Frame) -> object:
         try:
