@@ -72,8 +72,12 @@ class Event(threading.Event):
     """
 
     def __init__(self) -> None:
-        self._flag = False  # named as in `threading`, whose `is_set` reads it
+        self._flag = False
         self._gates: dict[Lock, None] = {}
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        return self._flag  # not as the superclass says, in whose place gevent puts a class of its own
 
     def set(self) -> None:
         """Let all threads pass."""

@@ -230,3 +230,26 @@ def test_a_waiting_thread_passes_an_event_that_is_set_at_any_line_of_a_clear_or_
     event.clear()
     thread.join()
     assert passed == [True]
+
+
+def test_an_event_is_set_where_threading_has_another_class_for_events() -> None:
+    """gevent puts its own there; a peer of a shared store then waited in `close` for the end of its owner."""
+    done = run_program(
+        """
+        import threading
+
+        class Other:
+            def is_set(self):
+                return False
+
+        threading.Event = Other
+        from librmq.runtime.locks import Event
+
+        event = Event()
+        event.set()
+        assert event.is_set() and event.wait(0)
+        event.clear()
+        assert not event.is_set()
+        """
+    )
+    assert not done.returncode, done.stderr
