@@ -83,6 +83,7 @@ class Broker(StoreRoute, InProcess):
     _store_plain: Callable[[Message, Callable[[], MessageQueue], int, Host], tuple[MessageQueue, int, str] | None]
     _own_runner: ThreadRunner | None
     _temporary: TemporaryFolder | None
+    _is_released = _is_ending = False
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("open a broker with Broker.open(path), or with Broker.temporary() for a test")
@@ -425,12 +426,16 @@ class Broker(StoreRoute, InProcess):
         return self._life.was_killed
 
     def close(self) -> None:
-        """Save everything and close the store. Shut down clients first. A second call does nothing."""
+        """Save everything and close the store. Shut down clients first. A second call completes an interrupted one."""
         if not self.dead:
             self._parts.replication.copy_tables_early(is_closing=True)
-        if not self._end_calls(was_killed=False):
-            return
+        with self.runner.lock:
+            is_first = self._end_calls(was_killed=False)
+            if self._is_released or self.was_killed or self._is_ending:
+                return
+            self._is_ending = True
         with ExitStack() as last:
+            last.callback(setattr, self, "_is_ending", False)
             last.callback(self._release_runner)
             if self._temporary is not None:
                 self._parts.end_all_writes()
@@ -438,7 +443,8 @@ class Broker(StoreRoute, InProcess):
                 return
             last.callback(self.store.close)
             last.callback(self._parts.end_all_writes)
-            self._parts.save()
+            if is_first:
+                self._parts.save()
 
     def abandon(self) -> None:
         """Release everything without saving, like a killed process; the next open recovers the store."""
@@ -463,6 +469,7 @@ class Broker(StoreRoute, InProcess):
             self._own_runner.shutdown()
         if self._temporary is not None:
             self._temporary.delete()
+        self._is_released = self.store.is_closed  # not after Ctrl-C before its end
 
     def __repr__(self) -> str:
         return f"<Broker {self.name!r} in {self.store.path!r}{', closed' if self.dead else ''}>"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from librmq.errors import BrokerError, StoreClosedError
 from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Lock, critical
 from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
 from librmq.store.format.broker_tables import BrokerTables, ConfigTable, progress_of, topic_and_group
@@ -267,7 +267,7 @@ class TableWriter:
             StoreClosedError: The writes were ended.
         """
         self._check_not_ended()  # in a forked child no thread would release the lock
-        with self._write_lock:
+        with critical, self._write_lock:  # a signal handler can close the broker, which takes the lock
             self._check_not_ended()
             while pending := self._pending():
                 table, data = pending[0]

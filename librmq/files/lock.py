@@ -21,7 +21,7 @@ from typing import Final
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files.interface import named
 from librmq.files.regular import open_regular
-from librmq.runtime.locks import Lock, call_in_child
+from librmq.runtime.locks import Lock, call_in_child, critical
 
 if sys.platform != "win32":
     import fcntl
@@ -127,7 +127,7 @@ class DiskLock:
 
     def release(self) -> None:
         """Release the lock; a repetition does nothing."""
-        with _held_guard:
+        with critical, _held_guard:
             if self._descriptor >= 0:
                 descriptor, self._descriptor = self._descriptor, -1
                 folder, self._folder = self._folder, -1

@@ -142,7 +142,7 @@ class _TurnTransport:
         self._number = 0
         self._ended: dict[int, Ended] = {}
         self._to_server, self._to_client = FrameReader(), FrameReader()
-        self.is_open, self.is_interrupted = True, False
+        self.is_open, self.is_interrupted, self.was_interrupted = True, False, False
         channel.arrive, channel.end = self._arrive, self.close
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:

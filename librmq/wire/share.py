@@ -25,7 +25,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -68,7 +68,7 @@ from librmq.protocol import (
 from librmq.protocol.endpoint import Watchers
 from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.locks import Event, Inherited, Lock
+from librmq.runtime.locks import Event, Inherited, Lock, critical
 from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
@@ -159,6 +159,11 @@ class SharedBroker(AdministeredRoute):
         self._name = settings.name
         self._lock = Lock()
         self.link: StoreOwner | StorePeer | None = None
+        self._left: StoreOwner | StorePeer | None = None  # the link that `close` ends
+        self._is_closed = False
+        self._callers: set[int] = set()  # threads within a call
+        self._ending = Lock()  # held by the thread that closes the share
+        self._closer: int | None = None
         self._settled = Event()
         self._closing = Event()
         self._watchers = Watchers()
@@ -374,7 +379,7 @@ class SharedBroker(AdministeredRoute):
 
     def _lose(self, link: StorePeer) -> None:
         """Let calls wait for the next owner."""
-        with self._lock:
+        with critical, self._lock:
             if self.link is link and not self._closing.is_set():
                 self._beats, self._topics = link.heartbeats(), link.known_topics()
                 self._was_peer = True
@@ -408,6 +413,12 @@ class SharedBroker(AdministeredRoute):
         self, link: StorePeer, endpoint: Endpoint, request: Request[Any], until_s: float | None = None
     ) -> object:
         """Pass a request to the owner, and to the next ones as long as it has time, until ``until_s``."""
+        with self._calling():
+            return self._call_owner_or_next(link, endpoint, request, until_s)
+
+    def _call_owner_or_next(
+        self, link: StorePeer, endpoint: Endpoint, request: Request[Any], until_s: float | None
+    ) -> object:
         if isinstance(request, SendLater):
             request.explain = link.explained
             return self.link is link and endpoint.call(request)
@@ -425,10 +436,17 @@ class SharedBroker(AdministeredRoute):
             if until_s is None:
                 until_s = begin_s + self._timeout_of(request)
             if not self._is_lost(link, until_s - SystemClock().monotonic()):
+                if isinstance(error, RequestNotSentError) and self._may_repeat(link, until_s):
+                    return self._call_owner(link, endpoint, request, until_s)
                 raise link.explained(error) from error
             if type(request) in _STORES and not isinstance(error, RequestNotSentError):
                 raise LostAnswerError(f"the owner of the store has ended: {error}") from error
             return self._call_next(request, until_s)
+
+    def _may_repeat(self, link: StorePeer, until_s: float) -> bool:
+        """Return whether a request that was not sent can be sent again, as after Ctrl-C has ended the connection."""
+        has_time = SystemClock().monotonic() < until_s
+        return has_time and not is_held_here(self.runner.lock) and not is_stopped(link.process)
 
     def _call_next(self, request: Request[Any], until_s: float | None = None) -> object:
         """Wait for the next owner within the time of a request, and pass the request to it."""
@@ -436,7 +454,7 @@ class SharedBroker(AdministeredRoute):
         # A thread that has the runner's lock must not wait here for the next owner, because the threads that could find
         # it may need the lock.
         if is_held_here(self.runner.lock):
-            with self._lock:
+            with critical, self._lock:
                 now = self.link
                 if now is None and self._note_client(request):
                     return None
@@ -504,7 +522,8 @@ class SharedBroker(AdministeredRoute):
             link = self._wait_for_owner(self._settings.timeout_s)
             begin_s = SystemClock().monotonic()
             try:
-                return ask(link.route)
+                with self._calling():
+                    return ask(link.route)
             except BrokerUnreachableError as error:
                 if isinstance(link, StoreOwner):
                     raise
@@ -580,9 +599,21 @@ class SharedBroker(AdministeredRoute):
 
     # ---- life
 
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Note that this thread is within a call, for the handler of a signal that closes the share meanwhile."""
+        thread = threading.get_ident()
+        is_first = thread not in self._callers
+        try:
+            self._callers.add(thread)
+            yield
+        finally:
+            if is_first:
+                self._callers.discard(thread)
+
     def _watch_in_child(self) -> None:
         """Look for the owner, at the first use in a forked child."""
-        with self._lock:
+        with critical, self._lock:  # a signal handler can close the share
             if self._thread is None and not self._closing.is_set():
                 self._begin_watching()
 
@@ -590,7 +621,8 @@ class SharedBroker(AdministeredRoute):
         """Begin as a new process in a forked child, whose copies of the parent's connections are closed."""
         link = self.link
         # The copied lock may be held by a thread of the parent, which does not exist in the child.
-        self._lock = Lock()
+        self._lock, self._ending = Lock(), Lock()
+        self._closer, self._callers = None, set()
         self._settled, self._thread, self.link = Event(), None, None
         self._watchers, self._beats = Watchers(), {}
         self._absent = SharedEndpoint(self._call_next)
@@ -603,23 +635,41 @@ class SharedBroker(AdministeredRoute):
     def close(self) -> None:
         """Leave the store; the owner hands it over to another process. Shut producers and consumers down first.
 
-        A second call does nothing.
+        A second call completes one that was interrupted; otherwise it does nothing. The handler of a signal that has
+        interrupted another call of this share can't wait for the end, which comes after that call.
         """
-        with self._lock:
-            if self._closing.is_set():
-                return
+        with critical, self._lock:
             self._closing.set()
-            link, self.link = self.link, None
+            self._left, self.link = self.link or self._left, None
             self._settled.set()
+        if threading.get_ident() in self._callers or is_held_here(self.runner.lock):
+            # The threads that end the share may need what the interrupted call has locked. The process does not end
+            # before they have, since this thread is no daemon.
+            threading.Thread(target=self.close, name="librmq share close").start()
+            return
+        if self._closer == threading.get_ident():  # the handler has interrupted this
+            return
+        with self._ending:
+            self._closer = threading.get_ident()
+            try:
+                self._end()
+            finally:
+                self._closer = None
+
+    def _end(self) -> None:
+        link = self._left
         if isinstance(link, StorePeer):
             link.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if self._is_closed:
+            return
         if link is not None:
             link.close()
         with self.runner.lock:
             self._watchers.notify()
         self.runner.shutdown()
+        self._is_closed = True
 
 
 _shared: Final[Inherited[SharedBroker]] = Inherited(SharedBroker.inherited)

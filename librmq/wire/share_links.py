@@ -115,14 +115,19 @@ class StoreOwner:
         _register(self.route, beats, gives_up)
 
     def close(self) -> None:
-        """Hand the store over: end the connections first, so that no request is refused meanwhile."""
+        """Hand the store over: end the connections first, so that no request is refused meanwhile.
+
+        After Ctrl-C another call does the rest; until then the store stays this process's.
+        """
         try:
             self.server.drain()
             self.server.close()
             delete_place(self._files)  # late, because a peer that finds no socket under the lock expects it to be lost
             self.route.close()
-        finally:
+        except Exception:
             self._lock.release()
+            raise
+        self._lock.release()
 
 
 class StorePeer:

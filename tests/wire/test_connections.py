@@ -45,7 +45,7 @@ class Line:
 
     address = "a test"
     is_open = True
-    is_interrupted = False
+    is_interrupted = was_interrupted = False
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
         raise NotImplementedError

@@ -81,6 +81,7 @@ from librmq.wire.unix_sockets import (
     share_folder,
 )
 from tests.conftest import SlowBudget
+from tests.interrupting import at_each_call
 from tests.programs import Fork, Process, environment, in_child, start_program
 from tests.soak.worker import Recording
 from tests.wire import share_worker
@@ -509,6 +510,50 @@ def test_receives_at_a_peer(tmp_path: Path) -> None:
 def owner_clients(shared: SharedBroker) -> list[Any]:
     broker = cast("StoreOwner", shared.link).route
     return [client for client in broker.clients() if client.consumer_groups]
+
+
+@pytest.mark.parametrize("interrupted", ["drain", "close"])
+def test_a_second_close_completes_one_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    owner = librmq.share(tmp_path / "store")
+    link = owner.link
+    assert isinstance(link, StoreOwner)
+
+    def press_ctrl_c() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    place = link.server if interrupted == "drain" else link.route
+    monkeypatch.setattr(place, interrupted, press_ctrl_c, raising=True)
+    with pytest.raises(KeyboardInterrupt):
+        owner.close()
+    with pytest.raises(StoreLockedError):
+        Broker.open(tmp_path / "store")
+    owner.close()
+    Broker.open(tmp_path / "store").close()
+
+
+def test_a_signal_handler_closes_a_share_within_its_call(tmp_path: Path) -> None:
+    """At each of some calls of a send, at the owner and at a peer."""
+    with librmq.share(tmp_path / "store") as owner:
+        owner.create_topic("orders", 1)
+        for number in range(0, 400, 9):
+            peer = librmq.share(tmp_path / "store")
+            producer = Producer(peer, "shop")
+
+            def close(signal_number: int, frame: object, peer: SharedBroker = peer) -> None:
+                peer.close()
+                raise KeyboardInterrupt
+
+            before = signal.signal(signal.SIGUSR1, close)
+            try:
+                next(at_each_call(lambda: producer.send("orders", b"x"), signal.SIGUSR1, first=number))  # noqa: B023
+            finally:
+                signal.signal(signal.SIGUSR1, before)
+            peer.close()
+            with pytest.raises(BrokerUnreachableError):
+                peer.call(QueryOffset("g", "orders", 0))
 
 
 def test_the_last_one_hands_over_to_none(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ class Transport(Protocol):
 
     address: str
     """The address of the server, or what names its process, for errors."""
+    was_interrupted: bool
+    """Whether Ctrl-C has ended it, and not the server."""
 
     @property
     def is_open(self) -> bool:
@@ -266,6 +268,7 @@ def _is_number(host: str) -> bool:
 _log = EventLog("librmq.wire")
 _clock: Final = SystemClock()
 _RECEIVED: Final = 256 << 10
+_INTERRUPTED: Final = "a read was interrupted"
 _LEFT_S: Final = 0.01
 """A caller reads its own answer for this time at most, and the reader's thread reads again after twice this time."""
 _LOOK_S: Final = 0.001
@@ -355,6 +358,7 @@ class Connection:
         self._has_finished = False
         """Whether nothing more is read."""
         self._why = "it was closed"
+        self.was_interrupted = False
 
     @property
     def is_open(self) -> bool:
@@ -452,7 +456,7 @@ class Connection:
             return None
         except BaseException:
             # After Ctrl-C part of a frame may be sent, and what followed it would be read as its rest.
-            self._end_connection("a write was interrupted")
+            self._end_interrupted("a write was interrupted")
             raise
         self._call_reader()
         if not is_sent:
@@ -525,7 +529,7 @@ class Connection:
             raise self._has_ended(RequestNotSentError) from error
         except BaseException:
             # After Ctrl-C part of the frame may be sent, and what followed it would be read as its rest.
-            self._end_connection("a write was interrupted")
+            self._end_interrupted("a write was interrupted")
             raise
 
     def _end_writing(self, error: OSError) -> None:
@@ -584,6 +588,12 @@ class Connection:
                         break
                     now = _clock.monotonic()
                 self._own_reads += 1
+            except BaseException:
+                # After Ctrl-C bytes that were read may be lost. End the connection here, so that the caller's next
+                # request opens another one and does not meet its end.
+                if self._is_within_read:
+                    self._end_interrupted(_INTERRUPTED)
+                raise
             finally:
                 self._waiting.release()
                 # Hand reading back to the connection's thread where others wait for answers, or where this read was
@@ -612,7 +622,7 @@ class Connection:
         """Read, and pass the frames on that are complete; return False if the connection has ended."""
         # A read that finds another one unfinished in the same connection follows Ctrl-C. Bytes may be lost between the
         # two, so the connection ends.
-        received, why = b"", "a read was interrupted"
+        received, why = b"", _INTERRUPTED
         if not self._is_within_read:
             self._is_within_read, why = True, "the server has closed it"
             try:
@@ -662,6 +672,10 @@ class Connection:
     def close_unread(self) -> None:
         """Close the socket of a connection that no thread reads."""
         self._stream.close()
+
+    def _end_interrupted(self, why: str) -> None:
+        self.was_interrupted = True
+        self._end_connection(why)
 
     def _end_sending(self, why: str) -> None:
         """Send no more, because the server reads no more; the answers that it has sent before are still read."""
@@ -917,7 +931,7 @@ class Connections:
         def lost(transport: Transport) -> None:
             # A server that accepts and hangs up must not be called in a loop, so an early end rests like a failed
             # opening.
-            if self._monotonic() - line.opened_at < _SHORT_S:
+            if not transport.was_interrupted and self._monotonic() - line.opened_at < _SHORT_S:
                 why = BrokerUnreachableError(f"the connection to {transport.address} ended soon after it was opened")
                 line.rest = _Rest(self._monotonic() + first_s, first_s, why)
             self._lost(address, client_id, transport)

@@ -276,7 +276,7 @@ class RemoteRoute(AdministeredRoute):
         self._links: dict[str, _Link] = {}
         self._topics: dict[str, tuple[QueueData, ...]] = {}
         self._asked: dict[str, int] = {}  # topics whose routes clients use, with the time when it was asked for
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
         self._asking: set[str] = set()  # topics that are being asked for
         self._lost_ones: set[str] = set()
         self._label = f"route {addresses[0]}"
@@ -585,9 +585,9 @@ class RemoteRoute(AdministeredRoute):
     # ---- life
 
     def close(self) -> None:
-        """Close all connections. Shut producers and consumers down first. A repetition does nothing."""
+        """Close all connections. Shut producers and consumers down first. A repetition completes an interrupted one."""
         with self.runner.lock:
-            if self._is_closed:
+            if self._has_ended:
                 return
             self._is_closed = True
             links = list(self._links.values())
@@ -595,6 +595,7 @@ class RemoteRoute(AdministeredRoute):
             link.group.close()
         self._connections.close()
         self._at_close.close()
+        self._has_ended = True
 
 
 # ---- connecting over TCP

@@ -38,7 +38,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Lock, critical
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting.bodies import broker_row, route_body, write_body
@@ -520,6 +520,7 @@ class RemotingServer(Closing):
         """Connections that were closed because they sent no valid frames, or used more than their share."""
         self._accepted = 0
         self._is_open = self._is_accepting = True
+        self._has_ended = False
         self._acceptor = threading.Thread(target=self._accept, name="librmq remoting", daemon=True)
         self._acceptor.start()
         _log.info("serving %(broker)s by remoting on %(address)s", broker=broker.name, address=self.address)
@@ -572,14 +573,14 @@ class RemotingServer(Closing):
         self._join_threads([channel.reader for channel in channels if channel.reader is not None], timeout)
 
     def close(self, timeout: float = 5) -> bool:
-        """Stop answering requests, and end all connections. A second call does nothing.
+        """Stop answering requests, and end all connections. A second call completes one that was interrupted.
 
         Returns:
             Whether all requests have ended within ``timeout`` seconds. Others are abandoned.
         """
-        with self._lock:
-            if not self._is_open:
-                return True
+        if self._has_ended:
+            return True
+        with critical, self._lock:
             self._is_open = False
             channels = self._budgets.channels()
         self._end_accepting()
@@ -588,6 +589,7 @@ class RemotingServer(Closing):
             channel.close()
         threads = [self._acceptor, *(channel.reader for channel in channels if channel.reader is not None)]
         has_ended = self._join_threads(threads, timeout)
+        self._has_ended = True
         if not has_ended:
             _log.warning("requests by remoting on %(address)s did not end, and are abandoned", address=self.address)
         return has_ended
