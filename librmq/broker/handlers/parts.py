@@ -293,7 +293,11 @@ class BrokerParts:
 
         def handle(request: Q) -> object:
             assert names_of is not None
-            validate_kept_names(*names_of(request))
+            groups, topics = names_of(request)
+            validate_kept_names(
+                (group for group in groups if group not in self.context.groups.by_name),
+                (topic for topic in topics if topic not in self.context.topics.by_name),
+            )
             return handler(request)
 
         self.by_request[kind] = handler if names_of is None else handle
