@@ -23,7 +23,7 @@ name that occurs twice.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, Final
 
@@ -270,6 +270,7 @@ HEADER: Final = record.header_dtype()
 """`record.LAYOUT` as a numpy type: everything before the body, with IPv4 hosts."""
 LAST_MS: Final = ((1 << 63) - 1) // 1000
 """The largest time that Spark's timestamp can hold."""
+_UNLIMITED: Final = 1 << 62
 _SHORT_BODY: Final = 512
 """Most bytes of a body that is copied to compute its checksum, on average of a block."""
 
@@ -409,23 +410,37 @@ class Block:
         """The bodies as stored."""
         return self._slices(*self._body)
 
-    def bodies(self, *, checksums: bool = False) -> tuple[pa.BinaryArray, dict[int, RecordError]]:
-        """Return the bodies as sent, null where one can't be restored, and the reasons by row.
+    def bodies(
+        self, most_bytes: int = _UNLIMITED, *, checksums: bool = False
+    ) -> Iterator[tuple[slice, pa.BinaryArray, dict[int, RecordError]]]:
+        """Yield runs of rows with their bodies as sent, and the reasons by row of those that can't be restored.
 
-        With ``checksums`` also the rows whose stored body does not match its checksum have a reason.
+        A run ends when its decompressed bodies have ``most_bytes``, so a few small records can fill several. With
+        ``checksums`` also the rows whose stored body does not match its checksum have a reason.
         """
-        stored = self.stored_body
-        packed = np.flatnonzero(self.sound & ((self._flags & record.COMPRESSED) != 0))
-        bad: dict[int, RecordError] = {}
-        values: list[bytes | None] = []
-        for row in packed.tolist():
+        stored, wrong = self.stored_body, self.bad_checksums() if checksums else {}
+        begin, size, packed = 0, 0, list[int]()
+        values, bad = list[bytes | None](), dict[int, RecordError]()
+
+        def run(end: int) -> tuple[slice, pa.BinaryArray, dict[int, RecordError]]:
+            reasons = bad | {row: why for row, why in wrong.items() if begin <= row < end}
+            bodies = replaced(stored[begin:end], np.array(packed, np.int64) - begin, values)
+            return slice(begin, end), bodies, {row - begin: why for row, why in reasons.items()}
+
+        for row in np.flatnonzero(self.sound & ((self._flags & record.COMPRESSED) != 0)).tolist():
+            packed.append(row)
             try:
                 flags = int(self._flags[row])
-                values.append(record.decompress_body(stored[row].as_py(), flags, DECOMPRESSED_LIMIT))
+                values.append(body := record.decompress_body(stored[row].as_py(), flags, DECOMPRESSED_LIMIT))
+                size += len(body)
             except BodyCompressionError as error:
                 bad[row] = error
                 values.append(None)
-        return replaced(stored, packed, values), bad | (self.bad_checksums() if checksums else {})
+            if size >= most_bytes:
+                yield run(row + 1)
+                begin, size, packed, values, bad = row + 1, 0, [], [], {}
+        if begin < len(self) or not begin:
+            yield run(len(self))
 
     def bad_checksums(self) -> dict[int, RecordError]:
         """Return the errors of rows whose stored body does not match its checksum."""
@@ -500,7 +515,7 @@ COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
     "keys": _property(PROPERTY_KEYS),
     "uniqueKey": _property(PROPERTY_UNIQUE_KEY),
     "properties": (MAP, lambda block: block.properties.map()),
-    "body": (pa.binary(), lambda block: block.bodies()[0]),
+    "body": (pa.binary(), lambda block: pa.concat_arrays([bodies for _, bodies, _ in block.bodies()])),
     "reconsumeTimes": _number("reconsume_times", pa.int32()),
     "sysFlag": _number("sys_flag", pa.int32()),
     "size": _number("size", pa.int32()),

@@ -319,7 +319,7 @@ class _Task:
             self._release_pages()
         return keep
 
-    def _messages(self, rows: Rows, start: int) -> Iterator[pa.RecordBatch]:  # noqa: C901 (one test after another)
+    def _messages(self, rows: Rows, start: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one chunk, which is within one log file."""
         raw = self._log_file(start)
         if raw is None:
@@ -344,19 +344,27 @@ class _Task:
             rows, block, _ = self._matching(rows, block, None)
         if not len(rows):
             return
-        bodies = None
         if self._bodies:
-            bodies, wrong_bodies = block.bodies(checksums=self._options.checksums)
-            if wrong_bodies:
-                order = sorted(wrong_bodies)
-                yield from self.malformed.records(rows.take(order), [wrong_bodies[at].reason for at in order])
-                good = np.ones(len(rows), np.bool_)
-                good[list(wrong_bodies)] = False
-                rows, block, bodies = rows.take(good), block.take(np.flatnonzero(good)), bodies.filter(pa.array(good))
-        if len(rows) and "body" in self._predicate_columns:
-            rows, block, bodies = self._matching(rows, block, bodies)
-        if len(rows):
-            yield self._batch(rows, block, bodies)
+            yield from self._with_bodies(rows, block)
+        else:
+            yield self._batch(rows, block)
+
+    def _with_bodies(self, rows: Rows, block: Block) -> Iterator[pa.RecordBatch]:
+        """Yield rows with their bodies, in several batches if compressed ones become large."""
+        for run, bodies, wrong in block.bodies(BATCH_BYTES, checksums=self._options.checksums):
+            is_whole = run == slice(0, len(rows))
+            part, content = (rows, block) if is_whole else (rows.take(run), block.take(np.arange(run.start, run.stop)))
+            if wrong:
+                order = sorted(wrong)
+                yield from self.malformed.records(part.take(order), [wrong[at].reason for at in order])
+                good = np.ones(len(part), np.bool_)
+                good[list(wrong)] = False
+                part, content = part.take(good), content.take(np.flatnonzero(good))
+                bodies = bodies.filter(pa.array(good))
+            if len(part) and "body" in self._predicate_columns:
+                part, content, bodies = self._matching(part, content, bodies)
+            if len(part):
+                yield self._batch(part, content, bodies)
 
     def _unwrapped(
         self, rows: Rows, raw: npt.NDArray[np.uint8], at: Ints

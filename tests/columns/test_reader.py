@@ -23,6 +23,7 @@ from librmq.columns.planned_store import PlannedStore
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError
 from librmq.files.disk import DiskFiles
+from librmq.files.memory import MemoryFiles
 from librmq.message.delays import SCHEDULE_TOPIC
 from tests.budget import many
 from tests.programs import run_program
@@ -456,3 +457,19 @@ def test_an_export_of_a_package_is_not_a_module() -> None:
     names = vars(librmq.columns)["__all__"]
     assert not [name for name in names if type(getattr(librmq.columns, name)) is type(os)]
     assert callable(dataset)
+
+
+def test_a_batch_is_bounded_by_what_its_bodies_decode_to() -> None:
+    """Compressed bodies of a few bytes each, of which a batch of rows would take hundreds of MiB."""
+    bodies = [b"%d" % number + bytes(2_000_000) for number in range(20)]
+    files = MemoryFiles()
+    with MessageStore.open("/s", StoreConfig(compress_from=4096), files=files, background=False) as store:
+        for body in bodies:
+            store.append(Message("T", body, tags="odd" if body[:1] in b"13579" else "even"))
+            store.append(Message("T", b"short"))
+    for condition in (None, pc.binary_length(pc.field("body")) > 5):
+        batches = list(reader("/s", files=files, columns=["body", "queueOffset"], filter=condition))
+        read = [body for batch in batches for body in batch.column("body").to_pylist()]
+        assert [body for body in read if body != b"short"] == bodies
+        assert len(read) == (40 if condition is None else 20)
+        assert max(batch.nbytes for batch in batches) < 20 << 20

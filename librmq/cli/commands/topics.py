@@ -255,6 +255,8 @@ def _by_columns(
     if selection.has_times:
         settings["since"], settings["until"] = max(0, selection.begin_ms), selection.end_ms
     counts: Counts = {}
+    if not topics and selection.topic is None:
+        return counts, arguments.sampled
     ranges = selection.ranges(store)
     total = sum(len(offsets) for (topic, _), offsets in ranges.items() if selection.topic or topic in topics)
     is_by_code = arguments.sampled and selection.tags is None and selection.sql is None and SCHEDULE_TOPIC not in topics
