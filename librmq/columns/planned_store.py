@@ -2,9 +2,6 @@
 
 It is opened as a read-only `MessageStore`, beside a writer or not. Entries that are in no file yet are kept, 20 bytes
 each: a writer updates queues in batches, and a crash can leave entries unwritten.
-
-A store can have many thousands of queues of a few entries. Mapping such a queue takes several times as long as reading
-it, so its entries are kept from one read.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,8 +27,7 @@ from librmq.columns.options import (
 )
 from librmq.columns.remote import RemoteFiles, fetch
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
-from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue, Entries, QueueEntry, entry_dtype
-from librmq.consumequeue_entries import places_and_sizes
+from librmq.consumequeue import ConsumeQueue, Entries, QueueEntry, entry_dtype
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files
@@ -40,52 +36,13 @@ from librmq.message.topics import is_system_topic
 from librmq.runtime.closing import Closing
 from librmq.store import MessageStore
 from librmq.store.condition import Condition
-from librmq.store.engine.store_parts import QueueName, QueueState
+from librmq.store.engine.store_parts import QueueName
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 
-_SHORT: Final = 1 << 10
-"""Most bytes of entries to keep in memory for a queue."""
-_READ: Final = 1 << 13
-"""Most bytes to read of a queue's file, whose used part is known in blocks."""
 _AT_ONCE: Final = 4096
 """Most entries of a queue to read at once, instead of searching among them one by one."""
-
-
-@dataclass(slots=True)
-class ShortQueue:
-    """The entries of a queue with a single file, in memory."""
-
-    min_offset: int
-    max_offset: int
-    _first: int
-    _raw: bytes
-
-    @classmethod
-    def read(cls, folder: str, file_size: int, files: Files, state: QueueState) -> Self | None:
-        """Return the queue in ``folder``; None if it is not short, or not as in ``state``: open it to see why."""
-        file = files.read_sole_file(folder, file_size, _READ)
-        if file is None or not 0 < len(file[1]) <= _SHORT or not (file[0].isdigit() and len(file[0]) == 20):
-            return None
-        raw = file[1] + bytes(-len(file[1]) % ENTRY_SIZE)
-        first = int(file[0]) // ENTRY_SIZE
-        places, sizes = places_and_sizes(raw)
-        as_closed = (first + len(places), places[-1] + sizes[-1]) == (state.max_offset, state.max_physic_offset)
-        if not as_closed or min(sizes) <= 0 or min(places) < 0 or HOLE_SIZE in sizes:
-            return None
-        return cls(max(first, state.min_offset), state.max_offset, first, raw)
-
-    def entry(self, queue_offset: int) -> QueueEntry | None:
-        """Return the entry at ``queue_offset``, None outside `min_offset` to `max_offset`."""
-        if not self.min_offset <= queue_offset < self.max_offset:
-            return None
-        return QueueEntry._make(ENTRY.unpack_from(self._raw, (queue_offset - self._first) * ENTRY_SIZE))
-
-    def entries(self, begin: int, end: int) -> Entries:
-        """Return the entries from ``begin`` to ``end``."""
-        every = np.frombuffer(self._raw, entry_dtype())
-        return every[max(begin, self.min_offset) - self._first : max(end - self._first, 0)]
 
 
 @dataclass(slots=True)
@@ -96,7 +53,7 @@ class QueueRange:
     end: int
     inline_from: int
     inline: bytes
-    reader: ConsumeQueue | ShortQueue
+    reader: ConsumeQueue
     """Reader of the queue's entries."""
 
     def entry(self, queue_offset: int) -> QueueEntry | None:
@@ -132,10 +89,8 @@ class QueueRange:
         return [range(begin, end) for begin, end in zip([offsets.start, *ends], [*ends, offsets.stop], strict=True)]
 
 
-def stored_entries(queue: ConsumeQueue | ShortQueue, begin: int, end: int) -> Entries:
+def stored_entries(queue: ConsumeQueue, begin: int, end: int) -> Entries:
     """Return the entries from ``begin`` to ``end``, damaged ones too; fewer if files were deleted."""
-    if isinstance(queue, ShortQueue):
-        return queue.entries(begin, end)
     blocks = []
     at = begin
     while at < end and (raw := queue.read(at, end - at)):
@@ -240,11 +195,10 @@ class PlannedStore(Closing):
             self.log_end = self._cut.offset
         if self._past_end is not None:
             self.log_end = min(self.log_end, self._past_end)
-        states = {} if store is None else store.queues.states()
         for name in sorted(self._names()):
             if self.options.selection.has_queue(*name):
                 try:
-                    self.queues[name] = self._before_end(self._queue(name, states.get(name)))
+                    self.queues[name] = self._before_end(self._queue(name))
                 except CorruptionError as error:
                     if self._fails:
                         raise
@@ -299,14 +253,9 @@ class PlannedStore(Closing):
             queue.close()
         self._opened = []
 
-    def _queue(self, name: QueueName, state: QueueState | None) -> QueueRange:
+    def _queue(self, name: QueueName) -> QueueRange:
         store = self._store
         differs = store is not None and store.queues.differs(name)
-        if state is not None and not differs and (store is None or store.queues.has_files):
-            folder, size = directory.queue_folder(self.path, *name), self.config.consumequeue_file_size
-            if (short := ShortQueue.read(folder, size, self._files, state)) is not None:
-                begin, end = self._first_kept(short), short.max_offset
-                return QueueRange(begin, end, end, b"", short)
         queue = self._stored_queue(name) if store is None else store.queues[name]
         begin, end = self._first_kept(queue), queue.max_offset
         if differs or (store is not None and store.queues.differs(name)):  # opening it can show that a file is damaged
@@ -359,7 +308,7 @@ class PlannedStore(Closing):
         if lost not in self.damage:
             self.damage.append(lost)
 
-    def _first_kept(self, queue: ConsumeQueue | ShortQueue) -> int:
+    def _first_kept(self, queue: ConsumeQueue) -> int:
         """Return the first queue offset whose message is still in the log; the end if retention deleted all of them.
 
         A queue keeps its last file, so the entries of a quiet topic outlive their messages.

@@ -115,8 +115,8 @@ def reader(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchR
 
 
 def reader_of(store: MessageStore, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchReader:
-    """Return what `reader` does of a store that is open read-only, without opening it again."""
-    return batches_of(*selection(store.path, settings), store)
+    """Return what `reader` does of an open store, without opening it again if it is read-only."""
+    return batches_of(*selection(store.path, settings), store if store.read_only else None)
 
 
 def scan(options: ReadOptions, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:

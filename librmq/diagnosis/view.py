@@ -287,12 +287,12 @@ class StoreView(Closing):
                 self._tables.drop_progress()
         return self._tables
 
-    @property
+    @cached_property
     def unknown_progress(self) -> str | None:
         """Why the progress of groups is unknown, and what to do; None if it is known, as that of a running broker."""
         return None if self.is_live else self.tables.unknown_progress()
 
-    @property
+    @cached_property
     def unknown_delays(self) -> str | None:
         """Why the progress of delay levels is unknown, and what to do; None if it is known."""
         return None if self.is_live else self.tables.unknown_delays()

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 from librmq.clock import Clock
@@ -41,7 +42,7 @@ from librmq.runtime.locks import Lock
 from librmq.store.condition import Condition, Wholeness, condition_of
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
-from librmq.store.engine.store_parts import Parts, QueueName, QueueTable
+from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable, ShortQueue
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
@@ -364,6 +365,8 @@ class ReadOnlyView:
             # Mark the log as read-only from here on, so that scans release the pages that they have read.
             parts.log.sequence.writable = False
             parts.queues.differs = lambda name: directory.queue_folder(path, *name) in changed
+            if not config.enable_consumequeue_ext:
+                parts.queues.read_short = partial(_read_short, parts, path, config, files)
             return parts
 
         def rebuild(error: CorruptionError) -> QueueTable:
@@ -407,3 +410,13 @@ class ReadOnlyView:
         queues = (directory.queue_folder(path, *name) for name in names)
         folders = [os.path.join(path, directory.COMMITLOG)], [os.path.join(path, directory.INDEX)], queues
         return tuple(any(entry.size for folder in kind for entry in files.list(folder)) for kind in folders)
+
+
+def _read_short(
+    parts: Parts, path: str, config: StoreConfig, files: Files, name: QueueName, state: QueueState
+) -> ConsumeQueue | None:
+    """Return a queue of few entries that no recovery in memory has changed; None if it is another."""
+    if parts.queues.differs(name):
+        return None
+    folder, size = directory.queue_folder(path, *name), config.consumequeue_file_size
+    return ShortQueue.from_file(folder, size, files, state, partial(parts.open_queue, *name))

@@ -401,12 +401,12 @@ def _settings(view: StoreView, scope: ReportScope) -> ReaderKeywords:
 
 
 def _by_columns(view: StoreView, name: str, scope: ReportScope, traffic: Traffic) -> list[DamagedPlace]:
-    from librmq.columns import reader
+    from librmq.columns.record_batches import reader_of
 
     settings = _settings(view, scope)
     settings["columns"], settings["mode"] = _COLUMNS, "PERMISSIVE"
     damage: list[DamagedPlace] = []
-    for batch in reader(view.store.path, **settings) if settings["topic"] else ():
+    for batch in reader_of(view.store, **settings) if settings["topic"] else ():
         reports = batch.column("_corrupt_record")
         if reports.null_count < len(reports):
             damage += [DamagedPlace(name, "", 0, "unreadable", text) for text in reports.drop_null().to_pylist()]
@@ -469,12 +469,13 @@ def _last_bytes(column: Any) -> Any:  # noqa: ANN401 (arrays of Arrow and numpy)
 
 
 def _counted(view: StoreView, scope: ReportScope, topic: str, sql: str | None) -> tuple[int, int]:
-    from librmq.columns import arrays, reader
+    from librmq.columns import arrays
+    from librmq.columns.record_batches import reader_of
 
     settings = _settings(view, scope)
     settings["topic"], settings["columns"], settings["sql"], settings["mode"] = topic, ["size"], sql, "PERMISSIVE"
     count = size = 0
-    for batch in reader(view.store.path, **settings):
+    for batch in reader_of(view.store, **settings):
         sizes = batch.column("size").drop_null()  # null for damage, which is reported elsewhere
         count += len(sizes)
         size += int(arrays.integers(sizes).sum())

@@ -98,11 +98,12 @@ Block = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_
 
 def _by_columns(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[Block]:
     """Yield the entries of all queues in log order; memory use does not grow with their number."""
-    from librmq.columns import arrays, reader
+    from librmq.columns import arrays
+    from librmq.columns.record_batches import reader_of
 
     columns = ("queueId", "queueOffset", "physicalOffset", "size")
-    for batch in reader(
-        view.store.path, view="queues", topic=set(view.topics), columns=["topic", *columns, "_corrupt_record"],
+    for batch in reader_of(
+        view.store, view="queues", topic=set(view.topics), columns=["topic", *columns, "_corrupt_record"],
         mode="PERMISSIVE", as_recovered=True, files=view.store.files,
     ) if view.topics else ():  # fmt: skip
         batch = batch.filter(batch.column("_corrupt_record").is_null())  # verify reports the others

@@ -6,15 +6,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
-from librmq.consumequeue import ENTRY, ConsumeQueue
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
+from librmq.consumequeue_entries import places_and_sizes
 from librmq.errors import CorruptionError, StoreError
 from librmq.files.interface import Damage, Files
-from librmq.files.rolling import MappingPool
+from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.delays import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.runtime.locks import Lock, RLock, critical
@@ -40,6 +41,74 @@ class QueueState(NamedTuple):
     max_physic_offset: int
 
 
+class ShortQueue(ConsumeQueue):
+    """A queue with few entries in one file, which are in memory. It is only read.
+
+    A store can have many thousands of queues of a few entries. Mapping the file of one takes several times as long as
+    reading it, so it is mapped only if a caller asks for more than its entries.
+    """
+
+    __slots__ = ("_entries", "_first", "_open", "_opened")
+
+    _SHORT: Final = 1 << 10
+    """Most bytes of entries to keep in memory for a queue."""
+    _READ: Final = 1 << 13
+    """Most bytes to read of a queue's file, whose used part is known in blocks."""
+
+    def __init__(self, first: int, entries: bytes, state: QueueState, open_queue: Callable[[], ConsumeQueue]) -> None:
+        self._first, self._entries = first, entries
+        self._open = open_queue
+        self._opened: ConsumeQueue | None = None
+        self._closed = False
+        self.ext = None
+        self.min_offset, self.max_offset, self.max_physic_offset = max(first, state.min_offset), *state[1:]
+
+    @classmethod
+    def from_file(
+        cls, folder: str, file_size: int, files: Files, state: QueueState, open_queue: Callable[[], ConsumeQueue]
+    ) -> Self | None:
+        """Return the queue in ``folder``; None if it is not short, or not as in ``state``: open it to see why."""
+        if state.max_offset - state.min_offset > cls._SHORT // ENTRY_SIZE:
+            return None
+        file = files.read_sole_file(folder, file_size, cls._READ)
+        if file is None or not 0 < len(file[1]) <= cls._SHORT or not (file[0].isdigit() and len(file[0]) == 20):
+            return None
+        raw = file[1] + bytes(-len(file[1]) % ENTRY_SIZE)
+        first = int(file[0]) // ENTRY_SIZE
+        places, sizes = places_and_sizes(raw)
+        as_closed = (first + len(places), places[-1] + sizes[-1]) == (state.max_offset, state.max_physic_offset)
+        if not as_closed or min(sizes) <= 0 or min(places) < 0 or HOLE_SIZE in sizes:
+            return None
+        return cls(first, raw, state, open_queue)
+
+    @property
+    def _files(self) -> MappedFileQueue:  # type: ignore[override]
+        queue = self._opened = self._opened or self._open()
+        return queue._files
+
+    @property
+    def stored_begin(self) -> int:
+        """The first queue offset in the file."""
+        return self._first
+
+    def _raw(self, position: int, end: int) -> bytes:
+        if self._closed:
+            self._check_open()
+        begin = self._first * ENTRY_SIZE
+        return self._entries[max(position - begin, 0) : max(end - begin, 0)]
+
+    def unmap_all(self) -> None:
+        """Release the file, if it is mapped."""
+        if self._opened is not None:
+            self._opened.unmap_all()
+
+    def close(self) -> None:
+        """Close the queue."""
+        self._closed = True
+        if self._opened is not None:
+            self._opened.close()
+
+
 class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
     """The queues of a store, each opened at its first use. Thread-safe like a dict.
 
@@ -59,6 +128,8 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         self.rebuild: Callable[[CorruptionError], QueueTable] | None = None
         """For a view: returns the queues as the log has them, after an error of opening one."""
         self._rebuilding = Lock()
+        self.read_short: Callable[[QueueName, QueueState], ConsumeQueue | None] = lambda *_: None
+        """For a view: returns a queue that is quicker to read than to open; None if it is none."""
 
     def __repr__(self) -> str:
         return f"<QueueTable of {len(self)} queues>"
@@ -81,6 +152,8 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
                 return self._open[name]
 
     def _opened(self, name: QueueName, state: QueueState | None) -> ConsumeQueue:
+        if state is not None and (short := self.read_short(name, state)) is not None:
+            return self._open.setdefault(name, short)
         queue = self._open_queue(*name)
         opened = self._open.get(name)
         if opened is not None:  # another thread has opened it, and can have written to it

@@ -294,6 +294,8 @@ class StoreTimes:
         """Return the first offset with a time in a window, both ends included."""
         for part, is_known in self._parts(queue, offsets):
             begin = self._bisect(queue, part, least_ms - self._setback_ms) if is_known else part.start
+            if begin < part.stop and self._is_within(queue, begin, least_ms, most_ms):  # as in times that ascend
+                return begin
             for first, times in self._blocks(queue, range(begin, part.stop)):
                 hits = np.flatnonzero((times >= least_ms) & (times <= most_ms) & (times != UNKNOWN))
                 if len(hits):
@@ -306,11 +308,17 @@ class StoreTimes:
         for part, is_known in reversed(self._parts(queue, offsets)):
             limit_ms = most_ms + self._setback_ms + 1
             end = self._bisect(queue, part, limit_ms, unreadable=False) if is_known else part.stop
+            if end > part.start and self._is_within(queue, end - 1, least_ms, most_ms):
+                return end - 1
             for first, times in self._blocks(queue, range(part.start, end), backwards=True):
                 hits = np.flatnonzero((times >= least_ms) & (times <= most_ms) & (times != UNKNOWN))
                 if len(hits):
                     return first + int(hits[-1])
         return None
+
+    def _is_within(self, queue: TimedQueue, queue_offset: int, least_ms: int, most_ms: int) -> bool:
+        stored_ms = self.stored_at(queue, queue_offset)
+        return stored_ms is not None and least_ms <= stored_ms <= most_ms
 
     def _parts(self, queue: TimedQueue, offsets: range) -> list[tuple[range, bool]]:
         """Return the offsets before, in and behind the records whose order is known, and which these are."""
