@@ -13,6 +13,7 @@ import struct
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -112,13 +113,15 @@ def rescue(
     count = gaps = 0
     with growing_store(target, files) as part:
         log = PartFiles(part, config, files).open_log(writable=True)
-        numbers, jobs = Renumbering(), MovedJobs(_sound_notes(path, files, tell))
+        copies = _Copies(log)
+        numbers, jobs = copies.numbers, MovedJobs(_sound_notes(path, files, tell))
+        valid_queue = cache(validate_queue)
         for item in _records(path, files, numbers.end_log):
             if isinstance(item, StoredMessage):
                 try:
-                    validate_queue(item.topic, item.queue_id)
+                    valid_queue(item.topic, item.queue_id)
                     for message in inner_messages(item):
-                        place, raw = _append(log, message, numbers)
+                        place, raw = copies.append(message)
                         jobs.add_copy(item.physical_offset, item.raw, place, raw)
                         count += 1
                     continue
@@ -126,6 +129,7 @@ def rescue(
                     item = Gap(item.physical_offset, item.size, path, str(error))
             gaps += 1
             tell(item)
+        copies.write()
         log.close()
         copy_config(path, part, files, OWN_FOLDER, only=KEPT_CONFIG)
         moved = jobs.committed_jobs()
@@ -158,13 +162,14 @@ Redaction = Literal["bodies", "properties"]
 def extract(
     path: str,
     target: str,
-    keep: Callable[[StoredMessage], bool],
+    keep: Callable[[StoredMessage], bool] | Collection[int],
     *,
     redact: Collection[Redaction] = (),
     files: Files | None = None,
 ) -> Extracted:
     """Create a store in ``target``, which is empty or does not exist, from the records for which ``keep`` returns True.
 
+    ``keep`` can also be their physical offsets, by which other records are only checked, not decoded.
     Of each record all but physical offset, queue offset and prepared-transaction offset stays, unless ``redact`` names
     it: a redacted body or value is as long as before, a redacted body is not compressed, and gets its checksum. Tags
     and keys stay. The files are as small as the records allow. Topics, the progress of groups and filters go with
@@ -206,12 +211,16 @@ def make_store(
     places: dict[int, int] = {}
     with growing_store(target, files) as part:
         log = PartFiles(part, config, files).open_log(writable=True)
-        numbers = Renumbering()
+        copies = _Copies(log, places)
         for message in messages:
             copied = StoredMessage(_redacted(message.raw, message.topic, redact)) if redact else message
-            places[message.physical_offset], _ = _append(log, copied, numbers, places)
-            count, size = count + 1, size + copied.size
+            place, raw = copies.append(copied)
+            if message.sys_flag & record.TRANSACTION_MASK or message.topic == HALF_TOPIC:
+                places[message.physical_offset] = place
+            count, size = count + 1, size + len(raw)
+        copies.write()
         log.close()
+        numbers = copies.numbers
         numbers.end_log()
         write_kept_config(part, config, files, is_own=True)
         _copy_tables(tables, part, numbers, numbers.topics() | set(topics), files)
@@ -219,9 +228,10 @@ def make_store(
     return Extracted(target, count, size)
 
 
-def _sound(path: str, files: Files, keep: Callable[[StoredMessage], bool]) -> Iterator[StoredMessage]:
+def _sound(path: str, files: Files, keep: Callable[[StoredMessage], bool] | Collection[int]) -> Iterator[StoredMessage]:
     gap, is_killed = None, has_abort(files, path)
-    for item in salvage.log_records(path, files):
+    places = None if callable(keep) else keep
+    for item in salvage.log_records(path, files, places):
         is_end = is_killed and gap is None  # what a kill leaves, and a recovery cuts, if no record follows
         if isinstance(item, Gap):
             gap = item
@@ -234,7 +244,7 @@ def _sound(path: str, files: Files, keep: Callable[[StoredMessage], bool]) -> It
         except RecordError as error:
             at = item.physical_offset
             raise CorruptionError(path, at, "record", f"{error.reason}: run librmq salvage first") from None
-        yield from filter(keep, messages)
+        yield from filter(keep, messages) if callable(keep) else messages
 
 
 def small_config(config: StoreConfig, messages: Iterable[StoredMessage]) -> StoreConfig:
@@ -329,9 +339,9 @@ class Renumbering:
         self._log_ends: dict[tuple[str, int], int] = {}
         self._halves: dict[tuple[int, int], int] = {}
 
-    def next(self, message: StoredMessage) -> int:
-        """Return the queue offset of the next record."""
-        name, old = (message.topic, message.queue_id), message.queue_offset
+    def next(self, topic: str, queue_id: int, old: int) -> int:
+        """Return the queue offset of the next record, by its queue and its old queue offset."""
+        name = topic, queue_id
         queue = self._old.get(name)
         if queue is None:
             queue = self._old[name] = array("q")
@@ -339,8 +349,8 @@ class Renumbering:
         if new > 1 and queue[-1] < queue[-2] and old == queue[-1] + 1:
             self._made_again[name] = new - 1  # two such records show that the topic was deleted and made again
         queue.append(old)
-        if message.topic == HALF_TOPIC:
-            self._halves[message.queue_id, old] = new
+        if topic == HALF_TOPIC:
+            self._halves[queue_id, old] = new
         return new
 
     def end_log(self) -> None:
@@ -376,26 +386,54 @@ def _sound_notes(path: str, files: Files, tell: Callable[[Gap], object]) -> dict
     return notes
 
 
-def _append(
-    log: CommitLog, message: StoredMessage, numbers: Renumbering, places: Mapping[int, int] | None = None
-) -> tuple[int, bytes]:
-    """Append a record to a new log, with a new physical offset and queue offset; return its place and bytes.
+class _Copies:
+    """The records of a new log, each with its physical offset and queue offset there, written in large blocks."""
 
-    ``places`` are the new places of halves by their old ones.
-    """
-    raw = bytearray(message.raw)
-    if has_queue_entry(message.sys_flag):
-        if message.topic == OP_TOPIC:
-            raw = _op_of_half(message, numbers)
-        raw[record.QUEUE_OFFSET_AT : record.QUEUE_OFFSET_AT + 8] = _LONG.pack(numbers.next(message))
-    if places is not None and message.prepared_transaction_offset:
-        at = record.host_ends(message.sys_flag)[1] + 4
-        raw[at : at + 8] = _LONG.pack(places.get(message.prepared_transaction_offset, 0))
-    place = log.claim(len(raw))
-    raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8] = _LONG.pack(place)
-    data = bytes(raw)
-    log.append(data)
-    return place, data
+    _BLOCK: Final = 4 << 20
+
+    def __init__(self, log: CommitLog, places: Mapping[int, int] | None = None) -> None:
+        """Take the new places of halves by their old ones; without them prepared offsets stay."""
+        self.numbers = Renumbering()
+        self._log = log
+        self._places = places
+        self._block = bytearray()
+        self._end = log.end
+        self._fits = log.fits
+
+    def append(self, message: StoredMessage) -> tuple[int, bytes]:
+        """Append a record, and return its place and bytes.
+
+        Raises:
+            MessageIllegalError: It fits into no file.
+        """
+        raw, sys_flag = bytearray(message.raw), message.sys_flag
+        if has_queue_entry(sys_flag):
+            topic = message.topic
+            if topic == OP_TOPIC:
+                raw = _op_of_half(message, self.numbers)
+            number = self.numbers.next(topic, message.queue_id, message.queue_offset)
+            raw[record.QUEUE_OFFSET_AT : record.QUEUE_OFFSET_AT + 8] = _LONG.pack(number)
+        if self._places is not None and message.prepared_transaction_offset:
+            at = record.host_ends(sys_flag)[1] + 4
+            raw[at : at + 8] = _LONG.pack(self._places.get(message.prepared_transaction_offset, 0))
+        size = len(raw)
+        if self._end + size > self._fits:
+            self.write()
+            self._end = self._log.claim(size)
+            self._fits = self._end - self._end % self._log.file_size + self._log.file_size - record.BLANK_SIZE
+        place = self._end
+        raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8] = _LONG.pack(place)
+        self._block += raw
+        self._end = place + size
+        if len(self._block) >= self._BLOCK:
+            self.write()
+        return place, bytes(raw)
+
+    def write(self) -> None:
+        """Write the records that are collected."""
+        if self._block:
+            self._log.append_block(self._block)
+            self._block = bytearray()
 
 
 def _is_number(part: bytes) -> bool:

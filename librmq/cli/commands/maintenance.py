@@ -182,7 +182,7 @@ def extract(arguments: argparse.Namespace, output: Output) -> int:
         small = extract(
             arguments.store,
             arguments.out,
-            lambda message: message.physical_offset in places,
+            places,
             redact=arguments.redact or (),
         )
     output.row({"type": "extract", "into": small.path, "messages": small.messages, "bytes": small.bytes})

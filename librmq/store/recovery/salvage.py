@@ -18,7 +18,7 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Final, NamedTuple
@@ -110,6 +110,10 @@ def _find(
     return None
 
 
+_MOST_HELD: Final = 32 << 20
+"""Bytes of a file whose pages a read holds at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     """A file with bytes of the log, ``size`` of them from physical offset ``start`` on."""
@@ -170,14 +174,14 @@ def salvaged_records(path: str, files: Files | None = None) -> Iterator[StoredMe
     yield from cut_records(path, files)
 
 
-def log_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
-    """Yield the part of `records` that the log holds."""
+def log_records(path: str, files: Files, only: Container[int] | None = None) -> Iterator[StoredMessage | Gap]:
+    """Yield the part of `records` that the log holds; with ``only`` the gaps, and the records at these places."""
     end: int | None = None
     for source in _sources(os.path.join(path, COMMITLOG), files):
         if end is not None and source.start > end:
             yield Gap(end, source.start - end, os.path.dirname(source.path), "these bytes are in no log file")
         end = source.end
-        yield from _read(source, [], files)
+        yield from _read(source, [], files, only)
 
 
 def cut_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
@@ -198,7 +202,9 @@ def _sources(folder: str, files: Files) -> list[_Source]:
     ]
 
 
-def _read(source: _Source, earlier: list[_Source], files: Files) -> Iterator[StoredMessage | Gap]:
+def _read(
+    source: _Source, earlier: list[_Source], files: Files, only: Container[int] | None = None
+) -> Iterator[StoredMessage | Gap]:
     """Yield the content of a file that no earlier one has at the same place."""
     if source.end >= 1 << 63:
         yield Gap(source.start, source.size, source.path, "expected a start whose file ends below 2^63")
@@ -212,9 +218,15 @@ def _read(source: _Source, earlier: list[_Source], files: Files) -> Iterator[Sto
         (other, files.open(other.path)) for other in earlier if other.start < source.end and source.start < other.end
     ]
     buffer, data_ends = file.buffer, [files.data_end(other, 0) for _, other in others]
+    released = 0
     for place, size, what in source.items(files, file):
         advance(size)
+        if place - released > _MOST_HELD:
+            files.unmap(file, released, place)
+            released = place
         physical_offset = source.start + place
+        if only is not None and what is None and physical_offset not in only:
+            continue
         raw = buffer[place : place + size] if what is None or others else b""
         if any(
             (at := physical_offset - holder.start) < data_end and other.buffer[at : at + size] == raw
