@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import chain
@@ -139,9 +140,12 @@ Group = tuple[Any, ...]
 Counts = dict[Group, tuple[int, int]]
 
 _UNIT_MS: Final = {"minute": 60_000, "hour": 3_600_000, "day": 86_400_000}
+_ANY: Final = MessageQuery()
 _MOST_READ: Final = 4096
 """Records that are read for the tags of codes, at most twice as many."""
 _OF_A_BATCH: Final = 1024
+_KEYS_APART: Final = 1 << 16
+"""Rows of keys to collect before they are merged, beside twice those that there are."""
 _OF_CODES: Final = ["tagsCode", "size", "physicalOffset"]
 _COLUMNS: Final = {
     "topic": ("topic",),
@@ -157,7 +161,8 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.sampled and by != "tag":
         raise InputError("--sampled: expected --by tag, because only tags have codes in the queues")
     with open_store(arguments) as store:
-        counts, sampled = None, {}
+        counts: Counts | Iterator[tuple[Group, tuple[int, int]]] | None = None
+        sampled: dict[str, bool] = {}
         is_of_ranges = not selection.is_by_index and selection.grep is None and selection.offsets is None
         if arguments.config is None and arguments.at is None and is_of_ranges:  # columns take no settings
             counts, is_sampled = _by_columns(store, selection, arguments)
@@ -165,7 +170,8 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
         if counts is None:
             with _bar(store, selection):
                 counts = _by_messages(_queued_messages(store, selection, arguments.all), by, selection.topic)
-        for group, (messages, size) in sorted(counts.items(), key=lambda item: _place(by, *item)):
+        ordered = sorted(counts.items(), key=lambda item: _place(by, *item)) if isinstance(counts, dict) else counts
+        for group, (messages, size) in ordered:
             output.row({**_group_fields(by, group), "messages": messages, "bytes": size, **sampled})
         note_topic_of(store, selection.topic, output)
     return 0
@@ -231,8 +237,8 @@ def _groups(message: StoredMessage, by: str, topic: str) -> list[Group]:
 
 def _by_columns(
     store: MessageStore, selection: MessageQuery, arguments: argparse.Namespace
-) -> tuple[Counts | None, bool]:
-    """Return the counts from columns of the store, a block at a time, and whether tags come from a sample.
+) -> tuple[Counts | Iterator[tuple[Group, tuple[int, int]]] | None, bool]:
+    """Return the counts from columns of the store, those of keys in order, and whether tags come from a sample.
 
     The counts are None without the extra ``arrow``.
     """
@@ -252,12 +258,12 @@ def _by_columns(
     settings["topic"] = topics if selection.topic is None else selection.topic
     if selection.queue_id is not None:
         settings["queue"] = selection.queue_id
-    if selection.has_times:
-        settings["since"], settings["until"] = max(0, selection.begin_ms), selection.end_ms
+    if selection.begin_ms >= 0:
+        settings["since"] = selection.begin_ms
+    if selection.end_ms < _ANY.end_ms:
+        settings["until"] = selection.end_ms
     counts: Counts = {}
-    if not topics and selection.topic is None:
-        return counts, arguments.sampled
-    ranges = selection.ranges(store)
+    ranges = replace(selection, begin_ms=_ANY.begin_ms, end_ms=_ANY.end_ms).ranges(store)
     total = sum(len(offsets) for (topic, _), offsets in ranges.items() if selection.topic or topic in topics)
     is_by_code = arguments.sampled and selection.tags is None and selection.sql is None and SCHEDULE_TOPIC not in topics
     with ProgressBar("count", total, "messages") as bar:
@@ -266,7 +272,13 @@ def _by_columns(
             by_tag = _by_codes(store, bar.track(codes, _row_count))
             if by_tag is not None:
                 return by_tag, True
-        for batch in bar.track(reader_of(store, **settings), _row_count):
+        batches = bar.track(reader_of(store, **settings), _row_count)
+        if by == "key":
+            keys = _Keys()
+            for batch in batches:
+                keys.add(batch)
+            return keys.in_order(), False
+        for batch in batches:
             _add(counts, batch, by)
     return counts, False
 
@@ -313,33 +325,101 @@ def _by_codes(store: MessageStore, batches: Iterable[Any]) -> Counts | None:
 
 
 def _add(counts: Counts, batch: Any, by: str) -> None:  # noqa: ANN401 (a batch of Arrow)
-    import pyarrow as pa
-    import pyarrow.compute as pc
+    """Add a batch by arrays, because Arrow's own groups load pandas."""
+    import numpy as np
 
-    table = pa.table(batch)
+    from librmq.columns.arrays import integers
+
+    sizes = integers(batch.column("size"))
+    groups: list[Group]
     if by in _UNIT_MS:
-        at = pc.divide(pc.cast(table["storeTimestamp"], pa.int64()), 1000 * _UNIT_MS[by])
-        table = pa.table({"at": pc.multiply(at, _UNIT_MS[by]), "size": table["size"]})
-    elif by == "key":
-        table = _one_row_a_key(table)
-    counted = table.group_by(table.column_names[:-1]).aggregate([("size", "count"), ("size", "sum")])
-    *groups, numbers, sizes = (
-        counted[name].to_pylist() for name in (*table.column_names[:-1], "size_count", "size_sum")
-    )
-    for group, number, size in zip(zip(*groups, strict=True), numbers, sizes, strict=True):
+        times, rows = np.unique(integers(batch.column("storeTimestamp")) // (1000 * _UNIT_MS[by]), return_inverse=True)
+        groups = [(time * _UNIT_MS[by],) for time in times.tolist()]
+    else:
+        encoded = batch.column(_COLUMNS[by][0]).dictionary_encode("encode")
+        names, indices = encoded.dictionary.to_pylist(), integers(encoded.indices)
+        ids = integers(batch.column("queueId")) if by == "queue" else np.zeros(len(indices), np.int64)
+        queues, rows = np.unique(indices << 32 | ids, return_inverse=True)
+        groups = [
+            (names[queue >> 32], queue & 0xFFFFFFFF) if by == "queue" else (names[queue >> 32],)
+            for queue in queues.tolist()
+        ]
+    numbers, sums = np.bincount(rows, minlength=len(groups)), np.bincount(rows, sizes, len(groups)).astype(np.int64)
+    for group, number, size in zip(groups, numbers.tolist(), sums.tolist(), strict=True):
         before = counts.get(group, (0, 0))
         counts[group] = before[0] + number, before[1] + size
 
 
-def _one_row_a_key(table: Any) -> Any:  # noqa: ANN401 (a table of Arrow)
-    """Return the rows of ``keys`` and ``size`` once for each key of a message."""
-    from librmq.message.properties import split_keys
+class _Keys:
+    """The counts of many keys as arrays, of which a dictionary would take ten times the memory."""
 
-    rows = [
-        (key, size)
-        for keys, size in zip(table["keys"].to_pylist(), table["size"].to_pylist(), strict=True)
-        for key in (dict.fromkeys(split_keys(keys)) if keys else [None])
-    ]
-    import pyarrow as pa
+    def __init__(self) -> None:
+        self._texts: list[Any] = []  # arrays of Arrow; the first has the keys so far, each once
+        self._numbers: list[Any] = []
+        self._sizes: list[Any] = []
+        self._rows = self._merged = 0
 
-    return pa.table({"key": pa.array([key for key, _ in rows], pa.string()), "size": [size for _, size in rows]})
+    def add(self, batch: Any) -> None:  # noqa: ANN401 (a batch of Arrow)
+        """Add a batch, in which a message has a row for each of its keys."""
+        import numpy as np
+
+        from librmq.columns.arrays import integers
+        from librmq.message.properties import split_keys
+
+        texts, owners = list[str | None](), list[int]()
+        for number, keys in enumerate(batch.column("keys").to_pylist()):
+            names = list(dict.fromkeys(split_keys(keys))) if keys else [None]
+            texts += names
+            owners += [number] * len(names)
+        self._texts.append(_texts(texts))
+        self._numbers.append(np.ones(len(texts), np.int64))
+        self._sizes.append(integers(batch.column("size"))[owners])
+        self._rows += len(texts)
+        if self._rows > 2 * self._merged + _KEYS_APART:
+            self._merge()
+
+    def _merge(self) -> None:
+        import numpy as np
+        import pyarrow as pa
+
+        from librmq.columns.arrays import integers
+
+        encoded = pa.concat_arrays(self._texts).dictionary_encode("encode")
+        indices, count = integers(encoded.indices), len(encoded.dictionary)
+        self._texts = [encoded.dictionary]
+        for columns in (self._numbers, self._sizes):
+            columns[:] = [np.bincount(indices, np.concatenate(columns), count).astype(np.int64)]
+        self._rows = self._merged = count
+
+    def in_order(self) -> Iterator[tuple[Group, tuple[int, int]]]:
+        """Yield the keys with their messages and bytes, those of most messages first."""
+        import numpy as np
+        import pyarrow.compute as pc
+
+        from librmq.columns.arrays import integers, numbers
+
+        if not self._texts:
+            return
+        self._merge()
+        by_text = np.roll(integers(pc.sort_indices(self._texts[0])), self._texts[0].null_count)  # null comes first
+        order = by_text[np.argsort(-self._numbers[0][by_text], kind="stable")]
+        for begin in range(0, len(order), _KEYS_APART):
+            rows = order[begin : begin + _KEYS_APART]
+            texts = self._texts[0].take(numbers(rows)).to_pylist()
+            for text, number, size in zip(
+                texts, self._numbers[0][rows].tolist(), self._sizes[0][rows].tolist(), strict=True
+            ):
+                yield (text,), (number, size)
+
+
+def _texts(values: list[str | None]) -> Any:  # noqa: ANN401 (an array of Arrow)
+    """Return texts as an array of Arrow, whose own function loads pandas."""
+    import numpy as np
+
+    from librmq.columns.arrays import numbers, strings
+
+    array = strings([value or "" for value in values])
+    if None not in values:
+        return array
+    present = np.array([value is not None for value in values])
+    return array.take(numbers(np.arange(len(values)), present))

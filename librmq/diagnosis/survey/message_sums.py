@@ -395,7 +395,7 @@ def _settings(view: StoreView, scope: ReportScope) -> ReaderKeywords:
         "files": view.store.files,
     }
     if scope.has_times:
-        settings["since"] = scope.begin_ms or 0
+        settings["since"] = scope.begin_ms
         settings["until"] = scope.end_ms
     return settings
 
