@@ -32,8 +32,10 @@ from librmq.clock import SystemClock
 from librmq.integrations.kombu_bindings import FolderBindings, topic_of
 from librmq.integrations.kombu_broker import KombuBroker, brokers, check_visibility
 from librmq.integrations.kombu_receivers import AT_ONCE, Delivery, Receiver
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event
 
+_log = EventLog("librmq.integrations")
 _clock: Final = SystemClock()
 _Arrived = tuple[str, Delivery]
 _LONGEST_WAIT_S: Final = 1.0
@@ -203,9 +205,16 @@ class Channel(virtual.Channel):
             os.utime(self._held[queue])
             os.close(self._held.pop(queue))
             if queue in self._temporary:
-                with bindings.unused(queue) as is_unused:
-                    if is_unused:
-                        self.queue_delete(queue)
+                self._delete_unused(bindings, queue)
+
+    def _delete_unused(self, bindings: FolderBindings, queue: str) -> None:
+        """Delete a queue whose last consumer has ended; its ``x-expires`` does so if the store can't be reached now."""
+        try:
+            with bindings.unused(queue) as is_unused:
+                if is_unused:
+                    self.queue_delete(queue)
+        except librmq.RmqError as error:
+            _log.warning("kombu: queue %(queue)s is not deleted: %(error)s", queue=queue, error=error)
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
         """Return a message, or None if there is none."""
