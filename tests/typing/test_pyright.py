@@ -1,9 +1,10 @@
-"""pyright, which many editors use, agrees with mypy on user-style code."""
+"""pyright, which many editors use, agrees with mypy on user-style code, and on the pages about effects."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -45,6 +46,11 @@ def errors_of_pyright(files: Iterable[Path], folder: Path, **settings: object) -
 @pytest.mark.skipif(find_spec("pyright") is None, reason="pyright is not installed: pip install 'librmq[dev]'")
 def test_pyright_agrees_with_mypy(tmp_path: Path) -> None:
     files = [Path(__file__).with_name(name) for name in ("api.py", "clients.py")]
+    for page in ("dedup", "transactions"):
+        text = (CHECKOUT / "docs" / f"{page}.md").read_text("utf-8")
+        snippets = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        files.append(tmp_path / f"{page}.py")
+        files[-1].write_text("\n".join(snippets), "utf-8")
     found = errors_of_pyright(
         files,
         tmp_path,
