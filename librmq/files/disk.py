@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.interface import File, FileLock, FolderEntry, named, without_zeros
 from librmq.files.lock import DiskLock, lock_holder
-from librmq.files.regular import joined_folders, open_regular, place_of
+from librmq.files.regular import give_to_owner, joined_folders, open_regular, place_of
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.files")
@@ -356,15 +356,16 @@ class DiskFiles:
         root = next((root for root in self._roots if path.startswith(root)), None)
         with named("make the folder", path):
             if root is None:
-                os.makedirs(path, exist_ok=True)
+                _make_folders(path)
                 return
-            os.makedirs(root, exist_ok=True)
+            _make_folders(root)
             at = root
             for name in path[len(root) :].split(os.sep):
                 at = os.path.join(at, name)
                 with self._place(at) as place:
                     try:
                         os.mkdir(place.name, dir_fd=place.folder)
+                        give_to_owner(at, os.path.dirname(at))
                     except FileExistsError:
                         if os.path.islink(at):
                             raise self._link_refused(at) from None
@@ -600,6 +601,7 @@ def _create_unnamed(path: str, place: _Place, size: int) -> bool:
         with named("create", path):
             descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o644, dir_fd=place.folder)
         try:
+            give_to_owner(descriptor, folder, place.folder)
             _set_length(descriptor, path, size)
             with named("create", path):
                 # Python follows the link only if it gets a folder too, which an absolute path does not use.
@@ -643,6 +645,7 @@ def _create_renamed(path: str, place: _Place, size: int) -> None:
 def _make(place: _Place, path: str, size: int) -> None:
     with named("create", path):
         descriptor = os.open(place.name, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=place.folder)
+        give_to_owner(descriptor, os.path.dirname(place.name), place.folder)
     try:
         _set_length(descriptor, path, size)
     except BaseException:
@@ -650,6 +653,17 @@ def _make(place: _Place, path: str, size: int) -> None:
         raise
     finally:
         os.close(descriptor)
+
+
+def _make_folders(path: str) -> None:
+    """Make a folder and those above it, each of the owner of the one above."""
+    if path and not os.path.isdir(path):
+        _make_folders(os.path.dirname(path.rstrip(os.sep)))
+        with suppress(FileExistsError):
+            os.mkdir(path)
+            give_to_owner(path, os.path.dirname(path.rstrip(os.sep)))
+        if not os.path.isdir(path):
+            os.mkdir(path)  # raises what is there instead
 
 
 def _set_length(descriptor: int, path: str, size: int) -> None:
@@ -670,7 +684,9 @@ def _new_file(place: _Place) -> BinaryIO:
     with suppress(FileNotFoundError):
         os.unlink(place.name, dir_fd=place.folder)
     flags = _TO_WRITE | os.O_CREAT | os.O_EXCL
-    return os.fdopen(os.open(place.name, flags, 0o644, dir_fd=place.folder), "wb")
+    descriptor = os.open(place.name, flags, 0o644, dir_fd=place.folder)
+    give_to_owner(descriptor, os.path.dirname(place.name), place.folder)
+    return os.fdopen(descriptor, "wb")
 
 
 class TemporaryFolder:

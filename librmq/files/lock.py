@@ -20,7 +20,7 @@ from typing import Final
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files.interface import named
-from librmq.files.regular import open_regular
+from librmq.files.regular import give_to_owner, open_regular
 from librmq.runtime.locks import Lock, call_in_child, critical
 
 if sys.platform != "win32":
@@ -72,6 +72,7 @@ class DiskLock:
                 raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from None
             raise
         try:
+            give_to_owner(descriptor, os.path.dirname(name), folder)
             status = os.fstat(descriptor)
             if sys.platform != "win32":
                 self._lock(descriptor, path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 from collections.abc import Sequence
 from typing import Final
 
@@ -52,6 +53,21 @@ def open_regular(
         os.close(descriptor)
         raise CorruptionError(path, 0, "name", "expected a regular file")
     return descriptor
+
+
+def give_to_owner(made: int | str, folder: str, folder_descriptor: int | None = None) -> None:
+    """Let what root has made in another user's folder belong to that user, whose service could not use it otherwise.
+
+    ``folder`` is named within ``folder_descriptor``; if it is empty, it is that one, or the current one.
+    """
+    if sys.platform == "win32" or os.geteuid():
+        return
+    if folder or folder_descriptor is None:
+        status = os.stat(folder or os.curdir, dir_fd=folder_descriptor)
+    else:
+        status = os.fstat(folder_descriptor)
+    if status.st_uid and not (os.fstat(made) if isinstance(made, int) else os.stat(made)).st_uid:
+        os.chown(made, status.st_uid, status.st_gid)
 
 
 def join_folders(folder: str, others: Sequence[str]) -> None:

@@ -117,6 +117,34 @@ def _check_place(path: str, files: DiskFiles) -> None:
             "a local folder, or run a RocketMQ broker and use librmq.connect"
         )
     check_store(path, files, writable=True)
+    _check_owner(path)
+
+
+def _check_owner(path: str) -> None:
+    """Refuse a store of another user, whose processes could neither reach this one nor take the store over.
+
+    Raises:
+        ConfigError: The error says whose it is.
+    """
+    for name in (os.path.relpath(share_folder(path), path), "commitlog"):
+        with suppress(FileNotFoundError):
+            user = os.stat(os.path.join(path, name)).st_uid
+            if user != os.geteuid():
+                raise ConfigError(
+                    f"{path}: {name} belongs to user {_user_name(user)}, and this process to "
+                    f"{_user_name(os.geteuid())}: "
+                    "only processes of one user share a store; run this one as that user, or let it use librmq.connect "
+                    "to a server"
+                )
+
+
+def _user_name(user: int) -> str:
+    import pwd  # not on Windows, where no store is shared
+
+    try:
+        return f"{pwd.getpwuid(user).pw_name} ({user})"
+    except KeyError:
+        return str(user)
 
 
 # ---- the broker of all processes

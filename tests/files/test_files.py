@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from librmq import Broker, Producer
 from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import File, Files, confine, used_end, without_zeros
@@ -641,3 +642,13 @@ def test_each_way_to_open_refuses_what_is_no_regular_file(
         with pytest.raises(CorruptionError, match="expected a regular file"):
             way()
     assert files.read_sole_file(str(tmp_path), 0, 1) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+def test_what_root_makes_belongs_to_the_owner_of_the_folder(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, 12346)
+    with Broker.open(tmp_path / "of user" / "store") as broker, Producer(broker, "p") as producer:
+        producer.send("orders", b"x", delay=77)
+    made = [tmp_path / "of user", *(tmp_path / "of user").rglob("*")]
+    assert len(made) > 20
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in made} == {(12345, 12346)}

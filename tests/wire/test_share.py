@@ -804,6 +804,16 @@ def test_a_hostile_peer_stops_no_other(tmp_path: Path) -> None:
         assert server.refused == 2
 
 
+def test_the_store_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    for make in (lambda: Broker.open(tmp_path / "broker"), lambda: librmq.share(tmp_path / "share")):
+        make().close()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    for name, part in (("broker", "commitlog"), ("share", "librmq/share")):
+        with pytest.raises(ConfigError, match=rf"{part} belongs to user .*{user}.*, and this process to 12345: only"):
+            librmq.share(tmp_path / name)
+
+
 def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with librmq.share(tmp_path / "store"):
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
