@@ -228,12 +228,14 @@ def test_a_transaction_that_ends_in_an_async_block(
     assert place.effects(name) == int(how == "error" and base != "postgresql")
 
 
-@pytest.mark.parametrize("driver", ["psycopg", "asyncpg", "aiosqlite"])
+@pytest.mark.parametrize(
+    ("base", "driver"), [("postgresql", "psycopg"), ("postgresql", "asyncpg"), ("sqlite", "aiosqlite")]
+)
 def test_asynchronous_drivers_are_used_through_sqlalchemy(
-    database: Callable[[str], Database], driver: str, name: str
+    database: Callable[[str], Database], base: str, driver: str, name: str
 ) -> None:
     async def connect() -> Any:
-        port = database("sqlite" if driver == "aiosqlite" else "postgresql").engine.url.port
+        port = database(base).engine.url.port
         if driver == "aiosqlite":
             return await aiosqlite.connect(":memory:")
         if driver == "asyncpg":
@@ -471,10 +473,13 @@ def test_a_block_that_ends_its_transaction(
     assert database(base).effects(name) == 1
 
 
+@pytest.mark.parametrize("base", ["mysql"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_deadlock_after_which_the_block_goes_on(database: Callable[[str], Database], kind: str, name: str) -> None:
+def test_a_deadlock_after_which_the_block_goes_on(
+    database: Callable[[str], Database], base: str, kind: str, name: str
+) -> None:
     """MySQL and MariaDB end the whole transaction, and a second delivery takes the record in between."""
-    place = database("mysql")
+    place = database(base)
     for number in range(8):
         place.run("INSERT INTO accounts (id, balance) VALUES (:id, 1)", id=f"{name}-{number}")
     update = "UPDATE accounts SET balance = balance + 1 WHERE id = :id"
@@ -523,9 +528,12 @@ def test_an_open_transaction_is_refused(
     assert database(base).effects(name) == 1
 
 
+@pytest.mark.parametrize("base", ["postgresql"])
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
-def test_an_aborted_transaction_is_refused(database: Callable[[str], Database], driver: str, name: str) -> None:
-    with database("postgresql").session(driver, "driver") as session:
+def test_an_aborted_transaction_is_refused(
+    database: Callable[[str], Database], base: str, driver: str, name: str
+) -> None:
+    with database(base).session(driver, "driver") as session:
         fail(session, "SELECT :name FROM nowhere", name)
         with (
             pytest.raises(ConfigError, match="found one that an error has ended: roll back first"),
@@ -632,3 +640,30 @@ def test_the_transactions_of_sqlite(tmp_path: Path, level: Any, name: str) -> No
                 else:
                     assert len(reader.execute("SELECT * FROM rmq_messages").fetchall()) == int(not first)
             assert not connection.in_transaction
+
+
+@pytest.mark.parametrize("kind", ["session", "connection"])
+def test_transactions_that_an_event_of_sqlalchemy_begins(tmp_path: Path, kind: str, name: str) -> None:
+    """By itself the driver would commit each statement: SQLAlchemy's documentation has this recipe for SQLite."""
+    engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path / 'x.db'}")
+    upgrade_tables(engine)
+
+    @sqlalchemy.event.listens_for(engine, "connect")
+    def connect(connection: Any, _: object) -> None:
+        connection.isolation_level = None
+
+    @sqlalchemy.event.listens_for(engine, "begin")
+    def begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    engine.dispose()
+    for expected in (True, False):
+        with (
+            Session(engine) if kind == "session" else engine.connect() as session,
+            transactional(session, message_of(name), group="billing") as first,
+        ):
+            assert first is expected
+            Outbox().add(session, Message("orders", b"x"))
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("SELECT COUNT(*) FROM rmq_outbox").scalar_one() == 2
+    engine.dispose()
