@@ -270,7 +270,8 @@ def send_bare(rows: Rows, _: Path) -> Timed:
     page = (
         f"SELECT id, order_key, due_timestamp_ms, (SELECT earlier.id FROM {table} earlier WHERE earlier.order_key = "
         "candidate.order_key AND earlier.state = 0 AND earlier.id < candidate.id ORDER BY earlier.id DESC LIMIT 1) "
-        f"FROM {table} candidate WHERE state = 0 AND due_timestamp_ms <= %s ORDER BY due_timestamp_ms, id LIMIT 100"
+        f"FROM {table} candidate WHERE state = 0 AND due_timestamp_ms <= %s "
+        "ORDER BY due_timestamp_ms, candidate.id LIMIT 100"
     )
     claim = f"UPDATE {table} SET owner = %s, due_timestamp_ms = %s WHERE id = ANY(%s) AND state = 0"
     read = (
