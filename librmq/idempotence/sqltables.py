@@ -186,7 +186,8 @@ def upgrade_tables(
     """Create the tables, or upgrade existing ones; return their versions. Call it at every start.
 
     Args:
-        connection: A SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection; it is committed.
+        connection: A SQLAlchemy ``Engine``, ``Session`` or ``Connection``, Django's ``connection``, or a DB-API
+            connection; it is committed.
         dedup: Name of the guard's table; None omits the table, as for the next three.
         messages: Name of the inbox's table.
         transactions: Name of the table of `librmq.idempotence.LocalTransactions`.

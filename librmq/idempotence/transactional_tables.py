@@ -52,16 +52,18 @@ def transactional(
     """Return a context manager that yields whether ``message`` is delivered for the first time.
 
     ``session`` is a SQLAlchemy ``Session`` or ``Connection``, a DB-API connection, or for ``async with`` a SQLAlchemy
-    ``AsyncSession`` or ``AsyncConnection``, without an open transaction. Leaving the block commits; an exception rolls
-    back and propagates. ``key``, ``group`` and ``application`` mean the same as for `librmq.dedup.DedupListener`;
-    without a key every delivery counts as the first. `librmq.idempotence.sqltables.upgrade_tables` creates ``table``,
-    and `purge_messages` deletes records that are older than ``keep``.
+    ``AsyncSession`` or ``AsyncConnection``, without an open transaction; or Django's ``connection``, in whose atomic
+    blocks this one is a savepoint. Leaving the block commits; an exception rolls back and propagates. ``key``,
+    ``group`` and ``application`` mean the same as for `librmq.dedup.DedupListener`; without a key every delivery
+    counts as the first. `librmq.idempotence.sqltables.upgrade_tables` creates ``table``, and `purge_messages` deletes
+    records that are older than ``keep``.
 
     Errors of the database's driver propagate, and the message is delivered again. As thread-safe as the session.
 
     Raises:
         ConfigError: An argument is refused; or, at the begin of the block, the session has an open transaction, or
-            commits each statement.
+            commits each statement; or, at its end, the transaction has ended inside: the block has rolled it back, or
+            has gone on after an error by which the database did. Nothing of the block is kept.
     """
     if not group:
         raise ConfigError("group: expected the consumer group's name, found none")
@@ -168,7 +170,7 @@ class Transactional:
 def purge_messages(connection: Any, now_ms: int, *, table: str = "rmq_messages") -> int:
     """Delete the records of ``table`` that have expired, a thousand in each transaction; return their number.
 
-    ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection.
+    ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, Django's ``connection``, or a DB-API one.
     """
     return purge_expired(connection, check_name(table), "dedup_key", now_ms)
 
@@ -222,10 +224,11 @@ class LocalTransactions:
     def transaction(self, producer: TransactionProducer, message: Message, session: Any) -> Iterator[OpenTransaction]:
         """Send a half message, then run the block in a transaction of ``session`` that also writes the state.
 
-        ``session`` is a SQLAlchemy ``Session`` or ``Connection``, or a DB-API connection, without an open transaction.
-        Leaving the block commits both. An exception, or `OpenTransaction.rollback`, rolls both back; it propagates. If
-        the outcome of the database's commit is unknown because it raised, or the block has committed before it raised,
-        the broker asks `check`, and the error propagates too.
+        ``session`` is a SQLAlchemy ``Session`` or ``Connection``, Django's ``connection``, or a DB-API connection,
+        without an open transaction or atomic block. Leaving the block commits both. An exception, or
+        `OpenTransaction.rollback`, rolls both back; it propagates. If the outcome of the database's commit is unknown
+        because it raised, or the block has committed before it raised, the broker asks `check`, and the error
+        propagates too.
 
         Raises:
             ConfigError: The session has an open transaction, or commits each statement; nothing is sent. Or the block
@@ -343,6 +346,6 @@ class LocalTransactions:
     def purge(self, connection: Any) -> int:
         """Delete the rows that are older than ``keep``, a thousand in each transaction; return their number.
 
-        ``connection`` is a SQLAlchemy ``Engine``, ``Session`` or ``Connection``, or a DB-API connection.
+        ``connection`` is one of those that `purge_messages` takes.
         """
         return purge_expired(connection, self._table, "transaction_id", self._now_ms())
