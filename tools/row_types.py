@@ -127,6 +127,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "report": ("report:str json:str stores:int errors:int warnings:int",),
     "check-history": (_ANOMALY,),
+    "console": ("ready:bool url:str",),
     "serve": (
         "ready:bool grpc:str? remoting:str? control:str? grpc_tls?:str certificate?:str",
         "client:str group:str? state:str",

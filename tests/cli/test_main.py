@@ -329,8 +329,8 @@ def test_scripts_know_every_command(shell: Shell, name: str) -> None:
 
 
 NEEDS_SPARK = ("spark", "doctor")
-RUNS_ON = ("serve",)
-"""Runs until it is stopped; other tests cover it."""
+RUNS_ON = ("console", "serve")
+"""They run until they are stopped; other tests cover them."""
 NEEDS_ARROW = ("export", "import")
 NEEDS_JINJA = ("report",)
 FINDS_NOTHING = ("timers", "dead-letters", "expiring", "traces", "who")

@@ -14,7 +14,7 @@ from tests.reference import COMPACT, unpack
 
 ROWS = ROW_TYPES | cases.ROW_TYPES
 WITHOUT_ROWS = {"broker-conf", "completion", "filter"}
-OF_THEIR_OWN_TESTS = {"serve", "spark", "who"}
+OF_THEIR_OWN_TESTS = {"console", "serve", "spark", "who"}
 """They run longer, or beside other processes."""
 EXAMPLES = tuple(
     f"{command.name} {command.example}"
