@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from librmq import Broker, ManualRunner
+from librmq.diagnosis import report
 from librmq.message import Message
 from librmq.store import MessageStore
 from tests.cli.stand import Shell
@@ -65,6 +66,18 @@ def test_topics_have_the_least_and_greatest_times(shell: Shell, times: list[int]
         assert (rows[topic]["min_timestamp_ms"], rows[topic]["max_timestamp_ms"]) == (min(of_topic), max(of_topic))
     stats = shell("stats", "jumps").rows[0]
     assert (stats["min_timestamp_ms"], stats["max_timestamp_ms"]) == (min(times), max(times))
+
+
+def test_reports_of_two_windows_divide_the_messages(times: list[int]) -> None:
+    whole = report("jumps", check=False)
+    assert whole.begin_ms is not None
+    assert whole.begin_ms <= min(times)
+    counts = [
+        sum(topic.messages for topic in report("jumps", only={limit: str(START_MS + 5)}, check=False).topics)
+        for limit in ("until", "since")
+    ]
+    early = sum(time_ms < START_MS + 5 for time_ms in times)
+    assert counts == [early, len(times) - early]
 
 
 def test_a_skip_passes_no_message_that_is_too_young(shell: Shell) -> None:

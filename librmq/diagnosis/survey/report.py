@@ -139,14 +139,13 @@ VERIFIED: Final = 300_000
 
 
 def find_time_range(view: StoreView, scope: ReportScope) -> tuple[int, int] | None:
-    """Return the store times of the first and the last wanted message; None without messages."""
-    times = [
-        time_ms
-        for name, state in view.ranges.items()
-        if scope.has_topic(name[0])
-        for queue_offset in (state.min_offset, state.max_offset - 1)
-        if (time_ms := view.readable_time(name, queue_offset)) is not None
-    ]
+    """Return the least and the greatest store time of the wanted messages; None without messages."""
+    times = list[int]()
+    for name, state in view.ranges.items():
+        if scope.has_topic(name[0]):
+            with suppress(CorruptionError):  # verify reports it
+                of_queue = view.times_of(name, range(state.min_offset, state.max_offset))
+                times += (time_ms for time_ms in of_queue if time_ms is not None)
     if not times:
         return None
     last = max(times) if scope.end_ms is None else min(max(times), scope.end_ms - 1)
