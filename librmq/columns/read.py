@@ -310,7 +310,7 @@ class _Task:
         begin_ms, end_ms = self._options.selection.window_ms
         keep, size = np.zeros(len(rows), np.bool_), self._part.log_file_size
         files = rows.places // size
-        for begin, end in runs(np.zeros(len(rows), np.int64), 1, ENTRY_BATCH_ROWS, files):
+        for begin, end in runs(np.clip(rows.sizes, 0, BATCH_BYTES), BATCH_BYTES, ENTRY_BATCH_ROWS, files):
             start = int(files[begin]) * size
             if (raw := self._log_file(start)) is not None:
                 block = Block(raw, rows.places[begin:end] - start, frames=False)

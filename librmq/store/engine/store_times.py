@@ -50,7 +50,7 @@ _LATEST: Final = (1 << 63) - 1
 _FIRST_BLOCK: Final = 64
 _BLOCK: Final = 1 << 16
 """Most entries to read at once."""
-_RELEASED: Final = 1 << 12
+_RELEASED: Final = 1 << 8
 """Entries of a block from which the pages of its records are released."""
 _MOST_BYTES: Final = 256 << 20
 _PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # the fields from the physical offset to the store time
