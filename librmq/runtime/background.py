@@ -46,10 +46,10 @@ class Background:
                 return
             latest_ms = self._clock.now_ms()
             due = self._step(latest_ms)
-            if due is None:
-                self._clock.wait(self._event, None)
             # Read the clock again and again, because it can jump. If it was set back the due time is too late.
-            while due is not None and not was_set_back(latest_ms, now_ms := self._clock.now_ms()) and now_ms < due:
-                latest_ms = max(latest_ms, now_ms)
-                if self._clock.wait(self._event, seconds_until(due, now_ms)):
+            while True:
+                now_ms = self._clock.now_ms()
+                is_woken = self._clock.wait(self._event, None if due is None else seconds_until(due, now_ms))
+                if is_woken or due is None or now_ms >= due or was_set_back(latest_ms, now_ms):
                     break
+                latest_ms = max(latest_ms, now_ms)
