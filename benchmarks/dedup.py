@@ -27,6 +27,9 @@ from librmq.message.message import Message
 ON_FILES: Final = 20_000
 ON_SERVERS: Final = 2_000
 UNTIL_MS: Final = 1 << 45
+CLAIM_MS: Final = 600_000
+KEEP_MS: Final = 72 * 3_600_000
+CLOCK: Final = SystemClock()
 OWNER: Final = "0123456789abcdef01234567"
 _prefix: Final = numbers()
 """Each run has keys of its own."""
@@ -45,8 +48,9 @@ def claim_and_mark(guarded: Guarded, _: Path) -> Timed:
     """Claim and finish keys by the store."""
 
     def both(key: str) -> None:
-        guarded.store.claim(key, OWNER, 0, UNTIL_MS)
-        guarded.store.finish(key, OWNER, 0, UNTIL_MS)
+        now_ms = CLOCK.now_ms()
+        guarded.store.claim(key, OWNER, now_ms, now_ms + CLAIM_MS)
+        guarded.store.finish(key, OWNER, now_ms, now_ms + KEEP_MS)
 
     yield from _each_key(guarded.count, both)
 
@@ -54,7 +58,7 @@ def claim_and_mark(guarded: Guarded, _: Path) -> Timed:
 def guard(guarded: Guarded, _: Path) -> Timed:
     """Consume messages by a guarded listener."""
     run = next(_prefix)
-    listener = DedupListener(lambda message: None, guarded.store, group="billing", clock=SystemClock())
+    listener = DedupListener(lambda message: None, guarded.store, group="billing", clock=CLOCK)
     messages = [
         Delivery("orders", b"x", tags="paid", unique_key=f"{run}-{number:08d}") for number in range(guarded.count)
     ]
@@ -66,6 +70,13 @@ def guard(guarded: Guarded, _: Path) -> Timed:
 
 def bare(guarded: Guarded, _: Path) -> Timed:
     yield from _each_key(guarded.count, guarded.bare)
+
+
+def _parameters(key: str) -> tuple[dict[str, str | int], dict[str, str | int]]:
+    """Return the parameters of a claim and a mark, with the times that a guard gives them."""
+    now_ms = CLOCK.now_ms()
+    mark: dict[str, str | int] = {"key": key, "owner": OWNER, "now_ms": now_ms, "expires_at_ms": now_ms + KEEP_MS}
+    return mark | {"expires_at_ms": now_ms + CLAIM_MS}, mark
 
 
 def _each_key(count: int, both: Callable[[str], None]) -> Timed:
@@ -86,9 +97,9 @@ def sqlite(bench: Bench) -> Iterator[Guarded]:
             connection.execute("PRAGMA synchronous = NORMAL")
 
             def both(key: str) -> None:
-                parameters = {"key": key, "owner": OWNER, "now_ms": 0, "expires_at_ms": UNTIL_MS}
-                connection.execute(statements.claim, parameters).fetchall()
-                connection.execute(statements.finish, parameters)
+                claim, finish = _parameters(key)
+                connection.execute(statements.claim, claim).fetchall()
+                connection.execute(statements.finish, finish)
 
             yield Guarded(store, both, bench.count(ON_FILES))
 
@@ -112,10 +123,10 @@ def server_of_records(bench: Bench) -> Iterator[Guarded]:
             cursor = connection.cursor()
 
             def both(key: str) -> None:
-                parameters = {"key": key, "owner": OWNER, "now_ms": 0, "expires_at_ms": UNTIL_MS}
-                cursor.execute(claim, parameters)
+                parameters = _parameters(key)
+                cursor.execute(claim, parameters[0])
                 cursor.fetchall()
-                cursor.execute(finish, parameters)
+                cursor.execute(finish, parameters[1])
 
             yield Guarded(store, both, bench.count(ON_SERVERS))
     except Absent:
@@ -160,7 +171,7 @@ _EFFECT: Final = "UPDATE accounts SET balance = balance - 1 WHERE id = 7"
 
 def consume(consumed: Consumed, _: Path) -> Timed:
     """Consume messages, each with its effect, by `transactional`."""
-    connection, clock = consumed.connection, SystemClock()
+    connection, clock = consumed.connection, CLOCK
     messages = _messages(consumed)
     yield
     for message in messages:
@@ -249,7 +260,7 @@ class _Taker:
 def _filled(rows: Rows) -> str:
     table = f"outbox_{next(_prefix)}"
     upgrade_tables(rows.engine, dedup=None, messages=None, transactions=None, outbox=table)
-    outbox = Outbox(table=table, clock=SystemClock())
+    outbox = Outbox(table=table, clock=CLOCK)
     with rows.engine.begin() as connection:
         for number in range(rows.count):
             outbox.add(connection, Message("orders", b"x" * 100), order_key=f"order-{number % 50}")
@@ -258,9 +269,9 @@ def _filled(rows: Rows) -> str:
 
 def send(rows: Rows, _: Path) -> Timed:
     """Send the rows of an outbox."""
-    sender = OutboxSender(rows.engine, _Taker(), table=_filled(rows), clock=SystemClock())
+    sender = OutboxSender(rows.engine, _Taker(), table=_filled(rows), clock=CLOCK)
     yield
-    sender.run_due(SystemClock().now_ms())
+    sender.run_due(CLOCK.now_ms())
     yield sender.sent
 
 
@@ -268,10 +279,11 @@ def send_bare(rows: Rows, _: Path) -> Timed:
     """Run the same statements."""
     table, cursor = _filled(rows), rows.connection.cursor()
     page = (
-        f"SELECT id, order_key, due_timestamp_ms, (SELECT earlier.id FROM {table} earlier WHERE earlier.order_key = "
-        "candidate.order_key AND earlier.state = 0 AND earlier.id < candidate.id ORDER BY earlier.id DESC LIMIT 1) "
+        "SELECT candidate.id, order_key, due_timestamp_ms, (SELECT earlier.id "
+        f"FROM {table} earlier WHERE earlier.order_key = candidate.order_key AND earlier.state = 0 "
+        "AND earlier.id < candidate.id ORDER BY earlier.id DESC LIMIT 1) AS id_before "
         f"FROM {table} candidate WHERE state = 0 AND due_timestamp_ms <= %s "
-        "ORDER BY due_timestamp_ms, candidate.id LIMIT 100"
+        "ORDER BY candidate.due_timestamp_ms, candidate.id LIMIT 100"
     )
     claim = f"UPDATE {table} SET owner = %s, due_timestamp_ms = %s WHERE id = ANY(%s) AND state = 0"
     read = (

@@ -227,7 +227,9 @@ class DedupListener:
         """
         if self._purges:
             purge_in_background(self.store, self._clock)
-        if not isinstance(message, list | tuple):
+        if not isinstance(message, (list, tuple)):
+            if not self._is_async:
+                return self._consume_now(message)
             flow = self._consume(message)
         else:
             flow = self._consume_list(message) if self._batch else self._consume_one_by_one(message)
@@ -235,12 +237,48 @@ class DedupListener:
 
     # ---- one message
 
+    def _consume_now(self, message: Delivered) -> object:
+        """Consume a message by direct calls, which are faster than a flow; what is unusual goes its way."""
+        claim = self._prepare_claim(message)
+        if claim.owner:
+            try:
+                outcome = self.store.claim(
+                    claim.key, claim.owner, claim.expires_at_ms - self._consuming_ms, claim.expires_at_ms
+                )
+            except DedupStoreError as error:
+                claim = self._go_without(claim, message.topic, error)
+            else:
+                if outcome is not Claim.NEW and not self._is_claimed(outcome, claim, message.topic):
+                    return True
+        try:
+            result = self._call_listener(message, _Consumption(self, claim))
+        except (Exception, asyncio.CancelledError):
+            _run(self._release_claim(claim))
+            raise
+        if not claim.owner or not (result is True or (result is None and not self._must_return)):
+            return _run(self._consume_claimed(claim, lambda: result))
+        now_ms = self._clock.now_ms()
+        try:
+            is_stored = self.store.finish(claim.key, claim.owner, now_ms, now_ms + self._keep_ms)
+        except DedupStoreError as error:
+            self._warn_of_unmarked_claim(claim, "consumed", "marked so", error)
+        else:
+            if is_stored:
+                self._count("consumed")
+            else:
+                _run(self._warn_of_lost_claim(claim, "consumed"))
+        return result
+
     def _consume(self, message: Delivered) -> _Flow:
         claim = yield from self._claim(message)
         if claim is None:
             return True
+        listen = partial(self._call_listener, message, _Consumption(self, claim))
+        return (yield from self._consume_claimed(claim, listen))
+
+    def _consume_claimed(self, claim: _Claimed, listen: Callable[[], object]) -> _Flow:
         try:
-            result = yield _Request(partial(self._call_listener, message, _Consumption(self, claim)), False)
+            result = yield _Request(listen, False)
             if result is OrderlyResult.HOLD:
                 raise ConfigError("a guard marks each message by itself: its listener can't return HOLD for several")
         except (Exception, asyncio.CancelledError):
@@ -255,6 +293,18 @@ class DedupListener:
 
     def _claim(self, message: Delivered) -> Generator[_Request, Any, _Claimed | None]:
         """Claim a message; return None if it was consumed before."""
+        claim = self._prepare_claim(message)
+        if not claim.owner:
+            return claim
+        now_ms = claim.expires_at_ms - self._consuming_ms
+        try:
+            outcome = yield self._request("claim", claim.key, claim.owner, now_ms, claim.expires_at_ms)
+        except DedupStoreError as error:
+            return self._go_without(claim, message.topic, error)
+        return claim if self._is_claimed(outcome, claim, message.topic) else None
+
+    def _prepare_claim(self, message: Delivered) -> _Claimed:
+        """Return a claim that is not in the store yet."""
         business_key = self._key(message)
         if business_key is None or business_key == "":
             return _UNGUARDED
@@ -264,32 +314,36 @@ class DedupListener:
         plain = business_key.replace("\0", "\0\0")  # so that no key is that of a step
         key = key_of(plain)
         owner = secrets.token_hex(12)
-        now_ms = self._clock.now_ms()
-        expires_at_ms = now_ms + self._consuming_ms
-        try:
-            claim = yield self._request("claim", key, owner, now_ms, expires_at_ms)
-        except DedupStoreError as error:
-            if self._consumes_without(error):
-                self._count("unguarded", message.topic)
-                _log.warning(
-                    "%(key)s: consumed without a guard, because the dedup store failed: %(error)s", key=key, error=error
-                )
-                return _UNGUARDED
-            self._count("postponed", message.topic)
+        return _Claimed(key, owner, lambda name: key_of(f"{plain}\0{name}"), self._clock.now_ms() + self._consuming_ms)
+
+    def _go_without(self, claim: _Claimed, topic: str, error: DedupStoreError) -> _Claimed:
+        """Return no claim, if messages are consumed without one while the store fails."""
+        if self._consumes_without(error):
+            self._count("unguarded", topic)
             _log.warning(
-                "%(key)s: delivered again later, because the dedup store failed: %(error)s", key=key, error=error
+                "%(key)s: consumed without a guard, because the dedup store failed: %(error)s",
+                key=claim.key,
+                error=error,
             )
-            raise ReconsumeLater(f"the dedup store failed: {error}") from error
-        if claim is Claim.CONSUMED:
-            self._count("duplicates", message.topic)
-            return None
-        if claim is Claim.CONSUMING:
-            self._count("busy", message.topic)
-            raise ReconsumeLater(f"{key}: another consumer is consuming it")
-        if claim is Claim.TAKEN_OVER:
-            self._count("taken_over", message.topic)
-            _log.warning("%(key)s: taken over from a consumer that did not end in time", key=key)
-        return _Claimed(key, owner, lambda name: key_of(f"{plain}\0{name}"), expires_at_ms)
+            return _UNGUARDED
+        self._count("postponed", topic)
+        _log.warning(
+            "%(key)s: delivered again later, because the dedup store failed: %(error)s", key=claim.key, error=error
+        )
+        raise ReconsumeLater(f"the dedup store failed: {error}") from error
+
+    def _is_claimed(self, outcome: Claim, claim: _Claimed, topic: str) -> bool:
+        """Return whether a message is claimed now; False if it was consumed before."""
+        if outcome is Claim.CONSUMED:
+            self._count("duplicates", topic)
+            return False
+        if outcome is Claim.CONSUMING:
+            self._count("busy", topic)
+            raise ReconsumeLater(f"{claim.key}: another consumer is consuming it")
+        if outcome is Claim.TAKEN_OVER:
+            self._count("taken_over", topic)
+            _log.warning("%(key)s: taken over from a consumer that did not end in time", key=claim.key)
+        return True
 
     def _consumes_without(self, error: DedupStoreError) -> bool:
         """Return whether messages are consumed without a record; a store that is only busy is there at a redelivery."""
@@ -312,19 +366,18 @@ class DedupListener:
         try:
             is_stored = yield request
         except DedupStoreError as error:
-            self._count("unmarked")
-            _log.warning(
-                "%(key)s: %(_how)s, but could not be %(_aim)s: %(error)s",
-                key=claim.key,
-                _how=how,
-                _aim=aim,
-                error=error,
-            )
+            self._warn_of_unmarked_claim(claim, how, aim, error)
             return
         if not is_stored:
             yield from self._warn_of_lost_claim(claim, how)
         elif counted:
             self._count(counted)
+
+    def _warn_of_unmarked_claim(self, claim: _Claimed, how: str, aim: str, error: DedupStoreError) -> None:
+        self._count("unmarked")
+        _log.warning(
+            "%(key)s: %(_how)s, but could not be %(_aim)s: %(error)s", key=claim.key, _how=how, _aim=aim, error=error
+        )
 
     def _warn_of_lost_claim(self, claim: _Claimed, how: str) -> Generator[_Request, Any, None]:
         self._count("lost")

@@ -24,7 +24,7 @@ from librmq.clock import Clock
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError
 from librmq.idempotence.autocommit import refusal
-from librmq.idempotence.drivers import StatementResult, run
+from librmq.idempotence.drivers import StatementResult
 from librmq.idempotence.sqltables import (
     KEY_LIMIT,
     PURGE_ROWS,
@@ -344,7 +344,11 @@ class SqliteDedupStore(TableStore):
             if self._connection is None:
                 raise StoreClosedError(f"{self.path}: this handle was closed: open another one")
             try:
-                return run(self._connection, "named", statement, parameters)
+                cursor = self._connection.execute(statement, parameters)
+                try:
+                    return StatementResult(cursor.fetchall() if cursor.description else (), cursor.rowcount, 0)
+                finally:  # an open statement would keep the file locked after a signal
+                    cursor.close()
             except sqlite3.Error as error:
                 raise self._failure(error) from error
 
