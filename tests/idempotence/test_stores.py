@@ -35,10 +35,11 @@ from librmq.idempotence.stores import (
     dedup_key,
     purge_step,
 )
+from librmq.idempotence.transactional_tables import purge_messages
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 from tests.conftest import in_ci
-from tests.idempotence.conftest import DATABASES, STORES, Place, connections, together
+from tests.idempotence.conftest import DATABASES, STORES, Database, Place, connections, together
 from tests.idempotence.servers import Absent, Server, pgbouncer
 from tests.idempotence.test_listener import delivery
 from tests.interrupting import at_each_call
@@ -745,6 +746,20 @@ def test_a_store_that_can_not_be_purged_is_retried(caplog: pytest.LogCaptureFixt
     run_due = purge_step(SqlDedupStore("postgresql+psycopg://127.0.0.1:1/x"), every=5)
     assert run_due(NOW) == NOW + 5_000
     assert "could not be purged" in caplog.text
+
+
+@pytest.mark.parametrize("base", DATABASES)
+def test_old_records_of_messages_are_deleted_in_slices(database: Callable[[str], Database], base: str) -> None:
+    """More than one slice of a thousand goes, and nothing that is still kept."""
+    place = database(base)
+    place.run("DELETE FROM rmq_messages")
+    with place.engine.begin() as connection:
+        insert = sqlalchemy.text("INSERT INTO rmq_messages VALUES (:key, :until)")
+        connection.execute(insert, [{"key": f"k{number}", "until": number} for number in range(2_500)])
+    assert purge_messages(place.engine, 2_199) == 2_200
+    with closing(place.connect()) as connection:
+        assert purge_messages(connection, 2_499) == 300
+    assert place.run("SELECT COUNT(*) FROM rmq_messages") == [(0,)]
 
 
 # --- schema
