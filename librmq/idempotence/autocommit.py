@@ -109,11 +109,12 @@ class Autocommit:
         elif hasattr(database, "dialect"):
             self._attempt = self._on_engine
             self._driver_error: type[Exception] = database.dialect.loaded_dbapi.Error
+            self._style: str = database.dialect.paramstyle
         else:
             self._attempt = self._on_connection
 
-    def execute(self, sql: str, /, **parameters: Any) -> StatementResult:
-        """Run one statement, with ``:names`` in it.
+    def execute(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
+        """Run one statement, with ``:names`` of parameters in it.
 
         The driver's error propagates, after the last of several tries if another one could have succeeded.
         """
@@ -148,10 +149,12 @@ class Autocommit:
 
     def _on_engine(self, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
         lent, self._held = self._held or self._lend(), None
-        dialect = self._database.dialect
         try:
-            return _run(lent, dialect, sql, parameters, reason)
+            if reason is None:
+                return run_on(lent.cursor, self._style, sql, parameters)
+            return _run_again(lent, self._database.dialect, sql, parameters, reason)
         except self._driver_error as error:
+            dialect = self._database.dialect
             if refusal(error) == STALE or dialect.is_disconnect(error, lent.connection, None):
                 lent.pooled.invalidate(error)
                 self._dead_at = _CLOCK.monotonic()
@@ -161,7 +164,7 @@ class Autocommit:
             lent.pooled.invalidate(error)
             raise
         finally:
-            if lent.pooled.is_valid:
+            if lent.pooled.dbapi_connection is not None:
                 self._keep(lent)
 
     def _keep(self, lent: _Lent) -> None:
@@ -261,8 +264,8 @@ def _transact(link: Link, sql: str, parameters: Mapping[str, Any], reason: str |
     return result
 
 
-def _run(lent: _Lent, dialect: Any, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
-    """Run a statement on a connection that commits it."""
+def _run_again(lent: _Lent, dialect: Any, sql: str, parameters: Mapping[str, Any], reason: str) -> StatementResult:
+    """Run a statement on a connection that commits it, after a try that failed."""
     cursor = lent.cursor
     if reason == UNPREPARED:
         lent.connection.prepare_threshold = None  # psycopg's, the only driver that prepares by itself

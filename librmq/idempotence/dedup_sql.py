@@ -6,6 +6,7 @@ is an INSERT; if that finds a row, an UPDATE and a SELECT follow. Each decides a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -106,7 +107,7 @@ class SqlDedupStore(TableStore):
     def purge(self, now_ms: int, limit: int) -> int:
         if self.statements.purge:
             return super().purge(now_ms, limit)
-        return self._execute(self._portable_purge(now_ms, limit)).changed
+        return self._execute(self._portable_purge(now_ms, limit), {}).changed
 
     def _portable_purge(self, now_ms: int, limit: int) -> str:
         """Return the statement in the dialect's own words for a limit."""
@@ -128,7 +129,9 @@ class SqlDedupStore(TableStore):
     # ---- claims
 
     def _claim_mysql(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        answer = self._execute(self.statements.claim, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)
+        answer = self._execute(
+            self.statements.claim, {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms}
+        )
         return CLAIMS[0 if answer.last_id == _REPEATED else answer.last_id]
 
     def _claim_step_by_step(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
@@ -140,19 +143,14 @@ class SqlDedupStore(TableStore):
         with suppress(_RowExistsError):
             self._execute(
                 f"INSERT INTO {self.table} ({columns}) VALUES (:key, 0, :owner, 1, :expires_at_ms)",
-                key=key,
-                owner=owner,
-                expires_at_ms=expires_at_ms,
+                {"key": key, "owner": owner, "expires_at_ms": expires_at_ms},
             )
             return Claim.NEW
         update = self._execute(
             f"UPDATE {self.table} SET state = 0, owner = :owner, claims = claims + 1, "
             "expires_timestamp_ms = :expires_at_ms WHERE dedup_key = :key "
             "AND (expires_timestamp_ms <= :now_ms OR owner = :owner)",
-            key=key,
-            owner=owner,
-            now_ms=now_ms,
-            expires_at_ms=expires_at_ms,
+            {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms},
         )
         if update.changed:
             return Claim.TAKEN_OVER
@@ -160,9 +158,9 @@ class SqlDedupStore(TableStore):
         # None: released or expired since. Another process had it until now, so the message is delivered again.
         return Claim.CONSUMED if record is not None and record.consumed else Claim.CONSUMING
 
-    def _execute(self, statement: str, **parameters: str | int) -> StatementResult:
+    def _execute(self, statement: str, parameters: Mapping[str, str | int]) -> StatementResult:
         try:
-            return self._statements.execute(statement, **parameters)
+            return self._statements.execute(statement, parameters)
         except self._errors as error:
             text = f"{self.table}: {error}"
             if is_integrity_error(error):

@@ -540,7 +540,7 @@ class OutboxSender:
 
     def _execute(self, sql: str, **parameters: Any) -> StatementResult:
         """Run one statement in a transaction of its own."""
-        return self._statements.execute(sql, **parameters)
+        return self._statements.execute(sql, parameters)
 
 
 def _listed(rows: Iterable[int]) -> str:

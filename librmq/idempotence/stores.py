@@ -12,7 +12,7 @@ import re
 import sqlite3
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -254,7 +254,7 @@ class TableStore(Closing, ABC):
     statements: DedupStatements
 
     @abstractmethod
-    def _execute(self, statement: str, **parameters: str | int) -> StatementResult:
+    def _execute(self, statement: str, parameters: Mapping[str, str | int]) -> StatementResult:
         """Run one statement in a transaction of its own."""
 
     @abstractmethod
@@ -262,23 +262,27 @@ class TableStore(Closing, ABC):
         """Close the connections."""
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        answer = self._execute(self.statements.claim, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)
+        answer = self._execute(
+            self.statements.claim, {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms}
+        )
         outcome: int = answer.rows[0][0]
         return CLAIMS[outcome]
 
     def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
-        answer = self._execute(self.statements.finish, key=key, owner=owner, now_ms=now_ms, expires_at_ms=expires_at_ms)
+        answer = self._execute(
+            self.statements.finish, {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms}
+        )
         return answer.changed == 1
 
     def release(self, key: str, owner: str, now_ms: int) -> bool:
-        return self._execute(self.statements.release, key=key, owner=owner, now_ms=now_ms).changed == 1
+        return self._execute(self.statements.release, {"key": key, "owner": owner, "now_ms": now_ms}).changed == 1
 
     def read(self, key: str, now_ms: int) -> DedupRecord | None:
-        rows = self._execute(self.statements.read, key=key, now_ms=now_ms).rows
+        rows = self._execute(self.statements.read, {"key": key, "now_ms": now_ms}).rows
         return DedupRecord(bool(rows[0][0]), rows[0][1], rows[0][2]) if rows else None
 
     def purge(self, now_ms: int, limit: int) -> int:
-        purged = self._execute(self.statements.purge, now_ms=now_ms, limit=limit).changed
+        purged = self._execute(self.statements.purge, {"now_ms": now_ms, "limit": limit}).changed
         if purged and self.dialect == "sqlite":
             let_writers_in()
         return purged
@@ -336,7 +340,7 @@ class SqliteDedupStore(TableStore):
             if connection is not None:
                 connection.close()
 
-    def _execute(self, statement: str, **parameters: str | int) -> StatementResult:
+    def _execute(self, statement: str, parameters: Mapping[str, str | int]) -> StatementResult:
         # Before the lock: in a forked child a thread of the parent may hold it for good.
         if self._process != os.getpid():
             raise StoreClosedError(f"{self.path}: this handle was opened before a fork: open another one in the child")
