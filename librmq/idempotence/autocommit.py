@@ -49,6 +49,7 @@ _CODES: Final[Mapping[str, str]] = {
 _TRIES: Final[Mapping[str | None, int]] = {CONFLICT: 10, TOO_LONG: 3, STALE: 32, UNPREPARED: 4}
 _READ_COMMITTED: Final = "ISOLATION LEVEL READ COMMITTED"
 _FIRST_USE: Final = "librmq.first_use"
+_CURSOR: Final = "librmq.cursor"
 _IDLE: Final = 4
 """Connections that wait outside of their pool, fewer than it has."""
 _CLOCK: Final = SystemClock()
@@ -78,9 +79,12 @@ class _Lent:
     def __init__(self, engine: Any) -> None:
         self.process = os.getpid()
         self.pooled = engine.raw_connection()
-        self.since: float = self.pooled.info.setdefault(_FIRST_USE, _CLOCK.monotonic())
+        info = self.pooled.info
+        self.since: float = info.setdefault(_FIRST_USE, _CLOCK.monotonic())
         self.connection = self.pooled.dbapi_connection
-        self.cursor = driver_of(self.connection)[0].cursor(self.connection)
+        self.cursor = info.get(_CURSOR)
+        if self.cursor is None:  # kept, because a driver prepares much for the first statement of each
+            self.cursor = info[_CURSOR] = driver_of(self.connection)[0].cursor(self.connection)
 
 
 class Autocommit:
