@@ -85,8 +85,10 @@ class Pages:
 
     def _lag(self, view: View[Any], groups: Sequence[str]) -> Lag:
         if isinstance(view, StoreView):
-            return lag_of_view(view, times=False)
-        topics = [part for group in groups for part in lag_of_view(view, group=group, times=False).topics]
+            return lag_of_view(view, times=False, includes_own=False)
+        topics = [
+            part for group in groups for part in lag_of_view(view, group=group, times=False, includes_own=False).topics
+        ]
         return Lag(topics, None)
 
     def _groups_table(
@@ -247,7 +249,11 @@ class Pages:
         with self.place.view() as view:
             names = [group for group in view.groups if words in group.lower() and not is_own_group(group)]
             shown = names[begin : begin + ROWS]
-            progress = {row.group: row for group in shown for row in lag_of_view(view, group=group).by_group()}
+            progress = {
+                row.group: row
+                for group in shown
+                for row in lag_of_view(view, group=group, includes_own=False).by_group()
+            }
             letters = {group: sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values())) for group in shown}
             now_ms = view.now_ms if isinstance(view, StoreView) else query.clock.now_ms()
         rows = []
@@ -278,7 +284,7 @@ class Pages:
         with self.place.view() as view:
             if group not in view.groups:
                 raise ConfigError(f"there is no group {group!r}")
-            rows = list(islice(lag_of_view(view, group=group), 10 * ROWS))
+            rows = list(islice(lag_of_view(view, group=group, includes_own=False), 10 * ROWS))
             letters = [letter for *_, letter in islice(letters_by_queue(view, group, view.resent_times), _LETTERS)]
             topics = sorted({row.topic for row in rows})
         held = []
