@@ -250,7 +250,7 @@ def test_a_store_that_another_process_writes(tmp_path: Path) -> None:
         store.append(Message("T", b"x"))
         code = (
             "import sys; from librmq.diagnosis import report; one = report(sys.argv[1]).stores[0]; "
-            "print(one.owner is not None, one.messages, one.is_sound, 'pyspark' in sys.modules)"
+            "print(one.owner is not None, one.records, one.is_sound, 'pyspark' in sys.modules)"
         )
         said = run_program(code, tmp_path / "store").stdout
     assert said == "True 1 True False\n"
@@ -376,7 +376,7 @@ def test_ten_thousand_queues_stay_readable(topics: int, queues: int) -> None:
     """The report is built from values, because writing so many queues takes longer than showing them."""
     row = ("g", 5 * queues, START_MS, 9.5, 0, 0, None, *(tuple(range(queues)),) * 3, (None,) * queues, (5,) * queues)
     one = {"store": "s", "path": "/s", "owner": None, "now_ms": START_MS, "is_sound": True, "error": None,
-           "messages": 0, "bytes": 0, "first_ms": None, "last_ms": None}  # fmt: skip
+           "records": 0, "bytes": 0, "first_ms": None, "last_ms": None}  # fmt: skip
     empty = json.loads(
         Report(title="t", only={}, window_s=1.0, begin_ms=None, interval_ms=1000, stores=()).to_json()
     ) | {"stores": [one]}
