@@ -20,6 +20,7 @@ from librmq import (
     MessageIllegalError,
     Producer,
     StoreConfig,
+    ThreadRunner,
     TimerConfig,
     TransactionProducer,
     split_batch,
@@ -40,6 +41,16 @@ TIMERS = BrokerConfig(timers=TimerConfig())
 V5_0_0 = 413
 TIMES = ("TIMER_DELIVER_MS", "TIMER_ENQUEUE_MS", "TIMER_DEQUEUE_MS", "TIMER_OUT_MS")
 SENT = {"msgId": "7F00000100002A9F0000000000000000", "queueId": "0", "queueOffset": "0"}
+
+
+class ClockOfKit(SystemClock):
+    """The clock of a client whose time of day is the kit's: the server moves times that others compute by theirs."""
+
+    def __init__(self, kit: Kit) -> None:
+        self._kit = kit
+
+    def now_ms(self) -> int:
+        return self._kit.clock.now_ms()
 
 
 class Opened(NamedTuple):
@@ -63,7 +74,9 @@ def opened(
             yield Opened(kit, kit.route)
             return
         served = rest.enter_context(ServedKit(kit, None, listen()))
-        yield Opened(kit, rest.enter_context(librmq.connect(served.address)))
+        runner = ThreadRunner(ClockOfKit(kit))
+        rest.callback(runner.shutdown)
+        yield Opened(kit, rest.enter_context(librmq.connect(served.address, runner=runner)))
 
 
 def cases(now_ms: int) -> dict[str, dict[str, Any]]:
