@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
@@ -127,14 +128,16 @@ class Answers:
 
     def __init__(self) -> None:
         self.line = Answering()
-        self.woken = list[int]()
+        self.woken = list[bool]()
         self.pulls = LongPulls("b", ManualClock().now_ms, lambda _: self.line, lambda call: call(), 3)
+        self.assign()
 
-    def pull(self, offset: int) -> PullResponse:
-        def notify() -> None:
-            self.woken.append(offset)
+    def assign(self) -> None:
+        """Assign the queue to the client, perhaps again."""
+        self.notify = partial(self.woken.append, True)
 
-        return self.pulls.pull(PullMessage("c", "g", "t", 0, offset, notify=notify))
+    def pull(self, offset: int, client_id: str = "c") -> PullResponse:
+        return self.pulls.pull(PullMessage(client_id, "g", "t", 0, offset, notify=self.notify))
 
     def say(self, number: int, remark: str, next_offset: int, code: int = 21) -> None:
         fields = {"nextBeginOffset": str(next_offset), "minOffset": "0", "maxOffset": "9", "suggestWhichBrokerId": "0"}
@@ -151,7 +154,7 @@ def test_a_reset_in_the_answer_to_a_replaced_pull_is_kept() -> None:
     answers.pull(7)
     assert answers.stored(6) == 6
     answers.say(0, "OFFSET_RESET", 2)
-    assert answers.woken == [7]
+    assert answers.woken
     assert answers.stored(6) == 2, "its progress of before would undo the reset"
     response = answers.pull(7)
     assert (response.status, response.next_offset) == (PullStatus.OFFSET_ILLEGAL, 2)
@@ -177,6 +180,24 @@ def test_other_answers_to_a_replaced_pull_are_dropped() -> None:
     answers.say(0, "OFFSET_TOO_SMALL", 6)
     assert (answers.woken, answers.stored(6)) == ([], 6)
     assert answers.pull(7).status is PullStatus.HELD
+
+
+def test_a_reset_of_a_queue_that_is_assigned_again_is_dropped() -> None:
+    """The client has begun at the broker's progress, which another one may have moved far beyond the reset."""
+    answers = Answers()
+    answers.pull(5)
+    answers.say(0, "OFFSET_RESET", 2)
+    answers.assign()
+    assert answers.pull(5).status is PullStatus.HELD
+    assert (len(answers.line.asked), answers.stored(6)) == (2, 6), "the pull was sent again, as its answer is gone"
+
+
+def test_a_reset_of_a_client_that_no_longer_reads_moves_no_other_one() -> None:
+    answers = Answers()
+    answers.pull(5)
+    answers.say(0, "OFFSET_RESET", 2)
+    answers.pull(2, "another")
+    assert answers.stored(6) == 6
 
 
 def test_the_reset_of_a_client_that_has_left_is_dropped() -> None:

@@ -88,8 +88,17 @@ class _Member:
 
     def __init__(self) -> None:
         self.pulls: dict[_Queue, _Pull] = {}
-        self.resets: dict[_Queue, Frame] = {}
-        """Answers that say that a queue was reset, until the client takes them."""
+        self.resets: dict[_Queue, tuple[Frame, object]] = {}
+        """Answers that say that a queue was reset, until the client takes them, with ``notify`` of their pulls.
+
+        ``notify`` is another object once the queue was released and assigned again. Then the client has begun at the
+        broker's progress, which may be far beyond an old reset.
+        """
+
+    def take_reset(self, queue: _Queue, notify: object) -> Frame | None:
+        """Return the answer that says that a queue was reset since it was assigned. Under the lock."""
+        frame, assigned = self.resets.pop(queue, (None, None))
+        return frame if assigned is notify else None
 
 
 class LongPulls:
@@ -143,7 +152,7 @@ class LongPulls:
             if (member := self._members.get(key)) is None:
                 member = self._members[key] = _Member()
             pull = member.pulls.get(queue)
-            if (reset := member.resets.pop(queue, None)) is not None:
+            if (reset := member.take_reset(queue, request.notify)) is not None:
                 member.pulls.pop(queue, None)
                 return self._response(request, reset)
             if pull is None or pull.asked != _asked(request) or not self._is_fresh(pull):
@@ -182,7 +191,8 @@ class LongPulls:
                 if _is_reset(outcome):
                     if self._members.get((request.client_id, request.group)) is not member:
                         return  # the client has left, and another one reads where the broker begins now
-                    member.resets[queue] = outcome
+                    member.resets[queue] = outcome, pull.notify
+                    self._drop(member, queue, pull)
                 elif current is not pull:
                     return  # a later pull has replaced it
                 else:
@@ -200,7 +210,7 @@ class LongPulls:
             transport.send(pull_frame(request, SUSPEND_MS), ended)
             with self._lock:
                 pull.is_being_sent = False
-                answer = member.resets.pop(queue, None) or pull.answer
+                answer = member.take_reset(queue, request.notify) or pull.answer
                 is_empty = answer is not None and self._is_empty(request, answer)
                 if answer is not None and not is_empty:
                     self._drop(member, queue, pull)
@@ -262,7 +272,8 @@ class LongPulls:
         queue = update.topic, update.queue_id
         with self._lock:
             members = [member for (_, group), member in self._members.items() if group == update.group]
-            reset = next((member.resets[queue] for member in members if queue in member.resets), None)
+            readers = [member for member in members if queue in member.pulls] or members
+            reset = next((member.resets[queue][0] for member in readers if queue in member.resets), None)
         return update if reset is None else replace(update, queue_offset=read_pulled(reset)[0].next_offset)
 
     def expire(self, client_id: str, group: str) -> None:
