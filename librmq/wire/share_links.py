@@ -104,6 +104,7 @@ class StoreOwner:
         address = format_host(parse_host(broker.store.config.store_host))
         self.server = RemotingServer(broker, listening=listening, advertise=address)
         self.endpoint = SharedEndpoint(broker.call)
+        self._has_ended = False
 
     def endpoint_of(self, name: str) -> SharedEndpoint:
         """Return the broker; `NoRouteError` for another name."""
@@ -120,13 +121,16 @@ class StoreOwner:
         After Ctrl-C another call does the rest; until then the store stays this process's.
         """
         try:
-            self.server.drain()
-            self.server.close()
-            delete_place(self._files)  # late, because a peer that finds no socket under the lock expects it to be lost
-            self.route.close()
+            if not self._has_ended:  # else another process may own the store, whose socket must stay
+                self.server.drain()
+                self.server.close()
+                delete_place(self._files)  # late: a peer that finds no socket under the lock expects it to be lost
+                self.route.close()
         except Exception:
+            self._has_ended = True
             self._lock.release()
             raise
+        self._has_ended = True
         self._lock.release()
 
 

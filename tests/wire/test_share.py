@@ -534,6 +534,28 @@ def test_a_second_close_completes_one_that_was_interrupted(
     Broker.open(tmp_path / "store").close()
 
 
+def test_a_second_close_leaves_the_next_owner_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a Ctrl-C that came once the store was released."""
+    first = librmq.share(tmp_path / "store")
+    link = first.link
+    assert isinstance(link, StoreOwner)
+    release = link._lock.release
+
+    def press_ctrl_c() -> None:
+        monkeypatch.undo()
+        release()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(link._lock, "release", press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        first.close()
+    with librmq.share(tmp_path / "store") as second:
+        assert isinstance(second.link, StoreOwner)
+        first.close()
+        with librmq.share(tmp_path / "store") as third:
+            assert isinstance(third.link, StorePeer)
+
+
 def test_a_signal_handler_closes_a_share_within_its_call(tmp_path: Path) -> None:
     """At each of some calls of a send, at the owner and at a peer."""
     with librmq.share(tmp_path / "store") as owner:
