@@ -180,7 +180,9 @@ def test_a_group_of_a_killed_server_is_back_with_a_heartbeat(
     rmq.broker.set_group("g")
     rmq.producer().send("t", b"a")
     with ServedKit(rmq, was_killed=True) as served, Stub(served.address) as stub:
-        assert stub.call("Heartbeat", group=resource("g"), client_type=client_type).status.code == 40015
+        for group in ("g", "x" * 10_000):
+            assert stub.call("Heartbeat", group=resource(group), client_type=client_type).status.code == 40015
+        assert served.server.groups() == ({"g"} if is_back else set()), "others are kept nowhere"
         if not is_back:
             with pytest.raises(NotSettledError, match="group g, whose server was killed"):
                 served.settle()

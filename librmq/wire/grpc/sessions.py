@@ -214,7 +214,7 @@ class Sessions:
         self._lock = Lock()
         self._reporting = RLock()  # taken before the runner's lock
         self._by_id: dict[str, Session] = {}
-        self._groups: set[str] = set()
+        self._groups: set[str] = set()  # lost groups that are back
         self._halves: dict[str, tuple[str, int, int]] = {}
         self._asked: dict[str, float] = {}
         self._clock = SystemClock()
@@ -256,13 +256,13 @@ class Sessions:
             return True
 
     def group_called(self, group: str) -> None:
-        """Note that a client of a group has made a call, which clients make long before they open a stream again."""
-        with self._lock:
-            if len(self._groups) < _MAX_SESSIONS:
+        """Note that a client of a lost group has made a call, as clients do long before they open a stream again."""
+        if group in self._lost_groups:
+            with self._lock:
                 self._groups.add(group)
 
     def groups(self) -> frozenset[str]:
-        """Return the groups whose clients have made a call by which a group is back."""
+        """Return the lost groups that are back, since a client of theirs has made a call."""
         with self._lock:
             return frozenset(self._groups)
 
