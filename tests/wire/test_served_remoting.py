@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 import librmq
 from librmq.clock import SystemClock
 from librmq.message.message import StoredMessage
+from librmq.protocol import ResponseCode
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Step
 from librmq.testing import served as served_module
@@ -261,19 +263,33 @@ def test_a_worker_that_connects_again_gets_what_was_sent(rmq_remoting: ServedKit
             assert seen[-1] == b"after"
 
 
+@pytest.mark.parametrize("has_born_time", [True, False])
 @pytest.mark.parametrize("code", [Code.SEND_MESSAGE, Code.SEND_MESSAGE_V2])
-def test_a_delay_counts_from_the_born_time(rmq_remoting: ServedKit, client: RawClient, code: Code) -> None:
+def test_a_delay_counts_from_the_born_time(
+    rmq_remoting: ServedKit, client: RawClient, code: Code, has_born_time: bool
+) -> None:
     rmq_remoting.kit.broker.create_topic("later", 1)
     rmq_remoting.advance(hours=8)
     now_ms = SystemClock().now_ms()
     fields: dict[str, Any] = {"producer_group": "p", "default_topic": "TBW102", "default_topic_queue_nums": 4}
-    fields |= {"queue_id": 0, "sys_flag": 0, "born_timestamp": now_ms, "flag": 0}
+    fields |= {"queue_id": 0, "sys_flag": 0, "born_timestamp": now_ms if has_born_time else 0, "flag": 0}
     properties = f"TIMER_DELIVER_MS\1{now_ms + 600_000}\2UNIQ_KEY\1u"
     assert client.call(code, b"x", topic="later", properties=properties, **fields).code == 0
     rmq_remoting.advance(minutes=9)
     assert rmq_remoting.kit.messages("later") == []
     rmq_remoting.advance(minutes=1, seconds=1)
     assert [one.body for one in rmq_remoting.kit.messages("later")] == [b"x"]
+
+
+def test_a_time_of_delivery_with_too_many_digits_is_refused(rmq_remoting: ServedKit, client: RawClient) -> None:
+    rmq_remoting.kit.broker.create_topic("later", 1)
+    fields: dict[str, Any] = {"producer_group": "p", "default_topic": "TBW102", "default_topic_queue_nums": 4}
+    fields |= {"queue_id": 0, "sys_flag": 0, "born_timestamp": 1, "flag": 0}
+    properties = f"TIMER_DELIVER_MS\1{'9' * 5_000}\2UNIQ_KEY\1u"
+    answer = client.call(Code.SEND_MESSAGE_V2, b"x", topic="later", properties=properties, **fields)
+    assert answer.code == ResponseCode.MESSAGE_ILLEGAL
+    assert answer.remark is not None
+    assert re.fullmatch("TIMER_DELIVER_MS: .{1,200}", answer.remark)
 
 
 def test_a_time_of_delivery_of_librmqs_own_client_counts_from_its_send(rmq_remoting: ServedKit) -> None:

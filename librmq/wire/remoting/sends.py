@@ -15,8 +15,9 @@ from itertools import repeat
 from typing import Final
 
 from librmq.broker import Broker
-from librmq.clock import moves_by_itself
+from librmq.clock import SystemClock, moves_by_itself
 from librmq.errors import BrokerBusyError, BrokerUnreachableError, MalformedError, MessageIllegalError, RmqError
+from librmq.java.lang import java_long
 from librmq.message.batch import check_batch_size, decode_batch
 from librmq.message.ids import Host, RecallHandle, format_host
 from librmq.message.message import Message, MessageQueue
@@ -103,11 +104,12 @@ def plain_request(frame: Frame, born_host: Host, now_ms: int | None) -> SendMess
 def _shift_delivery(properties: dict[str, str], born_ms: int, now_ms: int) -> None:
     """Move a message's time of delivery from the client's clock to the broker's, which a test moves by hand.
 
-    The client has computed it by the machine's clock, which showed ``born_ms``.
+    The client has computed it by the machine's clock, which showed ``born_ms``, unless that is 0.
     """
-    deliver_ms = properties.get(DELIVER_MS, "")
-    if deliver_ms.isdecimal():
-        properties[DELIVER_MS] = str(max(int(deliver_ms) - born_ms + now_ms, 0))
+    deliver_ms = java_long(properties.get(DELIVER_MS, ""))
+    if deliver_ms is not None:  # what is no time has no clock either
+        client_ms = born_ms or SystemClock().now_ms()
+        properties[DELIVER_MS] = str(max(deliver_ms - client_ms + now_ms, 0))
 
 
 _NAME: Final = r"[ !#-\[\]-~]+"
