@@ -316,7 +316,7 @@ class GrpcServer(Closing):
         return self._service.missing_clients()
 
     def groups(self) -> frozenset[str]:
-        """Return those of ``lost_groups`` that are back: a client has received, or a simple one has sent a heartbeat."""
+        """Return the ``lost_groups`` that are back: a client has received, or a simple one has sent a heartbeat."""
         return self._service.sessions.groups()
 
     def close(self, timeout: float = 5, *, grace: float = _GRACE_S) -> bool:
