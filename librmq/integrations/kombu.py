@@ -133,7 +133,7 @@ class Channel(virtual.Channel):
         self.state.queue_bindings_delete(queue)
 
     def _delete_expired(self) -> bool:
-        """Delete those queues that no client has used for the ``x-expires`` in their arguments; return whether one."""
+        """Delete queues that no client has used within their ``x-expires``; return whether there were any."""
         bindings, deleted = self.broker.bindings, False
         if not isinstance(bindings, FolderBindings):
             return False

@@ -10,7 +10,6 @@ import hashlib
 import heapq
 import os
 import re
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +19,8 @@ from kombu.utils.json import JSONEncoder, loads
 
 import librmq
 from librmq.clock import SystemClock
+from librmq.files.disk import DiskFiles
+from librmq.files.regular import open_regular
 from librmq.runtime.locks import Lock
 from librmq.wire.remote.remote_route import RemoteRoute
 from librmq.wire.share import SharedBroker
@@ -33,7 +34,6 @@ to_json: Final = JSONEncoder().encode
 _BINDINGS: Final = "kombu_bindings"
 _MOST_CHANGES: Final = 1_000
 """After so many changes of bindings, one looks whether most are outdated."""
-_NO_FILE: Final = "expected a regular file: delete what is there; the next process writes a file"
 
 
 def topic_of(queue: str) -> str:
@@ -119,7 +119,7 @@ class FolderBindings:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Exclude the other processes and threads."""
-        file = _open_regular(os.path.join(self._folder, "lock"), os.O_RDWR | os.O_CREAT)
+        file = _open(os.path.join(self._folder, "lock"), os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -139,7 +139,7 @@ class FolderBindings:
 
     def _read_on(self) -> None:
         """Read what was written since the last time; under the lock."""
-        file = _open_regular(self._path, os.O_RDONLY)
+        file = _open(self._path, os.O_RDONLY)
         status = os.fstat(file)
         if status.st_ino == self._seen[0] and status.st_size >= self._read_end:
             os.close(file)
@@ -179,7 +179,7 @@ class FolderBindings:
             if not self._table.lacks([*change]):
                 return
             line = f"{to_json([*change])}\n".encode()
-            file = _open_regular(self._path, os.O_RDWR)
+            file = _open(self._path, os.O_RDWR)
             try:
                 if os.pread(file, 1, self._read_end - 1) != b"\n":
                     line = b"\n" + line
@@ -193,11 +193,7 @@ class FolderBindings:
                 self._write_table(self._table)
 
     def _write_table(self, table: _Table) -> None:
-        with open(f"{self._path}.new", "w", encoding="utf-8") as file:
-            file.write(f"{to_json(table.rows)}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(f"{self._path}.new", self._path)
+        DiskFiles().write(self._path, f"{to_json(table.rows)}\n".encode())
 
     # A consumer holds a lock on the file of a queue that expires or is deleted with its last consumer; the time to the
     # expiry counts from the file's last change. A process that deletes the queue excludes others by the same lock until
@@ -209,7 +205,7 @@ class FolderBindings:
     def hold(self, queue: str) -> int:
         """Note that a queue is used until the returned file is closed, or the process ends."""
         while True:
-            file = _open_regular(self._used_path(queue), os.O_RDWR | os.O_CREAT)
+            file = _open(self._used_path(queue), os.O_RDWR | os.O_CREAT)
             fcntl.flock(file, fcntl.LOCK_SH)
             if os.fstat(file).st_nlink:  # else the queue was deleted meanwhile
                 os.utime(file)
@@ -245,7 +241,7 @@ class FolderBindings:
         with ExitStack() as opened:
             is_unused = False
             with suppress(FileNotFoundError, BlockingIOError):
-                file = _open_regular(self._used_path(queue), os.O_RDONLY)
+                file = _open(self._used_path(queue), os.O_RDONLY)
                 opened.callback(os.close, file)
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 status = os.fstat(file)
@@ -262,28 +258,24 @@ class FolderBindings:
             with self.unused(queue, expires_ms) as is_unused:
                 yield is_unused
 
-    def forget(self, queue: str) -> None:
-        """Remove what was noted of a deleted queue."""
+    def remove_note(self, queue: str) -> None:
+        """Remove the note of when a queue was used, which is deleted."""
         with suppress(FileNotFoundError):
             os.unlink(self._used_path(queue))
 
 
-def _open_regular(path: str, flags: int) -> int:
+def _open(path: str, flags: int) -> int:
     """Open a file of the store's folder.
 
     Raises:
-        CorruptionError: It is something else, such as a pipe, for whose other end the opening would wait.
+        CorruptionError: It is something else, such as a pipe or a link.
     """
     try:
-        file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o600)
+        return open_regular(path, flags | os.O_NOFOLLOW)
     except OSError as error:
-        if error.errno in (errno.ENXIO, errno.ELOOP, errno.EISDIR):  # a socket, a link, a folder
-            raise librmq.CorruptionError(path, 0, "name", _NO_FILE) from error
+        if error.errno == errno.ELOOP:
+            raise librmq.CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from error
         raise
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise librmq.CorruptionError(path, 0, "name", _NO_FILE)
-    return file
 
 
 class ClusterBindings:

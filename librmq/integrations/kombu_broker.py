@@ -177,7 +177,7 @@ class KombuBroker:
             self.route.delete_topic(topic)
         self.bindings.change("delete queue", queue)
         if isinstance(self.bindings, FolderBindings):
-            self.bindings.forget(queue)
+            self.bindings.remove_note(queue)
             if (now_s := _clock.monotonic()) >= self._clean_s:
                 self._clean_s = now_s + _CLEAN_S
                 self.route.clean_unused_topics()  # those whose messages retention has deleted
