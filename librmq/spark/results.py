@@ -169,7 +169,7 @@ def run_incrementally(
         read = pipeline.source.reads(chosen_settings)
         skips = chosen_settings.get("damaged") == "skip"
         ends = flat(before.ends)
-        starting, ending, is_damaged = _range(read, inputs.paths, ends, strict=not skips)
+        starting, ending, is_damaged = _range(read, inputs.paths, ends, is_first=not before.run, strict=not skips)
         count = sum(max(0, end - starting[queue]) for queue, end in ending.items())
         run, parts, skipped = before.run + 1, before.parts, LeftOut()
         has_news = count > 0 or not parts
@@ -187,7 +187,9 @@ def run_incrementally(
             parts = (*parts, _folder(run))
             _write(fresh, os.path.join(out, "messages", parts[-1]), ())
         # Retention deleted what is between the end of the last run and the first offset.
-        lost = {queue: begin - ends[queue] for queue, begin in starting.items() if begin > ends.get(queue, begin)}
+        first_ends = {} if before.run else starting  # a queue that appears later is read from offset 0
+        last_ends = {queue: ends.get(queue, first_ends.get(queue, 0)) for queue in starting}
+        lost = {queue: begin - last_ends[queue] for queue, begin in starting.items() if begin > last_ends[queue]}
         stores_skipped = tuple(sorted({*before.skipped, *skipped.stores, *(path for path, _, _ in lost)}))
         result = pipeline.result(
             inputs, _stored_messages(spark, out, read, parts), stores_skipped if skips or stores_skipped else None
@@ -223,7 +225,7 @@ def _last_state(out: str, name: str, settings: Settings) -> _State:
 
 
 def _range(
-    read: MessageRead, paths: Sequence[str], ends: Mapping[Key, int], *, strict: bool
+    read: MessageRead, paths: Sequence[str], ends: Mapping[Key, int], *, is_first: bool, strict: bool
 ) -> tuple[dict[Key, int], dict[Key, int], bool]:
     """Return the first offset to read of each wanted queue, its present end, and whether a queue can't be opened."""
     is_damaged = False
@@ -236,6 +238,12 @@ def _range(
             is_damaged |= bool(store.damage)
             for (topic, queue_id), queue in store.queues.items():
                 last_end = ends.get((path, topic, queue_id))
+                if strict and not is_first and last_end is None and queue.begin:
+                    raise DataLossError(
+                        f"{path}: topic {topic!r}, queue {queue_id}: it is new since the last run, but begins at "
+                        f"offset {queue.begin}: the messages before were deleted unread (setting damaged=skip "
+                        "continues with the rest)"
+                    )
                 if strict and last_end is not None and not queue.begin <= last_end <= queue.end:
                     raise DataLossError(
                         f"{path}: topic {topic!r}, queue {queue_id}: the last run ended at offset {last_end}, but the "

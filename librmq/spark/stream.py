@@ -242,6 +242,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         store = self._stores.get(key[0])
         queue = None if store is None else store.queues.get(key[1:])
         if last_end is None:
+            if queue is not None and queue.begin and self._options.fail_on_data_loss:
+                # The checkpoint holds every queue of the stream's start, so this one was empty or absent then.
+                raise DataLossError(
+                    f"{key[0]}: topic {key[1]!r}, queue {key[2]}: it is new to the stream, but begins at offset "
+                    f"{queue.begin}: the messages before were deleted unread (option failOnDataLoss=false reads the "
+                    "rest)"
+                )
             return 0 if queue is None else queue.begin
         if queue is not None and last_end > queue.end:
             if self._options.fail_on_data_loss:

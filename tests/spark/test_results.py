@@ -172,6 +172,12 @@ def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
     assert last.lost == 100 - left
     marks = spark.read.parquet(last.path).select("store", "skipped").distinct().collect()
     assert {tuple(row) for row in marks if row["store"] == str(path)} == {(str(path), True)}
+    add(path, 154, 100, "Late")
+    for file in sorted((path / "commitlog").iterdir())[:-1]:
+        file.unlink()
+    (path / "librmq" / "closed.json").unlink()
+    with pytest.raises(DataLossError, match=r"topic 'Late', queue 0: it is new since the last run, but begins at"):
+        run_incrementally(spark, "duplicates", [str(path), str(other)], out)
 
 
 class Rows:

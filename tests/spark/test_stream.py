@@ -19,6 +19,7 @@ pytest.importorskip("pyspark")
 
 from pyspark.errors import PySparkException
 
+from librmq.columns.options import DataLossError
 from librmq.errors import ConfigError
 from librmq.spark.options import StreamLimits, parse_read_options
 from librmq.spark.source import arrow_schema, schema_of
@@ -46,6 +47,13 @@ def fill_recorded(store: MessageStore, history: JobHistory, topic: str, first: i
     numbers = range(first, first + count)
     with history.job(topic, map(b"%d".__mod__, numbers), (number % 2 for number in numbers)):
         fill(store, topic, first, count)
+
+
+def delete_log_files(path: Path, count: int) -> None:
+    """Delete the first files of the log, as a broker does: librmq would note the new begin."""
+    for file in sorted((path / "commitlog").iterdir())[:count]:
+        file.unlink()
+    (path / "librmq" / "closed.json").unlink()
 
 
 class Sink:
@@ -123,9 +131,7 @@ def test_limits_do_not_count_deleted_messages(tmp_path: Path) -> None:
         for _ in range(100):
             store.append(Message("A", b"x" * 100), 0)
     begin = {str(path): {"A": {"0": 0}}}
-    for file in sorted((path / "commitlog").iterdir())[:2]:
-        file.unlink()
-    (path / "librmq" / "closed.json").unlink()  # as if a broker had deleted them: librmq would note the new begin
+    delete_log_files(path, 2)
     for limits in ({"max_offsets": 5}, {"max_bytes": 1000}):
         stream = reader(path, {"failOnDataLoss": "false"}, **limits)
         end = stream.latestOffset(begin, stream.getDefaultReadLimit())
@@ -133,6 +139,32 @@ def test_limits_do_not_count_deleted_messages(tmp_path: Path) -> None:
         (task,) = stream.partitions(begin, end)
         assert [(one.begin, one.end) for one in task.value.slices] == [(first, first + 5)]
         stream.stop()
+
+
+def test_a_queue_that_appears_without_its_beginning_is_a_loss(tmp_path: Path) -> None:
+    """Also if retention deletes the beginning between the plan of a batch and its run."""
+    path = tmp_path / "s"
+    with MessageStore.open(path, StoreConfig.tiny(commitlog_file_size=4096, max_message_size=2048)) as store:
+        fill(store, "A", 0, 2)
+    planned = reader(path)
+    checkpoint = planned.latestOffset(planned.initialOffset(), planned.getDefaultReadLimit())
+    with MessageStore.open(path) as store:
+        for _ in range(100):
+            store.append(Message("B", b"x" * 100), 0)
+    end = planned.latestOffset(checkpoint, planned.getDefaultReadLimit())
+    planned.stop()
+    delete_log_files(path, 2)
+    stream = reader(path)
+    with pytest.raises(DataLossError, match=r"topic 'B', queue 0: it is new to the stream, but begins at offset \d+"):
+        stream.latestOffset(checkpoint, stream.getDefaultReadLimit())
+    with pytest.raises(DataLossError, match=r"topic 'B', queue 0: it is new to the stream"):
+        stream.partitions(checkpoint, end)
+    stream.stop()
+    stream = reader(path, {"failOnDataLoss": "false"})
+    end = stream.latestOffset(checkpoint, stream.getDefaultReadLimit())
+    (task,) = stream.partitions(checkpoint, end)
+    assert [(piece.topic, piece.end) for piece in task.value.slices] == [("B", 100)]
+    stream.stop()
 
 
 def test_a_delay_without_a_minimum_is_refused() -> None:
