@@ -7,6 +7,7 @@ each: a writer updates queues in batches, and a crash can leave entries unwritte
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,6 +103,8 @@ def stored_entries(queue: ConsumeQueue, begin: int, end: int) -> Entries:
 _COMPARED: Final = 4096
 _LOOKED_AT: Final = 8
 _MAPPED_FILES: Final = 16
+_FINGERPRINTED: Final = 1024
+"""Most bytes of a record that tell it from others."""
 
 
 @dataclass(slots=True)
@@ -307,6 +310,17 @@ class PlannedStore(Closing):
             raise CorruptionError(lost.file, lost.offset, lost.kind, f"{lost.what} (mode PERMISSIVE reads the rest)")
         if lost not in self.damage:
             self.damage.append(lost)
+
+    def fingerprint_at(self, physical_offset: int) -> str | None:
+        """Return a digest of a record's first bytes, with times and ids; None if the log no longer has that place.
+
+        It tells stores apart, and a place where no record begins from every record.
+        """
+        if self._store is None or physical_offset < self.log_begin:
+            return None
+        size = int.from_bytes(self._store.log.data_at(physical_offset, 4), "big")
+        beginning = self._store.log.data_at(physical_offset, min(size, _FINGERPRINTED))
+        return hashlib.blake2b(beginning, digest_size=8).hexdigest()
 
     def _first_kept(self, queue: ConsumeQueue) -> int:
         """Return the first queue offset whose message is still in the log; the end if retention deleted all of them.

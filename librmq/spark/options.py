@@ -422,8 +422,11 @@ def _paths(values: Mapping[str, str], storage_options: Mapping[str, Any] | None)
             matches = sorted(filter(os.path.isdir, glob.glob(path)))
             if not matches:
                 raise ConfigError(f"option path: no folder matches {path}")
-        paths += [match for match in matches if match not in paths]
-    return tuple(paths)
+        paths += matches
+    unique: dict[str, str] = {}
+    for path in paths:  # a symbolic link or another spelling leads to the same store, which is read once
+        unique.setdefault(path if "://" in path else os.path.realpath(path), path)
+    return tuple(unique.values())
 
 
 def local_path(text: str) -> str:

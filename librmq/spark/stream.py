@@ -2,16 +2,21 @@
 
 ::
 
-    offset   {store: {topic: {queue id: queue offset of the next message}}}
+    offset   {store: {topic: {queue id: queue offset of the next message}},
+              "identities": {store: {"physicalOffset": place of a record, "fingerprint": its digest}}}
 
 Spark keeps these offsets in its checkpoint, and repeats its requests after a failure. This module only keeps the stores
 open for reading, next to their writers. Queues and topics that appear later are read from their start.
+
+A store is a path and an identity: the last record that the stream had read when its offsets last moved. A mount can get
+another name, so the identity counts first. Checkpoints of librmq 0.1 have paths alone.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
@@ -39,9 +44,20 @@ if TYPE_CHECKING:
 SMALLEST_RECORD: Final = 91
 """Bytes of a record with an empty body, topic and properties."""
 
-Offset = dict[str, dict[str, dict[str, int]]]
+IDENTITIES: Final = "identities"
+"""Key of an offset beside its stores, whose paths are absolute."""
+
+Offset = dict[str, dict[str, dict[str, Any]]]
 Key = tuple[str, str, int]
 """Store, topic, queue id."""
+
+
+class Identity(NamedTuple):
+    """A record that tells a store from others."""
+
+    physical_offset: int
+    fingerprint: str
+    """Its digest, of `PlannedStore.fingerprint_at`."""
 
 
 class StreamLag(NamedTuple):
@@ -56,12 +72,13 @@ class StreamLag(NamedTuple):
 def stream_lags(progress: Any) -> list[StreamLag]:
     """Return the lag of each queue at the end of a batch, the largest first.
 
-    ``progress`` is a ``StreamingQueryProgress`` or ``StreamingQuery.lastProgress``; other sources are left out.
+    ``progress`` is a ``StreamingQueryProgress`` or ``StreamingQuery.lastProgress``; other sources are left out. Of a
+    queue or store that is gone, nothing is left to read: its lag is 0.
     """
     lags = []
     for source in json.loads(progress.json)["sources"] if hasattr(progress, "json") else progress["sources"]:
         ends, latest = (_offset_of(source.get(name)) for name in ("endOffset", "latestOffset"))
-        lags += [StreamLag(*key, max(0, end - ends.get(key, 0))) for key, end in latest.items()]
+        lags += [StreamLag(*key, max(0, end - ends.get(key, 0))) for key, end in (ends | latest).items()]
     return sorted(lags, key=lambda lag: (-lag.lag, lag))
 
 
@@ -124,7 +141,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 if options.selection.begin_ms is not None:
                     begin = max(begin, store.first_at(name, options.selection.begin_ms))
                 offsets[path, *name] = begin
-        return nested(offsets)
+        return nested(offsets, self._identities(offsets, {}, {}))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Return the limit in the options."""
@@ -144,7 +161,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Return the end of the next batch."""
-        begins, ends = flat(start), self._ends()
+        ends = self._ends()
+        begins, identities = self._located(start)
         if self._target is not None:
             ends = {key: min(end, self._target[key]) for key, end in ends.items() if key in self._target}
         lags = {}
@@ -164,7 +182,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         for key, count in counts.items():
             if count or key in begins:
                 offsets[key] = self._first_offset(key, begins.get(key)) + count
-        return nested(offsets)
+        return nested(offsets, self._identities(offsets, begins, identities))
 
     def _waits(self, lag: int) -> bool:
         """Return whether a trigger has too few messages, and has not waited long enough for more."""
@@ -203,8 +221,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """Return the tasks of a batch."""
-        begins, ends = flat(start), flat(end)
         stores = self._refreshed_stores()
+        begins, ends = self._located(start)[0], self._located(end)[0]
         options = self._options
         parts: list[InputPartition] = []
         for path, store in stores.items():
@@ -261,6 +279,93 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return max(last_end, queue.begin)  # triggers don't count messages that retention has deleted
         return last_end
 
+    def _located(self, offset: Offset) -> tuple[dict[Key, int], dict[str, Identity]]:
+        """Return the queue offsets and identities of ``offset``, by the present paths of its stores.
+
+        Raises:
+            DataLossError: A store is gone, or another one has its path, and the options treat that as an error.
+        """
+        identities = {path: Identity(*fields.values()) for path, fields in offset.get(IDENTITIES, {}).items()}
+        paths = [path for path in offset if path != IDENTITIES]
+        present = self._present_paths(paths, identities)
+        for path in paths:
+            if path in present:
+                continue
+            now = os.path.realpath(path)
+            if any(now == os.path.realpath(other) for other in present.values()):
+                continue  # a link to a store that has another path in the offset: it is read once
+            if self._options.fail_on_data_loss:
+                raise DataLossError(self._loss_of(path, identities.get(path)))
+            if path not in present.values():
+                present[path] = path
+        return (
+            {
+                (present[path], topic, queue_id): at
+                for (path, topic, queue_id), at in flat(offset).items()
+                if path in present
+            },
+            {present[path]: identity for path, identity in identities.items() if path in present},
+        )
+
+    def _present_paths(self, paths: Iterable[str], identities: Mapping[str, Identity]) -> dict[str, str]:
+        """Return where the stores of an offset are now; those that are gone are left out."""
+
+        def is_same(path: str, now: str) -> bool | None:
+            """Return whether the store at ``now`` has the record of the one at ``path``; None if that can't be seen."""
+            identity = identities.get(path)
+            digest = None if identity is None else self._stores[now].fingerprint_at(identity.physical_offset)
+            return None if identity is None or digest is None else digest == identity.fingerprint
+
+        rounds: tuple[Callable[[str, str], bool], ...] = (
+            # The surest first, so that of a store and its copy each keeps its offsets.
+            lambda path, now: path == now and is_same(path, now) is True,
+            lambda path, now: is_same(path, now) is True,
+            lambda path, now: path == now and is_same(path, now) is None,
+            lambda path, now: os.path.realpath(path) == os.path.realpath(now) and is_same(path, now) is None,
+        )
+        present: dict[str, str] = {}
+        for matches in rounds:
+            for path in paths:
+                free = () if path in present else self._stores.keys() - present.values()
+                matching = sorted(now for now in free if matches(path, now))
+                if matching:
+                    present[path] = matching[0]
+        return present
+
+    def _loss_of(self, path: str, identity: Identity | None) -> str:
+        """Return what is wrong with a store of the checkpoint that no path leads to."""
+        if path in self._stores and identity is not None:
+            return (
+                f"{path}: its log has another record at {identity.physical_offset}, the last that the stream had read: "
+                "the folder holds another store, or the log lost its end (option failOnDataLoss=false goes on with the "
+                "queue offsets of the checkpoint)"
+            )
+        older = "" if identity else "; the checkpoint is of a librmq that knew stores by their paths alone"
+        return (
+            f"{path}: the stream has read this store, and no folder in option path holds it now{older} (add its "
+            "folder, or with option failOnDataLoss=false the stream goes on without it)"
+        )
+
+    def _identities(
+        self, offsets: Mapping[Key, int], begins: Mapping[Key, int], identities: Mapping[str, Identity]
+    ) -> dict[str, Identity]:
+        """Return the identity of each store at ``offsets``, which were ``begins`` and had ``identities``.
+
+        It stays where no offset has moved, because Spark runs a batch for each offset that differs from the last.
+        """
+        places: dict[str, int] = {}
+        for key, offset in offsets.items():
+            store = self._stores.get(key[0])
+            if store is not None and begins.get(key) != offset and key[1:] in store.queues:
+                queue = store.queues[key[1:]]
+                places[key[0]] = max(places.get(key[0], -1), queue.place_of(max(offset - 1, queue.begin)))
+        current = dict(identities)
+        for path, place in places.items():
+            digest = self._stores[path].fingerprint_at(place)
+            if digest is not None:
+                current[path] = Identity(place, digest)
+        return current
+
     def _ends(self) -> dict[Key, int]:
         return {
             (path, *name): queue.end
@@ -302,11 +407,16 @@ def share(lags: Mapping[Key, int], count: int) -> dict[Key, int]:
     return shares
 
 
-def nested(offsets: Mapping[Key, int]) -> Offset:
-    """Return queue offsets in Spark's form."""
+def nested(offsets: Mapping[Key, int], identities: Mapping[str, Identity] | None = None) -> Offset:
+    """Return queue offsets, and the identities of their stores, in Spark's form."""
     nested: Offset = {}
     for (path, topic, queue_id), queue_offset in sorted(offsets.items()):
         nested.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = queue_offset
+    if identities:
+        nested[IDENTITIES] = {
+            path: {"physicalOffset": identity.physical_offset, "fingerprint": identity.fingerprint}
+            for path, identity in sorted(identities.items())
+        }
     return nested
 
 
@@ -315,6 +425,7 @@ def flat(offset: Offset) -> dict[Key, int]:
     return {
         (path, topic, int(queue_id)): queue_offset
         for path, topics in offset.items()
+        if path != IDENTITIES
         for topic, queues in topics.items()
         for queue_id, queue_offset in queues.items()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import shutil
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from librmq.columns.options import DataLossError
 from librmq.errors import ConfigError
 from librmq.spark.options import StreamLimits, parse_read_options
 from librmq.spark.source import arrow_schema, schema_of
-from librmq.spark.stream import Key, StreamLag, StreamReader, share, stream_lags
+from librmq.spark.stream import Key, StreamLag, StreamReader, flat, share, stream_lags
 from tests.job_histories import JobHistory, Row
 from tests.spark_session import shared_session
 
@@ -79,7 +80,7 @@ def reader(path: Path, given: Mapping[str, str] | None = None, **limits: Any) ->
 
 
 def read_up_to(offset: Any) -> int:
-    return sum(at for topics in offset.values() for queues in topics.values() for at in queues.values())
+    return sum(flat(offset).values())
 
 
 def test_a_trigger_takes_a_number_of_bytes(tmp_path: Path) -> None:
@@ -165,6 +166,81 @@ def test_a_queue_that_appears_without_its_beginning_is_a_loss(tmp_path: Path) ->
     (task,) = stream.partitions(checkpoint, end)
     assert [(piece.topic, piece.end) for piece in task.value.slices] == [("B", 100)]
     stream.stop()
+
+
+def advance(stream: StreamReader, offset: Any) -> tuple[Any, int]:
+    """Return the next offset, as Spark reads it back from a checkpoint, and the number of messages up to it."""
+    end = json.loads(json.dumps(stream.latestOffset(offset, stream.getDefaultReadLimit())))
+    tasks = stream.partitions(offset, end)
+    stream.stop()
+    return end, sum(piece.end - piece.begin for task in tasks for piece in task.value.slices)
+
+
+def test_a_store_is_known_at_another_path(tmp_path: Path) -> None:
+    """Renamed, swapped, or by a link: no message is read twice, and only a batch with messages changes the offset."""
+    first, second = tmp_path / "a" / "store", tmp_path / "b" / "store"
+    for number, path in enumerate((first, second)):
+        with MessageStore.open(path, StoreConfig.tiny(), clock=ManualClock(START_MS + number)) as store:
+            fill(store, "A", 0, 10 + number)
+    stream = reader(tmp_path / "*" / "store")
+    offset, count = advance(stream, stream.initialOffset())
+    assert count == 21
+    assert advance(reader(tmp_path / "*" / "store"), offset) == (offset, 0)
+    first.rename(tmp_path / "moved")
+    second.rename(first)  # where the other store was
+    (tmp_path / "moved").rename(second)
+    offset, count = advance(reader(tmp_path / "*" / "store"), offset)
+    assert count == 0
+    assert {path: read_up_to({path: offset[path]}) for path in map(str, (first, second))} == {
+        str(first): 11, str(second): 10,
+    }  # fmt: skip
+    first.parent.rename(tmp_path / "c")
+    (tmp_path / "d").symlink_to(tmp_path / "c")
+    with MessageStore.open(tmp_path / "c" / "store") as store:
+        fill(store, "A", 11, 3)
+    _, count = advance(reader(tmp_path / "*" / "store"), offset)
+    assert count == 3
+
+
+def test_a_checkpoint_of_paths_alone_is_understood(tmp_path: Path) -> None:
+    path, link = tmp_path / "s", tmp_path / "link"
+    link.symlink_to(path)
+    with MessageStore.open(path, StoreConfig.tiny()) as store:
+        fill(store, "A", 0, 10)
+    old = {str(path): {"A": {"0": 5, "1": 3}}}
+    for same in (path, link):
+        offset, count = advance(reader(same), old)
+        assert count == 2
+        assert advance(reader(same), offset) == (offset, 0)
+    path.rename(tmp_path / "moved")
+    with pytest.raises(
+        DataLossError, match=r"/s: the stream has read this store.*; the checkpoint is of a librmq that"
+    ):
+        advance(reader(tmp_path / "moved"), old)
+
+
+def test_a_store_that_is_gone_is_a_loss(tmp_path: Path) -> None:
+    """So is another store in its folder. Without failOnDataLoss the stream goes on, and lists the store."""
+    paths = tmp_path / "a", tmp_path / "b"
+    for number, path in enumerate(paths):
+        with MessageStore.open(path, StoreConfig.tiny(), clock=ManualClock(START_MS + number)) as store:
+            fill(store, "A", 0, 4)
+    stream = reader(tmp_path / "*")
+    offset, _ = advance(stream, stream.initialOffset())
+    paths[0].rename(tmp_path.parent / f"{tmp_path.name}-away")
+    with pytest.raises(
+        DataLossError, match=r"/a: the stream has read this store, and no folder in option path holds it"
+    ):
+        advance(reader(tmp_path / "*"), offset)
+    end, count = advance(reader(tmp_path / "*", {"failOnDataLoss": "false"}), offset)
+    assert (end, count) == (offset, 0)
+    latest = {path: topics for path, topics in end.items() if path == str(paths[1])}
+    lags = stream_lags({"sources": [{"endOffset": json.dumps(end), "latestOffset": json.dumps(latest)}]})
+    assert {(lag.store, lag.lag) for lag in lags} == {(str(path), 0) for path in paths}
+    with MessageStore.open(paths[0], StoreConfig.tiny(), clock=ManualClock(START_MS)) as store:
+        fill(store, "B", 0, 9)
+    with pytest.raises(DataLossError, match=r"/a: its log has another record at \d+, .* holds another store"):
+        advance(reader(tmp_path / "*"), offset)
 
 
 def test_a_delay_without_a_minimum_is_refused() -> None:
@@ -253,7 +329,7 @@ def test_loss_is_reported(tmp_path: Path) -> None:
     shutil.rmtree(path)
     with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
         fill(store, "A", 100, 4)
-    with pytest.raises(PySparkException, match="read up to offset 10, but it ends at 2"):
+    with pytest.raises(PySparkException, match=r"its log has another record at .* holds another store"):
         run(path, sink, checkpoint)
     run(path, sink, checkpoint, failOnDataLoss="false")
     assert sorted(int(row.body) for row in sink.rows()) == [*range(20), *range(100, 104)]
