@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple
 
 from librmq.errors import MissingExtraError
+
+
+def _check_interpreter() -> None:
+    """Refuse a sub-interpreter: locks of files are the process's, so two interpreters could write to one store.
+
+    Raises:
+        ImportError: This is one. It says what to do.
+    """
+    for name in ("_interpreters", "_xxsubinterpreters"):  # from Python 3.13 on, and before
+        with suppress(ModuleNotFoundError):
+            interpreters = import_module(name)
+            if interpreters.get_current() != interpreters.get_main():
+                raise ImportError(
+                    "librmq does not work in a sub-interpreter, because its interpreters would share the locks of a "
+                    "store: use the main interpreter (mod_wsgi: WSGIApplicationGroup %{GLOBAL}) or another process"
+                )
+            return
+
+
+_check_interpreter()  # here, because every package of librmq imports this module before others
 
 
 class Extra(NamedTuple):

@@ -287,3 +287,22 @@ for one in (broker.store.path, store.path):
 def test_a_temporary_folder_is_deleted_when_its_process_ends(tmp_path: Path) -> None:
     run("open(sys.argv[1], 'w').write(MessageStore.temporary().path)", tmp_path / "name")
     assert not Path((tmp_path / "name").read_text()).exists()
+
+
+IN_A_SUB_INTERPRETER = r"""
+import importlib, sys
+name = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
+interpreters = importlib.import_module(name)
+script = f"import sys; sys.path = {sys.path!r}\nimport librmq"
+try:
+    failure = interpreters.run_string(interpreters.create(), script)
+except interpreters.RunFailedError as error:  # up to Python 3.12
+    failure = error
+print(failure)
+"""
+
+
+def test_a_sub_interpreter_is_refused_with_what_to_do() -> None:
+    printed = run_program(IN_A_SUB_INTERPRETER).stdout
+    assert "librmq does not work in a sub-interpreter" in printed
+    assert "WSGIApplicationGroup %{GLOBAL}" in printed
