@@ -135,6 +135,23 @@ def test_two_workers_of_a_web_server(recipes: Path, module: str) -> None:
         assert len([message for message in store if message.topic == "orders"]) == 40
 
 
+def test_preloaded_workers_go_on_after_a_restart(recipes: Path) -> None:
+    """The owner is gunicorn's own process, which leaves the store in `on_exit`: a restart repeats nothing."""
+    words = ("preloaded:app", "--preload", "--config", "preloaded.conf.py", *WEB["gunicorn"][1:])
+    orders: set[str] = set()
+    for start in range(2):
+        port = free_port()
+        with serving(recipes, "gunicorn", *words, f"127.0.0.1:{port}") as server:
+            server.wait(r"Booting worker with pid: (\d+)", 2)
+            ordered = {f"o-{start}-{number}" for number in range(10)}
+            for order in sorted(ordered):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/{order}", timeout=60).close()
+            wait_until(lambda: ordered <= set(server.found(r"charged (\S+)")), "all orders are charged", 60)  # noqa: B023
+        assert not orders & set(server.found(r"charged (\S+)"))
+        assert "Traceback" not in server.text
+        orders |= ordered
+
+
 def test_prometheus_reads_the_owner_under_gunicorn(tmp_path: Path) -> None:
     """Also the next owner, after the first was killed."""
     port, scraped = free_port(), free_port()
