@@ -117,7 +117,8 @@ def trusted() -> str:
     for row in facts()["trusted"]:
         tests = (test.split("::") for test in row["tests"])
         links = ", ".join(f"[`{name}`](../{path})" for path, name in tests)
-        part = f"{row['part']}: {', '.join(f'`{name}`' for name in row['files'])}"
+        files = ", ".join(f"`{name.removeprefix('librmq/')}`" for name in row["files"])
+        part = f"{row['part']}: {files}"
         cells = [part, f"{lines_of(row['files']):,}", row["full_run"], links]
         if survivals:
             cells.insert(3, survived(survivals, row["tests"]))

@@ -312,6 +312,46 @@ def test_tables_of_facts_are_up_to_date(generated: ModuleType) -> None:
         assert int(total.replace(",", "")) == pytest.approx(sum(counted), rel=0.1), path.name
 
 
+ENTERED = """
+import json, os, sys, threading
+import librmq
+from librmq import Message, MessageStore, StoreConfig
+
+home, sync, entered = os.path.dirname(librmq.__file__), StoreConfig(durability="sync"), set()
+
+def note(frame, event, argument):
+    if event == "call" and frame.f_code.co_filename.startswith(home) and frame.f_code.co_name != "<module>":
+        entered.add("librmq/" + os.path.relpath(frame.f_code.co_filename, home).replace(os.sep, "/"))
+
+def run(path):
+    store = MessageStore.open(path, sync)
+    store.append(Message("orders", b"one coat", keys="o-1"))
+    store.abandon()
+    with MessageStore.open(path, sync) as store:
+        store.append(Message("orders", b"two coats"))
+        assert len(list(store)) == 2
+        assert store.read("orders", 0, 0).messages
+
+run("first")  # imports its modules
+threading.setprofile(note)
+sys.setprofile(note)
+run("second")
+sys.setprofile(None)
+threading.setprofile(None)
+print(json.dumps(sorted(entered)))
+"""
+
+
+def test_the_trusted_parts_are_those_that_a_run_enters(generated: ModuleType, tmp_path: Path) -> None:
+    """A killed store is opened, appended to with sync, and read; what owns a shared store is on the list as well."""
+    environment = {**os.environ, "LIBRMQ_CORE": "off", "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(
+        [sys.executable, "-c", ENTERED], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    listed = {name for row in importlib.import_module("facts").facts()["trusted"] for name in row["files"]}
+    assert set(json.loads(done.stdout)) == {name for name in listed if not name.startswith("librmq/wire/")}
+
+
 def test_proofs_are_shown_when_they_are_there(
     generated: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
