@@ -236,17 +236,21 @@ class StoreTimes:
             if is_known:
                 first, last = self.stored_at(queue, part.start), self.stored_at(queue, part.stop - 1)
                 if first is not None and last is not None:
-                    # Later messages than the first of these pieces were not stored before the first message, and
-                    # earlier ones than the second not after the last.
-                    early = self._bisect(queue, part, first + self._setback_ms, unreadable=False)
-                    late = self._bisect(queue, part, last - self._setback_ms)
-                    pieces = [part[: early - part.start], part[late - part.start :]] if self._setback_ms else []
                     times += (first, last)
+                    pieces = self._pieces_of_extremes(queue, part, first, last) if self._setback_ms else []
             for piece in pieces:
                 for _, block in self._blocks(queue, piece):
                     if len(readable := block[block != UNKNOWN]):
                         times += (int(readable.min()), int(readable.max()))
         return (min(times), max(times)) if times else None
+
+    def _pieces_of_extremes(self, queue: TimedQueue, part: range, first_ms: int, last_ms: int) -> list[range]:
+        """Return the offsets that can have the least or the greatest time, by the times of the first and last one."""
+        # Messages behind the first of these pieces were not stored before the first message, and those before the
+        # second piece not after the last one.
+        begin = self._bisect(queue, part, first_ms + self._setback_ms, unreadable=False)
+        end = self._bisect(queue, part, last_ms - self._setback_ms)
+        return [part[: begin - part.start], part[end - part.start :]]
 
     def bounds_of(self, queue: TimedQueue, offsets: range) -> tuple[int, int] | None:
         """Return times between which all messages of a run were stored, without reading more than its ends.
