@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.interface import File, FileLock, FolderEntry, named, without_zeros
 from librmq.files.lock import DiskLock, lock_holder
-from librmq.files.regular import give_to_owner, joined_folders, open_regular, place_of
+from librmq.files.regular import give_to_owner, joined_folders, make_owned_folder, open_regular, place_of
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.files")
@@ -364,8 +364,7 @@ class DiskFiles:
                 at = os.path.join(at, name)
                 with self._place(at) as place:
                     try:
-                        os.mkdir(place.name, dir_fd=place.folder)
-                        give_to_owner(at, os.path.dirname(at))
+                        make_owned_folder(at, name=place.name, folder=place.folder)
                     except FileExistsError:
                         if os.path.islink(at):
                             raise self._link_refused(at) from None
@@ -657,11 +656,11 @@ def _make(place: _Place, path: str, size: int) -> None:
 
 def _make_folders(path: str) -> None:
     """Make a folder and those above it, each of the owner of the one above."""
+    path = path.rstrip(os.sep) or path
     if path and not os.path.isdir(path):
-        _make_folders(os.path.dirname(path.rstrip(os.sep)))
+        _make_folders(os.path.dirname(path))
         with suppress(FileExistsError):
-            os.mkdir(path)
-            give_to_owner(path, os.path.dirname(path.rstrip(os.sep)))
+            make_owned_folder(path)
         if not os.path.isdir(path):
             os.mkdir(path)  # raises what is there instead
 

@@ -55,19 +55,51 @@ def open_regular(
     return descriptor
 
 
-def give_to_owner(made: int | str, folder: str, folder_descriptor: int | None = None) -> None:
+def give_to_owner(made: int, folder: str, folder_descriptor: int | None = None) -> None:
     """Let what root has made in another user's folder belong to that user, whose service could not use it otherwise.
 
-    ``folder`` is named within ``folder_descriptor``; if it is empty, it is that one, or the current one.
+    ``made`` is a descriptor, because that user can put something else in the place of a name. ``folder`` is named
+    within ``folder_descriptor``; if it is empty, it is that one, or the current one.
     """
-    if sys.platform == "win32" or os.geteuid():
+    if not _is_root():
         return
     if folder or folder_descriptor is None:
-        status = os.stat(folder or os.curdir, dir_fd=folder_descriptor)
+        above = os.stat(folder or os.curdir, dir_fd=folder_descriptor)
     else:
-        status = os.fstat(folder_descriptor)
-    if status.st_uid and not (os.fstat(made) if isinstance(made, int) else os.stat(made)).st_uid:
-        os.chown(made, status.st_uid, status.st_gid)
+        above = os.fstat(folder_descriptor)
+    status = os.fstat(made)
+    # The user can have linked a file of root here, which must stay root's.
+    is_only_here = stat.S_ISDIR(status.st_mode) or status.st_nlink <= 1
+    if above.st_uid and not status.st_uid and is_only_here:
+        os.chown(made, above.st_uid, above.st_gid)
+
+
+def make_owned_folder(path: str, *, name: str = "", folder: int | None = None) -> None:
+    """Make a folder, which `give_to_owner` gives away; ``name`` and ``folder`` are those of `open_regular`.
+
+    Raises:
+        OSError: It can't be made, for example because it is there.
+    """
+    if not _is_root():
+        os.mkdir(name or path, dir_fd=folder)
+        return
+    # Hold the folder above, so that it stays the same one, whatever its user does meanwhile.
+    above = os.open(os.path.dirname(path) or os.curdir, os.O_RDONLY | os.O_DIRECTORY) if folder is None else folder
+    try:
+        name = name or os.path.basename(path)
+        os.mkdir(name, dir_fd=above)
+        made = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+        try:
+            give_to_owner(made, "", above)
+        finally:
+            os.close(made)
+    finally:
+        if folder is None:
+            os.close(above)
+
+
+def _is_root() -> bool:
+    return sys.platform != "win32" and os.geteuid() == 0
 
 
 def join_folders(folder: str, others: Sequence[str]) -> None:

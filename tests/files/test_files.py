@@ -23,6 +23,7 @@ from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import File, Files, confine, used_end, without_zeros
 from librmq.files.lock import DiskLock
 from librmq.files.memory import MemoryFiles, OverlayFiles
+from librmq.store import MessageStore
 from tests.file_seams import Event, FailingFiles, RecordingFiles
 from tests.programs import start_program
 
@@ -644,7 +645,10 @@ def test_each_way_to_open_refuses_what_is_no_regular_file(
     assert files.read_sole_file(str(tmp_path), 0, 1) is None
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+
+
+@as_root
 def test_what_root_makes_belongs_to_the_owner_of_the_folder(tmp_path: Path) -> None:
     os.chown(tmp_path, 12345, 12346)
     with Broker.open(tmp_path / "of user" / "store") as broker, Producer(broker, "p") as producer:
@@ -652,3 +656,28 @@ def test_what_root_makes_belongs_to_the_owner_of_the_folder(tmp_path: Path) -> N
     made = [tmp_path / "of user", *(tmp_path / "of user").rglob("*")]
     assert len(made) > 20
     assert {(path.stat().st_uid, path.stat().st_gid) for path in made} == {(12345, 12346)}
+
+
+@as_root
+def test_root_gives_nothing_away_that_the_owner_of_the_folder_has_linked_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret, folder, store = tmp_path / "secret", tmp_path / "of root", tmp_path / "store"
+    secret.write_bytes(b"secret")
+    folder.mkdir()
+    store.mkdir()
+    os.chown(store, 12345, 12346)
+    os.link(secret, store / "lock")
+    with MessageStore.open(store):
+        pass
+    make = os.mkdir
+
+    def make_and_replace(name: str, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        make(name, mode, dir_fd=dir_fd)
+        os.rmdir(name, dir_fd=dir_fd)
+        os.symlink(folder, name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", make_and_replace)
+    with pytest.raises(StoreIOError):
+        DiskFiles().make_folder(str(store / "queues"))
+    assert (secret.stat().st_uid, folder.stat().st_uid) == (0, 0)
