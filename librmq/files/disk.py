@@ -202,16 +202,11 @@ class DiskFiles:
     def descriptor(self, path: str, *, writable: bool = False) -> tuple[int, int]:
         """Open a file as `open` does, and return a descriptor, which the caller closes, and the file's size."""
         with named("open", path):
-            try:
-                if writable:
-                    with self._place(path) as place:
-                        descriptor = open_regular(path, _TO_WRITE, name=place.name, folder=place.folder)
-                else:
-                    descriptor = open_regular(path)
-            except OSError as error:
-                if error.errno == errno.ELOOP and os.path.islink(path):
-                    raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from None
-                raise
+            if writable:
+                with self._place(path) as place:
+                    descriptor = open_regular(path, _TO_WRITE, name=place.name, folder=place.folder)
+            else:
+                descriptor = open_regular(path)
             try:
                 size = os.fstat(descriptor).st_size
                 if size == 0:
@@ -416,12 +411,13 @@ class DiskFiles:
     def read_used(self, path: str, limit: int) -> bytes | None:
         if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
             return None
-        try:
-            descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                return None
-            raise StoreIOError("open", path, error) from error
+        with named("open", path):
+            try:
+                descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+            except CorruptionError:
+                if os.path.islink(path):
+                    return None
+                raise
         try:
             end = _data_end(descriptor, 0, limit + 1)
             return None if end > limit else without_zeros(os.pread(descriptor, end, 0))

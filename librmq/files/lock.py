@@ -18,9 +18,9 @@ import sys
 from contextlib import suppress
 from typing import Final
 
-from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
+from librmq.errors import StoreIOError, StoreLockedError
 from librmq.files.interface import named
-from librmq.files.regular import give_to_owner, open_regular
+from librmq.files.regular import open_regular
 from librmq.runtime.locks import Lock, call_in_child, critical
 
 if sys.platform != "win32":
@@ -29,7 +29,7 @@ if sys.platform != "win32":
 _FLOCK: Final = struct.Struct("qqihh" if sys.platform == "darwin" else "hhqqi4x")
 """``struct flock``: type, whence, start, length, pid on 64-bit Linux; start, length, pid, type, whence on macOS."""
 _HAS_OWN_LOCKS: Final = sys.platform == "linux" and _FLOCK.size == 32 and struct.calcsize("P") == 8
-_OPEN: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_OPEN: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 _CONFLICTS: Final = (errno.EACCES, errno.EAGAIN)
 
 _Key = tuple[int, int]  # device and inode
@@ -65,14 +65,8 @@ class DiskLock:
         name = path if folder is None else os.path.basename(path)
         if not _may_be_opened(name, folder):
             raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
+        descriptor = open_regular(path, _OPEN, 0o644, name=name, folder=folder)
         try:
-            descriptor = open_regular(path, _OPEN, 0o644, name=name, folder=folder)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from None
-            raise
-        try:
-            give_to_owner(descriptor, os.path.dirname(name), folder)
             status = os.fstat(descriptor)
             if sys.platform != "win32":
                 self._lock(descriptor, path)

@@ -30,7 +30,7 @@ _joined: dict[str, tuple[str, ...]] = {}
 def open_regular(
     path: str, flags: int = os.O_RDONLY, mode: int = 0o600, *, name: str = "", folder: int | None = None
 ) -> int:
-    """Open a file, and return its descriptor, which the caller closes.
+    """Open a file, and return its descriptor, which the caller closes; a new one is given away by `give_to_owner`.
 
     Args:
         path: The file, for errors too.
@@ -40,7 +40,7 @@ def open_regular(
         folder: The descriptor of a folder.
 
     Raises:
-        CorruptionError: It is a folder, a pipe, a socket or a device.
+        CorruptionError: It is a folder, a pipe, a socket or a device; with ``O_NOFOLLOW`` a symbolic link.
         OSError: It can't be opened.
     """
     try:
@@ -48,10 +48,17 @@ def open_regular(
     except OSError as error:
         if error.errno in _NO_FILES or (error.errno == errno.EISDIR and os.path.isdir(path)):
             raise CorruptionError(path, 0, "name", "expected a regular file") from None
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CorruptionError(path, 0, "name", "expected a regular file")
+        if flags & os.O_CREAT:
+            give_to_owner(descriptor, os.path.dirname(name or path), folder)
+    except BaseException:
         os.close(descriptor)
-        raise CorruptionError(path, 0, "name", "expected a regular file")
+        raise
     return descriptor
 
 
@@ -74,20 +81,20 @@ def give_to_owner(made: int, folder: str, folder_descriptor: int | None = None) 
         os.chown(made, above.st_uid, above.st_gid)
 
 
-def make_owned_folder(path: str, *, name: str = "", folder: int | None = None) -> None:
-    """Make a folder, which `give_to_owner` gives away; ``name`` and ``folder`` are those of `open_regular`.
+def make_owned_folder(path: str, mode: int = 0o777, *, name: str = "", folder: int | None = None) -> None:
+    """Make a folder, which `give_to_owner` gives away; the arguments are as of `open_regular`.
 
     Raises:
         OSError: It can't be made, for example because it is there.
     """
     if not _is_root():
-        os.mkdir(name or path, dir_fd=folder)
+        os.mkdir(name or path, mode, dir_fd=folder)
         return
     # Hold the folder above, so that it stays the same one, whatever its user does meanwhile.
     above = os.open(os.path.dirname(path) or os.curdir, os.O_RDONLY | os.O_DIRECTORY) if folder is None else folder
     try:
         name = name or os.path.basename(path)
-        os.mkdir(name, dir_fd=above)
+        os.mkdir(name, mode, dir_fd=above)
         made = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
         try:
             give_to_owner(made, "", above)

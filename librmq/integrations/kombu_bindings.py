@@ -5,7 +5,6 @@ They are in ``librmq/kombu/`` of a store's folder, and in the topic ``kombu_bind
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import heapq
 import os
@@ -20,7 +19,7 @@ from kombu.utils.json import JSONEncoder, loads
 import librmq
 from librmq.clock import SystemClock
 from librmq.files.disk import DiskFiles
-from librmq.files.regular import open_regular
+from librmq.files.regular import make_owned_folder, open_regular
 from librmq.runtime.locks import Lock
 from librmq.wire.remote.remote_route import RemoteRoute
 from librmq.wire.share import SharedBroker
@@ -105,7 +104,9 @@ class FolderBindings:
 
     def __init__(self, folder: str) -> None:
         self._folder = os.path.join(folder, "librmq", "kombu")
-        os.makedirs(self._folder, mode=0o700, exist_ok=True)
+        DiskFiles().make_folder(os.path.dirname(self._folder))
+        with suppress(FileExistsError):
+            make_owned_folder(self._folder, 0o700)
         self._path = os.path.join(self._folder, "bindings.json")
         self._lock = Lock()
         self._file = -1  # stays open, so that no later file has its inode
@@ -265,17 +266,11 @@ class FolderBindings:
 
 
 def _open(path: str, flags: int) -> int:
-    """Open a file of the store's folder.
-
-    Raises:
-        CorruptionError: It is something else, such as a pipe or a link.
-    """
     try:
         return open_regular(path, flags | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise librmq.CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store") from error
-        raise
+    except librmq.CorruptionError as error:
+        what = f"{error.what}: delete what is there; the next process writes a file"
+        raise librmq.CorruptionError(path, 0, "name", what) from error
 
 
 class ClusterBindings:

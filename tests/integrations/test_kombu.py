@@ -506,6 +506,18 @@ def test_a_file_of_the_bindings_that_is_none_is_named(share: Connect, tmp_path: 
         connection.SimpleQueue("tasks").put("job")
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+def test_what_root_makes_belongs_to_the_owner_of_the_store(share: Connect, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    os.chown(store, 12345, 12346)
+    with share() as connection:
+        connection.SimpleQueue("tasks").put("job")
+    made = list(store.rglob("*"))
+    assert any(path.name == "bindings.json" for path in made)
+    assert {path.stat().st_uid for path in made} == {12345}
+
+
 def test_text_is_stored_as_it_is_and_the_limit_says_what_to_do(share: Connect) -> None:
     with share() as connection:
         queue = connection.SimpleQueue("tasks")
