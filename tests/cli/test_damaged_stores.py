@@ -505,7 +505,7 @@ def without_notes(path: Path, target: Path) -> Path:
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store with 15 small files of the log and many of its queues."""
     path = tmp_path_factory.mktemp("long") / "store"
-    with MessageStore.open(path, CONFIG) as store:
+    with MessageStore.open(path, CONFIG, background=False) as store:  # no thread allocates the next file ahead
         for number in range(560):
             store.append(Message("T", b"body %03d" % number, keys="k"), number % 2)
         assert len(store.log.sequence.starts) == 15

@@ -362,11 +362,12 @@ def test_reserved_names_are_all_but_those_that_users_may_set() -> None:
         "INNER_MULTI_DISPATCH",
         "INNER_NUM",
         "__SHARDINGKEY",
+        "TRACE_CONTEXT",
         "DEAD_LETTER_CAUSE",  # librmq's own, like the next one
         "RESENT_LETTER",
     }
     assert names >= RESERVED_PROPERTIES
-    assert len(names) == 40
+    assert len(names) == 41
 
 
 # --- hosts and ids
