@@ -33,7 +33,7 @@ from librmq.integrations.kombu_bindings import FolderBindings, topic_of
 from librmq.integrations.kombu_broker import KombuBroker, brokers, check_visibility
 from librmq.integrations.kombu_receivers import AT_ONCE, Delivery, Receiver
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Event
+from librmq.runtime.locks import Event, Lock, critical
 
 _log = EventLog("librmq.integrations")
 _clock: Final = SystemClock()
@@ -286,13 +286,16 @@ class _Signal:
         self.reader, self._writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(self._writer, False)
+        self._lock = Lock()
+        self._is_open = True
         self.hub_thread = threading.get_ident()
         self.leave_loop: Callable[[], None]
 
     def set(self) -> None:
-        """Let the hub look again."""
-        with suppress(OSError):  # the pipe is full, so the hub will look; or it is closed
-            os.write(self._writer, b"1")
+        """Let the hub look again, unless the pipe is closed: another file can have its descriptor by then."""
+        with critical, self._lock, suppress(BlockingIOError):  # the pipe is full, so the hub will look
+            if self._is_open:
+                os.write(self._writer, b"1")
 
     def clear(self) -> None:
         """Take what the pipe holds."""
@@ -302,8 +305,10 @@ class _Signal:
     def close(self) -> None:
         """Leave the hub, and close the pipe."""
         self.leave_loop()
-        os.close(self.reader)
-        os.close(self._writer)
+        with critical, self._lock:
+            self._is_open = False
+            os.close(self.reader)
+            os.close(self._writer)
 
 
 class Transport(virtual.Transport):

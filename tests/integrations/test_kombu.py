@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -170,6 +170,18 @@ def test_a_hub_without_messages_turns_once_a_second(share: Connect) -> None:
         connection.release()
         assert not hub.readers
         assert not hub.on_tick
+
+
+def test_a_wake_after_the_end_of_its_connection_writes_nowhere(share: Connect, tmp_path: Path) -> None:
+    """The thread of a receive can have the pipe of a connection that another thread closes."""
+    with share() as connection, ExitStack() as opened:
+        connection.register_with_event_loop(Hub())
+        signal_of_hub = connection.transport._signal  # as a thread has read it before
+        connection.release()
+        for number in range(100):  # one has the descriptor of the pipe
+            opened.enter_context((tmp_path / f"file-{number}").open("wb"))
+        signal_of_hub.set()
+        assert [path.stat().st_size for path in tmp_path.glob("file-*")] == [0] * 100
 
 
 def turn(hub: Any) -> None:

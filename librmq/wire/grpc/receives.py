@@ -360,9 +360,8 @@ class Receives:
         try:
             while True:
                 arrived.clear()
-                if (
-                    self._ends_polls or not context.is_active()
-                ):  # after `clear`, which could otherwise erase the signal of the end
+                # Look after `clear`, which could otherwise erase the signal of the end.
+                if self._ends_polls or not context.is_active():
                     break
                 messages = self._endpoints(client_id).call(receive).messages
                 if messages:
