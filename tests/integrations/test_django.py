@@ -254,7 +254,7 @@ def test_an_end_that_no_message_holds_is_a_failure_of_the_first_run(tasks: Tasks
         assert "characters are left out" in error.traceback
         assert error.traceback.endswith("xend\n")
     else:
-        assert error.exception_class.__name__ == "ResultTooLarge"
+        assert error.exception_class.__name__ == "ResultTooLargeError"
         assert "at most 4,194,304" in error.traceback
 
 

@@ -15,7 +15,8 @@ from librmq.integrations.django import tasks as tasks  # first, because its erro
 
 # isort: on
 from librmq.integrations.django.backend import LibrmqBackend as LibrmqBackend
+from librmq.integrations.django.worker import ResultTooLargeError as ResultTooLargeError
 from librmq.integrations.django.worker import Worker as Worker
 from librmq.integrations.django.worker import WorkerLost as WorkerLost
 
-__all__ = ["LibrmqBackend", "Worker", "WorkerLost"]
+__all__ = ["LibrmqBackend", "ResultTooLargeError", "Worker", "WorkerLost"]

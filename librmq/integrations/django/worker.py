@@ -40,7 +40,7 @@ class WorkerLost(Exception):
     """Each worker that ran the task ended before the task did, by a crash or by SIGKILL."""
 
 
-class ResultTooLarge(Exception):
+class ResultTooLargeError(Exception):
     """A task has returned more than a message holds: return the name of a file or of a row that has it."""
 
 
@@ -229,7 +229,7 @@ class Worker:
             if error is None:
                 _log.error("task %(id)s: its result is not stored, so it counts as failed: %(error)s",
                            id=state["id"], error=refusal)  # fmt: skip
-                self._save_end(state, ResultTooLarge(str(refusal)))
+                self._save_end(state, ResultTooLargeError(str(refusal)))
                 return
             text = state["errors"][-1]["traceback"]
             left_out = f"\n… {len(text) - 2 * _SHORT_TEXT} characters are left out …\n"
