@@ -26,27 +26,14 @@ from typing import Any, Final
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError
 from librmq.idempotence.connections import Link
-from librmq.idempotence.drivers import StatementResult, driver_of, error_code, is_temporary_error, run_on
+from librmq.idempotence.drivers import Failure, StatementResult, driver_of, failure_of, run_on
 
-CONFLICT: Final = "conflict"
-"""The database undid a statement because of another transaction."""
-TOO_LONG: Final = "too long"
-"""A statement waited for a lock, or ran, longer than the database or the driver allows."""
-STALE: Final = "stale"
-"""A connection that answers no longer serves: its server is read-only since a failover."""
-UNPREPARED: Final = "unprepared"
-"""A pooler gave the connection to another server, which lacks its prepared statements, or has others of their names."""
-
-_CODES: Final[Mapping[str, str]] = {
-    # Of PostgreSQL (and standard SQL): serialization failure, deadlock. Of MySQL and MariaDB: deadlock, a record has
-    # changed since the snapshot.
-    **dict.fromkeys(("40001", "40P01", "1213", "1020"), CONFLICT),
-    # Of PostgreSQL: a lock was not to be had in time, the statement's time is over. Of MySQL and MariaDB: likewise.
-    **dict.fromkeys(("55P03", "57014", "1205", "1969", "3024", "3572"), TOO_LONG),
-    **dict.fromkeys(("25006", "1290", "1792", "1836"), STALE),
-    **dict.fromkeys(("26000", "42P05"), UNPREPARED),
+_TRIES: Final[Mapping[Failure, int]] = {
+    Failure.CONFLICT: 10,
+    Failure.TOO_LONG: 3,
+    Failure.STALE: 32,
+    Failure.UNPREPARED: 4,
 }
-_TRIES: Final[Mapping[str | None, int]] = {CONFLICT: 10, TOO_LONG: 3, STALE: 32, UNPREPARED: 4}
 _READ_COMMITTED: Final = "ISOLATION LEVEL READ COMMITTED"
 _FIRST_USE: Final = "librmq.first_use"
 _CURSOR: Final = "librmq.cursor"
@@ -54,12 +41,6 @@ _IDLE: Final = 4
 """Connections that wait outside of their pool, fewer than it has."""
 _CLOCK: Final = SystemClock()
 """Pauses are of real time, because a database has no other."""
-
-
-def refusal(error: BaseException) -> str | None:
-    """Return why a database that answers did not carry a statement out: one of the words above, or None."""
-    code = error_code(error) or ""
-    return TOO_LONG if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) else _CODES.get(code)
 
 
 class _DeadConnectionError(Exception):
@@ -122,17 +103,18 @@ class Autocommit:
 
         The driver's error propagates, after the last of several tries if another one could have succeeded.
         """
-        tries, reason = 0, None
+        tries = 0
+        reason: Failure | None = None
         while True:
             tries += 1
             try:
                 return self._attempt(sql, parameters, reason)
             except _DeadConnectionError as dead:
-                reason = STALE
+                reason = Failure.STALE
                 if tries >= _TRIES[reason]:
                     raise dead.error from None
             except Exception as error:
-                reason = refusal(error)
+                reason = failure_of(error)
                 if tries >= _TRIES.get(reason, 0):
                     raise
                 _CLOCK.wait(threading.Event(), random.uniform(0, 0.002 * 2 ** min(tries, 6)))
@@ -151,7 +133,7 @@ class Autocommit:
 
     # ---- on an engine, without SQLAlchemy's own connections: their bookkeeping costs several times the round trip
 
-    def _on_engine(self, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
+    def _on_engine(self, sql: str, parameters: Mapping[str, Any], reason: Failure | None) -> StatementResult:
         lent, self._held = self._held or self._lend(), None
         try:
             if reason is None:
@@ -159,7 +141,7 @@ class Autocommit:
             return _run_again(lent, self._database.dialect, sql, parameters, reason)
         except self._driver_error as error:
             dialect = self._database.dialect
-            if refusal(error) == STALE or dialect.is_disconnect(error, lent.connection, None):
+            if failure_of(error) is Failure.STALE or dialect.is_disconnect(error, lent.connection, None):
                 lent.pooled.invalidate(error)
                 self._dead_at = _CLOCK.monotonic()
                 raise _DeadConnectionError(error) from error
@@ -219,7 +201,7 @@ class Autocommit:
 
     # ---- on a connection of the application's function
 
-    def _on_connection(self, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
+    def _on_connection(self, sql: str, parameters: Mapping[str, Any], reason: Failure | None) -> StatementResult:
         is_fresh = self._connection is None
         if is_fresh:
             self._connection = self._database()
@@ -227,8 +209,7 @@ class Autocommit:
         try:
             return _transact(link, sql, parameters, reason)
         except Exception as error:
-            kind = refusal(error)
-            if kind == STALE or (kind is None and is_temporary_error(error)):
+            if failure_of(error) in (Failure.STALE, Failure.TEMPORARY):
                 self.close()
                 if is_fresh:
                     raise
@@ -237,12 +218,12 @@ class Autocommit:
 
     # ---- in an event loop
 
-    def _in_loop(self, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
+    def _in_loop(self, sql: str, parameters: Mapping[str, Any], reason: Failure | None) -> StatementResult:
         if self.loop is None:
             raise ConfigError("database: an AsyncEngine works in an event loop: await start_async or run_due_async")
         return asyncio.run_coroutine_threadsafe(self._await(sql, parameters, reason), self.loop).result()
 
-    async def _await(self, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
+    async def _await(self, sql: str, parameters: Mapping[str, Any], reason: Failure | None) -> StatementResult:
         async with self._database.connect() as connection:
             try:
                 result: StatementResult = await connection.run_sync(
@@ -255,9 +236,9 @@ class Autocommit:
             return result
 
 
-def _transact(link: Link, sql: str, parameters: Mapping[str, Any], reason: str | None) -> StatementResult:
+def _transact(link: Link, sql: str, parameters: Mapping[str, Any], reason: Failure | None) -> StatementResult:
     try:
-        if reason == CONFLICT and link.dialect == "postgresql":
+        if reason is Failure.CONFLICT and link.dialect == "postgresql":
             link.execute(f"SET TRANSACTION {_READ_COMMITTED}")
         result = link.execute(sql, **parameters)
         link.commit()
@@ -268,12 +249,12 @@ def _transact(link: Link, sql: str, parameters: Mapping[str, Any], reason: str |
     return result
 
 
-def _run_again(lent: _Lent, dialect: Any, sql: str, parameters: Mapping[str, Any], reason: str) -> StatementResult:
+def _run_again(lent: _Lent, dialect: Any, sql: str, parameters: Mapping[str, Any], reason: Failure) -> StatementResult:
     """Run a statement on a connection that commits it, after a try that failed."""
     cursor = lent.cursor
-    if reason == UNPREPARED:
+    if reason is Failure.UNPREPARED:
         lent.connection.prepare_threshold = None  # psycopg's, the only driver that prepares by itself
-    if reason != CONFLICT or dialect.name != "postgresql":
+    if reason is not Failure.CONFLICT or dialect.name != "postgresql":
         return run_on(cursor, dialect.paramstyle, sql, parameters)
     cursor.execute(f"BEGIN {_READ_COMMITTED}")
     try:

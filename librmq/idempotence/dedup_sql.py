@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.clock import Clock
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, MissingExtraError
-from librmq.idempotence.autocommit import Autocommit, refusal
-from librmq.idempotence.drivers import StatementResult, is_integrity_error
+from librmq.idempotence.autocommit import Autocommit
+from librmq.idempotence.drivers import StatementResult, is_integrity_error, is_refusal
 from librmq.idempotence.seen_keys import SeenKeys
 from librmq.idempotence.sqltables import upgrade_tables
 from librmq.idempotence.stores import CLAIMS, Claim, DedupStatements, TableStore
@@ -165,7 +165,7 @@ class SqlDedupStore(TableStore):
             text = f"{self.table}: {error}"
             if is_integrity_error(error):
                 raise _RowExistsError(text) from error
-            raise (DedupStoreError if refusal(error) is None else DedupStoreBusyError)(text) from error
+            raise (DedupStoreBusyError if is_refusal(error) else DedupStoreError)(text) from error
 
 
 class _RowExistsError(DedupStoreError):

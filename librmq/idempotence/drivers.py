@@ -192,9 +192,15 @@ class Failure(Enum):
     DUPLICATE = "duplicate"
     """A row with the same key exists."""
     CONFLICT = "conflict"
-    """Another transaction is in the way: the database undid the statement, or the whole transaction. Try again."""
+    """The database undid the statement, or its transaction, because of another transaction."""
+    TOO_LONG = "too long"
+    """The statement waited for a lock, or ran, longer than the database or the driver allows."""
+    STALE = "stale"
+    """The connection answers, and serves no longer: its server is read-only since a failover."""
+    UNPREPARED = "unprepared"
+    """A pooler changed the server of the connection, and its prepared statements do not fit those of that server."""
     TEMPORARY = "temporary"
-    """The database can't be reached, stops, is overloaded, or gave the statement up. Another try may succeed."""
+    """The database can't be reached, stops, or is overloaded. Another try may succeed."""
     LASTING = "lasting"
     """Another try fails too: the statement, the schema, the rights, or the row is wrong."""
 
@@ -206,19 +212,23 @@ def _by_code(failure: Failure, codes: str) -> dict[str, Failure]:
 _FAILURES: Final[Mapping[str, Failure]] = {
     # SQLSTATEs of PostgreSQL, or their first two characters
     **_by_code(Failure.DUPLICATE, "23505"),
-    **_by_code(Failure.CONFLICT, "40001 40P01 55P03"),
-    **_by_code(Failure.TEMPORARY, "08 25006 25P03 40 53 57 58"),
+    **_by_code(Failure.CONFLICT, "40001 40P01"),
+    **_by_code(Failure.TOO_LONG, "55P03 57014"),
+    **_by_code(Failure.STALE, "25006"),
+    **_by_code(Failure.UNPREPARED, "26000 42P05"),
+    **_by_code(Failure.TEMPORARY, "08 25P03 40 53 57 58"),
     # numbers of MySQL and MariaDB
     **_by_code(Failure.DUPLICATE, "1062 1586"),
-    **_by_code(Failure.CONFLICT, "1020 1205 1213 3572"),
+    **_by_code(Failure.CONFLICT, "1020 1213"),
+    **_by_code(Failure.TOO_LONG, "1205 1969 3024 3572"),
+    **_by_code(Failure.STALE, "1290 1792 1836"),
     **_by_code(
         Failure.TEMPORARY,
-        "0 1040 1053 1129 1152 1158 1159 1160 1161 1184 1203 1226 1290 1317 1792 1836 1927 1969 2002 2003 2006 2013 "
-        "2014 2055 3024 4031",
+        "0 1040 1053 1129 1152 1158 1159 1160 1161 1184 1203 1226 1317 1927 2002 2003 2006 2013 2014 2055 4031",
     ),
     # names of SQLite, or their first two words
     **_by_code(Failure.DUPLICATE, "SQLITE_CONSTRAINT_PRIMARYKEY SQLITE_CONSTRAINT_UNIQUE SQLITE_CONSTRAINT_ROWID"),
-    **_by_code(Failure.CONFLICT, "SQLITE_BUSY SQLITE_LOCKED"),
+    **_by_code(Failure.TOO_LONG, "SQLITE_BUSY SQLITE_LOCKED"),
     **_by_code(
         Failure.TEMPORARY,
         "SQLITE_CANTOPEN SQLITE_FULL SQLITE_INTERRUPT SQLITE_IOERR SQLITE_NOMEM SQLITE_PROTOCOL SQLITE_READONLY",
@@ -246,6 +256,7 @@ def error_code(error: BaseException) -> str | None:
 
 
 _SQLSTATE_LENGTH: Final = 5
+_REFUSALS: Final = frozenset({Failure.CONFLICT, Failure.TOO_LONG, Failure.STALE, Failure.UNPREPARED})
 _TEMPORARY_KINDS: Final = frozenset({"OperationalError", "InterfaceError", "InternalError", "TimeoutError", "OSError"})
 
 
@@ -270,9 +281,14 @@ def is_integrity_error(error: BaseException) -> bool:
     return is_of_class or failure_of(error) is Failure.DUPLICATE  # pg8000 has one class for all
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Return whether a database that answers did not carry a statement out, and may do so at another try."""
+    return failure_of(error) in _REFUSALS
+
+
 def is_temporary_error(error: BaseException) -> bool:
     """Return whether another try may succeed: a database that cannot be reached, or is locked or busy."""
-    return failure_of(error) in (Failure.CONFLICT, Failure.TEMPORARY)
+    return failure_of(error) not in (Failure.DUPLICATE, Failure.LASTING)
 
 
 # ------------------------------------------------------------------------------------------------- statements

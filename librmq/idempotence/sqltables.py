@@ -50,7 +50,7 @@ from typing import Any, Final
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, StoreLockedError
 from librmq.idempotence.connections import Link, linked
-from librmq.idempotence.drivers import TransactionStatus, error_code
+from librmq.idempotence.drivers import Failure, TransactionStatus, failure_of
 
 KEY_LIMIT: Final = 255
 """The longest key that the tables take, in characters."""
@@ -262,7 +262,7 @@ def _postgresql_lock(link: Link) -> Iterator[None]:
         link.execute(f"SELECT pg_advisory_xact_lock({_LOCK})")
     except Exception as error:
         link.rollback()
-        if error_code(error) in ("55P03", "57014"):
+        if failure_of(error) is Failure.TOO_LONG:
             raise _locked(link) from error
         raise
     yield

@@ -23,8 +23,7 @@ from urllib.parse import quote
 from librmq.clock import Clock
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError
-from librmq.idempotence.autocommit import refusal
-from librmq.idempotence.drivers import StatementResult
+from librmq.idempotence.drivers import StatementResult, is_refusal
 from librmq.idempotence.sqltables import (
     KEY_LIMIT,
     PURGE_ROWS,
@@ -357,8 +356,7 @@ class SqliteDedupStore(TableStore):
                 raise self._failure(error) from error
 
     def _failure(self, error: sqlite3.Error) -> DedupStoreError:
-        is_locked = refusal(error) is not None
-        return (DedupStoreBusyError if is_locked else DedupStoreError)(f"{self.path}: {error}")
+        return (DedupStoreBusyError if is_refusal(error) else DedupStoreError)(f"{self.path}: {error}")
 
 
 # ------------------------------------------------------------------------------------------------------------ purging

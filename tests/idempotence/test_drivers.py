@@ -194,14 +194,14 @@ def test_a_closed_connection_is_temporary(connect: Callable[..., Any], driver: s
     assert is_temporary_error(raised.value) or driver == "sqlite3"  # there it is an error of the program
 
 
-def test_a_locked_file_is_a_conflict(database: Callable[[str], Database], name: str) -> None:
+def test_a_wait_for_a_locked_file_is_too_long(database: Callable[[str], Database], name: str) -> None:
     place = database("sqlite")
     with closing(place.connect()) as writer, closing(place.connect()) as other:
         other.execute("PRAGMA busy_timeout = 0")
         insert(Link(writer), name)
         with pytest.raises(sqlite3.OperationalError) as raised:
             insert(Link(other), name)
-        assert failure_of(raised.value) is Failure.CONFLICT
+        assert failure_of(raised.value) is Failure.TOO_LONG
         writer.rollback()
 
 
@@ -221,6 +221,30 @@ def test_codes_of_other_drivers(error: Exception, code: str | None) -> None:
     assert is_integrity_error(error) is (code in ("23505", "1062"))
 
 
+@pytest.mark.parametrize(
+    ("attribute", "codes", "failure"),
+    [
+        ("sqlstate", "40001 40P01", Failure.CONFLICT),
+        ("sqlstate", "55P03 57014", Failure.TOO_LONG),
+        ("sqlstate", "25006", Failure.STALE),
+        ("sqlstate", "26000 42P05", Failure.UNPREPARED),
+        ("sqlstate", "08006 40003 53300 57P01", Failure.TEMPORARY),
+        ("errno", "1213 1020", Failure.CONFLICT),
+        ("errno", "1205 1969 3024 3572", Failure.TOO_LONG),
+        ("errno", "1290 1792 1836", Failure.STALE),
+        ("errno", "1040 2006 2013", Failure.TEMPORARY),
+        ("sqlite_errorname", "SQLITE_BUSY SQLITE_BUSY_SNAPSHOT SQLITE_LOCKED_SHAREDCACHE", Failure.TOO_LONG),
+        ("sqlite_errorname", "SQLITE_FULL SQLITE_IOERR_WRITE", Failure.TEMPORARY),
+        ("sqlstate", "42501", Failure.LASTING),
+    ],
+)
+def test_what_codes_mean(attribute: str, codes: str, failure: Failure) -> None:
+    for code in codes.split():
+        error = type("OperationalError", (Exception,), {attribute: code})()
+        assert failure_of(error) is failure, code
+        assert is_temporary_error(error) is (failure is not Failure.LASTING), code
+
+
 def test_derived_connections_and_proxies_have_the_driver_of_their_base() -> None:
     class Ours(sqlite3.Connection):
         pass
@@ -237,9 +261,9 @@ def test_derived_connections_and_proxies_have_the_driver_of_their_base() -> None
             return getattr(self.wrapped, name)
 
     with closing(sqlite3.connect(":memory:", factory=Ours)) as connection:
-        for each in (connection, Proxy(connection)):
-            assert driver_of(each)[0] is TABLE["sqlite3"]
-            assert Link(each).status() is TransactionStatus.IDLE
+        for sqlite in (connection, Proxy(connection)):
+            assert driver_of(sqlite)[0] is TABLE["sqlite3"]
+            assert Link(sqlite).status() is TransactionStatus.IDLE
 
 
 # --- drivers that do not show their transactions
