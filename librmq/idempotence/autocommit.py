@@ -18,8 +18,9 @@ import asyncio
 import os
 import random
 import threading
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ _READ_COMMITTED: Final = "ISOLATION LEVEL READ COMMITTED"
 _FIRST_USE: Final = "librmq.first_use"
 _CURSOR: Final = "librmq.cursor"
 _IDLE: Final = 4
-"""Connections that wait outside of their pool, fewer than it has."""
+"""The most connections that wait outside of their pool."""
 _CLOCK: Final = SystemClock()
 """Pauses are of real time, because a database has no other."""
 
@@ -53,41 +54,68 @@ class _DeadConnectionError(Exception):
 
 
 class _Lent:
-    """A connection of an engine, and a cursor for all of its statements."""
+    """A connection of an engine that commits each statement, and a cursor for all of its statements."""
 
-    __slots__ = ("connection", "cursor", "pooled", "process", "since")
+    __slots__ = ("connection", "cursor", "driver", "is_set", "pool", "pooled", "process", "since")
 
     def __init__(self, engine: Any) -> None:
         self.process = os.getpid()
+        self.pool = engine.pool
         self.pooled = engine.raw_connection()
         info = self.pooled.info
         self.since: float = info.setdefault(_FIRST_USE, _CLOCK.monotonic())
         self.connection = self.pooled.dbapi_connection
+        self.driver = driver_of(self.connection)[0]
+        self.is_set = False
+        """Whether it commits each statement only until it is given back."""
         self.cursor = info.get(_CURSOR)
         if self.cursor is None:  # kept, because a driver prepares much for the first statement of each
-            self.cursor = info[_CURSOR] = driver_of(self.connection)[0].cursor(self.connection)
+            self.cursor = info[_CURSOR] = self.driver.cursor(self.connection)
+
+    def give_back(self, engine: Any) -> None:
+        """Return the connection to its pool as it was."""
+        dialect = engine.dialect
+        if self.is_set:
+            try:
+                dialect.reset_isolation_level(self.connection)
+            except dialect.loaded_dbapi.Error as error:  # it has died since
+                self.pooled.invalidate(error)
+        self.pooled.close()
+
+
+_INHERITED: Final[list[_Lent]] = []
+"""Connections of a forked parent: even to collect them as garbage could send something in its sessions."""
+
+
+def _empty(idle: deque[_Lent], end: Callable[[_Lent], object]) -> None:
+    """End the use of all connections that wait, but for those of a forked parent."""
+    with suppress(IndexError):
+        while True:
+            lent = idle.pop()
+            if lent.process == os.getpid():
+                end(lent)
+            else:
+                _INHERITED.append(lent)
 
 
 class Autocommit:
     """Runs statements, each in a transaction of its own. As thread-safe as ``database``.
 
     ``database`` is a SQLAlchemy ``Engine`` or ``AsyncEngine``, or a function that opens a connection, which is kept
-    until `close`. With ``commits`` the engine's connections commit each statement; else they are set so for each call.
-    A caller in one thread that ``holds`` keeps one connection of an engine until `close`.
+    until `close`. Connections of an engine are set to commit each statement. Up to four of them stay so outside of
+    their pool, while the pool has others. A caller in one thread that ``holds`` keeps one until `close`.
 
     A statement must do the same if it is repeated: an answer that was lost does not show whether it was carried out.
     """
 
-    def __init__(self, database: Any, *, commits: bool = False, holds: bool = False) -> None:
+    def __init__(self, database: Any, *, holds: bool = False) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop in which the statements of an ``AsyncEngine`` run."""
         self._database = database
-        self._commits = commits
         self._holds = holds
         self._held: _Lent | None = None
         self._connection: Any = None
         self._idle: deque[_Lent] = deque()
-        self._keeps_some = commits and type(getattr(database, "pool", None)).__name__ == "QueuePool"
         self._dead_at = -1.0
         if hasattr(database, "sync_engine"):
             self._attempt = self._in_loop
@@ -95,6 +123,8 @@ class Autocommit:
             self._attempt = self._on_engine
             self._driver_error: type[Exception] = database.dialect.loaded_dbapi.Error
             self._style: str = database.dialect.paramstyle
+            if not holds:
+                self._follow(database)
         else:
             self._attempt = self._on_connection
 
@@ -121,8 +151,8 @@ class Autocommit:
 
     def close(self) -> None:
         """Close the connections that are kept; the next statement opens another one."""
-        while self._idle:
-            self._idle.pop().pooled.close()
+        if self._idle:
+            _empty(self._idle, self._give_back)
         lent, self._held = self._held, None
         if lent is not None:
             self._give_back(lent)
@@ -130,6 +160,18 @@ class Autocommit:
         close = getattr(connection, "close", None)
         if close is not None:
             close()
+
+    def _follow(self, engine: Any) -> None:
+        """Keep idle connections no longer than this object and the engine's pool."""
+        from sqlalchemy import event
+
+        idle = self._idle
+        # The application must not get a connection that commits each statement, even if `close` is not called.
+        weakref.finalize(self, _empty, idle, lambda lent: lent.give_back(engine)).atexit = False
+        event.listen(engine, "engine_disposed", lambda _: _empty(idle, lambda lent: lent.pooled.invalidate()))
+
+    def _give_back(self, lent: _Lent) -> None:
+        lent.give_back(self._database)
 
     # ---- on an engine, without SQLAlchemy's own connections: their bookkeeping costs several times the round trip
 
@@ -157,33 +199,26 @@ class Autocommit:
         """Keep a connection for the next statement, or give it back."""
         if self._holds:
             self._held = lent
-        # A pool takes longer than such a statement's own code, so some connections wait here for the next one.
-        elif self._keeps_some and len(self._idle) < _IDLE:
+        # To set a connection and a pool's own code take as long as such a statement, so some wait here for the next.
+        elif len(self._idle) < _IDLE and lent.pool is self._database.pool and _has_others(lent.pool):
             self._idle.append(lent)
         else:
             self._give_back(lent)
-
-    def _give_back(self, lent: _Lent) -> None:
-        if not self._commits:
-            try:
-                self._database.dialect.reset_isolation_level(lent.connection)
-            except self._driver_error as error:  # it has died since
-                lent.pooled.invalidate(error)
-        lent.pooled.close()
 
     def _lend(self) -> _Lent:
         """Return a connection that is not older than the last one that was dead, as far as this object has used it."""
         while True:
             try:
                 lent = self._idle.pop()
-                if lent.process != os.getpid():  # that of a forked parent
+                if lent.process != os.getpid():
+                    _INHERITED.append(lent)
                     continue
             except IndexError:
                 lent = _Lent(self._database)
             if lent.since <= self._dead_at:
                 lent.pooled.invalidate()
                 continue
-            if not self._commits:
+            if not lent.is_set and not lent.driver.has_autocommit(lent.connection):
                 self._set_autocommit(lent)
             return lent
 
@@ -191,6 +226,7 @@ class Autocommit:
         dialect = self._database.dialect
         try:
             dialect.set_isolation_level(lent.connection, "AUTOCOMMIT")
+            lent.is_set = True
         except self._driver_error as error:
             is_dead = dialect.is_disconnect(error, lent.connection, None)
             lent.pooled.invalidate(error)
@@ -234,6 +270,16 @@ class Autocommit:
                     raise _DeadConnectionError(error) from error
                 raise
             return result
+
+
+def _has_others(pool: Any) -> bool:
+    """Return whether a pool can do without one of its connections, and no application's hook has to see each use."""
+    return (
+        type(pool).__name__ == "QueuePool"
+        and pool.checkedout() < pool.size()
+        and not pool.dispatch.checkout
+        and not pool.dispatch.checkin
+    )
 
 
 def _transact(link: Link, sql: str, parameters: Mapping[str, Any], reason: Failure | None) -> StatementResult:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:  # for types alone, because importing it needs the extra ``sql
 class SqlDedupStore(TableStore):
     """Records in the table ``table`` of a database; `librmq.idempotence.sqltables` has its columns. Thread-safe.
 
-    ``engine`` is an ``Engine``, or a URL to create one from. The store sets its connections to commit each statement.
-    With ``isolation_level="AUTOCOMMIT", pool_reset_on_return=None, skip_autocommit_rollback=True``, as for a URL, an
-    engine needs one round trip for each call. `create` creates the table.
+    ``engine`` is an ``Engine``, or a URL to create one from. The store uses connections that commit each statement, and
+    gives them back as they were: between calls it keeps up to four of an engine's pool, while the pool has others and
+    no listener of its events ``checkout`` and ``checkin``. `create` creates the table.
 
     On databases where a claim takes several statements, a ``prefilter`` saves two of the three statements for a
     duplicate: the store first looks up keys that the filter may have seen. ``clock`` is the time of guards that have
@@ -73,7 +73,7 @@ class SqlDedupStore(TableStore):
         self.table = table
         driver: Any = engine.dialect.loaded_dbapi
         self._errors: Any = (SQLAlchemyError, driver.Error)
-        self._statements = Autocommit(engine, commits=self._owned is not None)
+        self._statements = Autocommit(engine)
         self.dialect = engine.dialect.name
         self.statements = DedupStatements(table, "mysql" if self.dialect == "mariadb" else self.dialect)
         self._prefilter: SeenKeys | None = None
@@ -121,7 +121,7 @@ class SqlDedupStore(TableStore):
         return str(statement.compile(dialect=self.engine.dialect, compile_kwargs={"literal_binds": True}))
 
     def close(self) -> None:
-        """Close the connections, if the store created the engine."""
+        """Give the connections back to the engine, and close the engine if the store created it."""
         self._statements.close()
         if self._owned is not None:
             self._owned.dispose()

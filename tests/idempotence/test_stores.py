@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -537,6 +538,73 @@ def test_the_engine_of_an_application_will_do(place: Callable[[str], Place], nam
         connection.execute(sqlalchemy.text("UPDATE rmq_dedup SET owner = 'x' WHERE dedup_key = :key"), {"key": key})
         connection.rollback()
     assert store.read(key, NOW) == DedupRecord(True, "a1", KEPT)
+    engine.dispose()
+
+
+def in_use(engine: sqlalchemy.Engine) -> int:
+    """Return the number of connections that the engine's pool lacks."""
+    assert isinstance(engine.pool, sqlalchemy.QueuePool)
+    return engine.pool.checkedout()
+
+
+@pytest.mark.parametrize("name", ["sqlite", "postgresql", "mysql"])
+@pytest.mark.parametrize("end", ["close", "garbage"])
+def test_an_engine_gets_its_connections_back(
+    database: Callable[[str], Database], name: str, end: str, key: str
+) -> None:
+    """A connection that commits each statement waits for the store's next call, and never for the application."""
+    engine = sqlalchemy.create_engine(database(name).engine.url)
+    update = sqlalchemy.text("UPDATE rmq_dedup SET owner = 'x' WHERE dedup_key = :key")
+    store = SqlDedupStore(engine).create()
+    assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+    assert in_use(engine) == 1
+    with engine.connect() as connection:
+        connection.execute(update, {"key": key})
+        connection.rollback()
+    assert store.read(key, NOW) == DedupRecord(False, "a1", UNTIL)
+    if end == "close":
+        store.close()
+    else:
+        del store
+        gc.collect()
+    assert in_use(engine) == 0
+    for _ in range(2):
+        with engine.connect() as connection:
+            connection.execute(update, {"key": key})
+            connection.rollback()
+    assert SqlDedupStore(engine).read(key, NOW) == DedupRecord(False, "a1", UNTIL)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("why", ["small", "hook", "busy"])
+def test_an_engine_with_no_connection_to_spare_gets_it_back_at_once(tmp_path: Path, why: str) -> None:
+    """Neither a pool without others, nor one whose hooks prepare each use, lacks a connection between calls."""
+    engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path / 'x.db'}", pool_size=1 if why == "small" else 2)
+    uses: list[object] = []
+    if why == "hook":
+        sqlalchemy.event.listen(engine, "checkout", lambda *those: uses.append(those))
+    store = SqlDedupStore(engine).create()
+    others = [engine.connect()] if why == "busy" else []
+    uses.clear()
+    store.claim("k", "a1", NOW, UNTIL)
+    store.finish("k", "a1", NOW, KEPT)
+    assert in_use(engine) == len(others)
+    assert len(uses) == (2 if why == "hook" else 0)
+    for connection in others:
+        connection.close()
+    engine.dispose()
+
+
+def test_a_disposed_engine_closes_the_connection_that_waits(tmp_path: Path) -> None:
+    engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path / 'x.db'}")
+    with closing(SqlDedupStore(engine).create()) as store:
+        store.claim("k", "a1", NOW, UNTIL)
+        closed: list[object] = []
+        sqlalchemy.event.listen(engine, "close", lambda *those: closed.append(those))
+        engine.dispose()
+        assert len(closed) == 1
+        assert store.finish("k", "a1", NOW, KEPT)
+        assert in_use(engine) == 1
     engine.dispose()
 
 
