@@ -291,10 +291,7 @@ class _DriverLink(Link):
             return self._driver.status(self.connection)
         statement = _IN_TRANSACTION.get(self.dialect)
         if statement is None:
-            raise ConfigError(
-                f"librmq does not know how {type(self.connection).__module__} shows an open transaction: expected a "
-                f"connection of {', '.join(sorted(DRIVERS))}, of SQLAlchemy, or of Django"
-            )
+            raise self._unknown("an open transaction")
         try:
             is_open = bool(self._run(statement, {}).rows)
         except Exception as error:
@@ -305,6 +302,17 @@ class _DriverLink(Link):
         if not is_open:
             self._rollback()
         return _OPEN if is_open else _IDLE
+
+    def _unknown(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"librmq does not know how {type(self.connection).__module__} shows {what}: expected a connection of "
+            f"{', '.join(sorted(DRIVERS))}, of SQLAlchemy, or of Django"
+        )
+
+    def check_no_autocommit(self) -> None:
+        if not self.dialect and self._driver.has_autocommit(self.connection) is None:
+            raise self._unknown("that it commits each statement")
+        super().check_no_autocommit()
 
     def _always_open(self) -> str:
         if self.dialect == "sqlite" and getattr(self.connection, "autocommit", None) is False:

@@ -83,7 +83,8 @@ class Outbox:
         send. A session is flushed first.
 
         Raises:
-            ConfigError: The connection commits each statement, so that the row would not commit with the change.
+            ConfigError: The connection commits each statement, so that the row would not commit with the change; or its
+                driver is unknown, and does not show that.
             MessageIllegalError: No broker would accept the message.
         """
         validate_client_topic(message.topic)

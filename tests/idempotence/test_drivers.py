@@ -30,6 +30,7 @@ from librmq.idempotence.drivers import (
 from librmq.idempotence.outbox import Outbox
 from librmq.idempotence.sqltables import upgrade_tables
 from librmq.idempotence.transactional_tables import purge_messages, transactional
+from librmq.message.message import Message
 from tests.idempotence.conftest import DRIVERS, Database
 from tests.idempotence.test_listener import Delivery
 
@@ -359,6 +360,10 @@ def test_a_driver_that_is_not_known_is_refused(database: Callable[[str], Databas
             transactional(session, Delivery("orders", b"x", unique_key=name), group="billing"),
         ):
             raise AssertionError("begun")
+        Outbox().add(session, Message("orders", b"x"))
+        del session.autocommit
+        with pytest.raises(ConfigError, match=r"does not know how .* shows that it commits each statement"):
+            Outbox().add(session, Message("orders", b"x"))
 
 
 @pytest.mark.platform
