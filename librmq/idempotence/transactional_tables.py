@@ -58,10 +58,12 @@ def transactional(
     counts as the first. `librmq.idempotence.sqltables.upgrade_tables` creates ``table``, and `purge_messages` deletes
     records that are older than ``keep``.
 
-    Errors of the database's driver propagate, and the message is delivered again. As thread-safe as the session.
+    Errors of the database's driver propagate, and the message is delivered again. As thread-safe as the session. On a
+    plain connection of psycopg or psycopg2 a block must not roll back and go on: that commits an effect without its
+    record, and is not noticed.
 
     Raises:
-        ConfigError: An argument is refused; or, at the begin of the block, the session has an open transaction, or
+        ConfigError: An argument is refused; or, at the beginning of the block, the session has an open transaction, or
             commits each statement; or, at its end, the transaction has ended inside: the block has rolled it back, or
             has gone on after an error by which the database did. Nothing of the block is kept.
     """
