@@ -13,7 +13,7 @@ import pytest
 import librmq
 from librmq import BrokerError, BrokerUnreachableError, RmqError
 from librmq.broker.handlers.in_flight import Receipt
-from librmq.clock import SystemClock
+from librmq.clock import ManualClock, SystemClock
 from librmq.errors import MalformedError, ReceiptError
 from librmq.message.batch import BatchItem
 from librmq.message.record import Record, body_checksum, encode_record
@@ -40,13 +40,18 @@ def served() -> Iterator[Served]:
 
 
 class Standing(SystemClock):
-    """A clock whose time of day a test moves."""
+    """A clock whose time of day a test moves, and apart from it the time that has passed."""
+
+    passed_s = 0.0
 
     def __init__(self) -> None:
         self.time_ms = super().now_ms()
 
     def now_ms(self) -> int:
         return self.time_ms
+
+    def monotonic(self) -> float:
+        return self.passed_s
 
 
 def consumer_of(served: Served, tags: str | None = None) -> librmq.SimpleConsumer:
@@ -401,9 +406,10 @@ def test_the_time_of_a_receipt_is_judged_by_the_brokers_clock(popping: tuple[Pop
     broker, consumer = popping
     broker.records = [record_of(b"1", number, properties_raw=b"TAGS\1a") for number in range(2)]
     first, second = consumer.receive(2, invisible=30, wait=0)
-    broker.clock.time_ms += 29_999
+    broker.clock.time_ms += 3_600_000  # as after a laptop's sleep
+    broker.clock.passed_s += 29.5
     consumer.ack(first)
-    broker.clock.time_ms += 1
+    broker.clock.passed_s += 0.5
     with pytest.raises(ReceiptError):
         consumer.ack(second)
     assert broker.acknowledged == ["0"]
@@ -434,6 +440,7 @@ def test_a_batch_is_received_as_its_messages_and_acknowledged_with_the_last(
     assert broker.acknowledged == [], "it would take the rest out of its queue"
     consumer.extend(messages[1], 60)
     broker.clock.time_ms += 59_000
+    broker.clock.passed_s += 59
     consumer.ack(messages[1])
     assert broker.acknowledged == ["4"]
 
@@ -451,13 +458,13 @@ class Asking:
     """The receives at a broker that has no messages; ``later`` is what runs soon."""
 
     def __init__(self) -> None:
-        self.now_ms = 0
+        self.clock = ManualClock(0)
         self.later: list[Callable[[], None]] = []
         self.sent: list[Callable[[Frame | RmqError], None]] = []
         self.ends_send: Callable[[], None] | None = None
         self.receives = PopReceives(
             "b",
-            lambda: self.now_ms,
+            self.clock,
             lambda frame: answer_to(frame, 210, "no message"),
             self._send,
             self.later.append,
@@ -502,11 +509,11 @@ def test_the_waits_of_a_lost_notification_move_to_the_next() -> None:
 
     asking.receive(lambda: woken.append("first"))
     asking.receive(cancelled)
-    asking.now_ms = 30_000
+    asking.clock.move_to(30_000)
     asking.receive(lambda: woken.append("second"))
     asking.receives.cancel(CancelReceive(cancelled))
     _, answered = asking.sent
-    asking.now_ms = 40_000
+    asking.clock.move_to(40_000)
     answered(Frame(0))
     asking.run_later()
     assert woken == ["first", "second"]

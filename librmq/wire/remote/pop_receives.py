@@ -20,6 +20,7 @@ from functools import partial
 from typing import Final
 
 from librmq.broker.handlers.in_flight import Receipt
+from librmq.clock import Clock
 from librmq.errors import ReceiptError, RmqError
 from librmq.filter import TAG, TagFilter
 from librmq.protocol import (
@@ -90,7 +91,7 @@ class PopReceives:
     def __init__(
         self,
         broker_name: str,
-        now_ms: Callable[[], int],
+        clock: Clock,
         ask: Callable[[Frame], Frame],
         send: Callable[[Frame, Callable[[Frame | RmqError], None]], None],
         later: Callable[[Callable[[], None]], None],
@@ -102,7 +103,7 @@ class PopReceives:
 
         Args:
             broker_name: Names it in errors.
-            now_ms: The time.
+            clock: The time, which can jump; only its steady part tells how long ago a message was received.
             ask: Returns the answer to a frame.
             send: Sends a frame whose answer may come late; the function gets it.
             later: Runs a function under the runner's lock, soon.
@@ -111,14 +112,15 @@ class PopReceives:
             retries_of: Returns how often a message comes again to a group; None if that is unknown.
         """
         self._broker_name = broker_name
-        self._now_ms = now_ms
+        self._clock = clock
+        self._now_ms = clock.now_ms
         self._request = ask
         self._send = send
         self._later = later
         self._run_at = run_at
         self._is_ordered = is_ordered
         self._retries_of = retries_of
-        self._ahead_ms = 0  # how far the broker's clock was ahead of this one
+        self._ahead_ms: float | None = None  # how far the broker's clock was ahead of this one's steady time
         self._batches: dict[str, _Batch] = {}  # by receipt of each message in them
         self._lock = Lock()
         self._held: dict[_Wait, _Notification] = {}
@@ -235,11 +237,13 @@ class PopReceives:
         return None if retries is None else retries + 1
 
     def _note_time(self, receipt: Receipt) -> None:
-        self._ahead_ms = receipt.received_ms - self._now_ms()
+        self._ahead_ms = receipt.received_ms - 1000 * self._clock.monotonic()
 
     def _is_over(self, receipt: Receipt) -> bool:
         """Return whether the message can have been delivered again, by the broker's clock."""
-        return receipt.received_ms + receipt.invisible_ms <= self._now_ms() + self._ahead_ms
+        ahead_ms = self._ahead_ms
+        broker_ms = self._now_ms() if ahead_ms is None else 1000 * self._clock.monotonic() + ahead_ms
+        return receipt.received_ms + receipt.invisible_ms <= broker_ms
 
     def _in_flight(self, group: str, topic: str, text: str) -> Receipt:
         """Return the receipt for the broker.

@@ -200,7 +200,7 @@ class RemoteBroker:
         """Whether the broker is librmq's, which has receives with an invisible time."""
         self._receives = HeldReceives(name, self._of_client, timeout_s)
         self._pops = PopReceives(
-            name, runner.now_ms, self.request, self._send_any, later, self._run_at, self._is_ordered, self._retries_of
+            name, runner.clock, self.request, self._send_any, later, self._run_at, self._is_ordered, self._retries_of
         )
         self._requests = ClientRequests(name, self._beats.get, self._receives.notify, later, name_servers)
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s, self._run_at)
