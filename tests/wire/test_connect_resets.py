@@ -129,7 +129,11 @@ class Answers:
     def __init__(self) -> None:
         self.line = Answering()
         self.woken = list[bool]()
-        self.pulls = LongPulls("b", ManualClock().now_ms, lambda _: self.line, lambda call: call(), 3)
+        self.now_ms = ManualClock().now_ms()
+        self.pauses = list[int]()
+        self.pulls = LongPulls(
+            "b", lambda: self.now_ms, lambda _: self.line, lambda call: call(), 3, lambda _, at: self.pauses.append(at)
+        )
         self.assign()
 
     def assign(self) -> None:
@@ -207,6 +211,16 @@ def test_the_reset_of_a_client_that_has_left_is_dropped() -> None:
     answers.say(0, "OFFSET_RESET", 2)
     assert answers.stored(6) == 6
     assert answers.pull(5).status is PullStatus.HELD
+
+
+def test_a_pause_between_pulls_ends_though_the_clock_was_set_back() -> None:
+    answers = Answers()
+    for number in range(11):
+        answers.pull(5)
+        if number == 10:
+            answers.now_ms -= 3_600_000
+        answers.say(number, "PULL_NOT_FOUND", 5, code=20)
+    assert answers.pauses == [answers.now_ms + 100]
 
 
 # ---- pull consumers

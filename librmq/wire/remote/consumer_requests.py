@@ -230,7 +230,7 @@ class LongPulls:
         if pull.quick < _MOST_QUICK or not isinstance(answer, Frame) or pull_status(answer) not in _NOTHING:
             notify()
         else:
-            self._at(notify, pull.sent_ms + _PAUSE_MS)
+            self._at(notify, min(pull.sent_ms, self._now_ms()) + _PAUSE_MS)  # the clock can be set back meanwhile
 
     @staticmethod
     def _drop(member: _Member, queue: _Queue, pull: _Pull) -> None:
