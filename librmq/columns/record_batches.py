@@ -167,9 +167,13 @@ def _located_stores(store: Stores, settings: ReaderKeywords) -> tuple[tuple[str,
         raise ConfigError(
             "storage_options: they are for URLs, and no store is one; leave them out (a RemoteStore has its own)"
         )
+    targets: dict[str, str] = {}
     for path in paths:
         if paths.count(path) > 1:
             raise ConfigError(f"store: {path} is named twice; name each store once")
+        target = os.path.realpath(path) if "files" not in settings and "://" not in path else path
+        if targets.setdefault(target, path) != path:
+            raise ConfigError(f"store: {targets[target]} and {path} lead to the same store; name it once")
     return paths, files
 
 

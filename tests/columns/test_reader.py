@@ -194,6 +194,12 @@ def test_wrong_stores_are_refused(stores: Any, text: str) -> None:
         reader(stores)
 
 
+def test_a_link_to_a_store_is_no_other_store(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(ConfigError, match=r"link lead to the same store; name it once"):
+        reader([path, tmp_path / "link"])
+
+
 def test_several_stores(path: Path, tmp_path: Path) -> None:
     shutil.copytree(path, tmp_path / "copy")
     found = reader([path, tmp_path / "copy"]).read_all()
