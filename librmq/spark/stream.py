@@ -285,7 +285,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         Raises:
             DataLossError: A store is gone, or another one has its path, and the options treat that as an error.
         """
-        identities = {path: Identity(*fields.values()) for path, fields in offset.get(IDENTITIES, {}).items()}
+        identities = {
+            path: Identity(fields["physicalOffset"], fields["fingerprint"])
+            for path, fields in offset.get(IDENTITIES, {}).items()
+        }
         paths = [path for path in offset if path != IDENTITIES]
         present = self._present_paths(paths, identities)
         for path in paths:
