@@ -106,11 +106,20 @@ def backlog(
     import pyarrow as pa
 
     rows: list[tuple[Any, ...]] = []
-    for path in paths_of(paths):
+    progress = {path: _progress(path) for path in paths_of(paths)}
+    # A group that consumes a topic reads it at every broker, also at one where it has not begun.
+    consumed = sorted(
+        (group, topic)
+        for group, topic in {name for of_store in progress.values() for name in of_store}
+        if group != DELAY_GROUP  # what waits for its time is no backlog
+        and (topics is None or topic in topics)
+        and (groups is None or group in groups)
+    )
+    for path, of_store in progress.items():
         with PlannedStore.open(path, _all_queues(path, mode)) as store:
             if store.damage:
                 return None
-            rows += _backlog(store, topics, groups)
+            rows += _backlog(store, {name: of_store.get(name, {}) for name in consumed})
     rows.sort(key=lambda row: (-row[7], *row[:4]))
     time = pa.timestamp("us", "UTC")
     kinds = {
@@ -123,21 +132,15 @@ def backlog(
     return spark.createDataFrame(pa.Table.from_arrays(arrays, names=list(kinds)))
 
 
-def _backlog(
-    store: PlannedStore, topics: Sequence[str] | None, groups: Sequence[str] | None
-) -> Iterator[tuple[Any, ...]]:
-    """Yield a row for each queue of each topic that a group has progress in."""
+def _backlog(store: PlannedStore, progress: Mapping[tuple[str, str], Mapping[int, int]]) -> Iterator[tuple[Any, ...]]:
+    """Yield a row for each queue of each topic that a group consumes; ``progress`` is by group and topic."""
     queues: dict[str, list[int]] = {}
     for topic, queue_id in store.queues:
         queues.setdefault(topic, []).append(queue_id)
     last = [store.stored_at(name, queue.end - 1) for name, queue in store.queues.items() if queue.end > queue.begin]
     newest = max((time for time in last if time is not None), default=None)
     stored_at = cache(store.stored_at)
-    for (group, topic), of_queue in _progress(store.path).items():
-        if (topics is not None and topic not in topics) or (groups is not None and group not in groups):
-            continue
-        if group == DELAY_GROUP:  # what waits for its time is no backlog
-            continue
+    for (group, topic), of_queue in progress.items():
         for queue_id in queues.get(topic, ()):
             queue, stored = store.queues[topic, queue_id], of_queue.get(queue_id)
             following = unread_from(stored, queue.begin)

@@ -113,11 +113,11 @@ class Plain:
             ]
 
     def consumed(self) -> set[tuple[str, str, str, int]]:
-        """Return every queue of each topic in which a group has progress: store, group, topic, queue id."""
-        groups = {(path, group, topic) for path, group, topic, _ in self.offsets}
+        """Return every queue of each topic in which a group has progress somewhere: store, group, topic, queue id."""
+        groups = {(group, topic) for _, group, topic, _ in self.offsets}
         return {
             (path, group, topic, queue_id)
-            for path, group, topic in groups for where, name, queue_id in self.queues if (where, name) == (path, topic)
+            for group, topic in groups for path, name, queue_id in self.queues if name == topic
         }  # fmt: skip
 
     def of(self, topic: str) -> list[tuple[str, int, StoredMessage]]:

@@ -15,8 +15,10 @@ pytest.importorskip("pyspark")
 from librmq.diagnosis import Consumption, estimate, expiring  # noqa: E402
 from librmq.diagnosis.pending import pending_messages  # noqa: E402
 from librmq.errors import ConfigError  # noqa: E402
+from librmq.spark import stores  # noqa: E402
 from librmq.spark.functions import strategy_of  # noqa: E402
 from librmq.spark.pipelines import backlog, dead_letters, left_out, reconcile, run, what_if  # noqa: E402
+from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS  # noqa: E402
 from tests.diagnosis.test_letters import CASES as DEAD_LETTERS  # noqa: E402
 from tests.message.test_lag import CASES as LAGS  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
@@ -60,6 +62,23 @@ def test_a_queue_without_progress_counts_from_its_begin(tmp_path: Path) -> None:
     (row,) = run(shared_session(), "retention", str(path), {"hours": "0"}).collect()
     in_first = row["messages"]
     assert row["unread"] == len([n for n in range(in_first) if n % 3 or n // 3 >= 4])
+
+
+def test_a_group_reads_its_topics_at_every_broker(tmp_path: Path) -> None:
+    """Also at a broker where it has no progress yet, by the driver or by a frame; another topic stays its own."""
+    spark = shared_session()
+    first = store(tmp_path / "a", [("T", n % 2, "") for n in range(10)], '"T@g":{0:5,1:1}')
+    other = store(tmp_path / "b", [*(("T", n % 2, "") for n in range(30)), ("U", 0, "")], "")
+    both = [str(first), str(other)]
+    expected = {(str(first), "T", 0, 0), (str(first), "T", 1, 4), (str(other), "T", 0, 15), (str(other), "T", 1, 15)}
+    waiting = stores.messages(spark, both, MESSAGE_COLUMNS)
+    by_frame = backlog(stores.offsets(spark, both), stores.queues(spark, both), waiting)
+    for rows in (run(spark, "backlog", both), by_frame):
+        assert {tuple(row) for row in rows.select("store", "topic", "queueId", "lag").collect()} == expected
+    (row,) = run(spark, "what-if", both, {"clients": "1", "strategies": "AVG"}).collect()
+    assert (row["queues"], row["lag"]) == (4, 34)
+    unread = {Path(row["store"]).name: row["unread"] for row in run(spark, "retention", both, {"hours": "0"}).collect()}
+    assert unread["b"] > 0
 
 
 @pytest.mark.parametrize("hours", [0, 2 / 3600, 12 / 3600, 1])

@@ -46,7 +46,7 @@ MESSAGE_COLUMNS = "store string, topic string, queueId int, queueOffset bigint, 
 
 
 def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataFrame:
-    """Return one row for each queue of each topic that a group has made progress in.
+    """Return one row for each queue, in any store, of each topic that a group has made progress in, in some store.
 
     ``offsets`` and ``queues`` come from `librmq.spark.stores`; ``messages`` has store, topic, queueId, queueOffset,
     storeTimestamp. Columns: store, group, topic, queueId, minOffset, maxOffset, offset (null in a queue without
@@ -55,8 +55,8 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
     was stored), ageSeconds (between the two: the last message serves as the store's clock).
     """
     where = ["store", "topic", "queueId"]
-    consumed = offsets.select("store", "topic", "group").distinct()
-    held = queues.join(consumed, ["store", "topic"]).join(offsets, [*where, "group"], "left")
+    consumed = offsets.select("topic", "group").distinct()
+    held = queues.join(consumed, "topic").join(offsets, [*where, "group"], "left")
     waiting = held.withColumn("next", F.greatest("offset", "minOffset"))  # greatest skips nulls
     first = messages.select(*where, F.col("queueOffset").alias("next"), F.col("storeTimestamp").alias("oldest"))
     newest = messages.groupBy("store").agg(F.max("storeTimestamp").alias("newest"))
@@ -169,11 +169,11 @@ def what_retention_frees(
 
     ``records`` is the view ``log`` with store, topic, queueId, queueOffset, physicalOffset, storeTimestamp; ``files``
     and ``offsets`` come from `librmq.spark.stores`. The file that is written stays, as in a broker. Columns: store,
-    hours, files, bytes (freed), messages (deleted), unread (deleted messages that a group has not consumed), oldest
-    (when the oldest remaining message was stored).
+    hours, files, bytes (freed), messages (deleted), unread (deleted messages that a group of any store has not
+    consumed), oldest (when the oldest remaining message was stored).
     """
     lengths = files.groupBy("store").agg(F.max("size").alias("fileSize"))
-    groups = offsets.groupBy("store", "topic").agg(F.countDistinct("group").alias("groups"))
+    groups = offsets.groupBy("topic").agg(F.countDistinct("group").alias("groups"))
     read = offsets.groupBy("store", "topic", "queueId").agg(
         F.min("offset").alias("read"), F.countDistinct("group").alias("readers")
     )
@@ -183,7 +183,7 @@ def what_retention_frees(
     by_file = (
         records.join(F.broadcast(lengths), "store")
         .join(F.broadcast(read), ["store", "topic", "queueId"], "left")
-        .join(F.broadcast(groups), ["store", "topic"], "left")
+        .join(F.broadcast(groups), "topic", "left")
         .withColumn("begin", F.col("physicalOffset") - F.col("physicalOffset") % F.col("fileSize"))
         .groupBy("store", "begin", "fileSize")
         .agg(
