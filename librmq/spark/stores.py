@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +18,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from librmq.columns.options import Mode, ReadOptions, ReadSelection
 from librmq.columns.planned_store import PlannedStore
 from librmq.diagnosis.survey.message_sums import parse_time
-from librmq.errors import ConfigError
+from librmq.errors import ConfigError, CorruptionError
 from librmq.files.disk import DiskFiles
 from librmq.message.delays import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.message.lag import deleted_unread, queue_lag, unread_from
@@ -65,6 +66,18 @@ def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFr
         with PlannedStore.open(path, _all_queues(path, mode)) as store:
             rows += [(path, *name, queue.begin, queue.end) for name, queue in store.queues.items()]
     return _frame(spark, rows, "store string, topic string, queueId int, minOffset bigint, maxOffset bigint")
+
+
+def listed_queues(spark: SparkSession, paths: Paths) -> DataFrame:
+    """Return store, topic, queueId of every queue in a store's folders or its table of topics, empty ones too."""
+    rows: set[tuple[str, str, int]] = set()
+    for path in paths_of(paths):
+        with suppress(CorruptionError):  # the read of the messages reports it, or leaves it out
+            rows |= {(path, *name) for name in directory.list_queues(path, DiskFiles())}
+        topics = BrokerTables.open(os.path.join(path, directory.CONFIG)).topics.rows
+        for topic, row in topics.items():
+            rows |= {(path, topic, queue_id) for queue_id in range(int(row.get("readQueueNums", 0)))}
+    return _frame(spark, sorted(rows), "store string, topic string, queueId int")
 
 
 def _all_queues(path: str, mode: Mode) -> ReadOptions:

@@ -164,14 +164,20 @@ def test_skew(stores: list[str], plain: Plain) -> None:
         (row["store"], row["topic"], row["queueId"]): (row["messages"], row["ratio"])
         for row in run(shared_session(), "skew", stores).collect()
     }
-    counts = {name: len(messages) for name, messages in plain.messages.items() if messages}
-    topics: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for (path, topic, _), count in counts.items():
-        topics[path, topic].append(count)
-    for name, count in counts.items():
-        of_topic = topics[name[:2]]
-        assert found[name] == (count, pytest.approx(count / (sum(of_topic) / len(of_topic))))
-    assert len(found) == len(counts)
+    queues = {name: len(messages) for name, messages in plain.messages.items() if not is_system_topic(name[1])}
+    for path in stores:
+        for topic, row in BrokerTables.open(os.path.join(path, "config")).topics.rows.items():
+            queues |= {
+                (path, topic, queue_id): queues.get((path, topic, queue_id), 0)
+                for queue_id in range(int(row["readQueueNums"]))
+            }
+    topics: dict[str, list[int]] = defaultdict(list)
+    for (_, topic, _), count in queues.items():
+        topics[topic].append(count)
+    for name, (count, ratio) in found.items():
+        of_topic = topics[name[1]]
+        assert (count, ratio) == (queues[name], pytest.approx(count / (sum(of_topic) / len(of_topic))))
+    assert found.keys() == {name for name, count in queues.items() if count}
 
 
 def own(plain: Plain) -> list[tuple[str, str, int, int, str, StoredMessage]]:

@@ -19,6 +19,7 @@ from librmq.spark import stores  # noqa: E402
 from librmq.spark.functions import strategy_of  # noqa: E402
 from librmq.spark.pipelines import backlog, dead_letters, left_out, reconcile, run, what_if  # noqa: E402
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS  # noqa: E402
+from librmq.store import BrokerTables  # noqa: E402
 from tests.diagnosis.test_letters import CASES as DEAD_LETTERS  # noqa: E402
 from tests.message.test_lag import CASES as LAGS  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
@@ -203,6 +204,23 @@ def test_backlog_reads_only_the_first_message_that_waits(tmp_path: Path) -> None
     assert [(row["queueId"], row["lag"], row["oldest"].timestamp(), row["ageSeconds"]) for row in rows] == [
         (0, 4, START_MS / 1000 + 3, 6.0), (1, 1, START_MS / 1000 + 8, 1.0),
     ]  # fmt: skip
+
+
+def test_skew_counts_empty_queues_of_all_stores(tmp_path: Path) -> None:
+    """Also those that only the table of topics has; topics of the broker itself have no skew unless they are named."""
+    paths = [
+        store(tmp_path / "a", [("T", 0, "") for _ in range(8)]),
+        store(tmp_path / "b", [("RMQ_SYS_TRACE_TOPIC", 0, "")]),
+    ]
+    tables = BrokerTables.open(str(paths[0] / "config"))
+    tables.set_topic("T", read_queues=8, write_queues=8, permission=6)
+    tables.persist(START_MS)
+    names = list(map(str, paths))
+    columns = "topic", "queueId", "messages", "share", "ratio"
+    rows = run(shared_session(), "skew", names).select(*columns).collect()
+    assert [tuple(row) for row in rows] == [("T", 0, 8, 1.0, 8.0)]
+    named = run(shared_session(), "skew", names, {"topic": "RMQ_SYS_TRACE_TOPIC"}).select(*columns).collect()
+    assert [tuple(row) for row in named] == [("RMQ_SYS_TRACE_TOPIC", 0, 1, 1.0, 1.0)]
 
 
 def test_skew_says_whether_it_leaves_queues_out(tmp_path: Path) -> None:

@@ -14,7 +14,15 @@ from librmq.columns.record_batches import TRACE_TOPICS, decoded_traces
 from librmq.config import suggest
 from librmq.errors import ConfigError
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, TIMER_TOPIC
+from librmq.message.topics import (
+    DEAD_LETTER_PREFIX,
+    HALF_TOPIC,
+    OP_TOPIC,
+    RETRY_PREFIX,
+    SYSTEM_PREFIX,
+    SYSTEM_TOPICS,
+    TIMER_TOPIC,
+)
 from librmq.spark import stores
 from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS
 from librmq.spark.pipelines.backlog import (
@@ -267,7 +275,12 @@ def _reads_skew(settings: Settings) -> MessageRead:
 
 def _skew(messages: DataFrame, inputs: Inputs) -> DataFrame:
     largest = int(_number(inputs.settings, "most", 1, 1)) if "most" in inputs.settings else None
-    return skew(messages, "key" if inputs.settings.get("by") == "key" else "queue", largest)
+    if "topic" not in inputs.settings:
+        topic = F.col("topic")
+        messages = messages.where(~topic.isin(sorted(SYSTEM_TOPICS)) & ~topic.startswith(SYSTEM_PREFIX))
+    if inputs.settings.get("by") == "key":
+        return skew(messages, "key", largest)
+    return skew(messages, "queue", largest, stores.listed_queues(inputs.spark, inputs.paths))
 
 
 def _reads_keys(columns: str) -> Callable[[Settings], MessageRead]:

@@ -77,28 +77,35 @@ def _seen_before(error_rate: float, capacity: int, batches: Iterator[Any]) -> It
         yield batch.filter(pa.array([seen.add(f"{topic}\0{key}") for topic, key in texts], pa.bool_()))
 
 
-def skew(messages: DataFrame, by: Literal["queue", "key"] = "queue", limit: int | None = None) -> DataFrame:
-    """Return the queues or keys of each topic, or the ``limit`` largest of each.
+def skew(
+    messages: DataFrame,
+    by: Literal["queue", "key"] = "queue",
+    limit: int | None = None,
+    queues: DataFrame | None = None,
+) -> DataFrame:
+    """Return the queues of each topic over all stores, or the keys of each topic of a store.
 
-    Columns: store, topic, queueId or key, messages, share (of the topic's), ratio (to the mean of the topic's queues
-    or keys); with ``limit`` also cut (whether the topic has further ones).
+    ``queues`` has store, topic, queueId of all queues, as `librmq.spark.stores.listed_queues` gives them: those without
+    messages have no row, and lower the mean. Columns: store, topic, queueId or key, messages, share (of the topic's),
+    ratio (to the mean of the topic's queues or keys). ``limit`` leaves the largest of each topic, and adds cut (whether
+    the topic has further ones).
     """
-    topic = ["store", "topic"]
-    if by == "key":
-        grouped, name = keyed(messages).groupBy(*topic, "key"), "key"
-    else:
-        grouped, name = messages.groupBy(*topic, "queueId"), "queueId"
+    name, together = ("key", ["store", "topic"]) if by == "key" else ("queueId", ["topic"])
+    columns = ["store", "topic", name]
+    grouped = (keyed(messages) if by == "key" else messages).groupBy(*columns)
     counts = grouped.agg(F.count("*").alias("messages"))
-    of_topic = Window.partitionBy(*topic)
+    if by == "queue" and queues is not None:
+        empty = queues.select(*columns, F.lit(0).cast("bigint").alias("messages"))
+        counts = counts.unionByName(empty).groupBy(*columns).agg(F.sum("messages").alias("messages"))
+    of_topic = Window.partitionBy(*together)
     ranked = counts.select(
-        *topic,
-        name,
+        *columns,
         "messages",
-        (F.col("messages") / F.sum("messages").over(of_topic)).alias("share"),
-        (F.col("messages") / F.avg("messages").over(of_topic)).alias("ratio"),
-        F.row_number().over(of_topic.orderBy(F.desc("messages"), F.asc(name))).alias("place"),
-        F.count("*").over(of_topic).alias("count"),
-    )
+        (F.col("messages") / F.nullif(F.sum("messages").over(of_topic), F.lit(0))).alias("share"),
+        (F.col("messages") / F.nullif(F.avg("messages").over(of_topic), F.lit(0.0))).alias("ratio"),
+        F.row_number().over(of_topic.orderBy(F.desc("messages"), "store", name)).alias("place"),
+        F.count_if(F.col("messages") > 0).over(of_topic).alias("count"),
+    ).where("messages > 0")
     if limit is not None:
         ranked = ranked.where(F.col("place") <= limit).withColumn("cut", F.col("count") > limit)
     return ranked.drop("place", "count")
