@@ -65,10 +65,27 @@ _LARGEST_QUEUE_ID: Final = (1 << 31) - 1
 _MILLIS: Final = re.compile(r"-?\d{1,18}")
 
 
+_OF_KAFKA: Final = {
+    "kafka.bootstrap.servers": "the option path names the folder of a store",
+    "subscribe": "the option topic names topics",
+    "subscribepattern": "the option topicPattern selects topics",
+    "assign": "the options topic and queueId select queues",
+    "includeheaders": "a message's headers are its column properties",
+    "groupidprefix": "a read belongs to no group",
+    "kafka.group.id": "a read belongs to no group",
+    "startingoffsetsbytimestampstrategy": "a time after the last message stands for the end of a queue",
+}
+"""Options of Spark's source for Kafka that this source does not have, and what it has for them."""
+
+
 def refuse_unknown(options: Mapping[str, str], names: Any, what: str) -> None:
     """Raise `ConfigError` for an option outside of ``names``; names are case-insensitive."""
     lower = {name.lower() for name in names}
     for name in options:
+        if name.lower() in _OF_KAFKA:
+            raise ConfigError(f"option {name} is one of Kafka's; for {what} rocketmq {_OF_KAFKA[name.lower()]}")
+        if name.lower().startswith("kafka."):
+            raise ConfigError(f"option {name} is one of Kafka's clients; {what} rocketmq reads files: remove it")
         if name.lower() not in lower:
             raise ConfigError(f"unknown option {name!r} for {what} rocketmq: {suggest(name, names)}")
 

@@ -21,6 +21,8 @@ pytest.importorskip("pyspark")
 
 from pyspark.errors import PySparkException  # noqa: E402
 
+from librmq.errors import ConfigError  # noqa: E402
+from librmq.spark.options import WriteOptions, parse_read_options  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
 
 START_MS = 1_700_000_000_000
@@ -171,7 +173,6 @@ def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], 
     ],
 )
 def test_no_option_of_a_read_is_ignored(folder: Path, options: dict[str, str], text: str) -> None:
-    from librmq.errors import ConfigError
     from librmq.spark.source import RocketMQDataSource, schema_of
 
     with pytest.raises(ConfigError, match=text):
@@ -180,9 +181,22 @@ def test_no_option_of_a_read_is_ignored(folder: Path, options: dict[str, str], t
         RocketMQDataSource({"path": str(folder)}).reader(schema_of(["topic", "topic"]))
 
 
+def test_an_option_of_kafka_is_refused_with_what_to_use() -> None:
+    for name, text in (
+        ("subscribe", "one of Kafka's; for reading rocketmq the option topic"),
+        ("subscribePattern", "the option topicPattern"),
+        ("kafka.bootstrap.servers", "the option path"),
+        ("includeHeaders", "a message's headers are its column properties"),
+        ("kafka.security.protocol", "one of Kafka's clients"),
+    ):
+        with pytest.raises(ConfigError, match=f"option {name} is .*{text}"):
+            parse_read_options({"path": "/s", name: "x"})
+        with pytest.raises(ConfigError, match=f"option {name} is one of Kafka's"):
+            WriteOptions.from_options({"path": "/s", name: "x"})
+
+
 def test_an_error_about_offsets_names_the_option(folder: Path) -> None:
     """The option that the user wrote is named, in batches and in streams."""
-    from librmq.errors import ConfigError
     from librmq.spark.source import RocketMQDataSource, schema_of
 
     for option in ("startingOffsets", "endingOffsets", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp"):
@@ -211,7 +225,6 @@ def test_an_error_about_offsets_names_the_option(folder: Path) -> None:
 def test_a_begin_after_the_end_is_refused(
     folder: Path, starting: dict[str, str], ending: dict[str, str], text: str
 ) -> None:
-    from librmq.errors import ConfigError
     from librmq.spark.source import RocketMQDataSource, schema_of
 
     def planned(*sides: tuple[str, dict[str, str]]) -> list[Any]:
