@@ -43,6 +43,7 @@ from librmq.store.condition import Condition, Wholeness, condition_of
 from librmq.store.engine.dispatch import BitmapOf
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable, ShortQueue
+from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
@@ -58,16 +59,17 @@ _IsBefore = Callable[[int, int], bool]
 """Whether a record was there; called with its place and size."""
 
 
-def cut_at(parts: Parts, moment: Moment) -> None:
+def cut_at(parts: Parts, moment: Moment, order: TimeOrder | None) -> None:
     """Let parts that are only read end as they did at a moment.
 
-    A time includes the messages stored up to it, a physical offset those that end there or before.
+    A time includes the messages before the first one that was stored later, whatever the clock did; ``order`` is what
+    is known of the times. A physical offset includes those that end there or before.
 
     Raises:
         ConfigError: The moment is before the first message, or a physical offset is behind the log's end.
     """
     log = parts.log
-    end, last = _place(parts, moment)
+    end, last = _place(parts, moment, order)
     queues = QueueTable(parts.open_queue, {})
     for name in parts.queues:
         queue = parts.queues[name]
@@ -79,18 +81,33 @@ def cut_at(parts: Parts, moment: Moment) -> None:
     parts.cuts = [cut for cut in parts.cuts if cut.kind == "size"]  # others lie behind it
 
 
-def _place(parts: Parts, moment: Moment) -> tuple[int, int | None]:
+def _place(parts: Parts, moment: Moment, order: TimeOrder | None) -> tuple[int, int | None]:
     """Return where the log ended, and its last record."""
     log = parts.log
-    is_before = _before_time(log, moment) if isinstance(moment, datetime) else _before_place(log, moment)
+    if isinstance(moment, datetime):
+        is_before = _before_time(log, moment)
+        limit = _first_later(parts, StoreTimes(log, order), to_timestamp_ms("at", moment))
+    else:
+        is_before, limit = _before_place(log, moment), moment
     end, last = log.begin, None
-    for place, size, raw in log.scan(_late_record(parts, is_before), check_body=False):
+    for place, size, raw in log.scan(_last_before(parts, limit), check_body=False):
         if raw is None:
             continue
         if not is_before(place, size):
             break
         end, last = place + size, place
     return end, last
+
+
+def _first_later(parts: Parts, times: StoreTimes, at_ms: int) -> int:
+    """Return the place of the first record with an entry that was stored after a time; the log's end without one."""
+    first = parts.log.end
+    for queue in parts.queues.values():
+        offsets = range(queue.min_offset, queue.max_offset)
+        entry = queue.entry(times.first_from(queue, at_ms + 1, offsets))
+        if entry is not None:
+            first = min(first, entry.physical_offset)
+    return first
 
 
 def _before_place(log: CommitLog, moment: int) -> _IsBefore:
@@ -128,15 +145,14 @@ def _text(time: datetime) -> str:
     return f"{time:%Y-%m-%d %H:%M:%S}.{time.microsecond // 1000:03} UTC"
 
 
-def _late_record(parts: Parts, is_before: _IsBefore) -> int:
-    """Return the place of the last record before the moment that has an entry in a queue, else the log's begin.
+def _last_before(parts: Parts, limit: int) -> int:
+    """Return the place of the last record that ends at a place or before, and has an entry, else the log's begin.
 
     Records without entries can follow it.
     """
     latest = parts.log.begin
-    for name in parts.queues:
-        queue = parts.queues[name]
-        count = _entries(queue, is_before)
+    for queue in parts.queues.values():
+        count = _entries(queue, limit)
         entry = queue.entry(queue.min_offset + count - 1) if count else None
         if entry is not None:
             latest = max(latest, entry.physical_offset)
@@ -146,16 +162,16 @@ def _late_record(parts: Parts, is_before: _IsBefore) -> int:
 def _cut_queue(queue: ConsumeQueue, log_end: int) -> bool:
     """Drop the entries of later records; return False if the queue did not exist."""
     before = queue.max_offset
-    queue.show_before(queue.min_offset + _entries(queue, lambda place, size: place + size <= log_end))
+    queue.show_before(queue.min_offset + _entries(queue, log_end))
     return queue.max_offset > 0 or queue.max_offset == before
 
 
-def _entries(queue: ConsumeQueue, is_before: _IsBefore) -> int:
-    """Return how many entries of a queue belong to records before the moment."""
+def _entries(queue: ConsumeQueue, log_end: int) -> int:
+    """Return how many entries of a queue belong to records that end at a place or before."""
 
     def is_later(queue_offset: int) -> bool:
         entry = queue.entry(queue_offset)
-        return entry is not None and not is_before(entry.physical_offset, entry.size)
+        return entry is not None and entry.physical_offset + entry.size > log_end
 
     return bisect_left(range(queue.min_offset, queue.max_offset), True, key=is_later)
 
@@ -326,7 +342,7 @@ class ReadOnlyView:
                     live = LiveParts(self._path, config, self._files)
                 parts = self._recovered(config) if live is None else live.parts
                 if self._moment is not None:
-                    cut_at(parts, self._moment)
+                    cut_at(parts, self._moment, noted_order(self._path, self._files, parts.log))
                 changed = self._lock_holder() != holder or (live is None and self._read_marks() != marks)
             except NotAStoreError:  # a record of the log is a batch
                 if self.derives_queues:

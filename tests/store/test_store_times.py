@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from datetime import UTC, datetime
 from typing import Literal
 
 import hypothesis.strategies as st
@@ -106,6 +107,18 @@ def test_windows_of_columns_divide_the_messages(steps: list[tuple[int, int, int]
         moment = pa.scalar(until * 1000, pa.timestamp("us", "UTC"))
         rows = reader(ROOT, files=files, filter=pc.field("storeTimestamp") < moment).read_all()
         assert rows.num_rows == len(early)
+
+
+def test_a_moment_shows_no_message_that_was_stored_later() -> None:
+    """The log ends before the first later message, wherever a search would look in its queues."""
+    files, _ = filled([(1000, 0, 1), (9000, 1, 1), (-8000, 0, 1), (1, 0, 1), (50_000, 1, 0), (-1, 0, 1)])
+    for is_noted in (True, False):
+        if not is_noted:
+            files.delete(os.path.join(ROOT, CLOSED_FILE))
+        for after_ms, messages in ((1000, 2), (2000, 2), (10_000, 8), (52_000, 8), (52_001, 12)):
+            at = datetime.fromtimestamp((START_MS + after_ms) / 1000, UTC)
+            with MessageStore.open(ROOT, files=files, read_only=True, at=at) as store:
+                assert len(list(store)) == messages
 
 
 def test_what_a_close_noted_counts_only_for_the_log_that_it_saw() -> None:
