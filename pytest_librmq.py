@@ -56,8 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "rmq(on_disk=False, store=None, topics=None, groups=None, **settings): settings of the fixture rmq; store is "
-        "the folder of a broker with whose messages the test begins",
+        "rmq(on_disk=False, store=None, topics=None, groups=None, now_ms=None, **settings): settings of the "
+        "fixture rmq, those of Kit; store is the folder of a broker with whose messages the test begins",
     )
 
 

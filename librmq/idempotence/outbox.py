@@ -79,8 +79,9 @@ class Outbox:
         """Store ``message`` in the transaction of ``connection``, and give it a unique id if it has none.
 
         ``connection`` is a SQLAlchemy ``Session`` or ``Connection``, Django's ``connection`` in an atomic block, or a
-        DB-API connection. Rows with the same ``order_key`` are sent one after the other. A ``delay`` counts from the
-        send. A session is flushed first.
+        DB-API connection. Rows with the same ``order_key`` are sent one after the other. A
+        ``delay`` counts from the time at which a sender sends the row, however late that is; name ``deliver_at`` for a
+        time that counts from here. A session is flushed first.
 
         Raises:
             ConfigError: The connection commits each statement, so that the row would not commit with the change; or its

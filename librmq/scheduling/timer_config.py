@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Self
 
 from librmq.config import Between, Config, Seconds
@@ -171,8 +172,9 @@ def out_time_ms(properties: Mapping[str, str], now_ms: int, config: TimerConfig)
         return None
     if deliver_ms - now_ms > 1000 * config.timer_max_delay_sec:
         raise TimerRefusedError(
-            f"expected a time at most {config.timer_max_delay_sec} s away, found {(deliver_ms - now_ms) // 1000} s: "
-            "raise TimerConfig(timer_max_delay_sec=…), or let the relay carry the message by BrokerConfig(hops=True)"
+            f"expected a time at most {config.timer_max_delay_sec} s away, found {(deliver_ms - now_ms) // 1000} s, "
+            f"where the broker's time is {datetime.fromtimestamp(now_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC: raise "
+            "TimerConfig(timer_max_delay_sec=…), or let the relay carry the message by BrokerConfig(hops=True)"
         )
     precision_ms = config.timer_precision_ms
     return (deliver_ms - 1) // precision_ms * precision_ms

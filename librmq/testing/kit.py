@@ -91,8 +91,9 @@ class Kit:
 
         With ``store`` it begins with ``topics`` and ``groups`` of another store, see `from_store`. With ``over_tcp``
         requests of clients cross a TCP connection as frames of 4.x, with ``over_share`` the socket of a peer of
-        `librmq.share`. With ``check`` False the store is not verified at the end. ``files``, such as `MemoryFiles`,
-        holds the store in place of the disk.
+        `librmq.share`. The clock begins at ``now_ms``, by default behind the last message of ``store``, or at
+        2023-11-14 22:13:20 UTC, so that each run is alike. With ``check`` False the store is not verified at the end.
+        ``files``, such as `MemoryFiles`, holds the store in place of the disk.
         """
         start = starting_store(store, topics, groups, store_config)
         begin_ms = begin_of(start, now_ms)

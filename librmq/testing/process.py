@@ -180,7 +180,10 @@ class Process(Route):
         return consumer
 
     def background(self, call: Callable[[], Any], label: str = "background") -> None:
-        """Run a function later, like a thread of this process, unless the process dies first."""
+        """Run a function later, like a thread of this process, unless the process dies first.
+
+        A process that is dead runs nothing: after a crash use the one that `Kit.crash` has returned.
+        """
         runner = self._kit.runner
         with runner.lock:
             runner.submit(Work(f"{self.label} {label}", call, self._kit.observer.ended_in_background, self))
