@@ -74,7 +74,7 @@ def lock_store(handle: object, path: str, files: Files, wait_s: float) -> FileLo
             if remaining_s <= 0:
                 raise StoreLockedError(
                     f"{error}; only one process can write to a store (docs/processes.md): close it there first; in "
-                    f"Python, wait=seconds waits for that, and read_only=True opens the store to read"
+                    f"Python, wait=seconds waits for that, and MessageStore.open(path, read_only=True) reads meanwhile"
                 ) from None
         clock.wait(never, min(remaining_s, _LOOK_AGAIN_S))
 
@@ -698,13 +698,13 @@ class StoreHandle:
             return StoreClosedError(f"{self.path}: this handle {self.closed}")
         if self.replica_of is not None:
             return ReadOnlyError(_no_writes(self.path, self.replica_of))
-        return ReadOnlyError(f"{self.path}: this handle is read-only: open the store without read_only=True")
+        return ReadOnlyError(f"{self.path}: this handle is read-only: use MessageStore.open without read_only=True")
 
 
 def _no_writes(path: str, master: str) -> str:
     return (
-        f"{path}: this store is a replica of {master} and takes no writes: write to {master}, read with "
-        "read_only=True, or make it a store of its own by librmq.cluster.promote_replica"
+        f"{path}: this store is a replica of {master} and takes no writes: write to {master}, read by "
+        "MessageStore.open(path, read_only=True), or make it a store of its own by librmq.cluster.promote_replica"
     )
 
 
