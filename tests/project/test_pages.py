@@ -231,7 +231,8 @@ def test_names_of_the_official_client_exist(tmp_path: Path) -> None:
 
 
 DOCUMENT = CHECKOUT / "docs" / "guarantees.md"
-NAMED = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)", DOCUMENT.read_text("utf-8"))
+LINKED_TEST = re.compile(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)")
+NAMED = [link for page in (DOCUMENT, DOCS / "faults.md") for link in LINKED_TEST.findall(page.read_text("utf-8"))]
 
 
 def rows() -> list[list[str]]:
