@@ -152,9 +152,11 @@ def test_preloaded_workers_go_on_after_a_restart(recipes: Path) -> None:
         orders |= ordered
 
 
-def test_prometheus_reads_the_owner_under_gunicorn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", list(WEB))
+def test_prometheus_reads_the_owner(tmp_path: Path, module: str) -> None:
     """Also the next owner, after the first was killed."""
     port, scraped = free_port(), free_port()
+    bind = port if module == "uvicorn" else f"127.0.0.1:{port}"
     for block in blocks(DOCS / "howto" / "prometheus.md"):
         if block.file is not None and block.file.endswith(".py"):
             (tmp_path / block.file).write_text(block.text.replace("9464", scraped), "utf-8")
@@ -167,11 +169,12 @@ def test_prometheus_reads_the_owner_under_gunicorn(tmp_path: Path) -> None:
     def count_of(name: str) -> float:
         return sum(float(number) for number in re.findall(rf'^{name}{{.*topic="orders".*}} (\S+)$', metrics(), re.M))
 
-    with serving(tmp_path, "gunicorn", *WEB["gunicorn"], f"127.0.0.1:{port}") as server:
+    with serving(tmp_path, module, *WEB[module], bind) as server:
         wait_until(lambda: 'librmq_group_lag{group="billing"' in metrics(), "the lag of the group", 60)
         owner, served = owner_of(tmp_path / "shop"), set()
         for _ in range(20):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/orders/o", timeout=60) as response:
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/orders/o", method="POST")
+            with urllib.request.urlopen(request, timeout=60) as response:
                 served.add(response.read().decode())
         assert count_of("librmq_messages_in_total") == 20, f"of all workers that served: {served}"
         os.kill(owner, signal.SIGKILL)
