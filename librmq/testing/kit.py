@@ -50,6 +50,7 @@ class BrokerKeywords(TypedDict, total=False):
     broker_config: BrokerConfig | None
     store_config: StoreConfig | None
     now_ms: int
+    """The time at which the clock begins, in milliseconds since 1970; not before the last message of ``store``."""
     over_tcp: bool
     over_share: bool
 
