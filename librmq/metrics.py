@@ -49,6 +49,9 @@ METRICS: Final[Mapping[str, Metric]] = {
     "send_retries": _counter("{send}", "topic", "retries of sends"),
     "send_bytes": _counter("By", "topic", "bytes of bodies sent, after compression"),
     "send_seconds": _counter("s", "topic", "total time from send to answer, including retries"),
+    "traces_dropped": _counter(
+        "{trace}", "group", "traces not stored, because too many waited or their topic could not be written"
+    ),
     # broker
     "messages_in": _counter("{message}", "topic", "messages stored"),
     "bytes_in": _counter("By", "topic", "bytes of records stored"),

@@ -14,6 +14,7 @@ from typing import Final, Self, TypeVar, Unpack
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.sender import ProducerConfig, ProducerKeywords, PublishRoutes, Sender, SendHook, SendResult
+from librmq.client.traces import TraceWriter, trace_topic
 from librmq.clock import moves_by_itself
 from librmq.config import check_kind, to_seconds
 from librmq.errors import (
@@ -76,6 +77,7 @@ class ProducerArguments(ProducerKeywords, total=False):
     config: ProducerConfig | None
     hooks: Iterable[SendHook]
     metrics: Metrics | None
+    trace: bool | str
 
 
 class Producer(Startable):
@@ -96,6 +98,7 @@ class Producer(Startable):
         config: ProducerConfig | None = None,
         hooks: Iterable[SendHook] = (),
         metrics: Metrics | None = None,
+        trace: bool | str = False,
         **settings: Unpack[ProducerKeywords],
     ) -> None:
         """It joins its group at its first send, at `start` or in a ``with`` block.
@@ -108,6 +111,8 @@ class Producer(Startable):
             config: Settings.
             hooks: Called before and after each try.
             metrics: Counts sends.
+            trace: Whether each send is recorded in ``RMQ_SYS_TRACE_TOPIC``, or the name of another topic for that, as
+                by ``enableMsgTrace`` of RocketMQ's clients; read by `librmq.diagnosis.story` and ``librmq traces``.
             **settings: Single settings of `ProducerConfig`, in place of those in ``config``.
 
         Raises:
@@ -120,7 +125,9 @@ class Producer(Startable):
         config = ProducerConfig.of(config, settings)
         check_kind("metrics", metrics, Metrics)
         self.route = route
-        self.hooks: list[SendHook] = list(hooks)
+        topic = trace_topic(trace)
+        self.traces = None if topic is None else TraceWriter(self.client, group, topic, metrics, "PRODUCE")
+        self.hooks: list[SendHook] = [*([] if self.traces is None else [self.traces.begin_send]), *hooks]
         self.metrics = metrics
         self._runner = route.runner
         self._routes = PublishRoutes(self.client, group, config.default_topic_queues)
@@ -179,6 +186,8 @@ class Producer(Startable):
     def shutdown(self) -> bool:
         """Leave the group; a later send raises `ClientStateError`. A second call does nothing.
 
+        Traces that wait are stored first, within half a second.
+
         Returns:
             True, like a consumer's shutdown after all its listeners have ended.
         """
@@ -187,6 +196,8 @@ class Producer(Startable):
                 self.client.leave(self)
                 if self._unwatch is not None:
                     self._unwatch()
+        if self.traces is not None:
+            self.traces.close()
         return True
 
     async def shutdown_async(self) -> bool:

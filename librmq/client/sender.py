@@ -122,6 +122,8 @@ class SendContext(NamedTuple):
     queue: MessageQueue
     attempt: int
     """Number of the try, counting from 0."""
+    messages: tuple[Message, ...]
+    """The message, or all messages of a batch."""
 
 
 SendHook = Callable[[SendContext], Callable[[SendResult | None, Exception | None], None] | None]
@@ -732,7 +734,7 @@ class Sender:
             request = SendBatch(self._group, batch, queue.queue_id, self._now_ms(), host, default_queues, timeout_ms)
         after = []
         if self._hooks:
-            context = SendContext(self._group, message, queue, attempt)
+            context = SendContext(self._group, message, queue, attempt, batch or (message,))
             after = [then for hook in self._hooks if (then := hook(context)) is not None]
         try:
             endpoint = self._endpoints.get(queue.broker_name) or self._routes.endpoint(queue.broker_name)

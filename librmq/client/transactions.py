@@ -180,7 +180,7 @@ class TransactionProducer(Producer):
             with self._logging_failure(sent):
                 state = TransactionState.UNKNOWN
                 state = _state_of(run(half, arg))
-        self._end_transaction(sent, state)
+        self._end_transaction(half, sent, state)
         return TransactionResult(sent, state)
 
     async def send_in_transaction_async(
@@ -204,7 +204,7 @@ class TransactionProducer(Producer):
                 state = TransactionState.UNKNOWN
                 result: Any = run(half, arg)
                 state = _state_of(await result if inspect.isawaitable(result) else result)
-        await self._runner.offload(lambda: self._end_transaction(sent, state))
+        await self._runner.offload(lambda: self._end_transaction(half, sent, state))
         return TransactionResult(sent, state)
 
     def _local_transaction(self, execute: Callable[[Message, Any], Any] | None) -> Callable[[Message, Any], Any]:
@@ -234,10 +234,10 @@ class TransactionProducer(Producer):
         Raises:
             ClientError: The half message was not stored as requested; the block does not run.
         """
-        _, sent = self._send_half(message)
+        half, sent = self._send_half(message)
         opened = OpenTransaction(sent)
         if sent.status is not SendStatus.SEND_OK:
-            self._end_transaction(sent, TransactionState.ROLLBACK)
+            self._end_transaction(half, sent, TransactionState.ROLLBACK)
             raise ClientError(
                 f"topic {message.topic!r}: the half message was not stored as requested ({sent.status.value}); "
                 "nothing ran: try again"
@@ -246,9 +246,9 @@ class TransactionProducer(Producer):
         try:
             yield opened
         except Exception:
-            self._end_transaction(sent, TransactionState.ROLLBACK)
+            self._end_transaction(half, sent, TransactionState.ROLLBACK)
             raise
-        self._end_transaction(sent, opened.state)
+        self._end_transaction(half, sent, opened.state)
 
     def _send_half(self, message: Message) -> tuple[Message, SendResult]:
         if not isinstance(message, Message):
@@ -262,8 +262,12 @@ class TransactionProducer(Producer):
         half.properties[PROPERTY_PRODUCER_GROUP] = self.group
         return half, self.sender.send(half, self._timeout_ms)
 
-    def _end_transaction(self, sent: SendResult, state: TransactionState) -> None:
+    def _end_transaction(self, half: Message, sent: SendResult, state: TransactionState) -> None:
         """Send the end to the broker; if it is lost, the broker asks."""
+        if self.traces is not None:
+            self.traces.end_transaction(
+                half.topic, half.properties, sent.offset_id, sent.message_id, state, from_check=False
+            )
         if state is TransactionState.UNKNOWN:
             return
         _, physical_offset = parse_offset_message_id(sent.offset_id)
@@ -325,6 +329,10 @@ class TransactionProducer(Producer):
                 exc_info=error,
             )
             return
+        if self.traces is not None:
+            ended = TransactionState.UNKNOWN if state is None else cast("TransactionState", state)
+            topic = half.properties.get(PROPERTY_REAL_TOPIC, half.topic)
+            self.traces.end_transaction(topic, half.properties, half.offset_id, half.message_id, ended, from_check=True)
         if state is None or state is TransactionState.UNKNOWN:
             return
         assert isinstance(state, TransactionState)

@@ -217,7 +217,7 @@ class Delivery:
             for message in messages:
                 if message.reconsume_times >= max_times:
                     consumer.before_last_attempt(message)
-        context = ConsumeContext(consumer.group, assigned.queue, tuple(messages))
+        context = ConsumeContext(consumer.group, assigned.queue, tuple(messages), listener)
         callbacks = [callback for hook in consumer.hooks if (callback := hook(context)) is not None]
         if metrics is not None:
             callbacks.append(self._stopwatch(messages[0].topic, metrics))

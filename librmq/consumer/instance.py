@@ -16,7 +16,7 @@ from librmq.client.client import Client
 from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.config import ConsumerConfig
-from librmq.consumer.listeners import DeliveredMessage, Listeners
+from librmq.consumer.listeners import DeliveredMessage, Listener, Listeners
 from librmq.consumer.offsets import Offsets
 from librmq.errors import RmqError
 from librmq.message.lag import queue_lag
@@ -34,6 +34,8 @@ class ConsumeContext(NamedTuple):
     queue: MessageQueue
     messages: Sequence[DeliveredMessage]
     """What the listener is called with."""
+    listener: Listener
+    """The listener, and how it is called."""
 
 
 ConsumeHook = Callable[[ConsumeContext], Callable[[object, Exception | None], None] | None]

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final, TypeVar, Unpack, cast, overload
 
 from librmq.client.client import Client
+from librmq.client.traces import TraceWriter, trace_topic
 from librmq.config import check_arguments, check_kind
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.base import Consumer
@@ -40,6 +41,7 @@ from librmq.consumer.listeners import (
 )
 from librmq.consumer.orderly import OrderlyDelivery
 from librmq.consumer.rebalancing import AWAY_MS, REOPENED_MS
+from librmq.consumer.traces import trace_calls
 from librmq.consumer.weights import check_weight
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
 from librmq.filter import Policy, WatchedPredicate
@@ -343,7 +345,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     kind = "push"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is a keyword of its own)
         self,
         route: Route,
         group: str,
@@ -354,6 +356,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         hooks: Iterable[ConsumeHook] = (),
         before_last_attempt: Callable[[DeliveredMessage], object] | None = None,
         metrics: Metrics | None = None,
+        trace: bool | str = False,
         **settings: Unpack[ConsumerKeywords],
     ) -> None:
         """It joins its group at `start` or in a ``with`` block.
@@ -367,6 +370,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             hooks: Called around each call of a listener.
             before_last_attempt: Called with a message that would become a dead letter if it failed once more.
             metrics: Counts pulls and consumed messages.
+            trace: Whether each delivery and its outcome are recorded in ``RMQ_SYS_TRACE_TOPIC``, or the name of another
+                topic for that, as by ``enableMsgTrace`` of RocketMQ's clients.
             **settings: Single settings of `ConsumerConfig`, in place of those in ``config``.
 
         Raises:
@@ -382,6 +387,11 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self.before_last_attempt = before_last_attempt
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
+        topic = trace_topic(trace)
+        self.traces = None if topic is None else TraceWriter(self.client, group, topic, metrics, "CONSUME")
+        if self.traces is not None:
+            timeout_ms = lambda: 1000 * self.config.consume_timeout  # noqa: E731
+            self.hooks.insert(0, trace_calls(self.traces, self.runner.now_ms, timeout_ms))
         self.listeners = Listeners()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.is_paused = False
@@ -577,6 +587,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
         finally:
             if self.metrics is not None:
                 self.metrics.remove_gauges(self)
+            if self.traces is not None:
+                self.traces.close()
         if not in_time:
             with self.runner.lock:
                 running, cancelled = self.delivery.running, self.delivery.cancel_listeners()

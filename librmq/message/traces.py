@@ -1,5 +1,7 @@
 r"""Messages by which clients record sends and consumption: their topics, and the records in their bodies.
 
+`encode` writes the records, `TraceReader` reads them.
+
 ::
 
     body     records, each ended by \x02; their fields are separated by \x01; null is the text ``null``
@@ -12,7 +14,8 @@ r"""Messages by which clients record sends and consumption: their topics, and th
 
 Older clients leave out fields at the end: a Pub without the offset id ends after ``type`` with ``success``. The topic
 is ``RMQ_SYS_TRACE_TOPIC``, ``rmq_sys_TRACE_DATA_<region>`` or any that the client's user names. The message's keys are
-the ids and keys of the messages that it is about. Mirrors ``TraceDataEncoder`` of 4.9.4 and 5.3.3.
+the ids and keys of the messages that it is about. The Pub of a batch has the ids of its messages, joined by commas.
+Mirrors ``TraceDataEncoder`` of 4.9.4 and 5.3.3.
 """
 
 from __future__ import annotations
@@ -29,14 +32,109 @@ from librmq.message.topics import TRACE_TOPIC
 TraceKind = Literal["sent", "received", "consumed", "ended", "recalled"]
 
 TRACE_PREFIX: Final = "rmq_sys_TRACE_DATA_"
+TRACE_REGION: Final = "DefaultRegion"
+"""The region of brokers to which none was given."""
 _FIELD: Final = "\x01"
 _RECORD: Final = "\x02"
+_ID_SEPARATOR: Final = ","
 _RESULTS: Final = ("SUCCESS", "TIME_OUT", "EXCEPTION", "RETURNNULL", "FAILED")
 _MARKS: Final = tuple(
     f"{name}{_FIELD}".encode() for name in ("Pub", "SubBefore", "SubAfter", "EndTransaction", "Recall")
 )
 _REQUESTS: Final = 65_536
 """Most receives that wait for their end."""
+
+
+# ---- writing
+
+
+class Pub(NamedTuple):
+    """The record of a send, field by field."""
+
+    at_ms: int
+    region: str
+    group: str
+    topic: str
+    id: str
+    """The unique id; those of a batch, joined by commas."""
+    tags: str | None
+    keys: str | None
+    broker: str
+    """Address of the broker, ``ip:port``."""
+    body_size: int
+    took_ms: int
+    message_type: int
+    """`NORMAL`, `HALF` or `DELAYED`."""
+    offset_id: str
+    succeeded: bool
+
+
+class SubBefore(NamedTuple):
+    """The record of a message that a listener is about to get."""
+
+    at_ms: int
+    region: str
+    group: str
+    request: str
+    id: str
+    retries: int
+    keys: str | None
+
+
+class SubAfter(NamedTuple):
+    """The record of a message that a listener has had."""
+
+    request: str
+    id: str
+    took_ms: int
+    """Duration of the call, divided by its messages."""
+    succeeded: bool
+    keys: str | None
+    result: int
+    """`result_code` of ``SUCCESS``, ``TIME_OUT``, ``EXCEPTION``, ``RETURNNULL`` or ``FAILED``."""
+    at_ms: int
+    group: str
+
+
+class EndTransaction(NamedTuple):
+    """The record of a transaction's end."""
+
+    at_ms: int
+    region: str
+    group: str
+    topic: str
+    id: str
+    tags: str | None
+    keys: str | None
+    broker: str
+    message_type: int
+    """`COMMITTED` at each end."""
+    transaction: str
+    state: str
+    from_check: bool
+
+
+TraceRecord = Pub | SubBefore | SubAfter | EndTransaction
+NORMAL, HALF, COMMITTED, DELAYED = range(4)
+result_code: Final = _RESULTS.index
+
+
+def encode(record: TraceRecord) -> str:
+    """Return a record as text of a trace message's body."""
+    texts = [
+        "null" if value is None else "true" if value is True else "false" if value is False else str(value)
+        for value in record
+    ]
+    return f"{type(record).__name__}{_FIELD}{_FIELD.join(texts)}{_RECORD}"
+
+
+def keys_of(record: TraceRecord) -> list[str]:
+    """Return the keys by which the message of a record is looked up: ids and keys of what the record is about."""
+    ids = record.id.split(_ID_SEPARATOR)
+    return ids + record.keys.split() if record.keys else ids
+
+
+# ---- reading
 
 
 class Trace(NamedTuple):
@@ -113,7 +211,8 @@ class TraceReader:
             except (ValueError, IndexError):
                 self.unreadable += 1
                 continue
-            yield self._joined(trace, stored_ms)
+            for message_id in trace.id.split(_ID_SEPARATOR):
+                yield self._joined(trace._replace(id=message_id), stored_ms)
 
     def _joined(self, trace: Trace, stored_ms: int) -> Trace:
         request = trace.request

@@ -59,6 +59,7 @@ class ConsumerArguments(ConsumerKeywords, total=False):
     hooks: Iterable[ConsumeHook]
     before_last_attempt: Callable[[DeliveredMessage], object] | None
     metrics: Metrics | None
+    trace: bool | str
 
 
 class ProcessDied(BaseException):

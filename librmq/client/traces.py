@@ -1,0 +1,340 @@
+"""Traces of a producer or a consumer, as RocketMQ's clients write them with ``enableMsgTrace``.
+
+::
+
+    send, listener ── record ──> at most 10,000 wait ── every 0.5 s, or early if many wait ──> one message of the topic
+
+The thread that sends or runs a listener only adds a record; a turn of the runner encodes and stores them. Records for
+which there is no room, or whose message can't be stored, are dropped, counted and logged. Mirrors
+``AsyncTraceDispatcher``, ``SendMessageTraceHookImpl`` and ``EndTransactionTraceHookImpl``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from librmq.client.client import Client, LifeCycle
+from librmq.client.sender import ProducerConfig, PublishRoutes, SendContext, Sender, SendResult
+from librmq.clock import moves_by_itself
+from librmq.errors import ConfigError, NoRouteError
+from librmq.message.batch import encoded_size
+from librmq.message.ids import format_host, parse_offset_message_id
+from librmq.message.message import Message
+from librmq.message.properties import (
+    PROPERTY_KEYS,
+    PROPERTY_TAGS,
+    PROPERTY_TRACE_SWITCH,
+    PROPERTY_TRANSACTION_PREPARED,
+    PROPERTY_UNIQUE_KEY,
+    PROPERTY_WAIT,
+)
+from librmq.message.topics import NOT_FOR_SENDING, TRACE_TOPIC, validate_client_topic
+from librmq.message.traces import (
+    COMMITTED,
+    DELAYED,
+    HALF,
+    NORMAL,
+    TRACE_REGION,
+    EndTransaction,
+    Pub,
+    TraceRecord,
+    encode,
+    keys_of,
+)
+from librmq.metrics import Metrics
+from librmq.protocol import SendStatus, TransactionState
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Event, Lock
+from librmq.runtime.runner import Step, Work
+
+MAX_WAITING: Final = 10_000
+"""Most records that wait to be stored."""
+MANY: Final = 500
+"""From this number of records on they are stored at once."""
+WAIT_MS: Final = 500
+MAX_BODY: Final = 118_000
+_MAX_KEYS: Final = 24_000  # all properties of a message together have at most 32,767 bytes
+SEND_TIMEOUT_MS: Final = 5_000
+CLOSE_MS: Final = 500
+"""Time to store what waits at the shutdown."""
+
+_STATES: Final = {
+    TransactionState.COMMIT: "COMMIT_MESSAGE",
+    TransactionState.ROLLBACK: "ROLLBACK_MESSAGE",
+    TransactionState.UNKNOWN: "UNKNOW",  # as in Java
+}
+_NO_TOPIC: Final = (
+    f"no broker has {TRACE_TOPIC}, and none makes it at the first send: start them with traceTopicEnable=true, "
+    'or name a topic of yours, such as trace="traces"'
+)
+_log = EventLog("librmq.traces")
+
+
+def trace_topic(trace: bool | str | None) -> str | None:
+    """Return the topic that a setting ``trace`` names; None without traces.
+
+    Raises:
+        ConfigError: It is neither True nor False nor the name of a topic, or only brokers write to that topic.
+        MessageIllegalError: A topic can't have this name.
+    """
+    if trace is None or trace is False:
+        return None
+    if trace is True:
+        return TRACE_TOPIC
+    if not isinstance(trace, str):
+        raise ConfigError(f"trace: expected True, False or the name of a topic, found {trace!r:.80}")
+    validate_client_topic(trace)
+    if trace in NOT_FOR_SENDING:
+        raise ConfigError(f"trace: only the broker writes to {trace!r}: name another topic, or write trace=True")
+    return trace
+
+
+class TraceWriter:
+    """Stores the traces of one producer or consumer in the background. Thread-safe."""
+
+    def __init__(self, client: Client, group: str, topic: str, metrics: Metrics | None, purpose: str) -> None:
+        """``purpose`` is ``PRODUCE`` or ``CONSUME``, and part of the name by which RocketMQ's clients send traces."""
+        self.client = client
+        self.group = group
+        self.topic = topic
+        self.dropped = 0
+        """Number of records that were not stored."""
+        self._metrics = metrics
+        self._runner = client.runner
+        self._clock = client.runner.clock
+        self._waiting: deque[TraceRecord] = deque()
+        self._is_planned = False  # a turn stores what waits
+        self._is_early = False  # that turn comes at once
+        self._is_closed = False
+        self._is_dropping = False
+        self._counting = Lock()
+        self._idle = Event()
+        self._idle.set()
+        self._life = LifeCycle(f"traces of group {group!r}")
+        config = ProducerConfig(timeout=SEND_TIMEOUT_MS / 1000, default_topic_queues=1)
+        sender_group = f"_INNER_TRACE_PRODUCER-{group}-{purpose}-1"
+        self._routes = PublishRoutes(client, sender_group, config.default_topic_queues)
+        self._sender = Sender(self._routes, config, self._life, self._start, [], None)
+        self._unwatch: Callable[[], None] | None = None
+        self._step = Step(f"{client.client_id} traces of {group}", self._run_due, client)
+
+    def _start(self) -> None:
+        with self._runner.lock:
+            self._life.start(self._watch)
+
+    def _watch(self) -> None:
+        self._unwatch = self.client.route.watch(self._routes.drop_routes)
+
+    # ---- records
+
+    def begin_send(self, context: SendContext) -> Callable[[SendResult | None, Exception | None], None] | None:
+        """Return what records a try of a send after its end; as in 4.9 only one that a broker has answered."""
+        message = context.message
+        if message.topic == self.topic:
+            return None
+        begin_ms = self._runner.now_ms()
+
+        def ended(result: SendResult | None, error: Exception | None) -> None:
+            if result is None or not result.offset_id:  # no answer came, or none was awaited
+                return
+            messages = context.messages
+            is_batch = len(messages) > 1
+            properties: Mapping[str, str] = {} if is_batch else message.properties
+            record = Pub(
+                begin_ms,
+                TRACE_REGION,
+                context.group,
+                message.topic,
+                result.message_id,
+                properties.get(PROPERTY_TAGS),
+                properties.get(PROPERTY_KEYS),
+                _broker_of(result.offset_id),
+                sum(map(encoded_size, messages)) if is_batch else len(message.body),
+                self._runner.now_ms() - begin_ms,
+                _type_of(message),
+                result.offset_id,
+                result.status is SendStatus.SEND_OK,
+            )
+            self.add(record)
+
+        return ended
+
+    def end_transaction(
+        self,
+        topic: str,
+        properties: Mapping[str, str],
+        offset_id: str,
+        transaction: str,
+        state: TransactionState,
+        *,
+        from_check: bool,
+    ) -> None:
+        """Record the end of a transaction, whose half message has these properties."""
+        if topic != self.topic:
+            self.add(
+                EndTransaction(
+                    self._runner.now_ms(),
+                    TRACE_REGION,
+                    self.group,
+                    topic,
+                    transaction,
+                    properties.get(PROPERTY_TAGS),
+                    properties.get(PROPERTY_KEYS),
+                    _broker_of(offset_id),
+                    COMMITTED,
+                    transaction,
+                    _STATES[state],
+                    from_check,
+                )
+            )
+
+    def add(self, *records: TraceRecord) -> None:
+        """Let records wait to be stored; without room for them they are dropped. Never waits for a broker."""
+        waiting = self._waiting
+        if self._is_closed or len(waiting) + len(records) > MAX_WAITING:
+            why = "the client was shut down" if self._is_closed else f"{len(waiting)} wait to be stored"
+            self._drop(len(records), why)
+            return
+        waiting.extend(records)
+        is_early = len(waiting) >= MANY
+        if not self._is_planned or (is_early and not self._is_early):
+            with self._runner.lock:
+                self._plan(is_early=is_early)
+
+    # ---- storing, in the background
+
+    def _plan(self, *, is_early: bool) -> None:
+        """Plan the turn that stores what waits. Under the runner's lock."""
+        self._is_planned, self._is_early = True, is_early
+        if is_early:
+            self._runner.wake(self._step)
+        else:
+            self._runner.wake(self._step, self._runner.now_ms() + WAIT_MS)
+
+    def _run_due(self, now_ms: int) -> int | None:
+        if self._idle.is_set() and not self._is_closed:
+            self._idle.clear()
+            self._is_planned = self._is_early = True  # until its end
+            self._runner.submit(Work(self._step.label, self._send_waiting, self._sent, self.client))
+        return None
+
+    def _send_waiting(self) -> None:
+        if not self._is_closed:
+            self._send(SEND_TIMEOUT_MS)
+
+    def _sent(self, result: object, error: Exception | None) -> None:
+        """End the turn, and plan the next one if more waits. Under the runner's lock."""
+        self._idle.set()
+        if error is not None:
+            _log.error(
+                "group %(group)s: storing traces in %(topic)s failed",
+                group=self.group,
+                topic=self.topic,
+                exc_info=error,
+            )
+        # What was added before this is seen below; what is added later plans a turn by itself.
+        self._is_planned = self._is_early = False
+        if self._waiting and not self._is_closed:
+            self._plan(is_early=len(self._waiting) >= MANY)
+
+    def _send(self, timeout_ms: float) -> bool:
+        """Store records that wait, as many as fit in a message; return False if they are dropped."""
+        body, keys, count = self._next_body()
+        if not count:
+            return True
+        properties = {
+            PROPERTY_KEYS: " ".join(keys),
+            PROPERTY_UNIQUE_KEY: self.client.unique_ids.next(),
+            PROPERTY_WAIT: "true",
+        }
+        try:
+            self._sender.send(Message.from_parts(self.topic, body, 0, properties), timeout_ms)
+        except NoRouteError as error:
+            self._drop(count, _NO_TOPIC if self.topic == TRACE_TOPIC else str(error))
+            return False
+        except Exception as error:
+            # Whatever is wrong with the broker may not fail the sends and listeners that were traced.
+            self._drop(count, f"{type(error).__name__}: {error}")
+            return False
+        if self._is_dropping and len(self._waiting) < MAX_WAITING // 2:
+            self._is_dropping = False
+            _log.info(
+                "group %(group)s: traces are stored in %(topic)s again; %(dropped)d were dropped before",
+                group=self.group,
+                topic=self.topic,
+                dropped=self.dropped,
+            )
+        return True
+
+    def _next_body(self) -> tuple[bytes, dict[str, None], int]:
+        """Take records that wait; return them as a body, with the keys of its message and their number."""
+        waiting, texts, keys = self._waiting, list[str](), dict[str, None]()
+        size = keys_size = 0
+        while waiting:
+            text, more = encode(waiting[0]), [key for key in keys_of(waiting[0]) if key not in keys]
+            size += len(text)
+            keys_size += sum(map(len, more)) + len(more)
+            if texts and (size > MAX_BODY or keys_size > _MAX_KEYS):
+                break
+            waiting.popleft()
+            texts.append(text)
+            keys.update(dict.fromkeys(more))
+        return "".join(texts).encode(), keys, len(texts)
+
+    def _drop(self, count: int, why: str) -> None:
+        with self._counting:
+            self.dropped += count
+            is_first, self._is_dropping = not self._is_dropping, True
+        if self._metrics is not None:
+            self._metrics.count("traces_dropped", count, group=self.group)
+        if is_first:
+            _log.warning(
+                "group %(group)s: %(count)d traces for %(topic)s are dropped, and more may follow: %(cause)s",
+                group=self.group,
+                count=count,
+                topic=self.topic,
+                cause=why,
+            )
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Store what waits, for at most `CLOSE_MS`; the rest is dropped. A second call does nothing."""
+        with self._runner.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        clock = self._clock
+        deadline = clock.monotonic() + CLOSE_MS / 1000
+        if moves_by_itself(clock) and not self._runner.is_inherited:
+            clock.wait(self._idle, CLOSE_MS / 1000)  # a message under way, which would overtake these records
+        while self._waiting and (left_s := deadline - clock.monotonic()) > 0:
+            if not self._send(1000 * left_s):
+                break
+        if self._waiting:
+            self._drop(len(self._waiting), f"the shutdown waits {CLOSE_MS} ms for them")
+            self._waiting.clear()
+        with self._runner.lock:
+            self._life.shut_down()
+            if self._unwatch is not None:
+                self._unwatch()
+                self._unwatch = None
+
+
+def is_traced(properties: Mapping[str, str]) -> bool:
+    """Return whether the broker lets a message be traced."""
+    return properties.get(PROPERTY_TRACE_SWITCH) != "false"
+
+
+def _type_of(message: Message) -> int:
+    if message.delay_level > 0 or message._delays is not None:
+        return DELAYED
+    return HALF if message.properties.get(PROPERTY_TRANSACTION_PREPARED) == "true" else NORMAL
+
+
+def _broker_of(offset_id: str) -> str:
+    """Return the address of the broker that gave this id; of several ids it is the same."""
+    host, _ = parse_offset_message_id(offset_id.partition(",")[0])
+    return format_host(host)
