@@ -110,6 +110,8 @@ logger.gateway.level = {level}
 def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str, str] | None = None) -> SparkSession:
     """Return the running Spark session, or start one on ``master`` with ``config`` (Spark's own settings).
 
+    A running session stays as it is, also when another thread asks for it.
+
     Workers run this interpreter, even if its environment is not activated. Filters are pushed into frames that have the
     option ``pushFilters``, and Spark logs errors only. An uncaught error of Spark that comes from librmq prints
     librmq's sentence first. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` in the environment of
@@ -119,11 +121,15 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
         MissingExtraError: A package or a Java that Spark needs is missing; the message names it.
     """
     require()
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
     running = SparkSession.getActiveSession()
     if running is not None:
         return running
+    if SparkContext._active_spark_context is not None:
+        # A session is active in a thread. Another one gets the same session, whose settings stay as they are.
+        return SparkSession.builder.getOrCreate()
     os.environ["JAVA_HOME"] = str(java_home())
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = _python(master)
     settings = {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -578,3 +580,19 @@ for given in ({{}}, {{"view": "log"}}, {{"view": "queues"}}, {{"tags": "vip"}}, 
 """
     done = run_program(code)
     assert not done.returncode, done.stderr
+
+
+def test_another_thread_gets_the_running_session_as_it_is() -> None:
+    from librmq.spark import session
+
+    spark, zone = shared_session(), "spark.sql.session.timeZone"
+    before = spark.conf.get(zone)
+    python = os.environ["PYSPARK_PYTHON"]
+    spark.conf.set(zone, "Europe/Paris")
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            other = thread.submit(session).result()
+        assert other.conf.get(zone) == spark.conf.get(zone) == "Europe/Paris"
+        assert os.environ["PYSPARK_PYTHON"] == python
+    finally:
+        spark.conf.set(zone, before)
