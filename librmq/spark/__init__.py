@@ -12,6 +12,7 @@ from librmq.lazy_exports import Extra, lazy_exports
 
 if TYPE_CHECKING:
     from librmq.spark.functions import match_sql as match_sql
+    from librmq.spark.functions import match_sql_5 as match_sql_5
     from librmq.spark.functions import match_tags as match_tags
     from librmq.spark.results import run_incrementally as run_incrementally
     from librmq.spark.results import write_result as write_result
@@ -26,7 +27,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.spark.functions": ("match_sql", "match_tags"),
+            "librmq.spark.functions": ("match_sql", "match_sql_5", "match_tags"),
             "librmq.spark.results": ("run_incrementally", "write_result"),
             "librmq.spark.sessions": ("register", "session"),
             "librmq.spark.stores": ("filters", "messages", "offsets", "queues"),

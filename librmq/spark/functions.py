@@ -145,6 +145,15 @@ def match_sql(properties: Column | str | Mapping[str, Column], expression: str, 
         return match_sql_udf(expression, dialect=dialect)(column).alias(title)
 
 
+def match_sql_5(properties: Column | str | Mapping[str, Column], expression: str) -> Column:
+    """Return `match_sql` in the dialect of 5.3, as in SQL text.
+
+    Raises:
+        FilterSyntaxError: The expression does not compile.
+    """
+    return match_sql(properties, expression, dialect="5.3")
+
+
 def match_sql_udf(expression: str, *, dialect: Dialect = "4.9") -> Callable[..., Column]:
     """Return `match_sql` for one expression as a function of a column of maps, which always runs over Arrow.
 
@@ -382,7 +391,7 @@ def register_functions(spark: SparkSession) -> None:
 
 _BUILT: Final[Mapping[str, Callable[[Any, str], Column]]] = {
     "match_sql": match_sql,
-    "match_sql_5": partial(match_sql, dialect="5.3"),
+    "match_sql_5": match_sql_5,
     "match_tags": match_tags,
 }
 """Functions that with a literal expression are the same columns in SQL text as in Python."""
