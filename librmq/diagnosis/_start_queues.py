@@ -82,7 +82,6 @@ class QueuesAtStart:
             length = self._files.size(place) or 0
             if size is not None and length != size:
                 continue
-
             if count := self._count(place, length, entry_size):
                 physical_offset, entry_length = self._entry(place, (count - 1) * entry_size)
                 return physical_offset + entry_length
@@ -185,19 +184,19 @@ class QueuesAtStart:
         It does if the log goes on behind all entries, so that it cuts no queue, and has no message for the queue.
         """
         size = self._config.consumequeue_file_size
-        found = []
+        empty = list[str]()
         for folder in self._folders(directory.CONSUMEQUEUE):
             starts = self._starts(folder)
             if len(starts) < 2:
                 continue
             last, before = (os.path.join(folder, f"{start:020}") for start in (starts[-1], starts[-2]))
             if self._entry(last, 0)[1] <= 0 < self._entry(before, size - ENTRY_SIZE)[1]:
-                found.append(last)
-        if not found or self.end() >= log_end:
+                empty.append(last)
+        if not empty or self.end() >= log_end:
             return []
         with suppress(RmqError), self._opened() as store:
-            return [place for place in found if not self._gets_entries(store, place)]
-        return found
+            return [place for place in empty if not self._gets_entries(store, place)]
+        return empty
 
     def _gets_entries(self, store: MessageStore, place: str) -> bool:
         topic, queue_id = place.split(os.sep)[-3:-1]

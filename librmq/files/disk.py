@@ -324,8 +324,8 @@ class DiskFiles:
     def list(self, path: str) -> list[FolderEntry]:
         entries = _entries(path)
         for other in joined_folders(path):
-            known = {entry.name for entry in entries}
-            entries += [entry for entry in _entries(other) if entry.name not in known]
+            names = {entry.name for entry in entries}
+            entries += [entry for entry in _entries(other) if entry.name not in names]
         entries.sort()
         return entries
 

@@ -165,7 +165,7 @@ class Dispatcher(DispatchState):
         self.writing_at = -1
         """Physical offset of the running append, -1 for none. If the next append finds one, a signal interrupted it."""
         self.order = TimeOrder(0, 0)
-        """How far the store times of dispatched records disagree; whoever opens the log for writing replaces it."""
+        """How far the store times of dispatched records disagree; opening the log for writing replaces it."""
 
     def entries_a_queue(self) -> int:
         """Return the number of entries that no flush has covered, on average for a queue that has some, rounded up."""

@@ -207,13 +207,13 @@ class StoreTimes:
         self._fetch = fetch
         # The end comes first: a writer that adds meanwhile sets it last.
         end = 0 if order is None else order.end
-        self._known = range(0) if order is None else range(max(order.begin, log.begin), end)
+        self._ordered = range(0) if order is None else range(max(order.begin, log.begin), end)
         self._setback_ms = 0 if order is None else order.setback_ms
 
     @property
     def covers_log(self) -> bool:
         """Whether the greatest setback of all records is known."""
-        return self._known.start <= self._log.begin and self._log.end <= self._known.stop
+        return self._ordered.start <= self._log.begin and self._log.end <= self._ordered.stop
 
     def first_from(self, queue: TimedQueue, time_ms: int, offsets: range) -> int:
         """Return the first of some queue offsets whose message was stored at a time or later; their end without one."""
@@ -231,9 +231,9 @@ class StoreTimes:
     def extent(self, queue: TimedQueue, offsets: range) -> tuple[int, int] | None:
         """Return the least and the greatest store time of some messages of a queue; None if none is readable."""
         times: list[int] = []
-        for part, is_known in self._parts(queue, offsets):
+        for part, is_ordered in self._parts(queue, offsets):
             pieces = [part]
-            if is_known:
+            if is_ordered:
                 first, last = self.stored_at(queue, part.start), self.stored_at(queue, part.stop - 1)
                 if first is not None and last is not None:
                     times += (first, last)
@@ -281,9 +281,9 @@ class StoreTimes:
     def first_file(self, time_ms: int) -> int:
         """Return where to begin a walk over the log: no record of the files before was stored at a time or later."""
         log, begin = self._log, self._log.begin
-        if self._known.start > begin:
+        if self._ordered.start > begin:
             return begin
-        starts = [start for start in log.sequence.starts if start in self._known]
+        starts = [start for start in log.sequence.starts if start in self._ordered]
 
         def is_late(start: int) -> bool:
             first_ms = log.first_store_timestamp_ms(start)
@@ -296,22 +296,22 @@ class StoreTimes:
 
     def _first(self, queue: TimedQueue, least_ms: int, most_ms: int, offsets: range) -> int | None:
         """Return the first offset with a time in a window, both ends included."""
-        for part, is_known in self._parts(queue, offsets):
-            begin = self._bisect(queue, part, least_ms - self._setback_ms) if is_known else part.start
+        for part, is_ordered in self._parts(queue, offsets):
+            begin = self._bisect(queue, part, least_ms - self._setback_ms) if is_ordered else part.start
             if begin < part.stop and self._is_within(queue, begin, least_ms, most_ms):  # as in times that ascend
                 return begin
             for first, times in self._blocks(queue, range(begin, part.stop)):
                 hits = np.flatnonzero((times >= least_ms) & (times <= most_ms) & (times != UNKNOWN))
                 if len(hits):
                     return first + int(hits[0])
-                if is_known and int(times.min()) > most_ms + self._setback_ms:
+                if is_ordered and int(times.min()) > most_ms + self._setback_ms:
                     break
         return None
 
     def _last(self, queue: TimedQueue, least_ms: int, most_ms: int, offsets: range) -> int | None:
-        for part, is_known in reversed(self._parts(queue, offsets)):
+        for part, is_ordered in reversed(self._parts(queue, offsets)):
             limit_ms = most_ms + self._setback_ms + 1
-            end = self._bisect(queue, part, limit_ms, unreadable=False) if is_known else part.stop
+            end = self._bisect(queue, part, limit_ms, unreadable=False) if is_ordered else part.stop
             if end > part.start and self._is_within(queue, end - 1, least_ms, most_ms):
                 return end - 1
             for first, times in self._blocks(queue, range(part.start, end), backwards=True):
@@ -326,10 +326,10 @@ class StoreTimes:
 
     def _parts(self, queue: TimedQueue, offsets: range) -> list[tuple[range, bool]]:
         """Return the offsets before, in and behind the records whose order is known, and which these are."""
-        known = self._known
+        ordered = self._ordered
         if not offsets:
             return []
-        if not known:
+        if not ordered:
             return [(offsets, False)]
 
         def place(queue_offset: int) -> int:
@@ -337,13 +337,13 @@ class StoreTimes:
                 entry = queue.entry(at)
                 if entry is not None and entry.size != HOLE_SIZE:
                     return entry.physical_offset
-            return known.stop
+            return ordered.stop
 
         first, last = place(offsets.start), place(offsets.stop - 1)
-        if first in known and last in known:
+        if first in ordered and last in ordered:
             return [(offsets, True)]
-        begin = bisect_left(range(offsets.stop), known.start, offsets.start, offsets.stop, key=place)
-        end = bisect_left(range(offsets.stop), known.stop, begin, offsets.stop, key=place)
+        begin = bisect_left(range(offsets.stop), ordered.start, offsets.start, offsets.stop, key=place)
+        end = bisect_left(range(offsets.stop), ordered.stop, begin, offsets.stop, key=place)
         parts = (range(offsets.start, begin), False), (range(begin, end), True), (range(end, offsets.stop), False)
         return [part for part in parts if part[0]]
 

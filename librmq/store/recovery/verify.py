@@ -390,7 +390,7 @@ def _compare(folder: str, queues: _QueuesOfLog, files: Files, damages: list[Dama
     without = {name: len(queues.columns(*name)[0]) for name in remaining if name[0] != _CHECKPOINT_TOPIC}
     notes.append(f"queues in RocksDB: {count:,} entries compared with the log")
     if queues_without := sum(map(bool, without.values())):
-        # Since 5.5.1 a broker can be told which queues it writes to RocksDB too.
+        # Since 5.5.1 a setting of the broker says which queues it writes to RocksDB too.
         notes.append(
             f"{counted(queues_without, 'queue')} of the log, with {counted(sum(without.values()), 'record')}, have no "
             "entry in RocksDB: with rocksdbCQSelectiveDoubleWriteEnable a broker keeps them in files alone, otherwise "
