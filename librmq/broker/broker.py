@@ -429,13 +429,14 @@ class Broker(StoreRoute, InProcess):
         """Save everything and close the store. Shut down clients first. A second call completes an interrupted one."""
         if not self.dead:
             self._parts.replication.copy_tables_early(is_closing=True)
-        with self.runner.lock:
-            is_first = self._end_calls(was_killed=False)
-            if self._is_released or self.was_killed or self._is_ending:
-                return
-            self._is_ending = True
         with ExitStack() as last:
-            last.callback(setattr, self, "_is_ending", False)
+            with self.runner.lock:
+                is_first = self._end_calls(was_killed=False)
+                if self._is_released or self.was_killed or self._is_ending:
+                    return
+                # In this order, because an interrupt can come between any two statements.
+                last.callback(setattr, self, "_is_ending", False)
+                self._is_ending = True
             last.callback(self._release_runner)
             if self._temporary is not None:
                 self._parts.end_all_writes()
