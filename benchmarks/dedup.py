@@ -104,9 +104,15 @@ def sqlite(bench: Bench) -> Iterator[Guarded]:
             yield Guarded(store, both, bench.count(ON_FILES))
 
 
-def server_of_records(bench: Bench) -> Iterator[Guarded]:
+def engine_of_an_application(bench: Bench) -> Iterator[Guarded]:
+    """Yield the store of a PostgreSQL on this machine, on an engine whose connections commit transactions."""
+    return server_of_records(bench, has_engine=True)
+
+
+def server_of_records(bench: Bench, *, has_engine: bool = False) -> Iterator[Guarded]:
     """Yield the store of a PostgreSQL on this machine."""
     import psycopg
+    from sqlalchemy import create_engine
 
     from librmq.idempotence.dedup_sql import SqlDedupStore
     from tests.idempotence.servers import STARTERS, Absent
@@ -116,7 +122,7 @@ def server_of_records(bench: Bench) -> Iterator[Guarded]:
     try:
         with (
             STARTERS["postgresql"]() as server,
-            SqlDedupStore(server.url) as store,
+            SqlDedupStore(create_engine(server.url) if has_engine else server.url) as store,
             closing(_connect(psycopg, server.port, autocommit=True)) as connection,
         ):
             store.create()
@@ -129,6 +135,7 @@ def server_of_records(bench: Bench) -> Iterator[Guarded]:
                 cursor.execute(finish, parameters[1])
 
             yield Guarded(store, both, bench.count(ON_SERVERS))
+            store.engine.dispose()
     except Absent:
         raise AbsentError("a PostgreSQL server") from None
 
@@ -328,8 +335,8 @@ CASES: Final = [
     Case("guarded listener", guard, "SQLite", bare, "the bare statements", Target(0.8), setup=sqlite, limit=True),
     Case("claim and mark", claim_and_mark, "PostgreSQL", bare, "the bare statements", Target(0.8),
          setup=server_of_records, limit=True, needs=("psycopg", "sqlalchemy")),
-    Case("guarded listener", guard, "PostgreSQL", bare, "the bare statements", Target(0.8), setup=server_of_records,
-         limit=True, needs=("psycopg", "sqlalchemy")),
+    Case("guarded listener", guard, "PostgreSQL, an application's engine", bare, "the bare statements", Target(0.8),
+         setup=engine_of_an_application, limit=True, needs=("psycopg", "sqlalchemy")),
     Case("send an outbox", send, "PostgreSQL, 50 order keys", send_bare, "the bare statements", Target(0.8),
          setup=outbox_on_postgresql, limit=True, needs=("psycopg", "sqlalchemy")),
     Case("claim and mark", claim_and_mark, "Redis", bare, "SET NX and SET", setup=redis, limit=True, needs=("redis",)),

@@ -44,7 +44,7 @@ from tests.idempotence.conftest import DATABASES, STORES, Database, Place, conne
 from tests.idempotence.servers import Absent, Server, pgbouncer
 from tests.idempotence.test_listener import delivery
 from tests.interrupting import at_each_call
-from tests.programs import run_program
+from tests.programs import in_child, run_program
 
 T = TypeVar("T")
 NOW = 1_700_000_000_000
@@ -605,6 +605,31 @@ def test_a_disposed_engine_closes_the_connection_that_waits(tmp_path: Path) -> N
         assert len(closed) == 1
         assert store.finish("k", "a1", NOW, KEPT)
         assert in_use(engine) == 1
+    engine.dispose()
+
+
+@pytest.mark.skipif("not hasattr(os, 'fork')", reason="needs fork")
+@pytest.mark.parametrize("name", ["postgresql", "mysql"])
+def test_a_forked_child_leaves_the_sessions_of_its_parent_alone(
+    place: Callable[[str], Place], name: str, key: str
+) -> None:
+    """The child disposes of the engine as SQLAlchemy's manual says, and the store takes a connection of its own."""
+    server = place(name).server
+    assert server is not None
+    engine = sqlalchemy.create_engine(server.url)
+    sessions: list[object] = []
+    sqlalchemy.event.listen(engine, "connect", lambda *those: sessions.append(those))
+    with closing(SqlDedupStore(engine).create()) as store:
+        assert store.claim(key, "a1", NOW, UNTIL) is Claim.NEW
+
+        def claim_in_child() -> None:
+            engine.dispose(close=False)
+            assert store.claim(key, "b1", NOW, UNTIL) is Claim.CONSUMING
+
+        in_child(claim_in_child)
+        assert store.finish(key, "a1", NOW, KEPT)
+        assert store.read(key, NOW) == DedupRecord(True, "a1", KEPT)
+        assert len(sessions) == 1
     engine.dispose()
 
 
