@@ -151,8 +151,8 @@ def place(
         return places[name]
 
     yield get
-    for each in places.values():
-        each.close()
+    for place in places.values():
+        place.close()
 
 
 @pytest.fixture(params=STORES)
@@ -273,14 +273,14 @@ def database(
             if name == "sqlite":
                 sqlalchemy.event.listen(engine, "connect", _without_flushes)
             upgrade_tables(engine)
-            made = databases[name] = Database(name, url, engine)
-            made.run("CREATE TABLE effects (name VARCHAR(100) NOT NULL)")
-            made.run("CREATE TABLE accounts (id VARCHAR(100) NOT NULL PRIMARY KEY, balance INTEGER NOT NULL)")
+            database = databases[name] = Database(name, url, engine)
+            database.run("CREATE TABLE effects (name VARCHAR(100) NOT NULL)")
+            database.run("CREATE TABLE accounts (id VARCHAR(100) NOT NULL PRIMARY KEY, balance INTEGER NOT NULL)")
         return databases[name]
 
     yield get
-    for each in databases.values():
-        each.close()
+    for database in databases.values():
+        database.close()
 
 
 @pytest.fixture

@@ -76,8 +76,8 @@ def effects(tmp_path: Path) -> Path:
 
 def names(effects: Path, group: str) -> list[str]:
     with closing(sqlite3.connect(effects)) as connection:
-        found = connection.execute("SELECT name FROM effects WHERE grp = ? ORDER BY rowid", (group,))
-        return [name for (name,) in found]
+        rows = connection.execute("SELECT name FROM effects WHERE grp = ? ORDER BY rowid", (group,))
+        return [name for (name,) in rows]
 
 
 @pytest.mark.parametrize(("mode", "each"), [("guarded", 1), ("stepped", 3)])

@@ -246,7 +246,7 @@ def test_tables_of_the_application_go_by_the_clock_of_the_kit(tmp_path: Path) ->
         sender = OutboxSender(lambda: sqlite3.connect(path), rmq.producer(), poll_interval=5)
         assert sender.run_due(now_ms) == now_ms + 5_000
         rmq.run_until_idle()
-        assert [one.body for one in rmq.delivered("mail")] == [b"o-1"]
+        assert [message.body for message in rmq.delivered("mail")] == [b"o-1"]
     assert isinstance(present_clock("a test"), SystemClock)
 
 

@@ -114,11 +114,11 @@ CALLS = {
 def test_a_crash_at_any_call(shop: Shop, call: str, before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process dies before or after each call that leaves it; the broker asks another producer."""
     owner, name = CALLS[call]
-    made = getattr(owner, name)
+    call_through = getattr(owner, name)
 
     def crash(*arguments: Any, **more: Any) -> None:
         if not before:
-            made(*arguments, **more)
+            call_through(*arguments, **more)
         raise Crash
 
     with monkeypatch.context() as patch, suppress(Crash), opened(shop.place, "driver") as session:

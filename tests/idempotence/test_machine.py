@@ -157,8 +157,8 @@ class GuardMachine(RuleBasedStateMachine):
         if is_claim:
             self.claimed_at[worker] = now_ms
         if self._is_marking(worker):
-            late = now_ms >= (self.claimed_at[worker] or 0) + 1000 * TIMEOUT
-            if late:
+            is_late = now_ms >= (self.claimed_at[worker] or 0) + 1000 * TIMEOUT
+            if is_late:
                 self.excuses[key] += 1  # its mark comes after its claim has expired
             else:
                 self.consumed_at[key] = now_ms
@@ -265,8 +265,8 @@ class Unchecked(MemoryDedupStore):
     """Looks first and then claims, so another worker can claim in between."""
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        found = super().claim(key, owner, now_ms, expires_at_ms)
-        return Claim.NEW if found is Claim.CONSUMING else found
+        outcome = super().claim(key, owner, now_ms, expires_at_ms)
+        return Claim.NEW if outcome is Claim.CONSUMING else outcome
 
 
 def both_claim(machine: GuardMachine) -> None:

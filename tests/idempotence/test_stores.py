@@ -170,10 +170,10 @@ def test_keys_differ_by_every_character(store: DedupStore, key: str) -> None:
     keys = [key + "A", key + "a", key + "a:", key + ".", key + "'", key + '"', key + "\\", key + "$", key + "?", long]
     keys.append(dedup_key("shop", key, "billing", "t", "größe 大 ".ljust(400)))
     keys.append(dedup_key("shop", key, "billing", "t", "größe 大 ".ljust(401)))
-    for each in keys:
-        assert store.claim(each, "a1", NOW, UNTIL) is Claim.NEW, each
-    for each in keys:
-        assert store.claim(each, "b1", NOW, UNTIL) is Claim.CONSUMING, each
+    for other_key in keys:
+        assert store.claim(other_key, "a1", NOW, UNTIL) is Claim.NEW, other_key
+    for other_key in keys:
+        assert store.claim(other_key, "b1", NOW, UNTIL) is Claim.CONSUMING, other_key
 
 
 def test_purging_deletes_only_expired_records(store: DedupStore, key: str) -> None:
@@ -863,9 +863,9 @@ def engine(
     request: pytest.FixtureRequest, place: Callable[[str], Place], tmp_path: Path
 ) -> Iterator[sqlalchemy.Engine]:
     server = place(request.param).server
-    made = sqlalchemy.create_engine(server.url if server else f"sqlite:///{tmp_path / 'x.db'}")
-    yield made
-    made.dispose()
+    engine = sqlalchemy.create_engine(server.url if server else f"sqlite:///{tmp_path / 'x.db'}")
+    yield engine
+    engine.dispose()
 
 
 def test_tables_are_made_once(engine: sqlalchemy.Engine) -> None:
@@ -896,8 +896,8 @@ def test_tables_are_brought_up_to_date_by_one_of_many(
     all_start()
     assert upgrade_tables(engine, **names) == {"d2": 2, "m2": 1, "t2": 1, "o2": 1}
     with engine.connect() as connection:
-        found = connection.execute(sqlalchemy.text("SELECT dedup_key, note FROM d2")).all()
-        assert [tuple(row) for row in found] == [("k", None)]
+        rows = connection.execute(sqlalchemy.text("SELECT dedup_key, note FROM d2")).all()
+        assert [tuple(row) for row in rows] == [("k", None)]
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])

@@ -284,9 +284,9 @@ def test_each_statement_by_itself_is_refused(database: Callable[[str], Database]
         connection.autocommit(True)
     engine = place.engine.execution_options(isolation_level="AUTOCOMMIT")
     with closing(connection), engine.connect() as connected, Session(engine) as session:
-        for each in (connection, connected, session):
+        for session_like in (connection, connected, session):
             with pytest.raises(ConfigError, match="without autocommit"):
-                transactional(each, message_of(name), group="billing").__enter__()
+                transactional(session_like, message_of(name), group="billing").__enter__()
 
 
 def test_values_that_are_not_connections_are_refused(name: str) -> None:

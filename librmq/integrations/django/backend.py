@@ -200,22 +200,22 @@ class LibrmqBackend(BaseTaskBackend):
             RmqError: The store can't be opened.
         """
         with _connections_lock:
-            found = _connections.get(self._place)
-            if found is None:
+            connection = _connections.get(self._place)
+            if connection is None:
                 for problem in self._problems():
                     raise ImproperlyConfigured(f"TASKS[{self.alias!r}]: {problem.text}. {problem.hint or ''}".strip())
                 broker = self.options.get("broker")
-                found = _Connection(broker or share(self.options["path"]), is_own=broker is None)
-                _connections[self._place] = found
-        found.create_topic(self.results_topic, 4)
-        return found
+                connection = _Connection(broker or share(self.options["path"]), is_own=broker is None)
+                _connections[self._place] = connection
+        connection.create_topic(self.results_topic, 4)
+        return connection
 
     def close(self) -> None:
         """Close the store in this process; the next use opens it again."""
         with _connections_lock:
-            found = _connections.pop(self._place, None)
-        if found is not None:
-            found.close()
+            connection = _connections.pop(self._place, None)
+        if connection is not None:
+            connection.close()
 
     def now_ms(self) -> int:
         """Return the broker's time; with a path it is the machine's, and the store stays closed."""
