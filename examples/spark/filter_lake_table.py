@@ -3,8 +3,8 @@
     python examples/spark/filter_lake_table.py STORE TOPIC GROUP TABLE OUT
 
 Takes the expression that GROUP has registered for TOPIC at the broker, and writes the matching rows of the Parquet
-TABLE to OUT. The table has a column ``properties`` (map<string,string>), or a column of strings for each property. Each
-decision is the broker's, and runs as a native Spark expression.
+TABLE to OUT. The table has a column ``properties`` (map<string,string>), or a column for each property, of strings,
+integers or booleans. Each decision is the broker's, and runs as a native Spark expression.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq import RmqError
-from librmq.spark import filters, match_sql, register, session
+from librmq.spark import cause_of, filters, match_sql, register, session
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,9 +37,16 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     expression = registered["expression"]
     rows = spark.read.parquet(os.path.abspath(table))
-    columns = {name: F.col(name) for name, kind in rows.dtypes if kind == "string"}
-    properties = "properties" if "properties" in rows.columns else columns
-    rows.where(match_sql(properties, expression)).write.parquet(os.path.abspath(out))
+    columns = {name: F.col(name) for name in rows.columns}
+    properties = "properties" if "properties" in columns else columns
+    try:
+        rows.where(match_sql(properties, expression)).write.parquet(os.path.abspath(out))
+    except PySparkException as error:
+        cause = cause_of(error)
+        if cause is None:
+            raise
+        print(f"{table}: {cause}", file=sys.stderr)
+        return 1
     print(f"{expression}: {spark.read.parquet(os.path.abspath(out)).count()} of {rows.count()} rows match")
     return 0
 

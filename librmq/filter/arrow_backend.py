@@ -266,7 +266,9 @@ def _texts(column: Any, what: str) -> Any:
         return column.cast(pa.string())
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return column
-    raise TypeError(f"{what}: expected strings, got {kind}")
+    elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        return column.cast(pa.string())  # the text that senders write; they write other numbers and times differently
+    raise TypeError(f"{what}: expected strings, integers or booleans, got {kind}; cast it to string")
 
 
 def _compared(operator: str, numbers: Any, number: int | float) -> Any:

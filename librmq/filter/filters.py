@@ -141,7 +141,8 @@ class SqlFilter:
         """Return ``matches`` for many messages at once, without nulls. Needs the extra ``arrow``.
 
         ``properties`` is a map array from string to string, in which a null is a message without properties. It can
-        also be a record batch with a string column for each property; a null or a missing column is a missing property.
+        also be a record batch with a column for each property; a null or a missing column is a missing property.
+        Integers and booleans count as the text that a sender writes for them.
 
         Raises:
             TypeError: The columns have other types.
@@ -154,7 +155,8 @@ class SqlFilter:
         """Return ``matches`` as a Spark column that is never null. Needs the extra ``spark``.
 
         The column consists of native, deterministic expressions, and runs no Python. ``properties`` is a column of type
-        map from string to string, or a mapping with a column of strings for each property.
+        map from string to string, or a mapping with a column for each property. Integers and booleans count as the
+        text that a sender writes for them; a property of another type fails when a row is read.
 
         Raises:
             FilterError: The expression is too large for Spark.

@@ -95,11 +95,33 @@ _DOUBLE: Final = r"[0-9]|\A[\x00-\x20]*[+-]?(?:NaN|Infinity)[\x00-\x20]*\z"
 """Strings cast to an infinity or NaN that Java parses in the same way."""
 
 
+_EXACT: Final = ("void", "boolean", "tinyint", "smallint", "int", "bigint")
+"""Types whose text in Spark is the one that senders write. Each language writes other numbers and times in its way."""
+
+
+def _is_text(column: Column) -> Column:
+    """Return whether the type of a column is one that counts, which Spark knows when it plans."""
+    kind = F.typeof(column)
+    return kind.isin(*_EXACT) | kind.rlike("^(string|char|varchar)")
+
+
+def _refusal(name: str, column: Column) -> Column:
+    text = f"librmq.errors.FilterError: property {name}: expected strings, integers or booleans, found "
+    return F.raise_error(F.concat(F.lit(text), F.typeof(column), F.lit("; cast it to string")))
+
+
+def property_text(name: str, column: Column) -> Column:
+    """Return a property as the text that the filter reads; it fails if its type has no text that senders write."""
+    return F.when(_is_text(column), column.cast("string")).otherwise(_refusal(name, column))
+
+
 class _Spark(ColumnBackend[_Expression]):
     def __init__(self, properties: Any) -> None:
         super().__init__()
         self._properties = properties
         self._texts: dict[str, _Expression] = {}
+        self._checks: list[_Expression] = []
+        """Where the types of the properties count; Spark removes a check that holds when it plans."""
 
     def selection(self, question: Question) -> _Expression:
         """Return where a whole question is TRUE, never null: a chain of ANDs, the cheapest first.
@@ -117,7 +139,7 @@ class _Spark(ColumnBackend[_Expression]):
                 terms.append(condition)
             else:
                 terms.append(_never_null(condition))
-        return self.every(terms)
+        return self.every([*self._checks, *terms])
 
     def literal(self, value: bool) -> _Expression:
         return _expression(lambda: F.lit(value))
@@ -166,12 +188,16 @@ class _Spark(ColumnBackend[_Expression]):
     def property_column(self, name: str) -> _Expression:
         """Return a property, null where missing."""
         if name not in self._texts:
-            if not isinstance(self._properties, Mapping):
-                self._texts[name] = _expression(lambda: self._properties.getItem(name))
-            elif name in self._properties:
-                self._texts[name] = _expression(lambda: self._properties[name])
-            else:
+            if isinstance(self._properties, Mapping) and name not in self._properties:
                 self._texts[name] = _expression(lambda: F.lit(None).cast("string"))
+            else:
+                is_mapping = isinstance(self._properties, Mapping)
+                value = _expression(lambda: self._properties[name] if is_mapping else self._properties.getItem(name))
+                self._texts[name] = _expression(lambda value: value.cast("string"), value)
+                check = _expression(
+                    lambda value: F.when(_is_text(value), F.lit(True)).otherwise(_refusal(name, value)), value
+                )
+                self._checks.append(check)
         return self._texts[name]
 
     def _text_in(self, question: TextIn, is_true: bool) -> _Expression:

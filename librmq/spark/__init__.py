@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from librmq.spark.functions import match_tags as match_tags
     from librmq.spark.results import run_incrementally as run_incrementally
     from librmq.spark.results import write_result as write_result
+    from librmq.spark.sessions import cause_of as cause_of
     from librmq.spark.sessions import register as register
     from librmq.spark.sessions import session as session
     from librmq.spark.stores import filters as filters
@@ -29,7 +30,7 @@ else:
         {
             "librmq.spark.functions": ("match_sql", "match_sql_5", "match_tags"),
             "librmq.spark.results": ("run_incrementally", "write_result"),
-            "librmq.spark.sessions": ("register", "session"),
+            "librmq.spark.sessions": ("cause_of", "register", "session"),
             "librmq.spark.stores": ("filters", "messages", "offsets", "queues"),
             "librmq.spark.stores_report": ("overview",),
         },

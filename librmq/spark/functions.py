@@ -36,6 +36,7 @@ from librmq.filter import BROKER_BLOOM, BloomFilter, FilterWarning, SqlFilter, T
 from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect
+from librmq.filter.spark_backend import property_text
 from librmq.idempotence.stores import dedup_key as key_of_record
 from librmq.message.message import MessageQueue
 from librmq.spark.encode import tags_codes
@@ -127,6 +128,8 @@ def match_sql(properties: Column | str | Mapping[str, Column], expression: str, 
     """Return whether the broker would deliver a message with these properties to a subscriber to ``expression``.
 
     ``properties`` is a column of maps from string to string (or its name), or a column of strings for each property.
+    Integers and booleans count as the text that a sender writes for them (``60``, ``true``). A property of another
+    type, such as double, decimal or date, fails when a row is read: cast the column to string.
     True for TRUE; false for FALSE, UNKNOWN and errors of the evaluation; never null. ``dialect`` "5.3" adds CONTAINS
     and others. The column is named ``match_sql``, with that dialect ``match_sql_5``. It is native if Catalyst can
     express it exactly and it is not too large, else it runs over Arrow.
@@ -141,7 +144,8 @@ def match_sql(properties: Column | str | Mapping[str, Column], expression: str, 
         return filter_.to_column(column).alias(title)
     except FilterError:  # too large for Catalyst
         if isinstance(column, Mapping):
-            column = F.map_from_entries(F.array(*(F.struct(F.lit(name), value) for name, value in column.items())))
+            texts = {name: property_text(name, value) for name, value in column.items()}
+            column = F.map_from_entries(F.array(*(F.struct(F.lit(name), text) for name, text in texts.items())))
         return match_sql_udf(expression, dialect=dialect)(column).alias(title)
 
 

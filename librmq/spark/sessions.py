@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 # ---- errors of Spark
 
-_CAUSE: Final = re.compile(r"^(?:pyspark\.\S+: )?librmq\.[\w.]+: (.*)", re.MULTILINE)
+_CAUSE: Final = re.compile(
+    r"^(?:pyspark\.\S+: |.*\[USER_RAISED_EXCEPTION\] )?librmq\.[\w.]+: (.*?)(?: SQLSTATE: \w+)?$", re.MULTILINE
+)
 
 
 def cause_of(error: BaseException) -> str | None:

@@ -13,6 +13,7 @@ from librmq.filter import SqlFilter
 from librmq.filter.parser import JavaLong
 from librmq.java.lang import java_int, java_long, parse_double
 from tests.budget import some
+from tests.filter.typed_columns import REFUSED, TYPED_CASES
 
 pa = pytest.importorskip("pyarrow")
 
@@ -159,13 +160,22 @@ def test_columns_that_are_not_there() -> None:
     assert SqlFilter("FALSE").match_arrow(batch.slice(0, 0)).to_pylist() == []
 
 
+def test_columns_count_as_the_text_of_senders() -> None:
+    for case in TYPED_CASES:
+        batch = pa.RecordBatch.from_arrays([pa.array([case.value], case.arrow or None)], names=["a"])
+        if case.text is REFUSED:
+            with pytest.raises(TypeError, match=r"column 'a': expected strings, integers or booleans, got .*; cast it"):
+                SqlFilter(case.expression).match_arrow(batch)
+        else:
+            expected = SqlFilter(case.expression).matches({} if case.text is None else {"a": case.text})
+            assert SqlFilter(case.expression).match_arrow(batch).to_pylist() == [expected], case
+
+
 def test_other_columns_are_refused() -> None:
-    with pytest.raises(TypeError, match="int64"):
-        SQL.match_arrow(pa.RecordBatch.from_arrays([pa.array([1]), pa.array(["x"])], names=["a", "b"]))
     with pytest.raises(TypeError, match="map array"):
         SQL.match_arrow(pa.array(["x"]))
     with pytest.raises(TypeError, match="values of the map"):
-        SQL.match_arrow(pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())))
+        SQL.match_arrow(pa.array([[("a", 1.5)]], pa.map_(pa.string(), pa.float64())))
     with pytest.raises(TypeError, match="more than one column"):
         SQL.match_arrow(pa.RecordBatch.from_arrays([pa.array(["1"]), pa.array(["x"])], names=["a", "a"]))
 

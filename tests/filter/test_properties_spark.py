@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import SlowBudget
 from tests.filter.expressions import NAMES, properties
 from tests.filter.test_properties import random_filter
+from tests.filter.typed_columns import REFUSED, TYPED_CASES
 
 pytestmark = pytest.mark.spark
 
@@ -66,6 +67,43 @@ def test_columns_for_each_property() -> None:
     assert [row[0] for row in answers.collect()] == [True, False, True]
     # Spark may group by deterministic columns, and push them below other steps.
     assert frame.groupBy(column.alias("m")).count().count() == 2
+
+
+def test_columns_count_as_the_text_of_senders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `test_arrow` has it; a filter that is too large for a Spark column, and runs over Arrow, does the same."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql import functions as F  # noqa: N812
+
+    from librmq.filter import SqlFilter, spark_backend
+    from librmq.spark import cause_of, match_sql
+    from tests.spark_session import assert_native, shared_session
+
+    cases = [case for case in TYPED_CASES if case.text is not REFUSED]
+    schema = ", ".join(f"c{number} {case.spark}" for number, case in enumerate(cases))
+    frame = shared_session().createDataFrame([tuple(case.value for case in cases)], schema).cache()
+    columns = [
+        SqlFilter(case.expression).to_column({"a": F.col(f"c{number}")}).alias(f"m{number}")
+        for number, case in enumerate(cases)
+    ]
+    answers = frame.select(*columns)
+    assert_native(answers)
+    assert "raise_error" not in answers._jdf.queryExecution().optimizedPlan().toString()
+    (row,) = answers.collect()
+    for case, answer in zip(cases, row, strict=True):
+        assert answer is SqlFilter(case.expression).matches({} if case.text is None else {"a": case.text}), case
+    refused = [case for case in TYPED_CASES if case.text is REFUSED]
+    schema = ", ".join(f"c{number} {case.spark}" for number, case in enumerate(refused))
+    frame = shared_session().createDataFrame([tuple(case.value for case in refused)], schema)
+    for number, case in enumerate(refused):
+        with pytest.raises(PySparkException) as caught:
+            frame.select(SqlFilter(case.expression).to_column({"a": F.col(f"c{number}")})).collect()
+        expected = f"property a: expected strings, integers or booleans, found {case.spark}; cast it to string"
+        assert cause_of(caught.value) == expected
+    monkeypatch.setattr(spark_backend, "LARGEST", 0)
+    numbers = shared_session().createDataFrame([(60, 60.0)], "i int, d double")
+    assert numbers.select(match_sql({"a": F.col("i")}, "a > 50")).collect() == [(True,)]
+    with pytest.raises(PySparkException, match="property a: expected strings, integers or booleans, found double"):
+        numbers.select(match_sql({"a": F.col("d")}, "a > 50")).collect()
 
 
 def test_columns_are_never_null() -> None:

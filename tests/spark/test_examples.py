@@ -70,6 +70,10 @@ def test_filter_a_table_of_the_lake(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "a > 5 AND color = 'red': 7 of 20 rows match\n"
     assert example("filter_lake_table", path, "SqlTopic", "g_sql1", tmp_path / "flat", tmp_path / "out2") == 0
     assert "3 of 5 rows" in capsys.readouterr().out
+    doubles = spark.read.parquet(str(tmp_path / "flat")).selectExpr("cast(a AS double) AS a", "color")
+    doubles.write.parquet(str(tmp_path / "doubles"))
+    assert example("filter_lake_table", path, "SqlTopic", "g_sql1", tmp_path / "doubles", tmp_path / "out4") == 1
+    assert "property a: expected strings, integers or booleans, found double; cast" in capsys.readouterr().err
     assert example("filter_lake_table", path, "SqlTopic", "nobody", tmp_path / "table", tmp_path / "out3") == 1
     assert "has no SQL filter" in capsys.readouterr().err
 
