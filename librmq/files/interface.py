@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from librmq.errors import StoreIOError
+from librmq.files.regular import with_owner
 
 Buffer = mmap.mmap
 """The bytes of an open file: a mapping, or what a file system of tests gives in its place."""
@@ -343,7 +344,7 @@ class _Named:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError) and not isinstance(error, StoreIOError):
-            raise StoreIOError(self._call, self._path, error) from error
+            raise StoreIOError(self._call, self._path, with_owner(self._path, error)) from error
 
 
 def used_end(files: Files, file: File, begin: int, end: int) -> int:

@@ -109,6 +109,35 @@ def _is_root() -> bool:
     return sys.platform != "win32" and os.geteuid() == 0
 
 
+def user_name(user: int) -> str:
+    """Return the name and number of a user, or the number alone where it has no name, as in a container."""
+    import pwd  # not on Windows
+
+    try:
+        return f"{pwd.getpwuid(user).pw_name} ({user})"
+    except KeyError:
+        return str(user)
+
+
+def with_owner(path: str, error: OSError) -> OSError:
+    """Return a refusal with whose file it is, if that is another user's; any other error as it is."""
+    if error.errno != errno.EACCES or sys.platform == "win32":
+        return error
+    place = os.path.abspath(path)
+    while True:
+        try:
+            user = os.stat(place).st_uid
+            break
+        except OSError:  # behind a folder that this user may not search, or not there
+            place = os.path.dirname(place)
+    if user == os.geteuid():
+        return error
+    return OSError(
+        error.errno,
+        f"{error.strerror}: {place} belongs to user {user_name(user)}, and this process to {user_name(os.geteuid())}",
+    )
+
+
 def join_folders(folder: str, others: Sequence[str]) -> None:
     """Let readers of this process find the files of other folders in ``folder`` too; none ends it."""
     if others:

@@ -47,6 +47,7 @@ from librmq.errors import (
 )
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import named
+from librmq.files.regular import user_name
 from librmq.message.message import StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -131,20 +132,11 @@ def _check_owner(path: str) -> None:
             user = os.stat(os.path.join(path, name)).st_uid
             if user != os.geteuid():
                 raise ConfigError(
-                    f"{path}: {name} belongs to user {_user_name(user)}, and this process to "
-                    f"{_user_name(os.geteuid())}: "
+                    f"{path}: {name} belongs to user {user_name(user)}, and this process to "
+                    f"{user_name(os.geteuid())}: "
                     "only processes of one user share a store; run this one as that user, or let it use librmq.connect "
                     "to a server"
                 )
-
-
-def _user_name(user: int) -> str:
-    import pwd  # not on Windows, where no store is shared
-
-    try:
-        return f"{pwd.getpwuid(user).pw_name} ({user})"
-    except KeyError:
-        return str(user)
 
 
 # ---- the broker of all processes

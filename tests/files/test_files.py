@@ -649,6 +649,20 @@ as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, re
 
 
 @as_root
+def test_a_refusal_names_the_user_whose_the_folder_is(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "store"):
+        pass
+    tmp_path.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(StoreIOError, match=r"Permission denied: .* belongs to user root \(0\), .*65534") as raised:
+            MessageStore.open(tmp_path / "store", read_only=True)
+    finally:
+        os.seteuid(0)
+    assert raised.value.errno == errno.EACCES
+
+
+@as_root
 def test_what_root_makes_belongs_to_the_owner_of_the_folder(tmp_path: Path) -> None:
     os.chown(tmp_path, 12345, 12346)
     with Broker.open(tmp_path / "of user" / "store") as broker, Producer(broker, "p") as producer:
