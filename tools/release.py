@@ -55,6 +55,7 @@ USES = {
     "rocksdb": "import rocksdict\nfrom librmq import MessageStore\nMessageStore.open('s').close()",
     "spark": "from librmq.spark import register, session",
     "sql": "from librmq.idempotence import SqlDedupStore\nSqlDedupStore('sqlite://').create()",
+    "tracing": "from librmq.tracing import instrument\ninstrument()",
 }
 """A program for each extra; each runs in an environment that has this extra alone."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final, Protocol, Self, TypeVar, cast
 
+from librmq.client.observation import Observer, note_client
 from librmq.cluster.sites import check_site
 from librmq.config import check_kind
 from librmq.errors import ClientError, ClientStateError, ConfigError
@@ -226,6 +227,9 @@ class Client:
         self._states = StateLog(_log.with_fields(client=self.client_id), self.client_id)
         self._unwatch: Callable[[], None] | None = None
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
+        self.observer: Observer | None = None
+        """Sees the operations of this client's producers and consumers."""
+        note_client(self)
         route.noted_client(self)
 
     def join(self, member: Member) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Final, Self, TypeVar, Unpack
+from typing import Final, Literal, Self, TypeVar, Unpack
 
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
+from librmq.client.observation import Operation, observed, observed_async
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.sender import ProducerConfig, ProducerKeywords, PublishRoutes, Sender, SendHook, SendResult
 from librmq.client.traces import TraceWriter, trace_topic
@@ -251,6 +252,10 @@ class Producer(Startable):
             SendTimeoutError: The time limit has passed; the message may have been stored anyway.
         """
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
+        observer = self.client.observer
+        if observer is not None and observer.is_active():
+            prepared = self._prepare(message, body, fields)
+            return self._observed((prepared,), lambda: self._send_prepared(prepared, queue, selector, arg, timeout_ms))
         if queue is None and selector is None:
             if isinstance(message, str):
                 message, body, fields = Message(message, body, **fields), None, {}
@@ -258,7 +263,16 @@ class Producer(Startable):
                 result = self.sender.send_plain(message, timeout_ms)
                 if result is not None:
                     return result
-        prepared = self._prepare(message, body, fields)
+        return self._send_prepared(self._prepare(message, body, fields), queue, selector, arg, timeout_ms)
+
+    def _send_prepared(
+        self,
+        prepared: Message,
+        queue: MessageQueue | int | None,
+        selector: QueueSelector | None,
+        arg: object,
+        timeout_ms: float,
+    ) -> SendResult:
         if queue is not None or selector is not None:
             _check_choice(prepared, queue, selector)
         if queue is not None:
@@ -280,11 +294,14 @@ class Producer(Startable):
             raise MessageIllegalError(f"messages: expected a list of Message, found {messages!r:.80}")
         batch = tuple(self._prepare(message, None, {}) for message in map(_checked, messages))
         _check_batch(batch, self.config.max_message_size)
-        if queue is not None:
-            return self.sender.send_bound(
-                batch[0], self._routes.named_queue(batch[0].topic, queue), self._timeout_ms, batch
-            )
-        return self.sender.send(batch[0], self._timeout_ms, batch)
+
+        def send() -> SendResult:
+            if queue is not None:
+                bound = self._routes.named_queue(batch[0].topic, queue)
+                return self.sender.send_bound(batch[0], bound, self._timeout_ms, batch)
+            return self.sender.send(batch[0], self._timeout_ms, batch)
+
+        return self._observed(batch, send, is_batch=True)
 
     def send_oneway(
         self,
@@ -312,7 +329,9 @@ class Producer(Startable):
         else:
             target = self.sender.queue_of_try(self.sender.queues(prepared.topic))
         try:
-            self.sender.send_to(prepared, target, self._timeout_ms, is_one_way=True)
+            self._observed(
+                (prepared,), lambda: self.sender.send_to(prepared, target, self._timeout_ms, is_one_way=True)
+            )
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
             _log.warning(
                 "group %(group)s: a one-way message to %(queue)s was not stored: %(error)s",
@@ -340,7 +359,13 @@ class Producer(Startable):
         if queue is None and selector is None and type(self).send is _SEND and "send" not in self.__dict__:
             prepared = self._prepare(message, body, fields)
             timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
-            return await self.sender.send_async(prepared, timeout_ms)
+            if self.client.observer is None:
+                return await self.sender.send_async(prepared, timeout_ms)
+            return await observed_async(
+                self.client,
+                lambda: self._operation("send", (prepared,)),
+                lambda: self.sender.send_async(prepared, timeout_ms),
+            )
         return await self._runner.offload(
             lambda: self.send(message, body, queue=queue, selector=selector, arg=arg, timeout=timeout, **fields)
         )
@@ -425,7 +450,10 @@ class Producer(Startable):
         prepared.properties.update(properties)
         self._start_or_refuse()
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
-        return reply(self.client, self.group, prepared, getattr(request, "broker_name", None), timeout_ms)
+        broker_name = getattr(request, "broker_name", None)
+        return self._observed(
+            (prepared,), lambda: reply(self.client, self.group, prepared, broker_name, timeout_ms), kind="reply"
+        )
 
     def cancel(self, receipt: SentMessage) -> CancelResult:
         """Cancel the delivery of a message that waits for its time, at the broker that has it.
@@ -458,6 +486,22 @@ class Producer(Startable):
         return self.sender.queues(topic).queues
 
     # --------------------------------------------------------------------------------------------------------- details
+
+    def _operation(
+        self, kind: Literal["send", "reply"], messages: Sequence[Message], is_batch: bool = False
+    ) -> Operation:
+        return Operation(kind, self.client, self.group, messages[0].topic, messages, is_batch=is_batch)
+
+    def _observed(
+        self,
+        messages: Sequence[Message],
+        send: Callable[[], SendResult],
+        *,
+        kind: Literal["send", "reply"] = "send",
+        is_batch: bool = False,
+    ) -> SendResult:
+        """Send prepared messages, which the client's observer sees."""
+        return observed(self.client, lambda: self._operation(kind, messages, is_batch), send)
 
     def _prepare(self, message: Message | str, body: Body | None, fields: SendKeywords) -> Message:
         """Return a checked copy with a unique id."""

@@ -47,6 +47,10 @@ class RecordedRoute(Route):
             raise AttributeError(name)
         return getattr(self._route, name)
 
+    def address(self, broker_name: str) -> Host | None:
+        """Return where clients reach a broker over the network, as the route does."""
+        return self._route.address(broker_name)
+
     @property
     def is_remote(self) -> bool:
         """Whether the route can wait for an answer."""

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, Unpack, cast
 
+from librmq.client.observation import Operation, observed
 from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.sender import SendResult
 from librmq.config import check_arguments
@@ -260,7 +261,7 @@ class TransactionProducer(Producer):
         half = self._prepare(message, None, {})
         half.properties[PROPERTY_TRANSACTION_PREPARED] = "true"
         half.properties[PROPERTY_PRODUCER_GROUP] = self.group
-        return half, self.sender.send(half, self._timeout_ms)
+        return half, self._observed((half,), lambda: self.sender.send(half, self._timeout_ms))
 
     def _end_transaction(self, half: Message, sent: SendResult, state: TransactionState) -> None:
         """Send the end to the broker; if it is lost, the broker asks."""
@@ -272,12 +273,23 @@ class TransactionProducer(Producer):
             return
         _, physical_offset = parse_offset_message_id(sent.offset_id)
         request = EndTransaction(self.group, state, sent.queue_offset, physical_offset, sent.message_id)
-        self._send_end(sent.queue.broker_name, request)
+        self._send_end(sent.queue.broker_name, request, half, half.topic)
 
-    def _send_end(self, broker_name: str, request: EndTransaction) -> None:
+    def _send_end(self, broker_name: str, request: EndTransaction, half: Message | StoredMessage, topic: str) -> None:
         self._runner.point(f"end transaction {request.state.name}")
         try:
-            self._routes.endpoint(broker_name).call(request)
+            observed(
+                self.client,
+                lambda: Operation(
+                    "commit" if request.state is TransactionState.COMMIT else "rollback",
+                    self.client,
+                    self.group,
+                    topic,
+                    (half,),
+                    broker_name,
+                ),
+                lambda: self._routes.endpoint(broker_name).call(request),
+            )
         except ClientError as error:
             _log.warning(
                 "group %(group)s: no broker accepted the end of transaction %(message_id)s: %(error)s",
@@ -339,7 +351,7 @@ class TransactionProducer(Producer):
         end = EndTransaction(
             self.group, state, half.queue_offset, half.physical_offset, half.message_id, from_check=True
         )
-        self._send_end(request.broker_name, end)
+        self._send_end(request.broker_name, end, half, half.properties.get(PROPERTY_REAL_TOPIC, half.topic))
 
 
 def _state_of(result: object) -> TransactionState:

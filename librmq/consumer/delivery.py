@@ -14,10 +14,12 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar, copy_context
 from functools import partial
 from threading import get_ident
 from typing import Any, Final
 
+from librmq.client.observation import Observer, Operation, note_end
 from librmq.clock import moves_by_itself
 from librmq.consumer.assignment import AssignedQueue
 from librmq.consumer.failures import REDELIVERY_MS, Rests, Retries, cause_of, is_requested, outcome
@@ -38,6 +40,9 @@ from librmq.metrics import Metrics
 from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult, ListenerCall, MessageModel
 from librmq.runtime.locks import Event
 from librmq.runtime.runner import Step, Work
+
+Callback = Callable[[object, Exception | None], None]
+"""Called after a listener, with its result or its exception."""
 
 
 class Delivery:
@@ -183,7 +188,7 @@ class Delivery:
 
     def listener_calls(self) -> tuple[ListenerCall, ...]:
         """Return the listeners that threads run now, and where each stands."""
-        callers = DeliveryCall.call_listener, Run.call_listener, Delivery._call_with_hooks
+        callers = DeliveryCall.call_listener, Run.call_listener, Delivery._call_in_context
         return listener_calls(self.calls, [caller.__code__ for caller in callers])
 
     def call(self, call: DeliveryCall) -> object:
@@ -200,7 +205,14 @@ class Delivery:
         try:
             if consumer.recorder is not None:
                 consumer.recorder.begins(call.assigned.queue, call.messages)
-            if consumer.hooks or consumer.metrics is not None or consumer.before_last_attempt is not None:
+            observer = consumer.client.observer
+            is_observed = observer is not None and observer.is_active()
+            if (
+                is_observed
+                or consumer.hooks
+                or consumer.metrics is not None
+                or consumer.before_last_attempt is not None
+            ):
                 return call.call_listener(partial(self._call_with_hooks, call.listener, call.assigned))
             return call.call_listener(None)
         finally:
@@ -210,6 +222,21 @@ class Delivery:
                 calls[thread] = outer
 
     def _call_with_hooks(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
+        # The call has a context of its own, so what a hook sets in it ends with the call.
+        before = copy_context()
+        context = before.copy()
+        result, callbacks = context.run(self._call_in_context, listener, assigned, messages)
+        if inspect.iscoroutine(result):
+            changes = [(variable, value) for variable, value in context.items() if before.get(variable) is not value]
+            return _after(result, callbacks, changes)
+        for callback in callbacks:
+            callback(result, None)
+        return result
+
+    def _call_in_context(
+        self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]
+    ) -> tuple[object, list[Callback]]:
+        """Call the hooks, then the listener; return its result, and what is to be called with the result in the end."""
         consumer = self.consumer
         metrics = consumer.metrics
         max_times = self.max_times()
@@ -221,17 +248,41 @@ class Delivery:
         callbacks = [callback for hook in consumer.hooks if (callback := hook(context)) is not None]
         if metrics is not None:
             callbacks.append(self._stopwatch(messages[0].topic, metrics))
+        observer = consumer.client.observer
+        if observer is not None and observer.is_active():
+            callbacks.append(self._observe(observer, listener, assigned, messages))
         try:
             result = listener.function(messages if listener.as_list else messages[0])
         except Exception as error:
             for callback in callbacks:
                 callback(None, error)
             raise
-        if inspect.iscoroutine(result):
-            return _after(result, callbacks)
-        for callback in callbacks:
-            callback(result, None)
-        return result
+        return result, callbacks
+
+    def _observe(
+        self, observer: Observer, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]
+    ) -> Callback:
+        consumer = self.consumer
+        ended = observer.begins(
+            Operation(
+                "process",
+                consumer.client,
+                consumer.group,
+                messages[0].topic,
+                messages,
+                assigned.queue.broker_name,
+                assigned.queue.queue_id,
+                listener.as_list,
+                "clustering" if consumer.config.model is MessageModel.CLUSTERING else "broadcasting",
+                self.max_times(),
+            )
+        )
+
+        def callback(result: object, error: Exception | None) -> None:
+            consumed, failure = outcome(listener, len(messages), result, error)
+            note_end(ended, consumed, failure)
+
+        return callback
 
     def _stopwatch(self, topic: str, metrics: Metrics) -> Callable[[object, Exception | None], None]:
         clock = self.runner.clock
@@ -348,7 +399,12 @@ class Run(DeliveryCall):
         return list(self._rest)
 
 
-async def _after(result: Awaitable[object], callbacks: list[Callable[[object, Exception | None], None]]) -> object:
+async def _after(
+    result: Awaitable[object], callbacks: list[Callback], changes: list[tuple[ContextVar[Any], Any]]
+) -> object:
+    """Await a listener in the context that its hooks have made."""
+    for variable, value in changes:
+        variable.set(value)
     try:
         value = await result
     except Exception as error:

@@ -9,9 +9,11 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final, Unpack
 
 from librmq.client.client import Client
+from librmq.client.observation import Operation, observed, observed_async
 from librmq.clock import wait_async
 from librmq.config import check_kind, to_seconds, to_timestamp_ms
 from librmq.consumer.assignment import AssignedQueue
@@ -292,6 +294,12 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return self._poll(timeout, one_by_one=False)
 
     def _poll(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
+        return observed(self.client, self._operation, partial(self._poll_in_turn, timeout, one_by_one))
+
+    def _operation(self) -> Operation:
+        return Operation("receive", self.client, self.group, None, is_batch=True, model="clustering")
+
+    def _poll_in_turn(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
         self._life.check_running("poll")
         if self._arrived.is_awaited_here():
             raise ClientStateError(f"{self._life.what} is being polled in this event loop: one poll at a time")
@@ -326,6 +334,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         return await self._poll_async(timeout, one_by_one=False)
 
     async def _poll_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
+        return await observed_async(
+            self.client, self._operation, partial(self._poll_in_turn_async, timeout, one_by_one)
+        )
+
+    async def _poll_in_turn_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
         self._life.check_running("poll")
         clock = self.runner.clock
         deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout))

@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Final, NoReturn, Self, TypeAlias, TypeVar, cast
+from typing import Any, Final, Literal, NoReturn, Self, TypeAlias, TypeVar, cast
 
 from librmq.client.client import Client, LifeCycle, Startable, client_of
+from librmq.client.observation import Operation, observed, observed_async
 from librmq.clock import wait_async
 from librmq.config import check_kind, to_seconds, wrong_kind
 from librmq.consumer.listeners import (
@@ -295,6 +296,14 @@ class SimpleConsumer(Startable):
             BrokerError: The broker refuses the request.
             ClientStateError: The consumer is not running, or has no subscription.
         """
+        return observed(self.client, self._operation, lambda: self._receive(max_messages, invisible, wait))
+
+    def _operation(self, topic: str | None = None) -> Operation:
+        return Operation("receive", self.client, self.group, topic, is_batch=True, model="clustering")
+
+    def _receive(
+        self, max_messages: int, invisible: float | timedelta, wait: float | timedelta
+    ) -> list[ReceivedMessage]:
         invisible_ms, seconds = self._check_receive("receive", invisible, wait)
         clock, arrived = self.runner.clock, Event()
         deadline = clock.monotonic() + seconds
@@ -317,6 +326,13 @@ class SimpleConsumer(Startable):
         wait: float | timedelta = _WAIT_S,
     ) -> list[ReceivedMessage]:
         """Receive while other coroutines of the event loop run."""
+        return await observed_async(
+            self.client, self._operation, lambda: self._receive_async(max_messages, invisible, wait)
+        )
+
+    async def _receive_async(
+        self, max_messages: int, invisible: float | timedelta, wait: float | timedelta
+    ) -> list[ReceivedMessage]:
         invisible_ms, seconds = self._check_receive("receive_async", invisible, wait)
         clock, arrived, loop = self.runner.clock, asyncio.Event(), asyncio.get_running_loop()
         deadline = clock.monotonic() + seconds
@@ -354,6 +370,15 @@ class SimpleConsumer(Startable):
             ClientStateError: The consumer is not running, or has no subscription of the topic.
             NoRouteError: There is no such topic.
         """
+        return observed(
+            self.client,
+            lambda: self._operation(topic),
+            lambda: self._receive_or_notify(topic, max_messages, notify, invisible),
+        )
+
+    def _receive_or_notify(
+        self, topic: str, max_messages: int, notify: Callable[[], object], invisible: float | timedelta
+    ) -> list[ReceivedMessage]:
         invisible_ms, _ = self._check_receive("receive_or_notify", invisible, 0)
         subscription = self.subscriptions.get(topic)
         if subscription is None:
@@ -495,9 +520,9 @@ class SimpleConsumer(Startable):
                 raise wrong_kind("ack", message, "received messages, as in ack(first, second) or ack(*messages)")
             by_source.setdefault((message.broker_name, message.topic), []).append(message)
         failed: list[ReceivedMessage] = []
-        for (name, topic), batch in by_source.items():
+        for (_, topic), batch in by_source.items():
             request = Acknowledge(self.group, topic, tuple([message.receipt for message in batch]), is_one_way)
-            answers = self.client.endpoint(name).call(request)
+            answers = self._settle("ack", batch, request)
             now_ms = self.runner.now_ms() if is_one_way else 0
             failed += [
                 message
@@ -511,6 +536,23 @@ class SimpleConsumer(Startable):
                 f"{failed[0].message_id} of topic {failed[0].topic!r}: receive with a longer invisible time, or extend "
                 "it",
             )
+
+    def _settle(self, kind: Literal["ack", "dead_letter"], messages: list[ReceivedMessage], request: Request[R]) -> R:
+        """Send the outcome of messages of one topic and broker."""
+        first = messages[0]
+        return observed(
+            self.client,
+            lambda: Operation(
+                kind,
+                self.client,
+                self.group,
+                first.topic,
+                messages,
+                first.broker_name,
+                is_batch=len(messages) > 1,
+            ),
+            lambda: self.client.endpoint(first.broker_name).call(request),
+        )
 
     async def ack_async(self, *messages: ReceivedMessage) -> None:
         """Acknowledge like `ack` without blocking the event loop."""
@@ -551,7 +593,7 @@ class SimpleConsumer(Startable):
             ReceiptError: The message was already delivered again, or acknowledged.
         """
         request = ForwardToDeadLetters(self.group, message.topic, message.receipt, cause)
-        self.client.endpoint(message.broker_name).call(request)
+        self._settle("dead_letter", [message], request)
 
     # ---- what brokers ask
 

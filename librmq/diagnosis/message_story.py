@@ -25,6 +25,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
@@ -174,7 +175,8 @@ def _log_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[S
         if description is None:
             is_delivery = topic in waiting.get(key, ())
             again = key is not None and (key, topic) in seen
-            note = "a duplicate: this id was stored in this topic before" if again else ""
+            notes = ["a duplicate: this id was stored in this topic before"] if again else []
+            note = "; ".join([*notes, *_traces_of(message)])
             event: EventKind = "delivered" if is_delivery else "committed" if _is_commit(message) else "stored"
             description = event, None, note
             seen.add((key or "", topic))
@@ -197,6 +199,20 @@ def _cancelled(store: MessageStore, records: Sequence[StoredMessage]) -> Iterato
     for cancelled, message in last.items():
         note = f"not delivered to topic {cancelled.topic}"
         yield _event(message, "cancelled", None, note)._replace(at_ms=cancelled.at_ms)
+
+
+def _traces_of(message: StoredMessage) -> Iterator[str]:
+    """Return the traces of OpenTelemetry (W3C) and SkyWalking to which the sender of a message belongs."""
+    parts = message.properties.get("traceparent", "").split("-")
+    if len(parts) >= 4 and len(parts[1]) == 32:
+        yield f"trace {parts[1]}"
+    # 1 or 0 for sampled, then in Base64 the trace's id, its segment, and what else SkyWalking says of the sender.
+    segments = message.properties.get("sw8", "").split("-")
+    if len(segments) == 8:
+        try:
+            yield f"SkyWalking trace {b64decode(segments[1], validate=True).decode()}"
+        except ValueError:
+            yield f"SkyWalking sw8 {message.properties['sw8']}"
 
 
 def _broker_event(view: StoreView, message: StoredMessage) -> tuple[EventKind, str | None, str] | None:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, Unpack
 
+from librmq.client.observation import keep_context
 from librmq.client.producer import Producer
 from librmq.clock import Clock, present_clock
 from librmq.config import Config, Seconds, check_now
@@ -104,13 +105,15 @@ class Outbox:
         link.check_no_autocommit()
         if hasattr(connection, "flush"):  # SQLAlchemy's session: its changes lock their rows before this row has its id
             connection.flush()
+        properties = message.properties | _delays(message)
+        keep_context(properties)
         link.execute(
             f"INSERT INTO {self.table} "
             "(order_key, topic, properties, flag, body, state, owner, attempts, due_timestamp_ms) "
             "VALUES (:order_key, :topic, :properties, :flag, :body, 0, '', 0, :now_ms)",
             order_key=order_key,
             topic=message.topic,
-            properties=json.dumps(message.properties | _delays(message)),
+            properties=json.dumps(properties),
             flag=message.flag,
             body=message.body,
             now_ms=(self._clock or present_clock("Outbox")).now_ms(),

@@ -172,6 +172,10 @@ class Route(Protocol):
         """Whether `topic_route` can wait for an answer, so that consumers ask for `known_route` under the lock."""
         return False
 
+    def address(self, broker_name: str) -> Host | None:
+        """Return where clients reach a broker over the network; None for one on this machine."""
+        return None
+
     @property
     def site(self) -> str | None:
         """The site of the clients on this route, with which their ids begin; None without sites."""

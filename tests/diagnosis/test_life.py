@@ -257,3 +257,15 @@ def test_an_op_message_without_its_tag_ends_no_half(tmp_path: Path) -> None:
         store.append(half, 0)
         store.append(Message(OP_TOPIC, b"0"), 0)
         assert [one.event for one in story(StoreView.over(store), "K")] == ["half"]
+
+
+def test_the_traces_of_its_sender_are_in_the_note() -> None:
+    """SkyWalking's header has its parts in Base64."""
+    segment = "1-VFJBQ0U=-U0VH-3-c2hvcA==-aW5zdGFuY2U=-L29yZGVycw==-MTI3LjAuMC4x"
+    with Kit() as rmq:
+        properties = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "sw8": segment}
+        both = rmq.producer().send("orders", "1", properties=properties)
+        broken_segment = segment.replace("VFJB", "%")
+        broken = rmq.producer().send("orders", "2", properties={"traceparent": "00", "sw8": broken_segment})
+        notes = [story(rmq.broker, sent.message_id)[0].note for sent in (both, broken)]
+    assert notes == [f"trace {'ab' * 16}; SkyWalking trace TRACE", f"SkyWalking sw8 {broken_segment}"]

@@ -21,6 +21,7 @@ from librmq.broker.administered_route import AdministeredRoute
 from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
+from librmq.message.ids import Host
 from librmq.protocol import PERM_WRITE, Endpoint, QueueData, ResponseCode
 from librmq.protocol.endpoint import SendsLater, Watchers
 from librmq.runtime.event_log import EventLog, StateLog
@@ -374,6 +375,14 @@ class RemoteRoute(AdministeredRoute):
             NoRouteError: The name servers know of none.
         """
         return self._link(broker_name)
+
+    def address(self, broker_name: str) -> Host | None:
+        """Return host and port of a broker; None if the name servers know of none."""
+        link = self._links.get(broker_name)
+        if link is None:
+            return None
+        host, port = split_address(link.group.first_member.address)
+        return host, int(port)
 
     def broker(self, broker_name: str) -> RemoteBroker:
         """Return the broker of that name, to ask it what clients never ask.
