@@ -111,7 +111,10 @@ def traces(arguments: argparse.Namespace, output: Output) -> int:
     if reader.unreadable:
         complain(f"note: {counted(reader.unreadable, 'record')} could not be read, and left out")
     if not topics:
-        output.explain_nothing("no topic has traces: clients record them with enableMsgTrace, or name a --trace-topic")
+        output.explain_nothing(
+            "no topic has traces: clients record them with trace=True, in Java with enableMsgTrace; "
+            "or name a --trace-topic"
+        )
     elif not is_found:
         output.explain_nothing(f"no trace in {', '.join(topics)} is of this message or group")
     return 0
