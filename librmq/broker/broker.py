@@ -432,7 +432,7 @@ class Broker(StoreRoute, InProcess):
         with ExitStack() as last:
             with self.runner.lock:
                 is_first = self._end_calls(was_killed=False)
-                if self._is_released or self.was_killed or self._is_ending:
+                if self._is_released or self._is_ending or self.was_killed or self._life.is_inherited:
                     return
                 # In this order, because an interrupt can come between any two statements.
                 last.callback(setattr, self, "_is_ending", False)

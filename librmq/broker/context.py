@@ -171,6 +171,9 @@ class BrokerContext:
 class BrokerLife:
     """Whether one broker answers. It owns the broker's turns, which do not run after its end."""
 
+    is_inherited = False
+    """Whether the store behind this copy is the parent's: closing the copy must leave it alone."""
+
     def __init__(self, name: str, path: str) -> None:
         self.dead = False
         """Whether it accepts no more calls."""
@@ -196,6 +199,7 @@ class BrokerLife:
         """Note that this is a copy in a forked child."""
         _open.discard(self)
         self.dead, self._why = True, "was opened before a fork: open the broker again in the child"
+        self.is_inherited = True
         self.release_lock()
 
     @property
