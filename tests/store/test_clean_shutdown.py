@@ -69,7 +69,7 @@ def test_opening_is_equal_with_and_without_the_file() -> None:
 def without_times(found: Contents) -> dict[str, Any]:
     """Return the files of a store, without what its last close knew of the order of times."""
     fields = json.loads(found[CLOSED] or b"")
-    del fields["times"]
+    fields.pop("times", None)
     return {**found, CLOSED: fields}
 
 
@@ -128,7 +128,7 @@ def test_it_is_not_believed_after_a_change(change: Callable[[MemoryFiles], None]
         ends = {name: queue.max_offset for name, queue in store.queues.items()}
         assert ends == {name: queue.max_offset for name, queue in other.queues.items()}
         assert served(store) == served(other)
-    assert contents(files) == contents(unknown)
+    assert without_times(contents(files)) == without_times(contents(unknown))
 
 
 @many
