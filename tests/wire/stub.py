@@ -25,6 +25,8 @@ def message(topic: str, body: bytes = b"x", message_id: str = "id", **system: An
             made.user_properties.update(value)
         elif name == "deliver_ms":
             made.system_properties.delivery_timestamp.FromMilliseconds(value)
+        elif name == "born_ms":
+            made.system_properties.born_timestamp.FromMilliseconds(value)
         else:
             setattr(made.system_properties, name, value)
     return made
