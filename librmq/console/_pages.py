@@ -57,16 +57,16 @@ class Pages:
             groups = [group for group in view.groups if not is_own_group(group)]
             shown = groups[:ROWS] if not isinstance(view, StoreView) else groups
             progress = self._lag(view, shown)
-            ends = {topic: sum(ids.stop for ids in view.queues(topic).values()) for topic in view.listed_topics}
+            ranges = {topic: view.queues(topic).values() for topic in view.listed_topics}
+            ends = {topic: sum(ids.stop for ids in queues) for topic, queues in ranges.items()}
             self._samples.add(_sample(now_ms, ends, progress, shown))
             lags = {group.group: group.lag for group in progress.by_group()}
             letters = {group: sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values())) for group in shown}
-            messages = sum(len(ids) for topic in view.listed_topics for ids in view.queues(topic).values())
-            queues = sum(len(view.queues(topic)) for topic in view.listed_topics)
+            messages = sum(len(ids) for queues in ranges.values() for ids in queues)
         total, dead = sum(lags.values()), sum(letters.values())
         worst = sorted(shown, key=lambda group: (-lags.get(group, -1), group))[:ROWS]
         busiest = sorted(ends, key=lambda topic: (-(self._samples.stored_per_s(topic) or 0), -ends[topic], topic))
-        findings, note = self._findings(messages, queues)
+        findings, note = self._findings(messages, sum(map(len, ranges.values())))
         notes = [note] if note else []
         if len(shown) < len(groups):
             notes.append(f"Of {number(len(groups))} groups the first {ROWS} were asked for.")
@@ -167,12 +167,7 @@ class Pages:
             shown = names[begin : begin + ROWS]
             rows = [_topic_row(summary) for summary in topic_summaries(view, shown)]
         columns = ("topic", "kind", "queues", "messages", "oldest", "newest")
-        return Page(
-            "Topics",
-            tables=[Table("Topics", columns, rows, nothing="No topic has this name." if words else "No topic yet.")],
-            template="topics.html.j2",
-            more={"q": query.text("q"), "paging": _paging("topics", len(names), begin, q=query.text("q"))},
-        )
+        return _list_page("topic", columns, rows, len(names), begin, query.text("q"))
 
     def topic(self, query: Query) -> Page:
         """Show a topic's queues, and its messages by what the form selects."""
@@ -271,12 +266,7 @@ class Pages:
                 ]
             )
         columns = ("group", "topics", "lag", "of it retries", "oldest waits for", "dead letters")
-        return Page(
-            "Groups",
-            tables=[Table("Groups", columns, rows, nothing="No group has this name." if words else "No group yet.")],
-            template="topics.html.j2",
-            more={"q": query.text("q"), "paging": _paging("groups", len(names), begin, q=query.text("q"))},
-        )
+        return _list_page("group", columns, rows, len(names), begin, query.text("q"))
 
     def group(self, query: Query) -> Page:
         """Show a group: its lag by queue, its instances, what holds it back, its dead letters."""
@@ -512,6 +502,19 @@ def _topic_row(summary: TopicSummary) -> list[Cell]:
         Cell("" if summary.min_timestamp_ms is None else moment(summary.min_timestamp_ms)),
         Cell("" if summary.max_timestamp_ms is None else moment(summary.max_timestamp_ms)),
     ]
+
+
+def _list_page(
+    what: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], every: int, begin: int, words: str
+) -> Page:
+    """Return the page of a part of all topics or groups, which a form selects by words of their names."""
+    title, nothing = f"{what.capitalize()}s", f"No {what} has this name." if words else f"No {what} yet."
+    return Page(
+        title,
+        tables=[Table(title, columns, rows, nothing=nothing)],
+        template="topics.html.j2",
+        more={"q": words, "paging": _paging(f"{what}s", every, begin, q=words)},
+    )
 
 
 def _paging(page: str, every: int, begin: int, **parameters: str) -> Mapping[str, str]:
