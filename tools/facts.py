@@ -1,7 +1,7 @@
-"""Tables of what was measured, tried and counted, in the README and the pages of ``PAGES``.
+"""Tables of what was measured, tried and counted: those of the README stand in it, those of other pages on the site.
 
 They come from ``tests/judged/facts.json``, ``benchmarks/results.json``, the lines of the trusted modules, and
-``tests/judged/proofs.json``, which ``tools/prove.py --file`` writes.
+``tests/judged/proofs.json``, which ``tools/prove.py --file`` writes. Tests write or keep two tables as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 BAR = "\\|"
-PAGES = ("README.md", "docs/judged.md", "docs/guarantees.md")
 PROOFS = CHECKOUT / "tests" / "judged" / "proofs.json"
 JUDGED = "docs/judged.md"
 UNCOUNTED_HOURS = 0.15
@@ -181,6 +180,11 @@ def proof_table() -> str:
     return table(head, rows)
 
 
+def kept_table(path: str) -> str:
+    """Return a table that a file below ``tests/`` has, with its links as a page of ``docs/`` has them."""
+    return (CHECKOUT / "tests" / path).read_text("utf-8").strip().replace("](../", "](../tests/")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "suites that CI runs": partial(suites, "in_ci"),
     "suites run by hand": partial(suites, "by_hand"),
@@ -190,4 +194,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "figures": figures,
     "trusted parts": trusted,
     "proofs": proof_table,
+    "damage by command": partial(kept_table, "cli/damage_by_command.md"),
+    "promises": partial(kept_table, "judged/promises.md"),
 }

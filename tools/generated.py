@@ -1,8 +1,8 @@
 """Tables of the documentation that come from the code: ``<!-- generated: commands -->`` in a page becomes one.
 
 The others are ``log lines``, ``metrics``, ``rows`` for the JSON lines of commands, ``settings librmq.TimerConfig`` for
-the fields of a class, and ``format librmq.consumequeue`` for the files that a module draws in its docstring. The tables
-of ``facts`` stand in their pages too, up to ``<!-- end -->``, where ``python tools/generated.py`` writes them.
+the fields of a class, ``format librmq.consumequeue`` for the files that a module draws in its docstring, and those of
+``facts``. In the README such a table stands up to ``<!-- end -->``, where ``python tools/generated.py`` writes it.
 """
 
 from __future__ import annotations
@@ -242,10 +242,9 @@ def fill(markdown: str, *, written: bool = False) -> str:
 
 
 def main() -> None:
-    """Write the tables of ``facts`` into the pages that have them."""
-    for page in facts.PAGES:
-        path = facts.CHECKOUT / page
-        path.write_text(fill(path.read_text("utf-8"), written=True), "utf-8")
+    """Write the tables of ``facts`` into the README."""
+    path = facts.CHECKOUT / "README.md"
+    path.write_text(fill(path.read_text("utf-8"), written=True), "utf-8")
 
 
 if __name__ == "__main__":
