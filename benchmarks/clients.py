@@ -189,7 +189,7 @@ def ten_messages(rmq: Any) -> None:
 
 
 def explored(bench: Bench, _: Path) -> Timed:
-    from librmq.testing.exploring.exploration import explore
+    from librmq.testing.exploring._exploration import explore
 
     yield
     explore(ten_messages, bench.count(400))

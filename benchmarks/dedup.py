@@ -20,7 +20,7 @@ from benchmarks.frame import AbsentError, Bench, Case, Target, Timed, main
 from librmq.clock import SystemClock
 from librmq.dedup import DedupListener
 from librmq.idempotence import Outbox, OutboxSender, transactional, upgrade_tables
-from librmq.idempotence.drivers import rendered
+from librmq.idempotence._drivers import rendered
 from librmq.idempotence.stores import DedupStatements, DedupStore, SqliteDedupStore
 from librmq.message.message import Message
 
@@ -114,7 +114,7 @@ def server_of_records(bench: Bench, *, has_engine: bool = False) -> Iterator[Gua
     import psycopg
     from sqlalchemy import create_engine
 
-    from librmq.idempotence.dedup_sql import SqlDedupStore
+    from librmq.idempotence._dedup_sql import SqlDedupStore
     from tests.idempotence.servers import STARTERS, Absent
 
     statements = DedupStatements("rmq_dedup", "postgresql")
@@ -148,7 +148,7 @@ def redis(bench: Bench) -> Iterator[Guarded]:
     """Yield the store of a Redis on this machine; its bare form is the minimum of two round trips, without a token."""
     from redis import Redis
 
-    from librmq.idempotence.dedup_redis import RedisDedupStore
+    from librmq.idempotence._dedup_redis import RedisDedupStore
     from tests.idempotence.servers import STARTERS, Absent
 
     try:

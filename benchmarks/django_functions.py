@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from librmq.integrations.django.tasks import Task
+from librmq.integrations.django._tasks import Task
 
 if Task.__module__.startswith("django."):
     from django.tasks import task

@@ -220,7 +220,7 @@ def sources(path: str, count: int, slow: int) -> list[Any]:  # noqa: C901 (a pee
     def arrow(number: int) -> Iterator[Any]:
         from pyspark.sql.pandas.types import to_arrow_schema
 
-        from librmq.spark.source import schema_of
+        from librmq.spark._source import schema_of
 
         schema = to_arrow_schema(schema_of(names(WHOLE)), timezone="UTC")
         records = tuples(number)
@@ -337,7 +337,7 @@ def stage(folder: str, name: str, table: Any, count: int, data: bytes, lanes: An
     """Write records and their table into a job's folder, ``count`` times; return what a commit takes."""
     import pyarrow as pa
 
-    from librmq.spark.staged_records import Staged
+    from librmq.spark._staged_records import Staged
 
     with open(os.path.join(folder, f"{name}.log"), "wb") as file:
         for _ in range(count):
@@ -352,7 +352,7 @@ def encodable(bench: Bench) -> Iterator[Any]:
     """Yield a batch of rows, the number of its repetitions, and its encoder."""
     import pyarrow as pa
 
-    from librmq.spark.encode import Encoder
+    from librmq.spark._encode import Encoder
 
     properties = [list(properties_of(number).items()) for number in range(ROWS)]
     batch = pa.RecordBatch.from_pydict(
@@ -394,8 +394,8 @@ def encode_loop(given: Any, _: Path) -> Timed:
 
 def commit_records(given: Any, folder: Path, *, copied: bool) -> Timed:
     """Commit staged records, with queues and index, or only copy and flush their bytes."""
-    from librmq.spark.staged_records import job_folder
-    from librmq.spark.write import commit
+    from librmq.spark._staged_records import job_folder
+    from librmq.spark._write import commit
 
     path = str(folder / "store")
     with MessageStore.open(path, CONFIG, background=False) as store:
@@ -421,8 +421,8 @@ def row_writer() -> Any:
     from pyspark.sql.datasource import DataSource, DataSourceWriter, WriterCommitMessage
 
     from librmq.java.lang import index_key_hash
-    from librmq.spark.staged_records import job_folder
-    from librmq.spark.write import Ready, commit
+    from librmq.spark._staged_records import job_folder
+    from librmq.spark._write import Ready, commit
 
     class Writer(DataSourceWriter):
         def __init__(self, path: str) -> None:
@@ -494,11 +494,11 @@ def write_frame(given: dict[str, tuple[Any, int]], folder: Path, *, source: str)
 
 READER: Final = """
 import json, sys
-from librmq.spark.options import ReadOptions, ReadSelection
+from librmq.spark._options import ReadOptions, ReadSelection
 from librmq.columns.planner import plan
 from librmq.columns.read import Reading
 from librmq.columns.decoding import default_columns
-from librmq.spark.source import arrow_schema, schema_of
+from librmq.spark._source import arrow_schema, schema_of
 path = sys.argv[1]
 options = ReadOptions((path,), selection=ReadSelection())
 def status(name):

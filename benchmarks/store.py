@@ -325,7 +325,7 @@ def cases() -> Iterator[Case]:
     ):  # fmt: skip
         yield Case(name, Part(weigh, part), f"{ENTRIES:,} entries", target=Target(bound, at_most=True), unit=unit,
                    setup=long_queue)  # fmt: skip
-    for module in ("librmq", "librmq.store.store"):
+    for module in ("librmq", "librmq.store._store"):
         yield Case(f"import {module}", partial(start, code=IMPORT.format(module)), "", import_packages,
                    "import numpy, sortedcontainers, lark", Target(1.5, at_most=True), "s", limit=True)  # fmt: skip
     most = Target(0.3, at_most=True)

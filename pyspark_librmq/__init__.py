@@ -23,10 +23,10 @@ __all__ = ["DefaultSource"]
 
 
 class DefaultSource(DataSource):
-    """`librmq.spark.source.RocketMQDataSource`, loaded when an object is made."""
+    """`librmq.spark._source.RocketMQDataSource`, loaded when an object is made."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
-        from librmq.spark.source import RocketMQDataSource
+        from librmq.spark._source import RocketMQDataSource
 
         super().__init__(options)
         self._source = RocketMQDataSource(options)

@@ -36,7 +36,7 @@ def killing(marker: Path) -> Iterator[None]:
 
     Other workers find the marker and are not killed.
     """
-    from librmq.spark.source import RocketMQDataSource
+    from librmq.spark._source import RocketMQDataSource
 
     path = str(marker)
 

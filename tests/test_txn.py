@@ -27,8 +27,8 @@ from librmq.message.properties import encode_properties
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.scheduling.half_messages import CHECK_GROUP, EndedHalves
 from librmq.store import AppendResult, MessageStore
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.keyindex import KeyIndex
 from librmq.txn import CheckBack, TransactionConfig, Transactions
 from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, START_MS, died

@@ -96,7 +96,7 @@ def values_of(action: argparse.Action) -> str:
 
 def common_options() -> dict[str, str]:
     """Return the names, by the texts of their help, of options that the page of the commands describes once for all."""
-    options = importlib.import_module("librmq.cli.options")
+    options = importlib.import_module("librmq.cli._options")
     shared = (
         options.CONFIG,
         options.AS_RECOVERED,
@@ -110,8 +110,8 @@ def common_options() -> dict[str, str]:
 
 def command_tables() -> str:
     """Return a section for each command: its arguments, and a line with those that other commands have too."""
-    arguments, shared, parts = importlib.import_module("librmq.cli.main"), common_options(), []
-    for command in importlib.import_module("librmq.cli.syntax").COMMANDS.values():
+    arguments, shared, parts = importlib.import_module("librmq.cli._main"), common_options(), []
+    for command in importlib.import_module("librmq.cli._syntax").COMMANDS.values():
         parser, rows = arguments.parser_of(command), []
         for action in parser._actions:
             if action.help not in shared and "-h" not in action.option_strings:

@@ -41,7 +41,7 @@ USES = {
     "django": "import django\nfrom django.conf import settings\n"
     "settings.configure(TASKS={'default': {'BACKEND': 'librmq.integrations.django.LibrmqBackend', 'OPTIONS': "
     "{'path': 's'}}})\ndjango.setup()\n"
-    "from librmq.integrations.django.tasks import task_backends\nassert task_backends['default']",
+    "from librmq.integrations.django._tasks import task_backends\nassert task_backends['default']",
     "fast": "import isal",
     "grpc": "from librmq import Broker\nfrom librmq.wire.grpc import GrpcServer\n"
     "with Broker.temporary() as b, GrpcServer(b) as s: assert s.address",

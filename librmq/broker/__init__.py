@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.broker._queue_locks import QueueLocks as QueueLocks
     from librmq.broker.broker import Broker as Broker
     from librmq.broker.config import BrokerConfig as BrokerConfig
-    from librmq.broker.queue_locks import QueueLocks as QueueLocks
     from librmq.protocol import ConnectedClient as ConnectedClient
     from librmq.protocol import GroupConnections as GroupConnections
 else:
@@ -17,7 +17,7 @@ else:
         __name__,
         {
             "librmq.broker.broker": ("Broker",),
-            "librmq.broker.queue_locks": ("QueueLocks",),
+            "librmq.broker._queue_locks": ("QueueLocks",),
             "librmq.broker.config": ("BrokerConfig",),
             "librmq.protocol": ("ConnectedClient", "GroupConnections"),
         },

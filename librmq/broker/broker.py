@@ -21,12 +21,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 
+from librmq.broker._administration import ResetHook
+from librmq.broker._context import BrokerContext, BrokerLife, BrokerSteps
+from librmq.broker._transactions import DiscardHook
 from librmq.broker.administered_route import StoreRoute, check_id
-from librmq.broker.administration import ResetHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
-from librmq.broker.context import BrokerContext, BrokerLife, BrokerSteps
-from librmq.broker.handlers.parts import BrokerParts
-from librmq.broker.transactions import DiscardHook
+from librmq.broker.handlers._parts import BrokerParts
 from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig, check_kind, check_path, to_seconds
 from librmq.errors import (

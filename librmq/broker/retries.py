@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
-from librmq.broker.context import BrokerContext
+from librmq.broker._context import BrokerContext
 from librmq.broker.handlers.in_flight import Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic

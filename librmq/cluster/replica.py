@@ -24,7 +24,7 @@ from typing import Annotated, Any, Final, Self, TypeVar, cast
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.clock import Clock, SystemClock
-from librmq.cluster.replica_admission import check_bytes, check_folder, check_origin
+from librmq.cluster._replica_admission import check_bytes, check_folder, check_origin
 from librmq.commitlog import CommitLog
 from librmq.config import Between, Config, Seconds, check_kind
 from librmq.errors import (

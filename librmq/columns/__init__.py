@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import Extra, lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.columns.arrow_dataset import StoreDataset as StoreDataset
-    from librmq.columns.arrow_dataset import dataset as dataset
+    from librmq.columns._arrow_dataset import StoreDataset as StoreDataset
+    from librmq.columns._arrow_dataset import dataset as dataset
+    from librmq.columns._exports import Exported as Exported
+    from librmq.columns._exports import export as export
     from librmq.columns.decoding import CORRUPT as CORRUPT
     from librmq.columns.decoding import TYPES as TYPES
     from librmq.columns.decoding import default_columns as default_columns
-    from librmq.columns.exports import Exported as Exported
-    from librmq.columns.exports import export as export
     from librmq.columns.options import DataLossError as DataLossError
     from librmq.columns.options import Part as Part
     from librmq.columns.options import ReadOptions as ReadOptions
@@ -29,9 +29,9 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.columns.arrow_dataset": ("StoreDataset", "dataset"),
+            "librmq.columns._arrow_dataset": ("StoreDataset", "dataset"),
             "librmq.columns.decoding": ("CORRUPT", "TYPES", "default_columns"),
-            "librmq.columns.exports": ("Exported", "export"),
+            "librmq.columns._exports": ("Exported", "export"),
             "librmq.columns.options": ("DataLossError", "Part", "ReadOptions", "ReadSelection"),
             "librmq.columns.planner": ("plan",),
             "librmq.columns.read": ("Reading",),

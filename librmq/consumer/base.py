@@ -16,12 +16,12 @@ from librmq.client.allocation import refuse_differences
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.client.recorder import ConsumerRecorder
 from librmq.config import to_seconds
-from librmq.consumer.assignment import AssignedQueue
+from librmq.consumer._assignment import AssignedQueue
+from librmq.consumer._instance import instance_state
+from librmq.consumer._offsets import BrokerOffsets, LocalOffsets, Offsets
+from librmq.consumer._rebalancing import AWAY_MS, REOPENED_MS, SETTLED_MS, Rebalancing, next_from_first, readable_queues
 from librmq.consumer.config import ConsumerConfig, fixed_because
-from librmq.consumer.instance import instance_state
 from librmq.consumer.listeners import check_at_brokers, make_subscription
-from librmq.consumer.offsets import BrokerOffsets, LocalOffsets, Offsets
-from librmq.consumer.rebalancing import AWAY_MS, REOPENED_MS, SETTLED_MS, Rebalancing, next_from_first, readable_queues
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, RmqError
 from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue

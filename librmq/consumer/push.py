@@ -17,16 +17,20 @@ from typing import Any, Final, TypeVar, Unpack, cast, overload
 from librmq.client.client import Client
 from librmq.client.traces import TraceWriter, trace_topic
 from librmq.config import check_arguments, check_kind
-from librmq.consumer.assignment import AssignedQueue
-from librmq.consumer.base import Consumer
-from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
-from librmq.consumer.delivery import ConcurrentDelivery, Delivery, consume_directly
-from librmq.consumer.instance import (
+from librmq.consumer._assignment import AssignedQueue
+from librmq.consumer._delivery import ConcurrentDelivery, Delivery, consume_directly
+from librmq.consumer._instance import (
     BlockedQueue,
     ConsumeHook,
     instance_state,
     show_gauges,
 )
+from librmq.consumer._orderly import OrderlyDelivery
+from librmq.consumer._rebalancing import AWAY_MS, REOPENED_MS
+from librmq.consumer._traces import trace_calls
+from librmq.consumer._weights import check_weight
+from librmq.consumer.base import Consumer
+from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
 from librmq.consumer.listeners import (
     BatchListener,
     DeliveredMessage,
@@ -39,10 +43,6 @@ from librmq.consumer.listeners import (
     refuse_generator,
     with_predicate,
 )
-from librmq.consumer.orderly import OrderlyDelivery
-from librmq.consumer.rebalancing import AWAY_MS, REOPENED_MS
-from librmq.consumer.traces import trace_calls
-from librmq.consumer.weights import check_weight
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
 from librmq.filter import Policy, WatchedPredicate
 from librmq.message.message import MessageQueue

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.diagnosis.alarms import Alarm as Alarm
-    from librmq.diagnosis.alarms import Watch as Watch
-    from librmq.diagnosis.alarms import watch as watch
+    from librmq.diagnosis._alarms import Alarm as Alarm
+    from librmq.diagnosis._alarms import Watch as Watch
+    from librmq.diagnosis._alarms import watch as watch
+    from librmq.diagnosis._instances import HeldProgress as HeldProgress
+    from librmq.diagnosis._instances import held_progress as held_progress
     from librmq.diagnosis.checks import TopicVolume as TopicVolume
     from librmq.diagnosis.checks import design_check as design_check
     from librmq.diagnosis.checks import diagnose as diagnose
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from librmq.diagnosis.deadletters import dead_letters as dead_letters
     from librmq.diagnosis.findings import Finding as Finding
     from librmq.diagnosis.findings import Thresholds as Thresholds
-    from librmq.diagnosis.instances import HeldProgress as HeldProgress
-    from librmq.diagnosis.instances import held_progress as held_progress
     from librmq.diagnosis.kept_progress import KeptProgress as KeptProgress
     from librmq.diagnosis.kept_progress import progress_history as progress_history
     from librmq.diagnosis.lag_report import GroupLag as GroupLag
@@ -77,7 +77,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.diagnosis.alarms": ("Alarm", "Watch", "watch"),
+            "librmq.diagnosis._alarms": ("Alarm", "Watch", "watch"),
             "librmq.diagnosis.checks": ("TopicVolume", "design_check", "diagnose", "topic_volumes"),
             "librmq.diagnosis.deadletters": ("DeadLetterCause", "GivenUpMessage", "dead_letter_causes", "dead_letters"),
             "librmq.diagnosis.findings": ("Finding", "Thresholds"),
@@ -90,7 +90,7 @@ else:
                 "TopicProgress",
                 "lag",
             ),
-            "librmq.diagnosis.instances": ("HeldProgress", "held_progress"),
+            "librmq.diagnosis._instances": ("HeldProgress", "held_progress"),
             "librmq.diagnosis.kept_progress": ("KeptProgress", "progress_history"),
             "librmq.diagnosis.message_story": ("StoryEvent", "story"),
             "librmq.diagnosis.pending": (

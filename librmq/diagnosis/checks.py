@@ -16,6 +16,7 @@ import numpy as np
 
 from librmq.config import nearest
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE
+from librmq.diagnosis._instances import consistency_findings, stuck_findings
 from librmq.diagnosis.deadletters import dead_letter_findings, given_up
 from librmq.diagnosis.findings import (
     NAMED,
@@ -26,7 +27,6 @@ from librmq.diagnosis.findings import (
     worst_first,
 )
 from librmq.diagnosis.formatting import duration
-from librmq.diagnosis.instances import consistency_findings, stuck_findings
 from librmq.diagnosis.kept_progress import kept_progress_findings
 from librmq.diagnosis.lag_report import lag, lag_findings
 from librmq.diagnosis.pending import half_findings, kind_of, never_read_topics

@@ -24,7 +24,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 from librmq.client.allocation import AllocationStrategy, allocate_averagely
 from librmq.config import Between, Config
-from librmq.diagnosis.instances import instances
+from librmq.diagnosis._instances import instances
 from librmq.diagnosis.lag_report import lag, no_progress
 from librmq.diagnosis.view import Source, viewed
 from librmq.message.message import MessageQueue

@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("filtering Arrow columns", "arrow") from error
 
-from librmq.filter.column_backend import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
+from librmq.filter._column_backend import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
 from librmq.filter.normal_form import (
     Missing,
     NumberIs,

@@ -21,10 +21,10 @@ from librmq.clock import Clock, SystemClock
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import interpreter
+from librmq.filter._python_backend import EvaluationRefusedError, compile_evaluate, compile_match
 from librmq.filter.interpreter import Explanation, Lint, explain, lint
 from librmq.filter.normal_form import reduce
 from librmq.filter.parser import Dialect, Selector, parse, refuse_rest
-from librmq.filter.python_backend import EvaluationRefusedError, compile_evaluate, compile_match
 from librmq.java.lang import TRIMMED, string_hash
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock

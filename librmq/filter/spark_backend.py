@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("a filter as a Spark column", "spark") from error
 
-from librmq.filter.column_backend import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
+from librmq.filter._column_backend import COMPARE, JAVA_INTEGER, NEGATED, ColumnBackend, Condition
 from librmq.filter.normal_form import (
     All,
     Missing,

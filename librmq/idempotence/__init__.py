@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.idempotence.dedup_redis import RedisDedupStore as RedisDedupStore
-    from librmq.idempotence.dedup_sql import SqlDedupStore as SqlDedupStore
+    from librmq.idempotence._dedup_redis import RedisDedupStore as RedisDedupStore
+    from librmq.idempotence._dedup_sql import SqlDedupStore as SqlDedupStore
+    from librmq.idempotence._seen_keys import SeenKeys as SeenKeys
+    from librmq.idempotence._sqltables import upgrade_tables as upgrade_tables
+    from librmq.idempotence._transactional_tables import LocalTransactions as LocalTransactions
+    from librmq.idempotence._transactional_tables import Transactional as Transactional
+    from librmq.idempotence._transactional_tables import purge_messages as purge_messages
+    from librmq.idempotence._transactional_tables import transactional as transactional
     from librmq.idempotence.outbox import Outbox as Outbox
     from librmq.idempotence.outbox import OutboxSender as OutboxSender
-    from librmq.idempotence.seen_keys import SeenKeys as SeenKeys
-    from librmq.idempotence.sqltables import upgrade_tables as upgrade_tables
     from librmq.idempotence.stores import Claim as Claim
     from librmq.idempotence.stores import DedupRecord as DedupRecord
     from librmq.idempotence.stores import DedupStore as DedupStore
@@ -21,19 +25,15 @@ if TYPE_CHECKING:
     from librmq.idempotence.stores import dedup_key as dedup_key
     from librmq.idempotence.stores import purge_step as purge_step
     from librmq.idempotence.stores import unique_id as unique_id
-    from librmq.idempotence.transactional_tables import LocalTransactions as LocalTransactions
-    from librmq.idempotence.transactional_tables import Transactional as Transactional
-    from librmq.idempotence.transactional_tables import purge_messages as purge_messages
-    from librmq.idempotence.transactional_tables import transactional as transactional
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.idempotence.dedup_redis": ("RedisDedupStore",),
-            "librmq.idempotence.dedup_sql": ("SqlDedupStore",),
+            "librmq.idempotence._dedup_redis": ("RedisDedupStore",),
+            "librmq.idempotence._dedup_sql": ("SqlDedupStore",),
             "librmq.idempotence.outbox": ("Outbox", "OutboxSender"),
-            "librmq.idempotence.seen_keys": ("SeenKeys",),
-            "librmq.idempotence.sqltables": ("upgrade_tables",),
+            "librmq.idempotence._seen_keys": ("SeenKeys",),
+            "librmq.idempotence._sqltables": ("upgrade_tables",),
             "librmq.idempotence.stores": (
                 "Claim",
                 "DedupRecord",
@@ -44,7 +44,7 @@ else:
                 "purge_step",
                 "unique_id",
             ),
-            "librmq.idempotence.transactional_tables": (
+            "librmq.idempotence._transactional_tables": (
                 "LocalTransactions",
                 "Transactional",
                 "purge_messages",

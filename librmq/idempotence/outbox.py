@@ -35,10 +35,10 @@ from librmq.client.producer import Producer
 from librmq.clock import Clock, present_clock
 from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
-from librmq.idempotence.autocommit import Autocommit
-from librmq.idempotence.connections import Link, check_database
-from librmq.idempotence.drivers import StatementResult, is_temporary_error
-from librmq.idempotence.sqltables import KEY_LIMIT, PURGE_ROWS, check_name, let_writers_in
+from librmq.idempotence._autocommit import Autocommit
+from librmq.idempotence._connections import Link, check_database
+from librmq.idempotence._drivers import StatementResult, is_temporary_error
+from librmq.idempotence._sqltables import KEY_LIMIT, PURGE_ROWS, check_name, let_writers_in
 from librmq.idempotence.stores import LONGEST
 from librmq.message.message import Message, priority_with_queue, reserved_topic
 from librmq.message.properties import PROPERTY_UNIQUE_KEY
@@ -67,7 +67,7 @@ class MessageSender(Protocol):
 
 
 class Outbox:
-    """The table ``table`` of messages to send, which `librmq.idempotence.sqltables.upgrade_tables` creates.
+    """The table ``table`` of messages to send, which `librmq.idempotence._sqltables.upgrade_tables` creates.
 
     Thread-safe. Each thread uses its own connection.
     """

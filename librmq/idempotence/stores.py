@@ -23,8 +23,8 @@ from urllib.parse import quote
 from librmq.clock import Clock
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError
-from librmq.idempotence.drivers import StatementResult, is_refusal
-from librmq.idempotence.sqltables import (
+from librmq.idempotence._drivers import StatementResult, is_refusal
+from librmq.idempotence._sqltables import (
     KEY_LIMIT,
     PURGE_ROWS,
     check_name,

@@ -29,9 +29,9 @@ from kombu.transport.base import to_rabbitmq_queue_arguments
 
 import librmq
 from librmq.clock import SystemClock
-from librmq.integrations.kombu_bindings import FolderBindings, topic_of
-from librmq.integrations.kombu_broker import KombuBroker, brokers, check_visibility
-from librmq.integrations.kombu_receivers import AT_ONCE, Delivery, Receiver
+from librmq.integrations._kombu_bindings import FolderBindings, topic_of
+from librmq.integrations._kombu_broker import KombuBroker, brokers, check_visibility
+from librmq.integrations._kombu_receivers import AT_ONCE, Delivery, Receiver
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, Lock, critical
 

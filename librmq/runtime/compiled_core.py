@@ -37,7 +37,7 @@ class Core:
     key_hashes: Callable[..., Any] | None = None
     """The hashes of the keys of many records (`librmq.store.engine.dispatch`)."""
     spread: Callable[..., Any] | None = None
-    """The physical offsets and times of records, for each of their keys (`librmq.store.format.keyindex`)."""
+    """The physical offsets and times of records, for each of their keys (`librmq.store.format._keyindex`)."""
     put_entries: Callable[..., int] | None = None
     """Writes entries of an index file (`librmq.store.format.indexfile`)."""
     derive: Callable[..., Any] | None = None
@@ -107,7 +107,7 @@ if TYPE_CHECKING:
         """The same for `librmq.store.engine.dispatch.Lane`."""
 
     class AlarmState:
-        """The same for `librmq.store.engine.durability.Housekeeping`."""
+        """The same for `librmq.store.engine._durability.Housekeeping`."""
 
     class AppendState:
         """The same for `librmq.store.engine.append.Appender`."""

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import Extra, lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.spark.functions import match_sql as match_sql
-    from librmq.spark.functions import match_sql_5 as match_sql_5
-    from librmq.spark.functions import match_tags as match_tags
+    from librmq.spark._functions import match_sql as match_sql
+    from librmq.spark._functions import match_sql_5 as match_sql_5
+    from librmq.spark._functions import match_tags as match_tags
+    from librmq.spark._stream import StreamLag as StreamLag
+    from librmq.spark._stream import stream_lags as stream_lags
     from librmq.spark.results import run_incrementally as run_incrementally
     from librmq.spark.results import write_result as write_result
     from librmq.spark.sessions import cause_of as cause_of
@@ -28,7 +30,8 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.spark.functions": ("match_sql", "match_sql_5", "match_tags"),
+            "librmq.spark._functions": ("match_sql", "match_sql_5", "match_tags"),
+            "librmq.spark._stream": ("StreamLag", "stream_lags"),
             "librmq.spark.results": ("run_incrementally", "write_result"),
             "librmq.spark.sessions": ("cause_of", "register", "session"),
             "librmq.spark.stores": ("filters", "messages", "offsets", "queues"),

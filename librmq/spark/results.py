@@ -33,10 +33,10 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import make_folders
 from librmq.runtime.event_log import EventLog
 from librmq.spark import stores
-from librmq.spark.options import parse_read_options
+from librmq.spark._options import parse_read_options
+from librmq.spark._stream import Key, Offset, flat, nested
 from librmq.spark.pipelines import Inputs, LeftOut, MessageRead, OfMessages, find
 from librmq.spark.stores import Settings
-from librmq.spark.stream import Key, Offset, flat, nested
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -157,7 +157,7 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
 
 
 def register(spark: SparkSession, *, ship: bool = False) -> None:
-    """Register the data source ``rocketmq`` and the SQL functions of `librmq.spark.functions` in ``spark``.
+    """Register the data source ``rocketmq`` and the SQL functions of `librmq.spark._functions` in ``spark``.
 
     A session finds the data source automatically if librmq is installed in the same environment as PySpark; this call
     is for all other cases. The functions are registered only for ``spark``. With ``ship`` the workers get the
@@ -165,8 +165,8 @@ def register(spark: SparkSession, *, ship: bool = False) -> None:
     """
     if ship:
         _ship(spark)
-    from librmq.spark.functions import register_functions
-    from librmq.spark.source import RocketMQDataSource
+    from librmq.spark._functions import register_functions
+    from librmq.spark._source import RocketMQDataSource
 
     spark.dataSource.register(RocketMQDataSource)
     register_functions(spark)

@@ -23,7 +23,7 @@ from librmq.files.disk import DiskFiles
 from librmq.message.delays import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.message.lag import deleted_unread, queue_lag, unread_from
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
-from librmq.spark.options import parse_read_options, refuse_urls
+from librmq.spark._options import parse_read_options, refuse_urls
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, timer_log_size
@@ -112,7 +112,7 @@ def backlog(
     topics: Sequence[str] | None = None,
     groups: Sequence[str] | None = None,
 ) -> DataFrame | None:
-    """Return what `librmq.spark.pipelines.backlog` does, the largest lag first; None for a store too damaged to open.
+    """Return what `librmq.spark.pipelines._backlog` does, the largest lag first; None for a store too damaged to open.
 
     The driver looks up the first waiting message of each queue, and no other message is read.
     """

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.store._store import MessageStore as MessageStore
+    from librmq.store.engine._durability import Acknowledgement as Acknowledgement
     from librmq.store.engine.append import AppendResult as AppendResult
-    from librmq.store.engine.durability import Acknowledgement as Acknowledgement
     from librmq.store.engine.message_filters import ByPredicate as ByPredicate
     from librmq.store.engine.message_filters import BySql as BySql
     from librmq.store.engine.message_filters import ByTags as ByTags
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     from librmq.store.extraction import Rescued as Rescued
     from librmq.store.extraction import extract as extract
     from librmq.store.extraction import rescue as rescue
+    from librmq.store.format._keyindex import KeyIndex as KeyIndex
     from librmq.store.format.broker_tables import BrokerTables as BrokerTables
     from librmq.store.format.checkpoint import Checkpoint as Checkpoint
     from librmq.store.format.directory import recognise as recognise
     from librmq.store.format.indexfile import IndexFile as IndexFile
-    from librmq.store.format.keyindex import KeyIndex as KeyIndex
     from librmq.store.recovery.salvage import Gap as Gap
     from librmq.store.recovery.salvage import salvaged_records as salvaged_records
     from librmq.store.recovery.verify import Verdict as Verdict
@@ -32,26 +33,25 @@ if TYPE_CHECKING:
     from librmq.store.snapshots import Snapshot as Snapshot
     from librmq.store.snapshots import restore as restore
     from librmq.store.snapshots import snapshot as snapshot
-    from librmq.store.store import MessageStore as MessageStore
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "librmq.store.engine.append": ("AppendResult",),
-            "librmq.store.engine.durability": ("Acknowledgement",),
+            "librmq.store.engine._durability": ("Acknowledgement",),
             "librmq.store.engine.message_filters": ("ByPredicate", "BySql", "ByTags", "message_filter"),
             "librmq.store.engine.read": ("GetStatus", "MessageFilter", "ReadResult"),
             "librmq.store.extraction": ("Extracted", "Rescued", "extract", "rescue"),
             "librmq.store.format.checkpoint": ("Checkpoint",),
             "librmq.store.format.indexfile": ("IndexFile",),
-            "librmq.store.format.keyindex": ("KeyIndex",),
+            "librmq.store.format._keyindex": ("KeyIndex",),
             "librmq.store.recovery.salvage": (
                 "Gap",
                 "salvaged_records",
             ),
             "librmq.store.recovery.verify": ("Verdict", "verify"),
             "librmq.store.snapshots": ("Snapshot", "restore", "snapshot"),
-            "librmq.store.store": ("MessageStore",),
+            "librmq.store._store": ("MessageStore",),
             "librmq.store.format.broker_tables": ("BrokerTables",),
             "librmq.store.format.directory": ("recognise",),
         },

@@ -53,8 +53,8 @@ from librmq.store.engine.append import Appender
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueTable
 from librmq.store.format import directory
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.saved_state import FILES_A_ROUND
 
 # ---- unconsumed messages of a log file

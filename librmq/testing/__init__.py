@@ -12,41 +12,41 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.testing.drills import one_cluster as one_cluster
-    from librmq.testing.drills import run_drill as run_drill
+    from librmq.testing._drills import one_cluster as one_cluster
+    from librmq.testing._drills import run_drill as run_drill
+    from librmq.testing._faults import Faults as Faults
+    from librmq.testing._kit import Kit as Kit
+    from librmq.testing._kit import UnsoundStoreError as UnsoundStoreError
+    from librmq.testing._kit_runner import Elapsed as Elapsed
+    from librmq.testing._kit_runner import NotAwaitedError as NotAwaitedError
+    from librmq.testing._kit_runner import ProcessStateError as ProcessStateError
+    from librmq.testing._process import Process as Process
+    from librmq.testing._process import ProcessDied as ProcessDied
     from librmq.testing.evidence import UndeliveredWarning as UndeliveredWarning
     from librmq.testing.evidence import UnknownGroupError as UnknownGroupError
-    from librmq.testing.exploring.exploration import Exploration as Exploration
-    from librmq.testing.exploring.exploration import explore as explore
-    from librmq.testing.faults import Faults as Faults
+    from librmq.testing.exploring._exploration import Exploration as Exploration
+    from librmq.testing.exploring._exploration import explore as explore
+    from librmq.testing.histories._history import DeliveryAttempt as DeliveryAttempt
+    from librmq.testing.histories._history import History as History
+    from librmq.testing.histories._history import HistoryLine as HistoryLine
+    from librmq.testing.histories._verdict import HistoryAnomalyError as HistoryAnomalyError
     from librmq.testing.histories.anomalies import Anomaly as Anomaly
     from librmq.testing.histories.anomalies import check_history as check_history
-    from librmq.testing.histories.history import DeliveryAttempt as DeliveryAttempt
-    from librmq.testing.histories.history import History as History
-    from librmq.testing.histories.history import HistoryLine as HistoryLine
-    from librmq.testing.histories.verdict import HistoryAnomalyError as HistoryAnomalyError
-    from librmq.testing.kit import Kit as Kit
-    from librmq.testing.kit import UnsoundStoreError as UnsoundStoreError
-    from librmq.testing.kit_runner import Elapsed as Elapsed
-    from librmq.testing.kit_runner import NotAwaitedError as NotAwaitedError
-    from librmq.testing.kit_runner import ProcessStateError as ProcessStateError
-    from librmq.testing.process import Process as Process
-    from librmq.testing.process import ProcessDied as ProcessDied
     from librmq.testing.served import ServedKit as ServedKit
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "librmq.testing.evidence": ("UndeliveredWarning", "UnknownGroupError"),
-            "librmq.testing.exploring.exploration": ("Exploration", "explore"),
-            "librmq.testing.faults": ("Faults",),
+            "librmq.testing.exploring._exploration": ("Exploration", "explore"),
+            "librmq.testing._faults": ("Faults",),
             "librmq.testing.histories.anomalies": ("Anomaly", "check_history"),
-            "librmq.testing.histories.history": ("DeliveryAttempt", "History", "HistoryLine"),
-            "librmq.testing.histories.verdict": ("HistoryAnomalyError",),
-            "librmq.testing.kit": ("Kit", "UnsoundStoreError"),
-            "librmq.testing.kit_runner": ("Elapsed", "NotAwaitedError", "ProcessStateError"),
-            "librmq.testing.process": ("Process", "ProcessDied"),
-            "librmq.testing.drills": ("one_cluster", "run_drill"),
+            "librmq.testing.histories._history": ("DeliveryAttempt", "History", "HistoryLine"),
+            "librmq.testing.histories._verdict": ("HistoryAnomalyError",),
+            "librmq.testing._kit": ("Kit", "UnsoundStoreError"),
+            "librmq.testing._kit_runner": ("Elapsed", "NotAwaitedError", "ProcessStateError"),
+            "librmq.testing._process": ("Process", "ProcessDied"),
+            "librmq.testing._drills": ("one_cluster", "run_drill"),
             "librmq.testing.served": ("ServedKit",),
         },
     )

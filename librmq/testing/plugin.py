@@ -18,7 +18,10 @@ from _pytest.runner import runtestprotocol
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, InputError
 from librmq.message.ids import format_host
-from librmq.testing.exploring.exploration import (
+from librmq.testing._from_store import StoreStart, shrink
+from librmq.testing._kit import Kit, KitKeywords
+from librmq.testing._network import SMALL_FILES
+from librmq.testing.exploring._exploration import (
     Exploration,
     Fewest,
     encode_schedule,
@@ -28,12 +31,9 @@ from librmq.testing.exploring.exploration import (
     search,
     signature_of,
 )
-from librmq.testing.exploring.explorer import Explorer
-from librmq.testing.exploring.explorer import end_threads as end_threads
-from librmq.testing.from_store import StoreStart, shrink
-from librmq.testing.histories.verdict import HistoryAnomalyError
-from librmq.testing.kit import Kit, KitKeywords
-from librmq.testing.network import SMALL_FILES
+from librmq.testing.exploring._explorer import Explorer
+from librmq.testing.exploring._explorer import end_threads as end_threads
+from librmq.testing.histories._verdict import HistoryAnomalyError
 
 if TYPE_CHECKING:
     from librmq.testing.served import ServedKit

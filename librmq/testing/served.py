@@ -48,9 +48,9 @@ from librmq.protocol import (
 from librmq.runtime.closing import Closing
 from librmq.runtime.runner import Step
 from librmq.scheduling.timer_config import DELETE_KEY
-from librmq.testing.histories.history import Call, show
-from librmq.testing.kit import Kit, time_after
-from librmq.testing.process import Process
+from librmq.testing._kit import Kit, time_after
+from librmq.testing._process import Process
+from librmq.testing.histories._history import Call, show
 from librmq.wire.remoting import RemotingServer, listen
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import pytest
 
 import librmq
 from librmq.broker import retries
+from librmq.broker._administration import Administration
 from librmq.broker.administered_route import AdministeredRoute
-from librmq.broker.administration import Administration
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MessageIllegalError
 from librmq.files.interface import File
 from librmq.files.memory import MemoryFiles

@@ -50,10 +50,10 @@ from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.documents import write_document
 from librmq.testing import Kit, Process, explore
-from librmq.testing.histories.verdict import HistoryAnomalyError
+from librmq.testing.histories._verdict import HistoryAnomalyError
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting.codec import FORMS as FORMS_OF_REQUESTS
+from librmq.wire.remoting._codec import FORMS as FORMS_OF_REQUESTS
 from librmq.wire.remoting.frames import Frame, answer_to
 from tests.broker.parties import broker_directory, opened, send
 from tests.budget import examples, some

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from librmq.broker import Broker
-from librmq.broker.handlers.receive import ReceiveHandler
+from librmq.broker.handlers._receive import ReceiveHandler
 from librmq.client.producer import Producer
 from librmq.client.queue_selectors import select_by_hash
 from librmq.client.transactions import TransactionProducer

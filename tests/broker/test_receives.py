@@ -28,8 +28,8 @@ from librmq import (
     StoreConfig,
     StoreError,
 )
+from librmq.broker.handlers._receive import ReceiveHandler
 from librmq.broker.handlers.in_flight import IN_ORDER, QueueKey, Receipt
-from librmq.broker.handlers.receive import ReceiveHandler
 from librmq.broker.long_polling import Deadlines, HeldRequests
 from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
 from librmq.store import MessageStore, verify
@@ -293,7 +293,7 @@ def test_held_receive_in_order_is_woken_when_all_is_done(rmq: Kit, in_order: Bro
 def test_held_receive_is_woken_when_a_full_queue_has_room(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("librmq.broker.handlers.receive.MAX_IN_FLIGHT", 2)
+    monkeypatch.setattr("librmq.broker.handlers._receive.MAX_IN_FLIGHT", 2)
     send(broker, "a", "b", "c")
     a, _ = receive(broker)
     woken: list[int] = []
@@ -309,7 +309,7 @@ def test_held_receive_is_woken_when_a_full_queue_has_room(
 
 def test_receive_reads_on_behind_many_others(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receive is not held while unread messages remain, because no new message might arrive to end the hold."""
-    monkeypatch.setattr("librmq.broker.handlers.receive._READS_WITHOUT_MESSAGE", 1)
+    monkeypatch.setattr("librmq.broker.handlers._receive._READS_WITHOUT_MESSAGE", 1)
     send(broker, *["other"] * 2000, tags="other")
     send(broker, "wanted", tags="wanted")
     with SimpleConsumer(broker, "g") as consumer:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from librmq.broker import Broker, BrokerConfig
-from librmq.broker.handlers import send as send_handler
+from librmq.broker.handlers import _send as send_handler
 from librmq.client.producer import Producer
 from librmq.client.transactions import TransactionProducer
 from librmq.config import StoreConfig

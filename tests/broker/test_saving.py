@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from librmq.broker import Broker
-from librmq.broker.offsets import TableWriter
+from librmq.broker._offsets import TableWriter
 from librmq.client.producer import Producer
 from librmq.errors import BrokerError, BrokerUnreachableError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles

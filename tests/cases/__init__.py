@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from librmq.cli import syntax
-from librmq.cli.options import OUTPUT, Command, option
+from librmq.cli import _syntax as syntax
+from librmq.cli._options import OUTPUT, Command, option
 
 COMMANDS: Final[dict[str, Command]] = {command.name: command for command in (
     Command(

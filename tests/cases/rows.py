@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
+from librmq.cli._json_rows import Row, read_rows, standard_input
+from librmq.cli._output import Output
 from librmq.cli.commands.filters import read_case
-from librmq.cli.json_rows import Row, read_rows, standard_input
-from librmq.cli.output import Output
 from librmq.client.allocation import (
     AllocationStrategy,
     allocate_averagely,

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from librmq import Broker, Message, MessageStore, Producer, PushConsumer, ReconsumeLater
-from librmq.cli.output import JsonLines
+from librmq.cli._output import JsonLines
 from librmq.clock import ManualClock
 from librmq.diagnosis import lag
 from librmq.message.topics import TOPIC_TYPES

@@ -194,7 +194,7 @@ def test_tables_fit_the_terminal(shell: Shell, monkeypatch: pytest.MonkeyPatch, 
     pytest.importorskip("rich")
     from rich.cells import cell_len
 
-    from librmq.cli.table import Table
+    from librmq.cli._table import Table
 
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("NO_COLOR", "1")

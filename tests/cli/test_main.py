@@ -21,8 +21,8 @@ import librmq
 from librmq import MessageStore
 from librmq.__main__ import main as started
 from librmq.cli import main
-from librmq.cli.output import Output
-from librmq.cli.syntax import COMMANDS
+from librmq.cli._output import Output
+from librmq.cli._syntax import COMMANDS
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, StoreIOError
 from tests.budget import many
 from tests.cli.stand import Shell, files_of
@@ -226,7 +226,7 @@ def test_a_short_answer_loads_nothing_slow(words: list[str], shell: Shell) -> No
 
 def test_a_reader_that_leaves_early_is_not_an_error() -> None:
     program = (
-        "import sys, types; from librmq.cli.syntax import COMMANDS\n"
+        "import sys, types; from librmq.cli._syntax import COMMANDS\n"
         "name = 'librmq.cli.commands.' + COMMANDS['queues'].module\n"
         "module = sys.modules[name] = types.ModuleType(name)\n"
         "module.queues = lambda arguments, output: [output.row({'n': n}) for n in range(100000)] and 0\n"
@@ -255,7 +255,7 @@ def test_a_closed_standard_output_is_not_an_error() -> None:
 
 def test_output_is_utf8_in_any_locale() -> None:
     program = (
-        "import sys, types; from librmq.cli.syntax import COMMANDS\n"
+        "import sys, types; from librmq.cli._syntax import COMMANDS\n"
         "name = 'librmq.cli.commands.' + COMMANDS['queues'].module\n"
         "module = sys.modules[name] = types.ModuleType(name)\n"
         "module.queues = lambda arguments, output: output.row({'topic': '订单'}) or 0\n"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.cli.output import JsonLines, LimitReached, Output, complain, json_line, open_output
+from librmq.cli._output import JsonLines, LimitReached, Output, complain, json_line, open_output
 from librmq.errors import MissingExtraError
 from librmq.printable import printable
 from tests.cli.stand import Terminal
@@ -87,7 +87,7 @@ def test_many_rows_are_printed_like_single_ones(limit: int | None) -> None:
 
 def test_programs_get_json_lines_and_people_tables() -> None:
     pytest.importorskip("rich")
-    from librmq.cli.table import Table
+    from librmq.cli._table import Table
 
     assert isinstance(open_output(None, io.StringIO()).writer, JsonLines)
     assert isinstance(open_output("jsonl", Terminal()).writer, JsonLines)
@@ -98,7 +98,7 @@ def test_programs_get_json_lines_and_people_tables() -> None:
 def test_without_rich_a_terminal_gets_json_lines_and_a_hint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "librmq.cli.table", raising=False)
+    monkeypatch.delitem(sys.modules, "librmq.cli._table", raising=False)
     monkeypatch.setitem(sys.modules, "rich", None)
     assert isinstance(open_output(None, Terminal()).writer, JsonLines)
     said = capsys.readouterr().err
@@ -119,7 +119,7 @@ def test_complaints_are_safe_to_show(capsys: pytest.CaptureFixture[str]) -> None
 
 def drawn(*rows: dict[str, Any]) -> str:
     pytest.importorskip("rich")
-    from librmq.cli.table import Table
+    from librmq.cli._table import Table
 
     stream = io.StringIO()
     table = Table(stream)
@@ -132,7 +132,7 @@ def drawn(*rows: dict[str, Any]) -> str:
 
 def test_a_table_raises_if_its_reader_has_left() -> None:
     pytest.importorskip("rich")
-    from librmq.cli.table import Table
+    from librmq.cli._table import Table
 
     class Left(io.StringIO):
         def write(self, text: str) -> int:
@@ -389,7 +389,7 @@ def test_a_signal_that_another_thread_gets_ends_the_wait() -> None:
     ended = run_program("""
         import os, signal, threading
         from pathlib import Path
-        from librmq.cli.output import end_signals
+        from librmq.cli._output import end_signals
 
         state = Path(f"/proc/self/task/{os.getpid()}/stat")
 
@@ -408,7 +408,7 @@ def test_a_signal_that_another_thread_gets_ends_the_wait() -> None:
 
 
 def test_no_color_means_no_escape_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from librmq.cli.table import Table
+    from librmq.cli._table import Table
 
     monkeypatch.setenv("TERM", "xterm-256color")
     row = {"finding": "f", "severity": "error", "subject": "s", "what": "w", "evidence": {}, "next": "n"}

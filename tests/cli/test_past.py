@@ -23,7 +23,7 @@ from librmq import (
     TransactionProducer,
     TransactionState,
 )
-from librmq.cli.syntax import PAST
+from librmq.cli._syntax import PAST
 from tests.cli.stand import Shell
 
 COMMANDS: dict[str, tuple[str, ...]] = {

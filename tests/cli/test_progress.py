@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from librmq.cli import main
-from librmq.cli.output import ProgressBar
+from librmq.cli._output import ProgressBar
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message import Message
@@ -99,7 +99,7 @@ def test_every_long_command_reports_its_progress(words: str, tmp_path: Path, mon
             made.append(Message("t", b"x" * 100, keys=f"{number}"))
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr("librmq.cli.output.SystemClock", lambda: Hurried())
+    monkeypatch.setattr("librmq.cli._output.SystemClock", lambda: Hurried())
     name, *more = words.split()
     if name in ("snapshot", "restore", "export"):
         more += [target] if name != "export" else ["-o", target]

@@ -132,7 +132,7 @@ def aged(shell: Shell) -> Shell:
 
 def at_minute(monkeypatch: pytest.MonkeyPatch, minute: int) -> None:
     """Set the time from which commands count ages."""
-    monkeypatch.setattr("librmq.cli.selection.SystemClock", lambda: ManualClock(BEGIN_MS + 60_000 * minute))
+    monkeypatch.setattr("librmq.cli._selection.SystemClock", lambda: ManualClock(BEGIN_MS + 60_000 * minute))
 
 
 def test_what_was_too_new_is_sent_by_a_later_call(

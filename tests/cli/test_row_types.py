@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from librmq.cli.syntax import COMMANDS
+from librmq.cli._syntax import COMMANDS
 from tests import cases
 from tests.cli.stand import ROW_TYPES, Shell, errors_of
 from tests.reference import COMPACT, unpack

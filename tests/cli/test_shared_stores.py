@@ -14,7 +14,7 @@ import pytest
 
 import librmq
 from librmq import Broker, ConfigError, ManualRunner, Message, TransactionProducer, TransactionState
-from librmq.cli.routes import owner_of
+from librmq.cli._routes import owner_of
 from librmq.diagnosis.skips import plan_skip, skip
 from librmq.diagnosis.view import StoreView
 from tests.cli.stand import Shell

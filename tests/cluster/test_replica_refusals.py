@@ -10,7 +10,7 @@ import pytest
 
 from librmq import Broker, ManualRunner, Message, MessageStore, StoreConfig
 from librmq.cluster import Replica, StoredMaster
-from librmq.cluster.replica_admission import check_bytes
+from librmq.cluster._replica_admission import check_bytes
 from librmq.errors import (
     BrokerError,
     CorruptionError,

@@ -29,7 +29,8 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from librmq.columns import export, exports, reader
+from librmq.columns import _exports as exports
+from librmq.columns import export, reader
 from librmq.columns.record_batches import batches_of
 
 START_MS = 1_700_000_000_000
@@ -270,7 +271,7 @@ def test_a_later_export_has_the_rest(store: Path, tmp_path: Path, name: str) -> 
 
 KILLED = """
 import os, sys
-from librmq.columns import exports
+from librmq.columns import _exports as exports
 exports._STEP_BYTES = 1
 from librmq.columns import export
 left = [0]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from librmq.consumer import PullConsumer
-from librmq.consumer.tracks import MessageTrack, TrackType, message_tracks
+from librmq.consumer._tracks import MessageTrack, TrackType, message_tracks
 from librmq.diagnosis.deadletters import dead_letters
 from librmq.errors import ConfigError
 from librmq.listener import DeadLetter

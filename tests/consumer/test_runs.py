@@ -12,7 +12,7 @@ from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.clock import ManualClock
 from librmq.consumer import DeliveredMessage, PushConsumer
-from librmq.consumer.delivery import LOOK_MS, ConcurrentDelivery
+from librmq.consumer._delivery import LOOK_MS, ConcurrentDelivery
 from librmq.errors import NotIdleError
 from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue

@@ -32,7 +32,7 @@ from librmq.store import snapshot
 from librmq.testing import Kit, Process, explore
 from librmq.wire.remote.remote_route import connect
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting.codec import FORMS
+from librmq.wire.remoting._codec import FORMS
 from librmq.wire.remoting.frames import Frame, answer_to
 from tests.broker.parties import beat
 from tests.budget import examples, some

@@ -26,7 +26,7 @@ from librmq.message.message import Message
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.durability import Acknowledgement
+from librmq.store.engine._durability import Acknowledgement
 from librmq.store.recovery import saved_state
 from librmq.store.recovery.verify import verify
 from tests.budget import many

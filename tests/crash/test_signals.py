@@ -18,7 +18,7 @@ import pytest
 import librmq
 from librmq.config import StoreConfig
 from librmq.message.message import Message
-from librmq.store.store import MessageStore
+from librmq.store._store import MessageStore
 from tests.conftest import SlowBudget
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signals of POSIX")

@@ -120,8 +120,8 @@ def queue(data: bytes) -> None:
 def index(data: bytes) -> None:
     """Open bytes as a file of the key index."""
     from librmq.errors import StoreError
+    from librmq.store.format._keyindex import KeyIndex
     from librmq.store.format.indexfile import IndexFile, file_length
-    from librmq.store.format.keyindex import KeyIndex
     from librmq.store.recovery.log_comparison import find_flaw
 
     length = file_length(8, 32)

@@ -11,8 +11,8 @@ import pytest
 
 from librmq.files.memory import MemoryFiles
 from librmq.java.lang import index_key_hash
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import IndexFile, geometry
-from librmq.store.format.keyindex import KeyIndex
 from tests.golden.recorded import left_sound
 from tests.reference import existing, folders, jsonl, rows, store_folders
 from tests.stores import ROOT, in_memory

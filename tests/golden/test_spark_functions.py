@@ -25,7 +25,7 @@ from librmq.errors import FilterSyntaxError  # noqa: E402
 from librmq.java.lang import string_hash  # noqa: E402
 from librmq.message.message import MessageQueue  # noqa: E402
 from librmq.spark import register  # noqa: E402
-from librmq.spark.functions import (  # noqa: E402
+from librmq.spark._functions import (  # noqa: E402
     allocate,
     bloom_positions,
     dedup_key,

@@ -35,7 +35,7 @@ pytest.importorskip("pyspark")
 from pyspark.sql import functions as F  # noqa: E402, N812
 
 from librmq.spark.pipelines import run  # noqa: E402
-from librmq.spark.pipelines.comparisons import reconcile  # noqa: E402
+from librmq.spark.pipelines._comparisons import reconcile  # noqa: E402
 from tests.spark_session import killing, shared_session  # noqa: E402
 
 Name = tuple[str, str, int]

@@ -17,9 +17,9 @@ import redis
 import sqlalchemy
 from sqlalchemy.orm import Session
 
-from librmq.idempotence.dedup_redis import RedisDedupStore
-from librmq.idempotence.dedup_sql import SqlDedupStore
-from librmq.idempotence.sqltables import upgrade_tables
+from librmq.idempotence._dedup_redis import RedisDedupStore
+from librmq.idempotence._dedup_sql import SqlDedupStore
+from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence.stores import DedupStore, MemoryDedupStore, SqliteDedupStore
 from tests.conftest import in_ci
 from tests.idempotence.servers import STARTERS, Absent, Server

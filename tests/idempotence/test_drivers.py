@@ -16,9 +16,9 @@ import sqlalchemy
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from librmq.errors import ConfigError
-from librmq.idempotence.connections import Link
-from librmq.idempotence.drivers import DRIVERS as TABLE
-from librmq.idempotence.drivers import (
+from librmq.idempotence._connections import Link
+from librmq.idempotence._drivers import DRIVERS as TABLE
+from librmq.idempotence._drivers import (
     Failure,
     TransactionStatus,
     driver_of,
@@ -27,9 +27,9 @@ from librmq.idempotence.drivers import (
     is_integrity_error,
     is_temporary_error,
 )
+from librmq.idempotence._sqltables import upgrade_tables
+from librmq.idempotence._transactional_tables import purge_messages, transactional
 from librmq.idempotence.outbox import Outbox
-from librmq.idempotence.sqltables import upgrade_tables
-from librmq.idempotence.transactional_tables import purge_messages, transactional
 from librmq.message.message import Message
 from tests.idempotence.conftest import DRIVERS, Database
 from tests.idempotence.test_listener import Delivery

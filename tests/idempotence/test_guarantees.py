@@ -11,8 +11,8 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.dedup import DedupListener
 from librmq.errors import DedupStoreError
+from librmq.idempotence._transactional_tables import purge_messages, transactional
 from librmq.idempotence.stores import Claim, DedupRecord, DedupStore, unique_id
-from librmq.idempotence.transactional_tables import purge_messages, transactional
 from librmq.listener import ReconsumeLater
 from tests.budget import many
 from tests.idempotence.conftest import DATABASES, Database, Place

@@ -14,8 +14,8 @@ import pytest
 import sqlalchemy
 
 from librmq.clock import ManualClock, SystemClock
+from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence.outbox import Outbox
-from librmq.idempotence.sqltables import upgrade_tables
 from librmq.message.message import Message
 from tests.conftest import SlowBudget
 from tests.idempotence.conftest import DATABASES, Database, Place

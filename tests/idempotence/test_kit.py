@@ -16,10 +16,10 @@ from librmq.clock import SystemClock, present_clock
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupCounts, DedupListener
 from librmq.errors import ConfigError
+from librmq.idempotence._sqltables import upgrade_tables
+from librmq.idempotence._transactional_tables import transactional
 from librmq.idempotence.outbox import Outbox, OutboxSender
-from librmq.idempotence.sqltables import upgrade_tables
 from librmq.idempotence.stores import DedupStore, MemoryDedupStore, SqliteDedupStore
-from librmq.idempotence.transactional_tables import transactional
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 from librmq.metrics import Metrics

@@ -16,7 +16,7 @@ from librmq import Broker, ManualRunner, Message, TransactionProducer, Transacti
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError, TransactionRefusedError
 from librmq.idempotence import LocalTransactions
-from librmq.idempotence.connections import Link
+from librmq.idempotence._connections import Link
 from tests.idempotence.conftest import DATABASES, DRIVERS, Database
 
 KINDS = ("driver", "session", "connection")

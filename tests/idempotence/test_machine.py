@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from librmq.clock import ManualClock
 from librmq.dedup import DedupListener
 from librmq.errors import DedupStoreError
+from librmq.idempotence._transactional_tables import Transactional, transactional
 from librmq.idempotence.stores import Claim, DedupStore, MemoryDedupStore
-from librmq.idempotence.transactional_tables import Transactional, transactional
 from librmq.listener import ReconsumeLater
 from tests.budget import examples
 from tests.idempotence.conftest import DATABASES, Database, Place

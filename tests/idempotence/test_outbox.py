@@ -22,8 +22,8 @@ from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError
+from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence.outbox import Outbox, OutboxSender
-from librmq.idempotence.sqltables import upgrade_tables
 from librmq.message.message import Message
 from librmq.protocol import SendStatus
 from tests.budget import many

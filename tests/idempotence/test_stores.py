@@ -22,11 +22,12 @@ from sqlalchemy.pool import NullPool
 from librmq.clock import ManualClock
 from librmq.dedup import DedupCounts, DedupListener
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError, StoreLockedError
-from librmq.idempotence import sqltables
-from librmq.idempotence.dedup_redis import RedisDedupStore
-from librmq.idempotence.dedup_sql import SqlDedupStore
+from librmq.idempotence import _sqltables as sqltables
+from librmq.idempotence._dedup_redis import RedisDedupStore
+from librmq.idempotence._dedup_sql import SqlDedupStore
+from librmq.idempotence._sqltables import upgrade_tables
+from librmq.idempotence._transactional_tables import purge_messages
 from librmq.idempotence.outbox import Outbox, OutboxSender
-from librmq.idempotence.sqltables import upgrade_tables
 from librmq.idempotence.stores import (
     Claim,
     DedupRecord,
@@ -36,7 +37,6 @@ from librmq.idempotence.stores import (
     dedup_key,
     purge_step,
 )
-from librmq.idempotence.transactional_tables import purge_messages
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 from tests.conftest import in_ci

@@ -22,10 +22,10 @@ from sqlalchemy.pool import NullPool
 
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError
-from librmq.idempotence.connections import Link
+from librmq.idempotence._connections import Link
+from librmq.idempotence._sqltables import upgrade_tables
+from librmq.idempotence._transactional_tables import purge_messages, transactional
 from librmq.idempotence.outbox import Outbox
-from librmq.idempotence.sqltables import upgrade_tables
-from librmq.idempotence.transactional_tables import purge_messages, transactional
 from librmq.message.message import Message
 from tests.budget import many
 from tests.idempotence.conftest import DATABASES, DRIVERS, Database

@@ -13,11 +13,11 @@ import sqlalchemy
 from librmq import Broker, ConsumeFrom, PushConsumer, TransactionProducer
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.dedup import DedupListener
-from librmq.idempotence.dedup_redis import RedisDedupStore
-from librmq.idempotence.dedup_sql import SqlDedupStore
+from librmq.idempotence._dedup_redis import RedisDedupStore
+from librmq.idempotence._dedup_sql import SqlDedupStore
+from librmq.idempotence._transactional_tables import LocalTransactions, transactional
 from librmq.idempotence.outbox import OutboxSender
 from librmq.idempotence.stores import DedupStore, SqliteDedupStore
-from librmq.idempotence.transactional_tables import LocalTransactions, transactional
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from django.db import connection
 
-from librmq.integrations.django import tasks
+from librmq.integrations.django import _tasks as tasks
 
 if tasks.Task.__module__.startswith("django."):
     from django.tasks import task

@@ -48,7 +48,7 @@ class Tasks:
 
     def __init__(self, kit: Kit) -> None:
         from librmq.integrations.django import Worker
-        from librmq.integrations.django.tasks import task_backends
+        from librmq.integrations.django._tasks import task_backends
         from tests.integrations import django_tasks_for_tests as functions
 
         self.kit = kit
@@ -122,7 +122,7 @@ def test_other_ends_of_a_task_are_failures(tasks: Tasks, name: str, kind: type[B
 
 
 def test_an_unknown_id_and_another_task_are_refused(tasks: Tasks) -> None:
-    from librmq.integrations.django.tasks import TaskResultDoesNotExist
+    from librmq.integrations.django._tasks import TaskResultDoesNotExist
 
     with pytest.raises(TaskResultDoesNotExist):
         tasks.backend.get_result("unknown")
@@ -275,7 +275,7 @@ def test_a_task_that_has_ended_does_not_run_again(tasks: Tasks) -> None:
 
 
 def _state(result: Any) -> dict[str, Any]:
-    from librmq.integrations.django.backend import new_state
+    from librmq.integrations.django._backend import new_state
 
     return new_state(result.task, result.id, result.args, result.kwargs, 0)
 
@@ -321,7 +321,7 @@ class TestOutbox:
         assert tasks.worker.run_pending() == 1
         result.refresh()
         assert (result.status, result.return_value) == ("SUCCESSFUL", 1)
-        from librmq.integrations.django.tasks import TaskResultDoesNotExist
+        from librmq.integrations.django._tasks import TaskResultDoesNotExist
 
         with pytest.raises(TaskResultDoesNotExist):
             tasks.backend.get_result(lost.id)
@@ -353,7 +353,7 @@ def test_a_hook_enqueues_after_the_commit(tasks: Tasks, orders: None) -> None:
 )
 @pytest.mark.usefixtures("project")
 def test_check_finds_a_wrong_setting(setting: dict[str, Any], problem: str) -> None:
-    from librmq.integrations.django.tasks import task_backends
+    from librmq.integrations.django._tasks import task_backends
 
     with override_settings(TASKS={"default": {"BACKEND": BACKEND, **setting}}):
         texts = [message.msg for message in checks.run_checks() if str(message.id).startswith("librmq.")]
@@ -425,7 +425,7 @@ class Project:
 
 @pytest.fixture
 def other_process(project: None, tmp_path: Path) -> Iterator[Project]:
-    from librmq.integrations.django.tasks import task_backends
+    from librmq.integrations.django._tasks import task_backends
 
     site = Project(tmp_path)
     with override_settings(TASKS={"default": {"BACKEND": BACKEND, "OPTIONS": {"path": site.path, "invisible": 1}}}):
@@ -516,7 +516,7 @@ print(result.return_value)
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_worker_begins_again_when_the_code_of_a_task_changes(tmp_path: Path, processes: str) -> None:
     """With several processes none of its own imports the tasks."""
-    from librmq.integrations.django import tasks
+    from librmq.integrations.django import _tasks as tasks
 
     site, app = Project(tmp_path), tmp_path / "shop"
     with (tmp_path / "settings.py").open("a") as file:

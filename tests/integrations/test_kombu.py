@@ -30,7 +30,7 @@ from kombu.exceptions import ChannelError
 
 import librmq
 import librmq.integrations.kombu
-from librmq.integrations.kombu_bindings import FolderBindings, topic_of
+from librmq.integrations._kombu_bindings import FolderBindings, topic_of
 from librmq.wire.remoting import RemotingServer
 from tests.programs import Fork, run_program
 
@@ -583,7 +583,7 @@ def test_a_declaration_adds_to_the_file_of_bindings(
         with open(path, "a") as file:
             file.write('["bind", "work", "a kill')
         declare("last")
-        monkeypatch.setattr("librmq.integrations.kombu_bindings._MOST_CHANGES", 4)
+        monkeypatch.setattr("librmq.integrations._kombu_bindings._MOST_CHANGES", 4)
         for number in range(10):
             kombu.Queue(f"queue{number}", exchange)(other.channel()).delete()
         for _ in range(20):

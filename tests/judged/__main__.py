@@ -41,8 +41,8 @@ from librmq.clock import SystemClock
 from librmq.errors import ReceiptError
 from librmq.message.topics import TopicType
 from librmq.protocol import ResponseCode
-from librmq.wire.remoting.codec import frame_of
-from librmq.wire.remoting.headers import CreateTopicHeader, RequestCode
+from librmq.wire.remoting._codec import frame_of
+from librmq.wire.remoting._headers import CreateTopicHeader, RequestCode
 from tests.wire.clients import (
     HERE,
     NODE_VERSION,

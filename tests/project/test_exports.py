@@ -89,8 +89,8 @@ EXPORTS = {
     ),
     "librmq.protocol": "Endpoint LockQueues Request ResponseCode Route UnlockQueues",
     "librmq.spark": (
-        "cause_of filters match_sql match_sql_5 match_tags messages offsets overview queues register run_incrementally "
-        "session write_result"
+        "StreamLag cause_of filters match_sql match_sql_5 match_tags messages offsets overview queues register "
+        "run_incrementally session stream_lags write_result"
     ),
     "librmq.wire.remote": "RemoteRoute connect",
 }

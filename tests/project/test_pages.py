@@ -36,8 +36,8 @@ from librmq import (
     SuspendQueue,
     errors,
 )
+from librmq.cli._syntax import COMMANDS
 from librmq.cli.commands.completion import options_of
-from librmq.cli.syntax import COMMANDS
 from librmq.errors import MissingExtraError
 from librmq.metrics import METRICS
 from tests.project.test_docs import DOCS

@@ -1,32 +1,66 @@
-"""What readers can rely on in the layout: no modules of a room import each other in a circle."""
+"""The listing of a room shows its face and its inside: modules that no other room imports begin with an underscore."""
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Iterator
 
-import grimp
+from tests.reference import CHECKOUT
+
+LIBRARY = CHECKOUT / "librmq"
+LOADED_BY_NAME = (
+    "librmq.cli.commands.",  # one module for each group of commands
+    "librmq.integrations.django.apps",  # Django's own names, from here on
+    "librmq.integrations.django.management.commands.",
+    "librmq.integrations.django.models",
+    "librmq.integrations.kombu",  # an application imports it to make kombu know librmq://
+    "librmq.testing.plugin",  # pytest_librmq imports it
+)
 
 
-def circle(edges: dict[str, set[str]]) -> list[str]:
-    """Return one import cycle, which begins and ends with the same module, or an empty list if there is none."""
-    try:
-        TopologicalSorter(edges).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
+def room_of(module: str) -> str:
+    """Return the package directly below ``librmq`` that a module belongs to, or nothing for a module beside them."""
+    name = module.split(".")[1] if "." in module else ""
+    return name if (LIBRARY / name / "__init__.py").is_file() and name else ""
 
 
-def test_no_modules_of_a_room_import_each_other() -> None:
-    """Imports under ``TYPE_CHECKING`` and inside functions count; those of a package's lazy ``__init__`` do not."""
-    graph = grimp.build_graph("librmq", cache_dir=None)
-    rooms = defaultdict[str, dict[str, set[str]]](dict)
-    for name in graph.modules:
-        room = ".".join(name.split(".")[:2])
-        if not graph.find_children(name):
-            imported = graph.find_modules_directly_imported_by(name)
-            rooms[room][name] = {other for other in imported if other.startswith(f"{room}.")} - {name}
-    assert len(rooms) > 15
-    packages = {name for name in graph.modules if graph.find_children(name)}
-    circles = [circle({name: to - packages for name, to in edges.items()}) for edges in rooms.values()]
-    assert not any(circles), circles
+def imports() -> Iterator[tuple[str, str]]:
+    """Yield each module of librmq with each module that it imports."""
+    names = {}
+    for path in LIBRARY.rglob("*.py"):
+        parts = path.relative_to(CHECKOUT).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    for name, path in names.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    yield name, inner if inner in names else node.module
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names:
+                yield name, node.value
+
+
+def test_a_room_imports_only_the_faces_of_others() -> None:
+    inside = {
+        (name, imported)
+        for name, imported in imports()
+        if imported.rpartition(".")[2].startswith("_") and room_of(imported) not in ("", room_of(name))
+    }
+    assert inside == set(), "move what they share into a module without underscore"
+
+
+def test_inner_modules_begin_with_an_underscore() -> None:
+    users = defaultdict(set)
+    for name, imported in imports():
+        users[imported].add(room_of(name))
+    shown = {
+        module
+        for module, rooms in users.items()
+        if room_of(module)
+        and rooms == {room_of(module)}
+        and not module.rpartition(".")[2].startswith("_")
+        and not (LIBRARY.parent / module.replace(".", "/")).is_dir()
+        and not module.startswith(LOADED_BY_NAME)
+    }
+    assert shown == set(), "no other room imports them"

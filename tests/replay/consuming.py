@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from librmq.client.allocation import allocate_averagely
 from librmq.consumer import DeliveredMessage, PushConsumer
-from librmq.consumer.orderly import OrderlyResult
+from librmq.consumer._orderly import OrderlyResult
 from librmq.listener import ReconsumeLater, SuspendQueue
 from librmq.message.message import MessageQueue
 from librmq.protocol import ConsumeFrom, MessageModel, UpdateOffset

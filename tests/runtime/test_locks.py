@@ -70,7 +70,7 @@ def test_no_signal_leaves_it_taken(make: Callable[[], Made], alarm: None) -> Non
 
 INTERRUPTED_STREAMS = """
 import signal, threading
-from librmq.wire.grpc.sessions import Commands
+from librmq.wire.grpc._sessions import Commands
 
 class Hit(Exception):
     pass

@@ -41,8 +41,8 @@ from librmq.message.topics import CHECK_MAX_TIME_TOPIC
 from librmq.protocol import EndTransaction
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing import Kit
+from librmq.testing._process import Process
 from librmq.testing.histories.anomalies import check_history
-from librmq.testing.process import Process
 from tests.file_seams import CrashImages, Image, RecordingFiles
 from tests.simulation.promises import broken_promises, records
 

@@ -11,7 +11,7 @@ from librmq.java.lang import index_key_hash
 from librmq.message.properties import split_keys
 
 pa = pytest.importorskip("pyarrow")
-encode = pytest.importorskip("librmq.spark.encode")
+encode = pytest.importorskip("librmq.spark._encode")
 
 TEXTS = st.none() | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\1\2"), min_size=1, max_size=8)
 ALIKE = st.text("ab7", min_size=4, max_size=4)

@@ -16,9 +16,9 @@ from librmq.diagnosis import Consumption, estimate, expiring  # noqa: E402
 from librmq.diagnosis.pending import pending_messages  # noqa: E402
 from librmq.errors import ConfigError  # noqa: E402
 from librmq.spark import stores  # noqa: E402
-from librmq.spark.functions import strategy_of  # noqa: E402
+from librmq.spark._functions import strategy_of  # noqa: E402
 from librmq.spark.pipelines import backlog, dead_letters, left_out, reconcile, run, what_if  # noqa: E402
-from librmq.spark.pipelines.backlog import MESSAGE_COLUMNS  # noqa: E402
+from librmq.spark.pipelines._backlog import MESSAGE_COLUMNS  # noqa: E402
 from librmq.store import BrokerTables  # noqa: E402
 from tests.diagnosis.test_letters import CASES as DEAD_LETTERS  # noqa: E402
 from tests.message.test_lag import CASES as LAGS  # noqa: E402

@@ -33,8 +33,8 @@ from pyspark.sql.datasource import (
     StringStartsWith,
 )
 
-from librmq.spark.options import parse_read_options
-from librmq.spark.source import PushingReader, Reader, arrow_schema, schema_of
+from librmq.spark._options import parse_read_options
+from librmq.spark._source import PushingReader, Reader, arrow_schema, schema_of
 from tests.spark_session import shared_session
 
 START_MS = 1_700_000_000_000

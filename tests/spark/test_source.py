@@ -24,7 +24,7 @@ pytest.importorskip("pyspark")
 from pyspark.errors import PySparkException  # noqa: E402
 
 from librmq.errors import ConfigError  # noqa: E402
-from librmq.spark.options import WriteOptions, parse_read_options  # noqa: E402
+from librmq.spark._options import WriteOptions, parse_read_options  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
 
 START_MS = 1_700_000_000_000
@@ -175,7 +175,7 @@ def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], 
     ],
 )
 def test_no_option_of_a_read_is_ignored(folder: Path, options: dict[str, str], text: str) -> None:
-    from librmq.spark.source import RocketMQDataSource, schema_of
+    from librmq.spark._source import RocketMQDataSource, schema_of
 
     with pytest.raises(ConfigError, match=text):
         RocketMQDataSource({"path": str(folder), **options}).reader(schema_of(["topic"]))
@@ -199,7 +199,7 @@ def test_an_option_of_kafka_is_refused_with_what_to_use() -> None:
 
 def test_an_error_about_offsets_names_the_option(folder: Path) -> None:
     """The option that the user wrote is named, in batches and in streams."""
-    from librmq.spark.source import RocketMQDataSource, schema_of
+    from librmq.spark._source import RocketMQDataSource, schema_of
 
     for option in ("startingOffsets", "endingOffsets", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp"):
         source = RocketMQDataSource({"path": str(folder), option: '{"Orders": {"7": 1}}'})
@@ -227,7 +227,7 @@ def test_an_error_about_offsets_names_the_option(folder: Path) -> None:
 def test_a_begin_after_the_end_is_refused(
     folder: Path, starting: dict[str, str], ending: dict[str, str], text: str
 ) -> None:
-    from librmq.spark.source import RocketMQDataSource, schema_of
+    from librmq.spark._source import RocketMQDataSource, schema_of
 
     def planned(*sides: tuple[str, dict[str, str]]) -> list[Any]:
         options = {side + name: value for side, given in sides for name, value in given.items()}
@@ -243,7 +243,7 @@ def test_a_begin_after_the_end_is_refused(
 def test_queue_entries_are_chosen_by_time(folder: Path) -> None:
     """As in `librmq.columns.reader`: the times of the messages decide, though entries have none."""
     from librmq import columns
-    from librmq.spark.source import RocketMQDataSource, schema_of
+    from librmq.spark._source import RocketMQDataSource, schema_of
 
     given = {"view": "queues", "startingTimestamp": str(START_MS + 100_000), "endingTimestamp": str(START_MS + 200_000)}
     reader = RocketMQDataSource({"path": str(folder), **given}).reader(schema_of(["physicalOffset"]))
@@ -259,7 +259,7 @@ def test_queue_entries_are_chosen_by_time(folder: Path) -> None:
 @pytest.mark.parametrize("path", ["dbfs:/mnt/store", "abfss:store", "hdfs:/store"])
 def test_paths_of_other_file_systems_are_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from librmq.errors import ConfigError
-    from librmq.spark.options import WriteOptions, parse_read_options
+    from librmq.spark._options import WriteOptions, parse_read_options
 
     with pytest.raises(ConfigError, match="expected a path or a URL such as s3://bucket/store"):
         parse_read_options({"path": path})
@@ -273,8 +273,8 @@ def test_paths_of_other_file_systems_are_refused(path: str, tmp_path: Path, monk
 def test_a_url_is_read_as_the_store_on_the_disk(folder: Path) -> None:
     """Driver and workers fetch what they need of a store behind a URL."""
     from librmq.errors import ConfigError
-    from librmq.spark.options import WriteOptions, parse_read_options
-    from librmq.spark.source import RocketMQDataSource
+    from librmq.spark._options import WriteOptions, parse_read_options
+    from librmq.spark._source import RocketMQDataSource
     from librmq.spark.stores import paths_of
 
     pytest.importorskip("fsspec")
@@ -368,9 +368,9 @@ def test_the_names_of_kafka(folder: Path) -> None:
 def test_offsets_by_timestamp(folder: Path) -> None:
     """They bound a batch and begin a stream, each queue at its own time; a queue that is not named is read whole."""
     from librmq.columns.planner import plan
-    from librmq.spark.options import StreamLimits, parse_read_options
-    from librmq.spark.source import arrow_schema, schema_of
-    from librmq.spark.stream import StreamReader
+    from librmq.spark._options import StreamLimits, parse_read_options
+    from librmq.spark._source import arrow_schema, schema_of
+    from librmq.spark._stream import StreamReader
 
     stored = {(row["topic"], row["queueId"], row["queueOffset"]): row["storeTimestamp"].timestamp() * 1000
               for row in read(folder).collect()}  # fmt: skip
@@ -535,8 +535,8 @@ def test_parts_are_read_without_a_session(folder: Path) -> None:
     from librmq.columns.read import Reading
     from librmq.consumequeue import ENTRY
     from librmq.errors import CorruptionError, NotAStoreError
-    from librmq.spark.options import parse_read_options
-    from librmq.spark.source import arrow_schema, schema_of
+    from librmq.spark._options import parse_read_options
+    from librmq.spark._source import arrow_schema, schema_of
 
     def rows(entry: bytes, **options: str) -> list[dict[str, Any]]:
         read_options = parse_read_options({"path": str(folder), **options})
@@ -566,11 +566,11 @@ def test_a_reader_needs_no_pandas(folder: Path) -> None:
     """Loading pandas takes longer than reading a part."""
     code = f"""
 import sys
-from librmq.spark.options import parse_read_options
+from librmq.spark._options import parse_read_options
 from librmq.columns.read import Reading
 from librmq.columns.decoding import default_columns
 from librmq.columns.planner import plan
-from librmq.spark.source import arrow_schema, schema_of
+from librmq.spark._source import arrow_schema, schema_of
 for given in ({{}}, {{"view": "log"}}, {{"view": "queues"}}, {{"tags": "vip"}}, {{"selector": "amount < 9"}}):
     options = parse_read_options({{"path": {str(folder)!r}, **given}})
     schema = arrow_schema(schema_of(default_columns(options)), options)

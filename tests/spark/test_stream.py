@@ -22,9 +22,9 @@ from pyspark.errors import PySparkException
 
 from librmq.columns.options import DataLossError
 from librmq.errors import ConfigError
-from librmq.spark.options import StreamLimits, parse_read_options
-from librmq.spark.source import arrow_schema, schema_of
-from librmq.spark.stream import Key, StreamLag, StreamReader, flat, share, stream_lags
+from librmq.spark._options import StreamLimits, parse_read_options
+from librmq.spark._source import arrow_schema, schema_of
+from librmq.spark._stream import Key, StreamLag, StreamReader, flat, share, stream_lags
 from tests.job_histories import JobHistory, Row
 from tests.spark_session import shared_session
 

@@ -37,7 +37,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
 
 from librmq import Message, MessageStore
-from librmq.spark.functions import match_sql, match_tags
+from librmq.spark._functions import match_sql, match_tags
 from librmq.spark.pipelines import run
 
 

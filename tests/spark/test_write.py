@@ -26,11 +26,11 @@ from pyspark.sql import functions as F  # noqa: N812
 from librmq.commitlog import CommitLog
 from librmq.errors import ConfigError, MessageIllegalError, StoreLockedError
 from librmq.message.record import decode_record
-from librmq.spark import write
-from librmq.spark.encode import Encoder
-from librmq.spark.options import WriteOptions
-from librmq.spark.staged_records import Staged, StagedRecords, discard, job_folder
-from librmq.spark.write import Writer, commit, wait_until_free
+from librmq.spark import _write as write
+from librmq.spark._encode import Encoder
+from librmq.spark._options import WriteOptions
+from librmq.spark._staged_records import Staged, StagedRecords, discard, job_folder
+from librmq.spark._write import Writer, commit, wait_until_free
 from tests.job_histories import JobHistory
 from tests.spark_session import killing, shared_session
 
@@ -128,7 +128,7 @@ def test_a_repeated_job_writes_nothing(tmp_path: Path) -> None:
 def test_no_option_of_a_write_is_ignored(tmp_path: Path, options: dict[str, str], text: str) -> None:
     from pyspark.sql.types import BinaryType, StructField, StructType
 
-    from librmq.spark.source import RocketMQDataSource
+    from librmq.spark._source import RocketMQDataSource
 
     schema = StructType([StructField("body", BinaryType())])
     with pytest.raises(ConfigError, match=text):
@@ -139,7 +139,7 @@ def test_an_offset_of_kafka_is_not_written(tmp_path: Path) -> None:
     """The error names the column as the user does."""
     from pyspark.sql.types import BinaryType, LongType, StructField, StructType
 
-    from librmq.spark.source import RocketMQDataSource
+    from librmq.spark._source import RocketMQDataSource
 
     schema = StructType([StructField("value", BinaryType()), StructField("offset", LongType())])
     source = RocketMQDataSource({"path": str(new_store(tmp_path / "store")), "topic": "T", "names": "kafka"})
@@ -345,8 +345,8 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.store import KeyIndex
 from tests.spark.test_write import stage
-from librmq.spark.write import commit
-from librmq.spark.staged_records import job_folder
+from librmq.spark._write import commit
+from librmq.spark._staged_records import job_folder
 
 left = [0]
 

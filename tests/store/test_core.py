@@ -28,9 +28,9 @@ from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage, Sto
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import key_block
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import HEADER, IndexHeader, IndexWriter
-from librmq.store.format.keyindex import KeyIndex
-from librmq.store.recovery.queue_check import COMPARED
+from librmq.store.recovery._queue_check import COMPARED
 from librmq.store.recovery.verify import verify
 from tests.programs import POSIX
 from tests.stores import ROOT, Contents, contents, in_memory
@@ -596,7 +596,7 @@ def test_blocks_of_keys_are_written_alike(records: list[tuple[int, int]], before
     for patched in (compiled_core.CORE, compiled_core.PURE):
         files = MemoryFiles()
         with pytest.MonkeyPatch.context() as patch, KeyIndex.open("/index", slots=7, entries=30, files=files) as index:
-            patch.setattr("librmq.store.format.keyindex.CORE", patched)
+            patch.setattr("librmq.store.format._keyindex.CORE", patched)
             index.append_many([(before, 1000, [1])])
             places, times = np.array([place for place, _ in records]), np.arange(len(records)) + 2000
             index.append_block(places, times, np.array(owners, np.int64), np.arange(len(owners)))

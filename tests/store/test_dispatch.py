@@ -28,8 +28,8 @@ from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine import dispatch
 from librmq.store.engine.dispatch import Derivation, Dispatcher, derived_block, key_block, topic_hash
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import IndexFile
-from librmq.store.format.keyindex import KeyIndex
 from tests.budget import examples
 from tests.interrupting import at_each_call
 

@@ -20,7 +20,7 @@ from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.durability import Acknowledgement
+from librmq.store.engine._durability import Acknowledgement
 from librmq.store.recovery.verify import verify
 from tests.file_seams import FailingFiles, RecordingFiles
 from tests.programs import run_program

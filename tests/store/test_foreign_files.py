@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from librmq import Broker
-from librmq.cli.main import main
+from librmq.cli._main import main
 from librmq.errors import CorruptionError, NotAStoreError, StoreError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import FolderEntry
@@ -180,7 +180,7 @@ def _open_broker(folder: Path) -> None:
 
 def _commit_job(folder: Path) -> None:
     pytest.importorskip("pyspark")
-    from librmq.spark.write import commit
+    from librmq.spark._write import commit
 
     commit(str(folder), "job", [], str(folder), ordered=False, keep_note=True)
 

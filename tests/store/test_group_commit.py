@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from librmq.errors import FlushFailedError, StoreClosedError, StoreIOError
-from librmq.store.engine.durability import Acknowledgement, GroupCommit
+from librmq.store.engine._durability import Acknowledgement, GroupCommit
 from tests.interrupting import at_each_call
 
 

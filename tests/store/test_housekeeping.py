@@ -20,7 +20,7 @@ from librmq.errors import CorruptionError, FlushFailedError, StoreError, StoreIO
 from librmq.files.interface import File
 from librmq.files.memory import MemoryFiles
 from librmq.runtime.background import Background
-from librmq.store.engine.durability import GroupCommit, Housekeeping
+from librmq.store.engine._durability import GroupCommit, Housekeeping
 
 NOW = 1_700_000_000_000
 PAGE = 4096

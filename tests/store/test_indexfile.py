@@ -18,9 +18,9 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import File, Files
 from librmq.files.memory import MemoryFiles
 from librmq.java.lang import index_key_hash
-from librmq.store.format import keyindex
+from librmq.store.format import _keyindex as keyindex
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length, geometry
-from librmq.store.format.keyindex import KeyIndex
 from tests.budget import many, some
 from tests.stores import in_memory
 

@@ -20,9 +20,9 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.java.lang import index_key_hash
-from librmq.store.format import keyindex
+from librmq.store.format import _keyindex as keyindex
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import file_length
-from librmq.store.format.keyindex import KeyIndex
 from tests.budget import examples
 
 START = 1_700_000_000_000

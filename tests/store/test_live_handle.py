@@ -31,7 +31,7 @@ def test_append_succeeds_where_no_thread_can_be_started(
 
     with MessageStore.open("/s", StoreConfig.tiny(), files=MemoryFiles()) as store:
         with monkeypatch.context() as full:
-            full.setattr("librmq.store.engine.durability.Background", refuse)
+            full.setattr("librmq.store.engine._durability.Background", refuse)
             results = [store.append(message()) for _ in range(50)]
         assert [result.queue_offset for result in results] == list(range(50))
         assert [record.levelname for record in caplog.records] == ["WARNING"]

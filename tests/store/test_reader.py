@@ -23,9 +23,9 @@ from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
+from librmq.store._live_tail import KEPT, LiveIndex, LiveQueue, LiveQueues
+from librmq.store._read_only_view import ReadOnlyView
 from librmq.store.engine.read import GetStatus
-from librmq.store.live_tail import KEPT, LiveIndex, LiveQueue, LiveQueues
-from librmq.store.read_only_view import ReadOnlyView
 from tests.budget import examples, many
 from tests.stores import (
     EVER,

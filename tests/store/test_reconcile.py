@@ -40,9 +40,9 @@ from librmq.message.record import (
 )
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
-from librmq.store.format.keyindex import KeyIndex
+from librmq.store.format._keyindex import KeyIndex
+from librmq.store.recovery._queue_check import GapError
 from librmq.store.recovery.log_comparison import Reconciliation
-from librmq.store.recovery.queue_check import GapError
 from librmq.store.recovery.verify import verify
 from tests.budget import examples, many
 from tests.store.test_core import without_core
@@ -242,7 +242,7 @@ def found_by(way: str, queue_offsets: Sequence[int], changed: Sequence[tuple[int
     parts = Parts()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("librmq.store.recovery.log_comparison.COMPARED", 4)  # so that arrays are worth it
-        patch.setattr("librmq.store.recovery.queue_check.COMPARED", 4)
+        patch.setattr("librmq.store.recovery._queue_check.COMPARED", 4)
         patch.setattr("librmq.store.recovery.log_comparison._LEAST_APART", 1)
         if way == "arrays":
             patch.setattr("librmq.store.engine.dispatch.CORE", compiled_core.PURE)

@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from librmq.broker.replication import Replication
+from librmq.broker._replication import Replication
 from librmq.errors import ConfigError
 from librmq.protocol import SendStatus
-from librmq.testing.drills import (
+from librmq.testing._drills import (
     Deployment,
     DrillReport,
     Fault,

@@ -23,7 +23,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.protocol import ConsumeFrom, MessageModel
 from librmq.runtime.locks import Lock
 from librmq.testing import Kit, Process, explore
-from librmq.testing.exploring.exploration import (
+from librmq.testing.exploring._exploration import (
     as_decided,
     at_random,
     decode_schedule,
@@ -32,7 +32,7 @@ from librmq.testing.exploring.exploration import (
     schedule_document,
     search,
 )
-from librmq.testing.exploring.explorer import FAULT, Decision, Explorer, Place
+from librmq.testing.exploring._explorer import FAULT, Decision, Explorer, Place
 from tests.budget import examples, many
 from tests.conftest import SlowBudget
 from tests.histories import check_drained
@@ -422,8 +422,8 @@ def test_a_transaction_of_the_test_makes_no_listener_fail(tmp_path: Path) -> Non
 
 
 def test_what_waits_for_ever_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("librmq.testing.exploring.explorer.STUCK_S", 0.2)
-    monkeypatch.setattr("librmq.testing.exploring.explorer.LEAVE_S", 0.1)
+    monkeypatch.setattr("librmq.testing.exploring._explorer.STUCK_S", 0.2)
+    monkeypatch.setattr("librmq.testing.exploring._explorer.LEAVE_S", 0.1)
 
     def test(rmq: Kit) -> None:
         lock = Lock()

@@ -28,7 +28,7 @@ from librmq.message.record import Record
 from librmq.message.topics import kind_of_topic
 from librmq.store import snapshot, verify
 from librmq.testing import Kit, ProcessStateError, explore
-from librmq.testing.from_store import DEFAULT_NOW_MS, Progress, StoreStart, shrink
+from librmq.testing._from_store import DEFAULT_NOW_MS, Progress, StoreStart, shrink
 from tests.budget import examples
 from tests.reference import folders, store_folders
 from tests.stores_of_5 import KINDS, add_database, batch_record, keep_queues_elsewhere, write_log

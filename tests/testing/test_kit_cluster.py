@@ -9,7 +9,7 @@ import pytest
 from librmq import BrokerUnreachableError, ConfigError, select_by_hash
 from librmq.client.allocation import allocate_by_site
 from librmq.testing import Kit, explore
-from librmq.testing.kit_runner import ProcessStateError
+from librmq.testing._kit_runner import ProcessStateError
 from tests.histories import check_drained
 
 

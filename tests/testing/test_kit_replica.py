@@ -9,11 +9,11 @@ import pytest
 
 from librmq import BrokerUnreachableError, ConfigError, MessageQueue, SendTimeoutError
 from librmq.broker import BrokerConfig
-from librmq.broker.replication import Replication
+from librmq.broker._replication import Replication
 from librmq.client.sender import SendResult
 from librmq.protocol import SendStatus
 from librmq.testing import Kit, explore
-from librmq.testing.kit_runner import ProcessStateError
+from librmq.testing._kit_runner import ProcessStateError
 
 MINUTE = 60
 

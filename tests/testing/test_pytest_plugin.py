@@ -154,7 +154,7 @@ def test_an_error_at_the_end_of_a_test_ends_no_session(pytester: pytest.Pytester
     pytester.makepyfile(
         """
         import pytest
-        from librmq.wire.grpc.protocol import message_class
+        from librmq.wire.grpc._protocol import message_class
         from tests.wire.stub import Stub, message
 
         @pytest.mark.parametrize("fails", [True, False])

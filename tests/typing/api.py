@@ -11,9 +11,9 @@ from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupCounts, deduplicated
 from librmq.errors import CorruptionError, RmqError
+from librmq.idempotence._transactional_tables import transactional
 from librmq.idempotence.outbox import Outbox, OutboxSender
 from librmq.idempotence.stores import MemoryDedupStore
-from librmq.idempotence.transactional_tables import transactional
 from librmq.message.message import Message
 from librmq.testing import Exploration, Kit, explore
 

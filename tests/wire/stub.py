@@ -10,7 +10,7 @@ from typing import Any, Self
 import grpc
 
 from librmq.clock import SystemClock
-from librmq.wire.grpc.protocol import SERVICE, message_class
+from librmq.wire.grpc._protocol import SERVICE, message_class
 
 
 def message(topic: str, body: bytes = b"x", message_id: str = "id", **system: Any) -> Any:

@@ -12,7 +12,7 @@ import librmq
 from librmq import ConsumeFrom
 from librmq.java import json as java_json
 from librmq.java.json import ObjectKey
-from librmq.wire.remoting.headers import RequestCode
+from librmq.wire.remoting._headers import RequestCode
 from tests.wire.remoting_client import RawClient
 from tests.wire.test_connect import WAIT_S, Inbox, Served, until
 

@@ -17,10 +17,10 @@ from librmq import Broker, ConsumeFrom, MessageQueue
 from librmq.clock import ManualClock
 from librmq.protocol import PullMessage, PullResponse, PullStatus, UpdateOffset
 from librmq.wire.remote import RemoteRoute
-from librmq.wire.remote.consumer_requests import LongPulls
+from librmq.wire.remote._consumer_requests import LongPulls
 from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting._headers import RequestCode
 from librmq.wire.remoting.frames import Frame
-from librmq.wire.remoting.headers import RequestCode
 from tests.wire.remoting_client import RawClient
 from tests.wire.test_connect import WAIT_S, Inbox, until
 from tests.wire.test_connections import Answering

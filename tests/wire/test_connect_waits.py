@@ -25,7 +25,7 @@ from librmq import (
 )
 from librmq.client import TransactionProducer
 from librmq.clock import SystemClock
-from librmq.consumer import rebalancing
+from librmq.consumer import _rebalancing as rebalancing
 from librmq.java.json import ObjectKey
 from librmq.message.properties import decode_properties
 from librmq.protocol import Route, TransactionState
@@ -34,9 +34,9 @@ from librmq.wire.remote import remote_route
 from librmq.wire.remote.connection import HostNames
 from librmq.wire.remote.remote_route import LearntRoute
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting.bodies import write_body
+from librmq.wire.remoting._bodies import write_body
+from librmq.wire.remoting._headers import RequestCode
 from librmq.wire.remoting.frames import Frame, answer_to
-from librmq.wire.remoting.headers import RequestCode
 from tests.wire.fake_servers import FakeServer
 from tests.wire.remoting_client import RawClient
 from tests.wire.test_connect import WAIT_S, Inbox, Served, until

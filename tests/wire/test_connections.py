@@ -21,6 +21,7 @@ from librmq.protocol import PullMessage, PullStatus
 from librmq.runtime.locks import RLock
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote import connection
+from librmq.wire.remote._consumer_requests import LongPulls
 from librmq.wire.remote.connection import (
     Connection,
     Connections,
@@ -31,7 +32,6 @@ from librmq.wire.remote.connection import (
     dial_by_tcp,
     is_held_here,
 )
-from librmq.wire.remote.consumer_requests import LongPulls
 from librmq.wire.remote.remote_broker import RemoteBroker
 from librmq.wire.remoting.frames import Frame, FrameSocket, answer_to, encode
 from tests.interrupting import at_each_call

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from librmq.errors import MalformedError
 from librmq.message import Message
 from librmq.protocol import LOCAL_HOST, Acknowledge, SendMessage, SendResponse, SendStatus
-from librmq.wire.remoting.codec import FORMS, read_plain_sent, read_sent, send_frame
+from librmq.wire.remoting._codec import FORMS, read_plain_sent, read_sent, send_frame
+from librmq.wire.remoting._headers import REQUESTS, RequestCode
 from librmq.wire.remoting.frames import (
     LANGUAGES,
     Frame,
@@ -23,7 +24,6 @@ from librmq.wire.remoting.frames import (
     read_json,
     to_fields,
 )
-from librmq.wire.remoting.headers import REQUESTS, RequestCode
 from librmq.wire.remoting.sends import plain_answer
 from tests.reference import existing, jsonl
 

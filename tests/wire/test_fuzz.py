@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from librmq.wire.grpc import GrpcServer
-from librmq.wire.grpc.protocol import message_class
+from librmq.wire.grpc._protocol import message_class
 from tests.budget import some
 from tests.wire.stub import Stub, message
 

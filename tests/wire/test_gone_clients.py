@@ -17,12 +17,12 @@ from librmq.clock import SystemClock
 from librmq.protocol import EndTransaction, ResponseCode
 from librmq.testing import Kit
 from librmq.wire.grpc import GrpcServer
-from librmq.wire.grpc import messages as messages_module
-from librmq.wire.grpc import receives as receives_module
-from librmq.wire.grpc import server as server_module
-from librmq.wire.grpc.protocol import SERVICE, message_class
-from librmq.wire.grpc.server import Service
-from librmq.wire.grpc.sessions import Commands
+from librmq.wire.grpc import _messages as messages_module
+from librmq.wire.grpc import _receives as receives_module
+from librmq.wire.grpc import _server as server_module
+from librmq.wire.grpc._protocol import SERVICE, message_class
+from librmq.wire.grpc._server import Service
+from librmq.wire.grpc._sessions import Commands
 from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource, wait_until
 
 OK = 20000

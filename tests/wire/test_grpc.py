@@ -19,8 +19,8 @@ from librmq.files import MemoryFiles
 from librmq.protocol import CreateTopic, ResponseCode, SendMessage
 from librmq.store import verify
 from librmq.wire.grpc import GrpcServer
-from librmq.wire.grpc.messages import group_queue
-from librmq.wire.grpc.protocol import message_class
+from librmq.wire.grpc._messages import group_queue
+from librmq.wire.grpc._protocol import message_class
 from tests.budget import many
 from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource, wait_until
 

@@ -37,9 +37,9 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting.codec import FORMS, heartbeat_frame, send_frame
+from librmq.wire.remoting._codec import FORMS, heartbeat_frame, send_frame
+from librmq.wire.remoting._headers import RequestCode as Code
 from librmq.wire.remoting.frames import Frame
-from librmq.wire.remoting.headers import RequestCode as Code
 from tests.reference import existing, jsonl
 from tests.wire.remoting_client import RawClient
 

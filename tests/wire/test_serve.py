@@ -23,11 +23,11 @@ import grpc
 import pytest
 
 from librmq import Broker, ConfigError
-from librmq.cli.main import main
+from librmq.cli._main import main
 from librmq.store import verify
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
-from librmq.wire.grpc.protocol import message_class
+from librmq.wire.grpc._protocol import message_class
 from tests.programs import POSIX, Process, environment
 from tests.project.test_docs import DOCS, blocks
 from tests.reference import CHECKOUT
@@ -273,7 +273,7 @@ def test_settling_awaits_the_groups_of_a_killed_server(
     serving.kill()
     serving.wait(60)
     options = ["serve", str(tmp_path / "store"), "--grpc", "0", "--clock", "manual"]
-    impatient = "from librmq.testing import served; served._BACK_S = 0.05; from librmq.cli.main import main; main()"
+    impatient = "from librmq.testing import served; served._BACK_S = 0.05; from librmq.cli._main import main; main()"
     with Process([sys.executable, "-c", impatient, *options], stdout=subprocess.PIPE, text=True) as second:
         assert second.stdout is not None
         control = json.loads(second.stdout.readline())["control"]

@@ -18,7 +18,7 @@ from librmq.clock import SystemClock
 from librmq.testing import Kit
 from librmq.testing import served as served_module
 from librmq.testing.served import NotSettledError, ServedKit
-from librmq.wire.grpc.protocol import message_class
+from librmq.wire.grpc._protocol import message_class
 from tests.wire.clients import HERE, OfficialClient
 from tests.wire.stub import Stub, consumer_settings, message, producer_settings, resource
 

@@ -21,7 +21,7 @@ from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Step
 from librmq.testing import served as served_module
 from librmq.testing.served import NotSettledError, ServedKit
-from librmq.wire.remoting.headers import RequestCode as Code
+from librmq.wire.remoting._headers import RequestCode as Code
 from tests.wire.remoting_client import RawClient
 
 

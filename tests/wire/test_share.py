@@ -65,9 +65,9 @@ from librmq.protocol import (
 )
 from librmq.testing import check_history
 from librmq.wire.remote.connection import Connection, EndedTogether, GiveUp
-from librmq.wire.remoting.codec import frame_of
+from librmq.wire.remoting._codec import frame_of
+from librmq.wire.remoting._headers import RequestCode
 from librmq.wire.remoting.frames import Frame, FrameSocket, encode
-from librmq.wire.remoting.headers import RequestCode
 from librmq.wire.share import SharedBroker
 from librmq.wire.share_links import StoreOwner, StorePeer, connect_to_owner
 from librmq.wire.unix_sockets import (
@@ -748,7 +748,7 @@ def full(error: Exception) -> Callable[[SharedBroker], object]:
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("librmq.store.MessageStore.check_room", refuse)
-            patched.setattr("librmq.store.handle.StoreHandle.has_room", lambda *_: False)
+            patched.setattr("librmq.store._handle.StoreHandle.has_room", lambda *_: False)
             return shared.call(_send(Message("orders", b"x")))
 
     return send

@@ -17,8 +17,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple, Self
 
-from librmq.broker.context import BrokerContext
-from librmq.broker.offsets import DelayedSave
+from librmq.broker._context import BrokerContext
+from librmq.broker._offsets import DelayedSave
 from librmq.errors import BrokerError, CorruptionError, MalformedError
 from librmq.message.topics import receive_retry_topic
 from librmq.protocol import ResponseCode

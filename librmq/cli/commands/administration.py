@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.output import Output, complain
-from librmq.cli.rows import Row, named
-from librmq.cli.selection import GROUPS, TOPICS, age_clock, near, parse_time
-from librmq.cli.stores import open_administered, open_running, select_queues, view_of
+from librmq.cli._output import Output, complain
+from librmq.cli._rows import Row, named
+from librmq.cli._selection import GROUPS, TOPICS, age_clock, near, parse_time
+from librmq.cli._stores import open_administered, open_running, select_queues, view_of
 from librmq.diagnosis.formatting import moment
 from librmq.diagnosis.pending import waiting_retries
 from librmq.diagnosis.view import View

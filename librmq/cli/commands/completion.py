@@ -7,9 +7,9 @@ import shlex
 import sys
 from typing import Final
 
-from librmq.cli.main import parser_of
-from librmq.cli.output import Output
-from librmq.cli.syntax import COMMANDS
+from librmq.cli._main import parser_of
+from librmq.cli._output import Output
+from librmq.cli._syntax import COMMANDS
 
 _BASH: Final = """\
 _librmq() {{

@@ -11,8 +11,8 @@ import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from librmq.cli.output import Output, complain, end_signals
-from librmq.cli.stores import locate
+from librmq.cli._output import Output, complain, end_signals
+from librmq.cli._stores import locate
 from librmq.errors import InputError, MissingExtraError
 from librmq.files.disk import DiskFiles
 from librmq.store.format.directory import check_kind
@@ -68,7 +68,7 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> tuple[Administer
         InputError: The place is neither.
         BrokerUnreachableError: No name server answers, or the owner is stopped.
     """
-    from librmq.cli.routes import connect_to, connect_to_sharing
+    from librmq.cli._routes import connect_to, connect_to_sharing
 
     place = arguments.place
     if not os.path.lexists(place) and _ADDRESS.fullmatch(place):

@@ -13,9 +13,9 @@ from dataclasses import replace
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.output import LimitReached, Output, complain, watching_bar
-from librmq.cli.selection import note_message, note_part, note_topic, read_ranges
-from librmq.cli.stores import is_url, local_copy, locate, open_view, storage_options
+from librmq.cli._output import LimitReached, Output, complain, watching_bar
+from librmq.cli._selection import note_message, note_part, note_topic, read_ranges
+from librmq.cli._stores import is_url, local_copy, locate, open_view, storage_options
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.errors import CorruptionError, InputError, RmqError, StoreError
 from librmq.runtime.compiled_core import CORE_STATE

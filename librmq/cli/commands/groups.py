@@ -14,10 +14,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli.output import Output, complain
-from librmq.cli.rows import named
-from librmq.cli.selection import age_clock, note_group, note_topic, note_topic_of, parse_time
-from librmq.cli.stores import (
+from librmq.cli._output import Output, complain
+from librmq.cli._rows import named
+from librmq.cli._selection import age_clock, note_group, note_topic, note_topic_of, parse_time
+from librmq.cli._stores import (
     note_replaced,
     open_administered,
     open_running,

@@ -13,8 +13,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any, BinaryIO, Final
 
-from librmq.cli.json_rows import parse_object
-from librmq.cli.output import Output, complain
+from librmq.cli._json_rows import parse_object
+from librmq.cli._output import Output, complain
 from librmq.diagnosis.formatting import visible
 from librmq.errors import InputError
 from librmq.runtime.event_log import counted

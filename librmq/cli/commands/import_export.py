@@ -18,10 +18,10 @@ from contextlib import ExitStack
 from datetime import datetime
 from typing import Any, Final, NamedTuple, cast
 
-from librmq.cli.json_rows import parse_object
-from librmq.cli.output import Output, ProgressBar, complain
-from librmq.cli.selection import age_clock, check_times, note_topic, parse_time
-from librmq.cli.stores import read_moment, settle_config, storage_options
+from librmq.cli._json_rows import parse_object
+from librmq.cli._output import Output, ProgressBar, complain
+from librmq.cli._selection import age_clock, check_times, note_topic, parse_time
+from librmq.cli._stores import read_moment, settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import CorruptionError, InputError, MessageIllegalError, MissingExtraError

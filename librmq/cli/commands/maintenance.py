@@ -10,9 +10,9 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from librmq.cli.output import DAMAGED, INTERRUPTED, EndSignals, Output, ProgressBar, complain, end_signals, log_bar
-from librmq.cli.rows import Row, gap_row, message_row, snapshot_row
-from librmq.cli.stores import announced, files_and_config, recorded_settings
+from librmq.cli._output import DAMAGED, INTERRUPTED, EndSignals, Output, ProgressBar, complain, end_signals, log_bar
+from librmq.cli._rows import Row, gap_row, message_row, snapshot_row
+from librmq.cli._stores import announced, files_and_config, recorded_settings
 from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, InputError
 from librmq.files.disk import DiskFiles
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def verify(arguments: argparse.Namespace, output: Output) -> int:
     """Print the damage of a store, without changing it."""
-    from librmq.cli.rows import verify_row
+    from librmq.cli._rows import verify_row
     from librmq.store.format.broker_tables import repair_advice
     from librmq.store.recovery import verify
 
@@ -80,7 +80,7 @@ def can_start(arguments: argparse.Namespace, output: Output) -> int:
 
 def recover(arguments: argparse.Namespace, output: Output) -> int:
     """Recover the store in place, or with ``--dry-run`` in memory, and print its new state and the cuts."""
-    from librmq.cli.rows import cut_row, store_row
+    from librmq.cli._rows import cut_row, store_row
     from librmq.store import MessageStore
 
     files, config = files_and_config(arguments)
@@ -167,8 +167,8 @@ def salvage(arguments: argparse.Namespace, output: Output) -> int:
 
 def extract(arguments: argparse.Namespace, output: Output) -> int:
     """Make a small store of the selected messages and print its row."""
-    from librmq.cli.selection import select
-    from librmq.cli.stores import note_tables, open_store
+    from librmq.cli._selection import select
+    from librmq.cli._stores import note_tables, open_store
     from librmq.diagnosis.view import StoreView
     from librmq.store.extraction import extract
 
@@ -355,7 +355,7 @@ def who(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _sharing(path: str) -> list[Row]:
-    from librmq.cli.routes import connect_to_sharing
+    from librmq.cli._routes import connect_to_sharing
     from librmq.wire.remote.administration import connections as connections_of
     from librmq.wire.unix_sockets import connect_to, credentials_of, owner_socket, process_of_host, share_folder
 

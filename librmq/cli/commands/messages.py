@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from librmq.cli.output import DAMAGED, Output, ProgressBar, complain
-from librmq.cli.rows import Row, blank_row, message_row, shown_row
-from librmq.cli.selection import (
+from librmq.cli._output import DAMAGED, Output, ProgressBar, complain
+from librmq.cli._rows import Row, blank_row, message_row, shown_row
+from librmq.cli._selection import (
     MessageQuery,
     age_clock,
     check_id,
@@ -23,7 +23,7 @@ from librmq.cli.selection import (
     select,
     user_queue,
 )
-from librmq.cli.stores import check_queues, files_and_config, open_source, open_store, report_cut, report_record
+from librmq.cli._stores import check_queues, files_and_config, open_source, open_store, report_cut, report_record
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig

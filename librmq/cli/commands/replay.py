@@ -11,10 +11,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from librmq.cli.output import Output, ProgressBar, complain
-from librmq.cli.routes import OwnedStore, connect_to
-from librmq.cli.selection import MessageQuery, select
-from librmq.cli.stores import open_running, open_store
+from librmq.cli._output import Output, ProgressBar, complain
+from librmq.cli._routes import OwnedStore, connect_to
+from librmq.cli._selection import MessageQuery, select
+from librmq.cli._stores import open_running, open_store
 from librmq.client.producer import Producer
 from librmq.client.sender import SendResult
 from librmq.diagnosis.deadletters import OF_A_LETTER

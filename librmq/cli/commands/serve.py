@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from librmq.cli.output import EndSignals, Output, complain, end_signals
+from librmq.cli._output import EndSignals, Output, complain, end_signals
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, RmqError
 from librmq.files.disk import DiskFiles

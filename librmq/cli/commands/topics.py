@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any, Final
 
-from librmq.cli.output import Output, ProgressBar, complain, log_bar, watching_bar
-from librmq.cli.rows import entry_rows, queue_row
-from librmq.cli.selection import TOPICS, MessageQuery, near, note_topic_of, places_in, select
-from librmq.cli.stores import open_source, open_store, open_view, recorded_settings, report_cut
+from librmq.cli._output import Output, ProgressBar, complain, log_bar, watching_bar
+from librmq.cli._rows import entry_rows, queue_row
+from librmq.cli._selection import TOPICS, MessageQuery, near, note_topic_of, places_in, select
+from librmq.cli._stores import open_source, open_store, open_view, recorded_settings, report_cut
 from librmq.diagnosis.findings import id_ranges
 from librmq.diagnosis.view import StoreView, topic_summaries
 from librmq.errors import InputError

@@ -60,8 +60,8 @@ def render_page(report: Report, earlier: Report | None = None) -> str:
     require()
     from jinja2 import Environment, StrictUndefined
 
-    from librmq.diagnosis.survey.plots import WIDE  # plots need the extra
-    from librmq.diagnosis.survey.sections import sections
+    from librmq.diagnosis.survey._plots import WIDE  # plots need the extra
+    from librmq.diagnosis.survey._sections import sections
 
     comparison = None if earlier is None else compare(earlier, report)
     every = list(sections(report, comparison))

@@ -11,12 +11,12 @@ Tasks are those of ``django.tasks`` where Django has them (from 6.0 on), else th
 """
 
 # isort: off
-from librmq.integrations.django import tasks as tasks  # first, because its error names the extra
+from librmq.integrations.django import _tasks as _tasks  # first, because its error names the extra
 
 # isort: on
-from librmq.integrations.django.backend import LibrmqBackend as LibrmqBackend
-from librmq.integrations.django.worker import ResultTooLargeError as ResultTooLargeError
-from librmq.integrations.django.worker import Worker as Worker
-from librmq.integrations.django.worker import WorkerLost as WorkerLost
+from librmq.integrations.django._backend import LibrmqBackend as LibrmqBackend
+from librmq.integrations.django._worker import ResultTooLargeError as ResultTooLargeError
+from librmq.integrations.django._worker import Worker as Worker
+from librmq.integrations.django._worker import WorkerLost as WorkerLost
 
 __all__ = ["LibrmqBackend", "ResultTooLargeError", "Worker", "WorkerLost"]

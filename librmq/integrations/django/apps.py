@@ -7,8 +7,8 @@ from typing import Any
 from django.apps import AppConfig
 from django.db.models.signals import post_migrate
 
-from librmq.integrations.django.backend import LibrmqBackend
-from librmq.integrations.django.tasks import task_backends
+from librmq.integrations.django._backend import LibrmqBackend
+from librmq.integrations.django._tasks import task_backends
 
 
 class LibrmqConfig(AppConfig):

@@ -4,7 +4,7 @@ Each function takes DataFrames, so it also works on tables of a data lake. `PIPE
 folders of stores.
 """
 
-from librmq.spark.pipelines.backlog import (
+from librmq.spark.pipelines._backlog import (
     backlog,
     dead_letters,
     pending_delays,
@@ -14,7 +14,7 @@ from librmq.spark.pipelines.backlog import (
     what_if,
     what_retention_frees,
 )
-from librmq.spark.pipelines.catalog import (
+from librmq.spark.pipelines._catalog import (
     PIPELINES,
     Inputs,
     LeftOut,
@@ -26,7 +26,7 @@ from librmq.spark.pipelines.catalog import (
     left_out,
     run,
 )
-from librmq.spark.pipelines.comparisons import (
+from librmq.spark.pipelines._comparisons import (
     duplicates,
     duplicates_approximate,
     filter_savings,

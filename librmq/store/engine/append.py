@@ -36,8 +36,8 @@ from librmq.message.record import crc32
 from librmq.message.topics import validate_topic
 from librmq.runtime.compiled_core import AppendState
 from librmq.runtime.locks import Lock, critical
+from librmq.store.engine._durability import GroupCommit, Housekeeping
 from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
-from librmq.store.engine.durability import GroupCommit, Housekeeping
 from librmq.store.engine.store_parts import AppendLock, Parts
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE

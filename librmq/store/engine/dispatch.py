@@ -47,7 +47,7 @@ from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE, DispatchState, LaneState
 from librmq.runtime.locks import critical
 from librmq.store.engine.store_times import TimeOrder
-from librmq.store.format.keyindex import KeyIndex
+from librmq.store.format._keyindex import KeyIndex
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

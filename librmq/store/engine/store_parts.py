@@ -21,8 +21,8 @@ from librmq.message.message import StoredMessage
 from librmq.runtime.locks import Lock, RLock, critical
 from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, has_queue_entry, is_indexed
 from librmq.store.format import directory
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.checkpoint import Checkpoint
-from librmq.store.format.keyindex import KeyIndex
 from librmq.store.format.log_paths import REMEDY
 
 # ---- queues

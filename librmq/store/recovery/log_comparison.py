@@ -46,6 +46,7 @@ from librmq.store.engine.dispatch import (
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import OpenQueue, QueueName, QueueState
 from librmq.store.format import directory
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.indexfile import (
     HEADER_SIZE,
@@ -55,9 +56,8 @@ from librmq.store.format.indexfile import (
     all_entry_seconds,
     entry_seconds,
 )
-from librmq.store.format.keyindex import KeyIndex
-from librmq.store.recovery.entry_check import ExpectedEntry, Strays, is_illegible, misaddressed
-from librmq.store.recovery.queue_check import COMPARED, QueueCheck
+from librmq.store.recovery._entry_check import ExpectedEntry, Strays, is_illegible, misaddressed
+from librmq.store.recovery._queue_check import COMPARED, QueueCheck
 
 # ---- queues after an unclean exit
 

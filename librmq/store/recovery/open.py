@@ -27,9 +27,9 @@ from librmq.message.delays import DelayLevels
 from librmq.store.engine.dispatch import BitmapOf, Dispatcher
 from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueTable
 from librmq.store.format import directory
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
-from librmq.store.format.keyindex import KeyIndex
 from librmq.store.recovery.log_comparison import UncleanQueues
 from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings
 from librmq.store.recovery.saved_state import (

@@ -39,9 +39,9 @@ from librmq.runtime.event_log import EventLog
 from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable
 from librmq.store.engine.store_times import TimeOrder
 from librmq.store.format import directory
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.documents import CLOSED_FILE, OWN_FOLDER, read_document, write_document
 from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader, file_length, unpack_entry
-from librmq.store.format.keyindex import KeyIndex
 
 _log = EventLog("librmq.store")
 

@@ -34,9 +34,9 @@ from librmq.store.engine.dispatch import MULTI_DISPATCH, Derivation, light_queue
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import PartFiles, QueueName
 from librmq.store.format import directory
+from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import Checkpoint, has_abort
-from librmq.store.format.keyindex import KeyIndex
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
 from librmq.store.recovery.log_comparison import Reconciliation, Scope, lacking_queues
 from librmq.store.recovery.saved_state import judge_begin, read_closed_state

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from librmq.testing.histories._rows import HistoryRows, Marks, by_key, falls
 from librmq.testing.histories.events import (
     ENDLESS,
     Commit,
@@ -21,7 +22,6 @@ from librmq.testing.histories.events import (
     Queue,
     Send,
 )
-from librmq.testing.histories.rows import HistoryRows, Marks, by_key, falls
 
 KINDS: Final = (
     "phantom",

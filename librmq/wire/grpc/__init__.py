@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.wire.grpc.server import GrpcServer as GrpcServer
+    from librmq.wire.grpc._server import GrpcServer as GrpcServer
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.wire.grpc.server": ("GrpcServer",),
+            "librmq.wire.grpc._server": ("GrpcServer",),
         },
     )

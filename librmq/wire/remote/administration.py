@@ -50,10 +50,10 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.store.format.broker_tables import topic_type
-from librmq.wire.remoting.bodies import by_queue, number_in, queue_data_of, read_body, rows_in, table_in, text_in
-from librmq.wire.remoting.codec import FORMS, check, frame_of
+from librmq.wire.remoting._bodies import by_queue, number_in, queue_data_of, read_body, rows_in, table_in, text_in
+from librmq.wire.remoting._codec import FORMS, check, frame_of
+from librmq.wire.remoting._headers import GroupAndTopicHeader, RequestCode, TopicNameHeader
 from librmq.wire.remoting.frames import Frame
-from librmq.wire.remoting.headers import GroupAndTopicHeader, RequestCode, TopicNameHeader
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -23,7 +23,7 @@ from librmq.clock import Clock, SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, Inherited, Lock, RLock, if_free
-from librmq.wire.remoting.codec import read_plain_sent
+from librmq.wire.remoting._codec import read_plain_sent
 from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
 
 T = TypeVar("T")

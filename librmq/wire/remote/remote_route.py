@@ -39,10 +39,10 @@ from librmq.wire.remote.connection import (
     split_address,
 )
 from librmq.wire.remote.remote_broker import MASTER, BrokerGroup, RemoteBroker
-from librmq.wire.remoting.bodies import broker_addresses, read_body, route_of
-from librmq.wire.remoting.codec import frame_of, refusal
+from librmq.wire.remoting._bodies import broker_addresses, read_body, route_of
+from librmq.wire.remoting._codec import frame_of, refusal
+from librmq.wire.remoting._headers import RequestCode, RouteOfTopicHeader, TopicOfClusterHeader
 from librmq.wire.remoting.frames import Frame
-from librmq.wire.remoting.headers import RequestCode, RouteOfTopicHeader, TopicOfClusterHeader
 
 _log = EventLog("librmq.wire")
 

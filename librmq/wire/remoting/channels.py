@@ -46,8 +46,19 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.wire.remoting.bodies import heartbeat_of, queue_key, write_body
-from librmq.wire.remoting.codec import FORMS, NAMED_ERRORS, NAMED_IN_SHARES, Form
+from librmq.wire.remoting._bodies import heartbeat_of, queue_key, write_body
+from librmq.wire.remoting._codec import FORMS, NAMED_ERRORS, NAMED_IN_SHARES, Form
+from librmq.wire.remoting._headers import (
+    ERROR_FIELD,
+    REQUESTS,
+    CheckTransactionHeader,
+    ConsumerGroupHeader,
+    PushedReplyHeader,
+    RequestCode,
+    RequestForm,
+    ResetOffsetHeader,
+)
+from librmq.wire.remoting._known_headers import KnownFrame
 from librmq.wire.remoting.frames import (
     Frame,
     FrameSocket,
@@ -58,17 +69,6 @@ from librmq.wire.remoting.frames import (
     to_fields,
     to_text,
 )
-from librmq.wire.remoting.headers import (
-    ERROR_FIELD,
-    REQUESTS,
-    CheckTransactionHeader,
-    ConsumerGroupHeader,
-    PushedReplyHeader,
-    RequestCode,
-    RequestForm,
-    ResetOffsetHeader,
-)
-from librmq.wire.remoting.known_headers import KnownFrame
 
 _log = EventLog("librmq.wire")
 _MOST_TASKS: Final = 10_000

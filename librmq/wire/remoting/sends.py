@@ -41,8 +41,17 @@ from librmq.protocol import (
 )
 from librmq.runtime.locks import Lock
 from librmq.scheduling.timer_config import DELIVER_MS
+from librmq.wire.remoting._codec import SENT_FORM, send_form, sent_reply
+from librmq.wire.remoting._headers import (
+    REQUESTS,
+    PushedReplyHeader,
+    RefusedSendHeader,
+    RequestCode,
+    SendHeader,
+    SentHeader,
+)
+from librmq.wire.remoting._known_headers import NUMBER, PLAIN_TEXT, TEXT, HeaderPattern, KnownFrame
 from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
-from librmq.wire.remoting.codec import SENT_FORM, send_form, sent_reply
 from librmq.wire.remoting.frames import (
     SMALL_NUMBERS,
     Frame,
@@ -52,15 +61,6 @@ from librmq.wire.remoting.frames import (
     json_header_end,
     to_fields,
 )
-from librmq.wire.remoting.headers import (
-    REQUESTS,
-    PushedReplyHeader,
-    RefusedSendHeader,
-    RequestCode,
-    SendHeader,
-    SentHeader,
-)
-from librmq.wire.remoting.known_headers import NUMBER, PLAIN_TEXT, TEXT, HeaderPattern, KnownFrame
 from librmq.wire.remoting.rates import Rates
 
 # ---- fast paths

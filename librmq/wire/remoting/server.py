@@ -40,8 +40,21 @@ from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, critical
 from librmq.wire.certificates import server_context
-from librmq.wire.remoting.administration import ADMINISTRATIVE, AdminRequests
-from librmq.wire.remoting.bodies import broker_row, route_body, write_body
+from librmq.wire.remoting._administration import ADMINISTRATIVE, AdminRequests
+from librmq.wire.remoting._bodies import broker_row, route_body, write_body
+from librmq.wire.remoting._headers import (
+    AddedTopicsHeader,
+    BrokerNameHeader,
+    ClusterNameHeader,
+    KvKeyHeader,
+    KvNamespaceHeader,
+    KvPairHeader,
+    KvValueHeader,
+    RequestCode,
+    RouteOfTopicHeader,
+    WipedTopicsHeader,
+)
+from librmq.wire.remoting._known_headers import KnownHeaders
 from librmq.wire.remoting.channels import (
     Channel,
     ClientChannels,
@@ -54,19 +67,6 @@ from librmq.wire.remoting.channels import (
 )
 from librmq.wire.remoting.consumer_requests import PULLS, ChannelReceives, ConsumerRequests, Pulls, acknowledge_all
 from librmq.wire.remoting.frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
-from librmq.wire.remoting.headers import (
-    AddedTopicsHeader,
-    BrokerNameHeader,
-    ClusterNameHeader,
-    KvKeyHeader,
-    KvNamespaceHeader,
-    KvPairHeader,
-    KvValueHeader,
-    RequestCode,
-    RouteOfTopicHeader,
-    WipedTopicsHeader,
-)
-from librmq.wire.remoting.known_headers import KnownHeaders
 from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sends import SENDS, Replies, Sends
 from librmq.wire.unix_sockets import checked_credentials, host_of_process

@@ -19,12 +19,12 @@ from librmq.files import MemoryFiles
 from librmq.files.interface import Files
 from librmq.protocol import ResponseCode, SendMessage, SendTogether
 from librmq.runtime.runner import ManualRunner
+from librmq.wire.remoting._codec import send_frame
+from librmq.wire.remoting._headers import REQUESTS, SendHeader
+from librmq.wire.remoting._headers import RequestCode as Code
+from librmq.wire.remoting._known_headers import KnownHeaders
 from librmq.wire.remoting.channels import Channel, answer_of, answering, tried
-from librmq.wire.remoting.codec import send_frame
 from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
-from librmq.wire.remoting.headers import REQUESTS, SendHeader
-from librmq.wire.remoting.headers import RequestCode as Code
-from librmq.wire.remoting.known_headers import KnownHeaders
 from librmq.wire.remoting.rates import Rates
 from librmq.wire.remoting.sends import Sends
 from librmq.wire.remoting.server import RemotingServer

@@ -15,9 +15,9 @@ from librmq.protocol import Acknowledge, Receive
 from librmq.store import verify
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting import server as server_module
+from librmq.wire.remoting._headers import REQUESTS
+from librmq.wire.remoting._headers import RequestCode as Code
 from librmq.wire.remoting.frames import Frame, encode
-from librmq.wire.remoting.headers import REQUESTS
-from librmq.wire.remoting.headers import RequestCode as Code
 from tests.budget import many
 from tests.wire.remoting_client import RawClient
 

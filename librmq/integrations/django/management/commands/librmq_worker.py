@@ -22,9 +22,9 @@ from django.utils import autoreload
 
 from librmq import RmqError
 from librmq.clock import SystemClock
-from librmq.integrations.django.backend import LibrmqBackend
-from librmq.integrations.django.tasks import task_backends
-from librmq.integrations.django.worker import Worker
+from librmq.integrations.django._backend import LibrmqBackend
+from librmq.integrations.django._tasks import task_backends
+from librmq.integrations.django._worker import Worker
 from librmq.runtime.locks import Event
 
 _AGAIN_S = 1.0

@@ -1,0 +1,550 @@
+"""Administration: topics, groups and their progress, searches for messages, and what is unconsumed.
+
+Mirrors the useful part of ``AdminBrokerProcessor`` and ``QueryMessageProcessor``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from typing import Final, Literal
+
+from librmq.broker._context import BrokerContext
+from librmq.broker._transactions import BrokerTransactions
+from librmq.config import to_timestamp_ms
+from librmq.delay import DelaySchedule
+from librmq.errors import BrokerError, CorruptionError, RmqError
+from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.lag import queue_lag
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.topics import (
+    HALF_TOPIC,
+    OP_TOPIC,
+    RETRY_PREFIX,
+    TIMER_TOPIC,
+    group_of_retries,
+    has_no_row,
+    is_user_topic,
+    moved_keys,
+)
+from librmq.protocol import (
+    CleanUnusedTopics,
+    ConsumeFrom,
+    ConsumerData,
+    ConsumerOffsets,
+    ConsumerOffsetsOf,
+    CreateTopic,
+    DeleteExpiredFiles,
+    DeleteGroup,
+    DeleteTopic,
+    DescribeGroups,
+    DescribeProgress,
+    DescribeQueues,
+    DescribeTopics,
+    GroupProgress,
+    GroupSettings,
+    MaxOffset,
+    MessageModel,
+    MinOffset,
+    MoveGroup,
+    QueryMessages,
+    QueryOffset,
+    QueueBounds,
+    QueueData,
+    QueueOffsetAt,
+    ResetGroup,
+    ResetOffsets,
+    ResponseCode,
+    SetGroup,
+    StartGroup,
+    StartOutcome,
+    TopicGroups,
+    UpdateOffset,
+    ViewMessage,
+)
+from librmq.runtime.event_log import EventLog
+from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE
+from librmq.scheduling.relay import HOP_TOPIC
+from librmq.scheduling.timer import Timers
+from librmq.store.retention import Unread, UnreadInFile
+
+_MAX_RESULTS: Final = 64
+_MOST_UNKNOWN: Final = 1000
+
+_log = EventLog("librmq.broker")
+
+
+class Administration:
+    """The tables and messages of one broker. Changes need the runner's lock."""
+
+    def __init__(self, context: BrokerContext, wake_housekeeping: Callable[[], None]) -> None:
+        """``wake_housekeeping()`` wakes the step that runs the store's housekeeping, if no thread does."""
+        self._wake_housekeeping = wake_housekeeping
+        self._store = context.store
+        self._offsets = context.offsets
+        self._topics = context.topics
+        self._groups = context.groups
+        self._broker_name = context.name
+        self._clients = context.clients
+        self._locks = context.locks
+        self._locks.noted_group = self._report_to_late_group
+        self._known_queues: dict[str, dict[str, int]] = {}  # queues at the last lock, by topic that grew and group
+
+    def create_topic(self, request: CreateTopic) -> None:
+        """Make or change a topic. Growth that breaks the order of keys for a group is logged."""
+        old = self._topics.by_name.get(request.topic)
+        if request.unless_exists and old is not None:
+            return
+        self._topics.change_topic(
+            request.topic, request.read_queues, request.write_queues, request.permission, request.message_type
+        )
+        if old is not None and 0 < old.write_queues < request.write_queues:
+            self._report_moved_keys(old.name, old.write_queues, request.write_queues)
+
+    def _report_moved_keys(self, topic: str, before: int, after: int) -> None:
+        """Log the share of keys that move to another queue, if the topic has messages and a group reads it in order."""
+        groups = self._orderly_groups(topic)
+        ranges = (self._store.queue_range(topic, queue_id) for queue_id in range(before))
+        if not any(begin < end for begin, end in ranges):
+            return
+        queues_before = self._known_queues.setdefault(topic, {})
+        for group in self._offsets.groups(topic):
+            if group not in groups:
+                queues_before.setdefault(group, before)
+        self._warn_of_moved_keys(topic, before, after, groups)
+
+    def _report_to_late_group(self, topic: str, group: str) -> None:
+        """Log all growth of a topic, after the broker's start, of which a group with progress locks a queue first."""
+        before = self._known_queues.get(topic, {}).pop(group, None)
+        config = self._topics.by_name.get(topic)
+        if before is not None and config is not None and before < config.write_queues:
+            self._warn_of_moved_keys(topic, before, config.write_queues, {group})
+
+    def _warn_of_moved_keys(self, topic: str, before: int, after: int, groups: set[str]) -> None:
+        if groups:
+            _log.warning(
+                "topic %(topic)s grows from %(before)d to %(after)d queues: %(_share).0f %% of the keys that select "
+                "their queue by hash move to another one, so %(groups)s, reading in order, can get new messages of a "
+                "key before its old ones; with select_by_consistent_hash %(_ring_share).0f %% move",
+                topic=topic,
+                before=before,
+                after=after,
+                groups=", ".join(sorted(groups)),
+                moved_keys=round(moved_keys(before, after), 4),
+                _share=100 * moved_keys(before, after),
+                _ring_share=100 * (1 - before / after),
+            )
+
+    def _orderly_groups(self, topic: str) -> set[str]:
+        """Return the groups that read a topic in order: by locks since the broker's start, or by their settings."""
+        readers = {group.name for group in self._clients.consumers.values() if topic in group.subscriptions}
+        readers.update(self._offsets.groups(topic))
+        by_name = self._groups.by_name
+        by_settings = {name for name in readers if name in by_name and by_name[name].is_ordered}
+        return by_settings | self._locks.groups_by_topic.get(topic, set())
+
+    def delete_topic(self, request: DeleteTopic) -> None:
+        """Delete a topic from the table."""
+        self._topics.delete(request.topic)
+        self._known_queues.pop(request.topic, None)
+
+    def clean_unused_topics(self, request: CleanUnusedTopics) -> tuple[tuple[str, int], ...]:
+        """Delete the queue files of topics that do not exist, and the groups' progress in them."""
+        store, topics = self._store, self._topics.by_name.keys() | {HOP_TOPIC}
+        unused = [name for name in store.queues if name[0] not in topics and not has_no_row(name[0])]
+        try:
+            return tuple(store.clean_unused_topics(topics))
+        finally:  # also for the queues before one that the disk refuses
+            for topic, queue_id in unused:
+                if not store.queue_range(topic, queue_id)[1]:
+                    self._offsets.delete_queue(topic, queue_id)
+
+    def delete_expired_files(self, request: DeleteExpiredFiles) -> None:
+        """Delete expired log files at any hour, soon."""
+        self._store.delete_expired()
+        self._wake_housekeeping()
+
+    def describe_topics(self, request: DescribeTopics) -> dict[str, QueueData]:
+        """Return all topics."""
+        return {
+            name: QueueData(
+                self._broker_name, config.read_queues, config.write_queues, config.permission, config.message_type
+            )
+            for name, config in self._topics.by_name.items()
+        }
+
+    def describe_groups(self, request: DescribeGroups) -> dict[str, GroupSettings]:
+        """Return the settings of all groups."""
+        return dict(self._groups.by_name)
+
+    def set_group(self, request: SetGroup) -> None:
+        """Make a consumer group, or change it."""
+        self._groups.change_group(request.group, request.settings, request.like)
+
+    def delete_group(self, request: DeleteGroup) -> None:
+        """Delete a consumer group, with its progress if that is asked for."""
+        self._groups.delete(request.group)
+        if request.removes_progress:
+            self._offsets.drop_group(request.group)
+
+    def view_message(self, request: ViewMessage) -> StoredMessage | None:
+        """Return the message at a physical offset."""
+        try:
+            return self._store.message_at(request.physical_offset)
+        except CorruptionError:
+            return None  # no record begins there
+
+    def query_messages(self, request: QueryMessages) -> tuple[StoredMessage, ...]:
+        """Return messages by key: at most 64, as in 4.9."""
+        limit = min(request.max_messages, _MAX_RESULTS)
+        bounds = request.begin_ms, request.end_ms
+        store, is_unique = self._store, request.is_unique
+        return tuple(store.find_by_key(request.topic, request.key, *bounds, limit, is_unique=is_unique))
+
+
+# ---- progress
+
+
+ResetHook = Callable[[str, str], object]
+"""Called with group and topic after the progress was moved."""
+
+
+class Progress:
+    """Begins and ends of queues, progress of groups in them, and resets of groups. Changes need the runner's lock.
+
+    Mirrors ``ConsumerManageProcessor``, and the part of ``AdminBrokerProcessor`` and ``Broker2Client`` about queue
+    offsets.
+    """
+
+    def __init__(self, context: BrokerContext) -> None:
+        self._store = context.store
+        self._topics = context.topics
+        self._groups = context.groups
+        self._offsets = context.offsets
+        self._clients = context.clients
+        self._broker_name = context.name
+        self._now_ms = context.runner.now_ms
+        self.reset_hooks: list[ResetHook] = []
+        self._unknown = 0  # groups and topics with progress, one of which did not exist
+
+    def query_offset(self, request: QueryOffset) -> int | None:
+        """Return a group's stored progress; without any, 0 if the whole queue exists and counts as in memory."""
+        stored = self._offsets.consumer_offset(request.topic, request.group, request.queue_id)
+        if stored is not None:
+            return stored
+        store = self._store
+        begin, end = store.queue_range(request.topic, request.queue_id)
+        if begin > 0:
+            return None
+        if not end or not store.counts_as_on_disk(store.log.begin):
+            return 0  # the group begins at the first message
+        queue = store.queue(request.topic, request.queue_id)
+        first = None if queue is None else queue.entry(0)
+        return None if first is not None and store.counts_as_on_disk(first.physical_offset) else 0
+
+    def update(self, request: UpdateOffset) -> None:
+        """Store a group's progress. As by 4.9, that of what does not exist is kept too, but not without bounds."""
+        group, topic = request.group, request.topic
+        exist = topic in self._topics.by_name and group in self._groups.by_name
+        is_new = not exist and not self._offsets.of_topic(group, topic)
+        if is_new and self._unknown >= _MOST_UNKNOWN:
+            raise BrokerError(
+                ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
+                f"group {group!r} or topic {topic!r} does not exist, and progress of {_MOST_UNKNOWN:,} such pairs is "
+                "kept already: create them by set_group and create_topic",
+            )
+        self._offsets.set_consumer_offset(topic, group, request.queue_id, request.queue_offset)
+        self._unknown += is_new
+
+    def groups(self, request: TopicGroups) -> Mapping[str, ConsumerData | None]:
+        """Return the groups of a topic."""
+        groups: dict[str, ConsumerData | None] = dict.fromkeys(self._offsets.groups(request.topic))
+        for group in self._clients.consumers.values():
+            if request.topic in group.subscriptions:
+                groups[group.name] = ConsumerData(
+                    group.name, group.kind, group.model, group.consume_from, dict(group.subscriptions)
+                )
+            elif group.name in groups:
+                groups[group.name] = ConsumerData(group.name, group.kind, group.model, group.consume_from, {})
+        return groups
+
+    def queue_end(self, request: MaxOffset) -> int:
+        """Return the queue offset after the last message of a queue."""
+        return self._store.queue_range(request.topic, request.queue_id)[1]
+
+    def queue_begin(self, request: MinOffset) -> int:
+        """Return the queue offset of the first message of a queue."""
+        return self._store.queue_range(request.topic, request.queue_id)[0]
+
+    def describe_queues(self, request: DescribeQueues) -> dict[MessageQueue, QueueBounds]:
+        """Return the bounds of a topic's queues."""
+        return {
+            MessageQueue(request.topic, self._broker_name, queue_id): QueueBounds(
+                begin, end, max(self.stored_ms(request.topic, queue_id, end - 1), 0)
+            )
+            for queue_id, (begin, end) in self._ranges_of(request.topic).items()
+        }
+
+    def _ranges_of(self, topic: str) -> dict[int, tuple[int, int]]:
+        """Return the begin and end of each queue of a topic.
+
+        Raises:
+            BrokerError: There is no such topic.
+        """
+        config = self._topics.by_name.get(topic)
+        if config is None:
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic[{topic}] not exist")
+        return {queue_id: self._store.queue_range(topic, queue_id) for queue_id in range(config.queues)}
+
+    def stored_ms(self, topic: str, queue_id: int, queue_offset: int) -> int:
+        """Return the store time of a message; -1 if it is not there."""
+        begin, end = self._store.queue_range(topic, queue_id)
+        if not begin <= queue_offset < end:
+            return -1
+        message = next(self._store.messages(topic, queue_id, queue_offset, queue_offset + 1), None)
+        return -1 if message is None else message.store_timestamp_ms
+
+    def describe(self, request: DescribeProgress) -> dict[MessageQueue, GroupProgress]:
+        """Return a group's progress in a topic, or in all topics that it consumes or has progress in."""
+        group = request.group
+        topics = self.topics_of(group) if request.topic is None else [request.topic]
+        progress: dict[MessageQueue, GroupProgress] = {}
+        for topic in topics:
+            for queue_id, (begin, end) in self._ranges_of(topic).items():
+                offset = max(self._offsets.consumer_offset(topic, group, queue_id) or 0, 0)
+                last_ms = max(self.stored_ms(topic, queue_id, offset - 1), 0)
+                queue = MessageQueue(topic, self._broker_name, queue_id)
+                progress[queue] = GroupProgress(end, offset, last_ms, begin)
+        return progress
+
+    def topics_of(self, group: str) -> list[str]:
+        """Return the topics in which a group has progress, and those to which it subscribes, that exist."""
+        connections = self._clients.connections(group)
+        topics = set(() if connections is None else connections.subscriptions)
+        topics.update(self._offsets.topics(group))
+        return sorted(topic for topic in topics if topic in self._topics.by_name)
+
+    def stored(self, request: ConsumerOffsetsOf) -> dict[int, int]:
+        """Return a group's stored progress in a topic."""
+        return dict(self._offsets.of_topic(request.group, request.topic))
+
+    def moved(self, request: MoveGroup) -> dict[MessageQueue, int]:
+        """Move a group in a topic."""
+        offsets = self.move(request.group, request.topic, request.to, request.queue_id, dry_run=request.dry_run)
+        return {MessageQueue(request.topic, self._broker_name, queue_id): at for queue_id, at in offsets.items()}
+
+    def queue_offset_at(self, request: QueueOffsetAt) -> int:
+        """Return the queue offset of the message stored nearest to a time."""
+        return self._store.queue_offset_at(request.topic, request.queue_id, request.timestamp_ms)
+
+    def _reset_to(self, group: str, topic: str, offsets: Mapping[int, int], except_for: str | None = None) -> None:
+        """Move a running or stopped group's progress to queue offsets by queue id.
+
+        Running instances are notified and continue from there, but for the client ``except_for``; the stored progress
+        is set as well.
+        """
+        by_queue = {
+            MessageQueue(topic, self._broker_name, queue_id): queue_offset for queue_id, queue_offset in offsets.items()
+        }
+        self._clients.notify_group(group, ResetOffsets(group, topic, by_queue), except_for)
+        for queue_id, queue_offset in offsets.items():
+            self._offsets.set_consumer_offset(topic, group, queue_id, queue_offset)
+        for hook in self.reset_hooks:
+            hook(group, topic)
+
+    def move(
+        self,
+        group: str,
+        topic: str,
+        to: Literal["begin", "end"] | datetime | int,
+        queue_id: int | None,
+        *,
+        dry_run: bool = False,
+    ) -> dict[int, int]:
+        """Move a group's progress in all queues of a topic, or in one; return the queue offsets by queue id.
+
+        Raises:
+            BrokerError: The group, the topic or the queue does not exist.
+        """
+        topic_config = self._topics.by_name.get(topic)
+        if topic_config is None:
+            raise BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist")
+        if not dry_run and group not in self._groups.by_name and group not in self._offsets.groups(topic):
+            raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"group {group!r} does not exist")
+        is_listed = queue_id is None or 0 <= queue_id < topic_config.queues
+        if not is_listed and (topic, queue_id) not in self._store.queues:  # a topic can have had more queues
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {topic!r} has no queue {queue_id}")
+        queues = range(topic_config.queues) if queue_id is None else (queue_id,)
+        offsets = {number: self._offset_of(topic, number, to) for number in queues}
+        if not dry_run:
+            self._reset_to(group, topic, offsets)
+        return offsets
+
+    def start(self, request: StartGroup) -> StartOutcome:
+        """Move a group in a topic for its first start with ``start_at``.
+
+        A topic that does not exist yet is marked too: its messages come after the start.
+        """
+        group, name, to_ms = request.group, request.topic, request.timestamp_ms
+        if self._offsets.is_started(group, name):
+            return StartOutcome.MOVED_BEFORE
+        topic = self._topics.by_name.get(name)
+        offsets = {}
+        for queue_id in range(0 if topic is None else topic.queues):
+            begin, end = self._store.queue_range(name, queue_id)
+            if request.queue_offset is not None:
+                offsets[queue_id] = min(max(request.queue_offset, begin), end)
+            else:
+                offsets[queue_id] = end if to_ms == -1 else self._offset_from(name, queue_id, to_ms)
+        if offsets:
+            self._reset_to(group, name, offsets, request.client_id)
+        self._offsets.mark_started(group, name, self._now_ms())
+        return StartOutcome.MOVED if offsets else StartOutcome.NO_QUEUES
+
+    def _offset_of(self, topic: str, queue_id: int, to: str | datetime | int) -> int:
+        begin, end = self._store.queue_range(topic, queue_id)
+        if isinstance(to, datetime):
+            return self._offset_from(topic, queue_id, to_timestamp_ms("to", to))
+        if isinstance(to, int):
+            return min(max(to, begin), end)
+        return begin if to == "begin" else end
+
+    def _offset_from(self, topic: str, queue_id: int, timestamp_ms: int) -> int:
+        """Return the queue offset of the first message stored at or after a time; the end if there is none."""
+        return self._store.first_offset_from(topic, queue_id, timestamp_ms)
+
+    def behind(self) -> list[str]:
+        """Return a text for each queue with messages that a running group has not consumed.
+
+        The instances report their progress; messages that still wait, including retries, do not count.
+        """
+        lags = []
+        for group in list(self._clients.consumers.values()):
+            if group.model is MessageModel.BROADCASTING:
+                continue
+            for name in group.subscriptions:
+                topic = self._topics.by_name.get(name)
+                reached: dict[int, int] = {}
+                for client in list(group.clients.values()):
+                    try:
+                        offsets = client.call(ConsumerOffsets(group.name, name, with_passed=True))
+                    except RmqError:  # the instance is leaving, so its stored progress counts
+                        continue
+                    for queue, queue_offset in offsets.items():
+                        if queue.broker_name == self._broker_name:
+                            reached[queue.queue_id] = max(queue_offset, reached.get(queue.queue_id, 0))
+                for queue_id in range(0 if topic is None else topic.read_queues):
+                    begin, end = self._store.queue_range(name, queue_id)
+                    at = reached.get(queue_id, self._offsets.consumer_offset(name, group.name, queue_id))
+                    if lag := queue_lag(at, begin, end):
+                        lags.append(f"group {group.name}: {lag} messages of {name}/{queue_id}")
+        return lags
+
+    def reset(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
+        """Send new offsets to a group's running instances, which continue there and save them."""
+        group, name = request.group, request.topic
+        if request.queue_offset is not None:
+            moved = self.move(group, name, request.queue_offset, request.queue_id)
+            return {MessageQueue(name, self._broker_name, queue_id): offset for queue_id, offset in moved.items()}
+        topic = self._topics.by_name.get(name)
+        if topic is None:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, f"topic {name!r} does not exist")
+        offsets = {}
+        for queue_id in range(topic.write_queues):
+            stored = self._offsets.consumer_offset(name, group, queue_id)
+            if stored is None:
+                raise BrokerError(
+                    ResponseCode.SYSTEM_ERROR, f"group {group!r} has no progress in queue {queue_id} of {name!r}"
+                )
+            if request.timestamp_ms == -1:
+                target = self.queue_end(MaxOffset(name, queue_id))
+            else:
+                target = self._store.queue_offset_at(name, queue_id, request.timestamp_ms)
+            queue = MessageQueue(name, self._broker_name, queue_id)
+            offsets[queue] = target if request.force or target < stored else stored
+        if group not in self._clients.consumers:
+            raise BrokerError(
+                ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: use Broker.reset_group"
+            )
+        self._clients.notify_group(group, ResetOffsets(group, name, offsets))
+        return offsets
+
+
+# ---- unconsumed messages
+
+DELAYS = "delay levels"
+TIMERS = "timers"
+
+
+class StoreReaders:
+    """The readers of one broker's store and their unconsumed messages, for retention. Called without a lock.
+
+    Readers are groups and the broker's own parts. A queue in which a group has no progress counts from its begin, like
+    its lag. A group without any progress in a topic counts if it runs and consumes from the first message, or if the
+    topic holds its retries. Dead letters have no reader. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        context: BrokerContext,
+        schedule: DelaySchedule,
+        transactions: BrokerTransactions,
+        timers: Timers | None,
+    ) -> None:
+        self._store = context.store
+        self._topics = context.topics.by_name
+        self._offsets = context.offsets
+        self._clients = context.clients
+        self._metrics = context.metrics
+        self._schedule = schedule
+        self._transactions = transactions
+        self._timers = timers
+
+    def unread(self, before: int) -> Iterator[Unread]:
+        """Return each reader's progress by queue; messages at or above ``before`` (a physical offset) don't matter."""
+        queues: dict[str, list[int]] = defaultdict(list)
+        for topic, queue_id in self._store.queues:
+            queues[topic].append(queue_id)
+        for topic, queue_ids in queues.items():
+            if topic in self._topics and topic not in (HALF_TOPIC, OP_TOPIC):
+                for group, row in self._progress_in(topic).items():
+                    for queue_id in queue_ids:
+                        yield Unread(group, topic, queue_id, row.get(queue_id, 0))
+        for queue_id, queue_offset in self._schedule.next_offsets():
+            yield Unread(DELAYS, SCHEDULE_TOPIC, queue_id, queue_offset)
+        if HALF_TOPIC in queues:
+            yield Unread(CHECK_GROUP, HALF_TOPIC, QUEUE, *self._transactions.open_halves())
+        if self._timers is not None and TIMER_TOPIC in queues:
+            yield Unread(TIMERS, TIMER_TOPIC, QUEUE, 0, self._timers.passed(before))
+
+    def never_read(self) -> Iterator[Unread]:
+        """Return the queues of users' topics that no group has read, and that no running group subscribes to."""
+        subscribed = {topic for group in list(self._clients.consumers.values()) for topic in group.subscriptions}
+        read = subscribed.union(self._offsets.topics())
+        for topic, queue_id in self._store.queues:
+            if topic in self._topics and topic not in read and is_user_topic(topic):
+                yield Unread("", topic, queue_id, 0)
+
+    def _progress_in(self, topic: str) -> dict[str, Mapping[int, int]]:
+        progress: dict[str, Mapping[int, int]] = {}
+        if topic.startswith(RETRY_PREFIX):
+            # The topic of unacknowledged receives has the names of a group and a topic, which look like one name.
+            known = {*self._clients.consumers, *self._offsets.groups(topic)}
+            progress[group_of_retries(topic, known, self._topics)] = {}
+        for group in list(self._clients.consumers.values()):
+            is_counted = group.model is MessageModel.CLUSTERING and group.consume_from is ConsumeFrom.FIRST
+            if is_counted and topic in group.subscriptions:
+                progress[group.name] = {}
+        for name in self._offsets.groups(topic):
+            progress[name] = dict(self._offsets.of_topic(name, topic))
+        return progress
+
+    def lost(self, unread: UnreadInFile) -> None:
+        """Count messages that were deleted before they were consumed."""
+        if self._metrics is not None:
+            reader = unread.reader
+            if not reader.group:
+                self._metrics.count("never_read_deleted", unread.messages, topic=reader.topic)
+                return
+            self._metrics.count("unread_deleted", unread.messages, topic=reader.topic, group=reader.group)

@@ -1,0 +1,249 @@
+"""The context of a broker: what all its parts share, as one argument, and its life."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from librmq.broker._clients import Clients
+from librmq.broker._offsets import Persistence, TableWriter
+from librmq.broker._queue_locks import QueueLocks
+from librmq.broker.config import BrokerConfig
+from librmq.broker.groups import Groups
+from librmq.broker.long_polling import HeldRequests
+from librmq.broker.topics import Topics, unlisted_topics
+from librmq.errors import (
+    BrokerDiskFullError,
+    BrokerError,
+    BrokerStoreFullError,
+    BrokerUnreachableError,
+    CorruptionError,
+    DiskFullError,
+    FlushFailedError,
+    RmqError,
+    StoreClosedError,
+    StoreError,
+    StoreFullError,
+    StoreIOError,
+)
+from librmq.files.interface import is_full
+from librmq.message.topics import has_no_row, is_valid_queue
+from librmq.metrics import Metrics
+from librmq.protocol import CopiedTables, ResponseCode
+from librmq.protocol.endpoint import Watchers
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Inherited
+from librmq.runtime.runner import Aside, Owner, Runner, Step, aside_by
+from librmq.scheduling.waiting import Cancellations, awaited_queues
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
+
+if TYPE_CHECKING:
+    from librmq.filter import Registrations
+
+
+_log = EventLog("librmq.broker")
+
+
+class BrokerSteps:
+    """Creates the steps of one broker, which bear its name and run until its end."""
+
+    def __init__(self, runner: Runner, name: str, owner: Owner) -> None:
+        self.runner = runner
+        self.name = name
+        self._owner = owner
+
+    def step(self, what: str, run_due: Callable[[int], int | None]) -> Step:
+        """Return a step that calls a function; ``what`` completes its label."""
+        return Step(f"{self.name} {what}", run_due, self._owner)
+
+    def aside(self, what: str, wake: Callable[[int], None]) -> Aside | None:
+        """Return a function that waits for the disk without the lock; None under a manual clock."""
+        return aside_by(self.runner, f"{self.name} {what}", self._owner, wake)
+
+
+class BrokerContext:
+    """One broker's names, settings and store, its tables and the steps that save them, clients and held requests."""
+
+    def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
+        self,
+        steps: BrokerSteps,
+        cluster_name: str,
+        config: BrokerConfig,
+        store: MessageStore,
+        metrics: Metrics | None,
+        tables: BrokerTables,
+        registrations: Registrations,
+        changed: Callable[[], None],
+        *,
+        was_killed: bool,
+    ) -> None:
+        """Build the shared parts from ``tables``, the broker's files; ``changed()`` is called when topics change.
+
+        ``was_killed`` says that the last process did not close the store, so the progress of its last seconds is lost.
+        """
+        runner = steps.runner
+        self.steps = steps
+        self.name = steps.name
+        self.runner = runner
+        self.cluster_name = cluster_name
+        self.config = config
+        self.store = store
+        self.was_killed = was_killed
+        self.metrics = metrics
+        self.tables = tables
+        self.registrations = registrations
+        aside = steps.aside("writes its tables", lambda at: runner.wake(writing, at))
+        self.writing = TableWriter(store.flush, runner.now_ms, lambda: runner.wake(writing), aside)
+        writing = steps.step("writes its tables", self.writing.run_due)
+        save = self.writing.save
+        self.topics = Topics(tables.topics, save, config, steps.name, cluster_name, runner.now_ms, changed)
+        self.groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
+        self.saving = Persistence(
+            tables,
+            self.writing,
+            registrations,
+            config.save_offsets_every_s,
+            store.flush,
+            runner.now_ms,
+            lambda at: runner.wake(saving, at),
+        )
+        saving = steps.step("saves progress", self.saving.run_due)
+        self.offsets = self.saving.offsets
+        self.cancellations = Cancellations(store.path, store.files)
+        if config.replica_of is None and self.cancellations.truncate(store.log.end):
+            self.cancellations.write(store.log.begin, runner.now_ms())
+        with runner.lock:  # before transactions and the relay resume from their progress
+            if unnamed := tables.offsets.unnamed():
+                _log.warning(
+                    "%(file)s: %(keys)d keys are no topic@group, such as %(key)s: they stay, and count for no group",
+                    file=tables.offsets.path,
+                    keys=len(unnamed),
+                    key=repr(unnamed[0])[:80],
+                )
+            self.offsets.clamp(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
+            if config.replica_of is None:
+                self._add_unlisted_topics()
+        sweep_ms = round(1000 * config.sweep_pulls_every_s)
+        self.held = HeldRequests(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
+        holding = steps.step("answers held pulls", self.held.run_due)
+        self.locks = QueueLocks(round(1000 * config.lock_expiry_s), runner.now_ms)
+        self.clients = Clients(
+            steps.name,
+            runner,
+            self.topics,
+            self.groups,
+            registrations,
+            self.held,
+            metrics,
+            self.saving.filters_changed,
+        )
+
+    def _add_unlisted_topics(self) -> None:
+        """Make the topics that have messages and were lost, or for which messages wait; or warn of them."""
+        store, listed = self.store, self.topics.by_name
+        unlisted = unlisted_topics(store.queues, store.queue_range, listed)
+        if self.topics.is_new:  # otherwise a deleted topic would come back
+            try:
+                for topic, queue_id in awaited_queues(store, self.tables.delay_offset):
+                    if topic not in listed and not has_no_row(topic) and is_valid_queue(topic, queue_id):
+                        unlisted[topic] = max(unlisted.get(topic, 0), queue_id + 1)
+            except CorruptionError as error:
+                _log.warning("the topics of some messages that wait are unknown: %(error)s", error=error)
+        self.topics.add_unlisted(unlisted)
+
+    def copy_tables(self, tables: CopiedTables) -> None:
+        """Replace the tables by a master's, except the topics. Under the runner's lock."""
+        self.topics.notify_copied()
+        self.groups.copy_rows(tables.groups)
+        self.offsets.merge(tables.offsets)
+        self.offsets.copy_starts(tables.starts)
+        if self.tables.delays.replace(tables.delays):
+            self.writing.save(self.tables.delays, self.runner.now_ms())
+        if self.cancellations.replace(tables.cancelled):
+            self.cancellations.write(self.store.log.begin, self.runner.now_ms())
+
+
+# ---- life
+
+
+class BrokerLife:
+    """Whether one broker answers. It owns the broker's turns, which do not run after its end."""
+
+    is_inherited = False
+    """Whether the store behind this copy is the parent's: closing the copy must leave it alone."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self.dead = False
+        """Whether it accepts no more calls."""
+        self.was_killed = False
+        self.release_lock: Callable[[], object] = _nothing
+        """Called in a forked child, in which no thread would release the locks of a write."""
+        self._name = name
+        self._path = path
+        self._why = "was closed"
+        self._watchers = Watchers()
+
+    def mark_open(self) -> None:
+        """Note that the broker is open; a fork ends it in the child."""
+        _open.add(self)
+
+    def mark_ended(self, *, was_killed: bool) -> None:
+        """Note that the broker accepts no more calls, and notify its watchers. Under the runner's lock."""
+        self.dead, self.was_killed = True, was_killed
+        _open.discard(self)
+        self.notify_watchers()
+
+    def inherited(self) -> None:
+        """Note that this is a copy in a forked child."""
+        _open.discard(self)
+        self.dead, self._why = True, "was opened before a fork: open the broker again in the child"
+        self.is_inherited = True
+        self.release_lock()
+
+    @property
+    def why_dead(self) -> str:
+        """The reason why the handle can't be used."""
+        return f"{self._path}: this handle {self._why}"
+
+    def check_open(self) -> None:
+        """Raise `StoreClosedError` after the broker's end."""
+        if self.dead:
+            raise StoreClosedError(self.why_dead)
+
+    def refusal(self, error: StoreError) -> RmqError:
+        """Return the error for clients for an error of the store."""
+        if isinstance(error, StoreClosedError):
+            return BrokerUnreachableError(f"{self._name} is closed: {self.why_dead if self.dead else error}")
+        kind, code = BrokerError, ResponseCode.SERVICE_NOT_AVAILABLE
+        if isinstance(error, DiskFullError) or (isinstance(error, StoreIOError) and is_full(error)):
+            kind = BrokerDiskFullError
+        elif isinstance(error, StoreFullError):
+            kind = BrokerStoreFullError
+        elif not isinstance(error, FlushFailedError):
+            code = ResponseCode.SYSTEM_ERROR
+        return kind(code, f"{self._name}: {error}")
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise errors of the store as errors for clients."""
+        try:
+            yield
+        except StoreError as error:
+            raise self.refusal(error) from error
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed`` when topics change and at the end; return a function that ends this."""
+        return self._watchers.watch(changed)
+
+    def notify_watchers(self) -> None:
+        """Notify the watchers that topics or queues have changed, or that the broker has ended."""
+        self._watchers.notify()
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+_open: Final[Inherited[BrokerLife]] = Inherited(BrokerLife.inherited)

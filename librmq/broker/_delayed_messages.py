@@ -1,0 +1,352 @@
+"""Delayed messages of one broker: how each waits, and its delivery by levels, timer and relay, or its cancellation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Final
+
+from librmq.broker._context import BrokerContext
+from librmq.broker._offsets import DelayProgress
+from librmq.broker.long_polling import Arrivals
+from librmq.delay import DelaySchedule
+from librmq.errors import CorruptionError, MessageIllegalError
+from librmq.java.lang import java_int, java_long
+from librmq.message import Message
+from librmq.message.delays import NO_LEVELS, SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.ids import parse_offset_message_id
+from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, PROPERTY_UNIQUE_KEY
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, TIMER_TOPIC
+from librmq.protocol import CancelMessage, CancelResult
+from librmq.protocol.client_requests import NOT_SENT_HERE
+from librmq.runtime.runner import Step
+from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import (
+    DELAY_SEC,
+    DELETE_KEY,
+    DELETES_EARLIER,
+    DELIVER_MS,
+    OUT_MS,
+    TimerConfig,
+    delete_key,
+    deliver_time_ms,
+    without_time,
+)
+from librmq.scheduling.waiting import WAITING_TOPICS, destination_of
+from librmq.store import AppendResult, MessageStore
+from librmq.store.format.timerfiles import TimerCheckpoint
+
+
+def _default_timers(store: MessageStore, *, is_relayed: bool) -> TimerConfig | None:
+    """Return the settings of the timer in a store that librmq made, whose files appear with the first message.
+
+    A relay replaces it, unless messages of an earlier run wait in the timer. A broker's directory keeps the broker's
+    rule, because 4.9 does not see such messages.
+    """
+    if not store.is_own:
+        return None
+    is_used = store.queue_range(TIMER_TOPIC, 0)[1] > 0
+    default = None if is_relayed and not is_used else TimerConfig()
+    return TimerConfig.of_store(store.path, store.files) or default
+
+
+_NO_TIMER: Final = (
+    "which is no delay level of this broker, and the store is a RocketMQ broker's, where 4.9 would not see it: "
+    "open the broker with BrokerConfig(timers=TimerConfig()) or BrokerConfig(hops=True)"
+)
+
+
+class Deliveries:
+    """The delayed messages of one broker.
+
+    Called under the runner's lock, except the notifications of `arrivals`, `waiting_form` and `target_of`.
+
+    A message names its time by a delay level, or by one of 5.x's properties TIMER_DELAY_SEC, TIMER_DELAY_MS and
+    TIMER_DELIVER_MS. In a store that librmq made, a timer takes what no level is as long as. A broker without timer,
+    relay, or a level of exactly that length refuses such a time: 4.9 would deliver the message immediately.
+    """
+
+    def __init__(self, context: BrokerContext, wake_flush: Callable[[], None] | None) -> None:
+        """``wake_flush()`` wakes the step that flushes the store; None where a thread of the store does."""
+        runner, store, config, steps = context.runner, context.store, context.config, context.steps
+        self._runner = runner
+        self._store = store
+        self._topics = context.topics
+        self._default_queues = config.default_topic_queues
+        self._metrics = context.metrics
+        self._held = context.held.by_queue
+        self._offsets = context.offsets
+        self._cancellations = context.cancellations
+        self._notify_watchers = context.writing.notify_watchers
+        self.arrivals = Arrivals(runner, context.held, context.metrics, self._delayed, wake_flush)
+        self.schedule = DelaySchedule(
+            store,
+            DelayProgress(context.tables, context.writing),
+            runner.now_ms(),
+            config.delay,
+            delivered=self._delivered,
+            is_cancelled=self._cancellations.skips,
+            aside=steps.aside("flushes for its delays", lambda at: runner.wake(self._delay, at)),
+        )
+        self._delay = steps.step("delivers delayed messages", self.schedule.run_due)
+        self.timers: Timers | None = None
+        timer_config = config.timers or _default_timers(store, is_relayed=config.hops)
+        if timer_config is not None and config.replica_of is None:
+            self.timers = Timers.open(
+                store,
+                timer_config,
+                delivered=self._timed_out,
+                is_cancelled=self._cancellations.skips,
+                aside=steps.aside("saves its timers", lambda at: runner.wake(self._timing, at)),
+            )
+            self._timing = steps.step("delivers what is due", self.timers.run_due)
+            self.arrivals.wake_by_topic[TIMER_TOPIC] = partial(self._wake, self._timing)
+        self.relay: HopProxy | None = None
+        if config.hops:
+            self.relay = HopProxy(
+                store,
+                context.offsets,
+                delivered=self._relayed,
+                make_topic=self._make_target,
+                is_cancelled=self._cancellations.skips,
+                aside=steps.aside("flushes for its hops", lambda at: runner.wake(self._relaying, at)),
+            )
+            self._relaying = steps.step("sends on by levels", self._run_relay)
+            self.arrivals.wake_by_topic[HOP_TOPIC] = partial(self._wake, self._relaying)
+
+    @property
+    def takes_any_delay(self) -> bool:
+        """Whether a message can wait for any time, up to the timer's limit."""
+        return self.timers is not None or self.relay is not None
+
+    def start(self) -> None:
+        """Deliver due messages, and wake the steps for waiting ones."""
+        self._run_schedule()
+        for topic in (TIMER_TOPIC, HOP_TOPIC):
+            if topic in self.arrivals.wake_by_topic:
+                self.arrivals.wake_by_topic[topic]()
+
+    def save(self) -> None:
+        """Save the progress of each part, even if another part fails. Raises the errors of the flush."""
+        with ExitStack() as saves:
+            if self.relay is not None:
+                saves.callback(self.relay.save)
+            if self.timers is not None:
+                saves.callback(self.timers.save)
+            self.schedule.save(self._runner.now_ms())
+
+    def end_timer_writes(self, why: str) -> None:
+        """End all writes; later callers get ``why``. Return when no write is running. Thread-safe."""
+        if self.timers is not None:
+            self.timers.end_writing(why)
+
+    def _run_schedule(self) -> None:
+        due = self.schedule.run_due(self._runner.now_ms())
+        if due is not None:
+            self._runner.wake(self._delay, due)
+
+    def _delayed(self, level: int, store_timestamp_ms: int) -> int:
+        self._runner.wake(self._delay, self.schedule.due_for(level, store_timestamp_ms))
+        return self._store.levels.cap(level)
+
+    def _delivered(self, message: StoredMessage, topic: str, queue_id: int, result: AppendResult) -> None:
+        # The properties are decoded only if a held pull asks for them.
+        properties = message.properties if (topic, queue_id) in self._held else {}
+        self._topics.warn_of_missing(topic)
+        self.arrivals.stored(topic, queue_id, properties, result, is_delivered=True)
+        if self._metrics is not None:
+            self._metrics.count("delayed_out", level=str(level_of_queue_id(message.queue_id)))
+
+    def _wake(self, step: Step) -> None:
+        with self._runner.lock:
+            self._runner.wake(step)
+
+    def _timed_out(self, message: StoredMessage, result: AppendResult) -> None:
+        properties = message.properties
+        topic, queue_id = properties["REAL_TOPIC"], int(properties["REAL_QID"])
+        self._topics.warn_of_missing(topic)
+        self.arrivals.stored(topic, queue_id, properties, result, is_delivered=True)
+
+    def _run_relay(self, now_ms: int) -> int | None:
+        assert self.relay is not None
+        due = self.relay.run_due(now_ms)
+        self._run_schedule()  # it delivers the hops
+        return due
+
+    def _make_target(self, topic: str, queue_id: int) -> None:
+        """Check that the topic has the queue; recreate a topic that was deleted since the send."""
+        with self._runner.lock:
+            target = self._topics.ensure(topic, self._default_queues)
+        if not 0 <= queue_id < target.queues:
+            raise MessageIllegalError(f"topic {topic!r} has {target.queues} queues, but no queue {queue_id}")
+
+    def _relayed(self, hop: StoredMessage, result: AppendResult) -> None:
+        message = self._store.message_at(result.physical_offset)
+        if message is not None:
+            self.arrivals.stored(message.topic, message.queue_id, message.properties, result, is_delivered=True)
+
+    # ---- sends
+
+    def waiting_form(self, message: Message, queue_id: int, *, is_deliver_at: bool = False) -> tuple[Message, int]:
+        """Return the message to store in place of one that names a time, and its queue.
+
+        A message that is already due is stored unchanged. A moment that the property of 5.x names is the timer's or the
+        relay's, because a deleting message looks for it there; ``is_deliver_at`` says that the keyword names it.
+
+        Raises:
+            MessageIllegalError: The broker can't delay a message that long; the error names the setting to switch on.
+            TimerRefusedError: The time is not a number, or too far away.
+        """
+        now_ms = self._runner.now_ms()
+        properties, timers = message.properties, self.timers
+        deliver_ms = deliver_time_ms(properties, now_ms)
+        delay_ms = deliver_ms - now_ms
+        if DELETE_KEY not in properties:
+            if delay_ms <= 0:
+                return message, queue_id
+            # A moment named by a property, and a timer's seconds, stay out of the levels.
+            is_moment = DELIVER_MS in properties and not is_deliver_at
+            is_timed_only = is_moment or (timers is not None and DELAY_SEC in properties)
+            levels = NO_LEVELS if is_timed_only else self._store.levels
+            if level := levels.level_for(message.topic, delay_ms, None if self.takes_any_delay else _NO_TIMER):
+                delayed = without_time(message)
+                delayed.properties[PROPERTY_DELAY] = str(level)
+                return delayed, queue_id
+            if self.relay is not None and (timers is None or not timers.takes(delay_ms)):
+                return send_at(without_time(message), deliver_ms, queue_id), 0
+        if timers is None:
+            raise MessageIllegalError(f"topic {message.topic!r}: the message cancels a timed message, {_NO_TIMER}")
+        waiting = timers.waiting_form(message, queue_id)
+        return (message, queue_id) if waiting is None else (waiting, 0)
+
+    def target_of(self, message: Message) -> tuple[str, int]:
+        """Return the destination of a relayed message, as topic and queue.
+
+        Raises:
+            MessageIllegalError: The relay is off, or the message lacks its time or destination.
+        """
+        if self.relay is None:
+            raise MessageIllegalError(
+                f"topic {HOP_TOPIC!r}: the relay, which delivers its messages, is off: "
+                "open the broker with BrokerConfig(hops=True)"
+            )
+        properties = message.properties
+        topic, queue_id = properties.get(TARGET_TOPIC), java_int(properties.get(TARGET_QUEUE_ID, "0"))
+        if topic in (None, HOP_TOPIC) or queue_id is None or java_long(properties.get(TARGET_MS, "")) is None:
+            raise MessageIllegalError(
+                f"topic {HOP_TOPIC!r}: a message needs {TARGET_MS}, {TARGET_TOPIC} and {TARGET_QUEUE_ID}: "
+                "make it by librmq.scheduling.relay.send_at"
+            )
+        return topic or "", queue_id
+
+    # ---- cancellation
+
+    def cancel(self, request: CancelMessage) -> CancelResult:
+        """Cancel a message that waits; see `librmq.broker.Broker.cancel`. Thread-safe."""
+        with self._runner.lock:
+            result = self._cancel(request)
+            version = self._cancellations.version
+        if result.cancelled and not self._cancellations.is_durable(version):
+            self._cancellations.write(self._store.log.begin, self._runner.now_ms(), version)
+            with self._runner.lock:
+                self._notify_watchers()
+        return result
+
+    def write_passed(self) -> None:
+        """Write which cancelled messages have passed, after all progress was saved."""
+        self._cancellations.write_passed(self._store.log.begin, self._runner.now_ms())
+
+    def _cancel(self, request: CancelMessage) -> CancelResult:
+        records = self._records_of(request.message_id, request.topic)
+        waiting = [message for message in records if self._is_waiting(message, records)]
+        if waiting:
+            last = waiting[-1]
+            topic, _ = destination_of(last)
+            if not request.dry_run and self._cancellations.of_message(last) is None:
+                self._cancellations.add(last, self._store.log.end, self._runner.now_ms())
+                if last.topic == TIMER_TOPIC and last.unique_key is not None:
+                    self._delete_timer(last, topic, last.unique_key)
+            return CancelResult(True, f"it waited for topic {topic!r}, and is not delivered")
+        sends = [message for message in records if DELETE_KEY not in message.properties]
+        if not sends:
+            return NOT_SENT_HERE
+        last = sends[-1]
+        if last.topic in WAITING_TOPICS and self._cancellations.of_message(last) is not None:
+            return CancelResult(True, "it was cancelled before its time")
+        if last.topic == HALF_TOPIC:
+            return CancelResult(False, "half messages can't be cancelled: roll the transaction back")
+        if last.topic in WAITING_TOPICS:
+            return CancelResult(False, "it no longer waits, and its delivery is not in the log")
+        return CancelResult(False, f"delivered already: {last.topic}/{last.queue_id} has it at {last.queue_offset}")
+
+    def _records_of(self, message_id: str, topic: str | None) -> list[StoredMessage]:
+        """Return the records of a producer's message in log order, without retries and dead letters of groups."""
+        store, at_place = self._store, None
+        try:
+            _, physical_offset = parse_offset_message_id(message_id)
+            at_place = store.message_at(physical_offset)
+        except (ValueError, CorruptionError):
+            pass  # it is a unique id
+        is_place = at_place is not None and at_place.offset_id == message_id.upper()
+        key = at_place.unique_key if at_place is not None and is_place else message_id
+        if key is None:
+            return [at_place] if at_place is not None else []
+        topics = {*WAITING_TOPICS, HALF_TOPIC} | ({topic} if topic is not None else set())
+        matches = [message for name in topics for message in self._records_in(name, key)]
+        if topic is None:
+            targets = {destination_of(message).topic for message in matches if _is_own(message, None)} - topics
+            matches += [message for name in targets if name for message in self._records_in(name, key)]
+            matches = matches if targets else store.find_by_id(key)
+        records = {message.physical_offset: message for message in matches if _is_own(message, topic)}
+        return [records[place] for place in sorted(records)]
+
+    def _records_in(self, topic: str, key: str) -> list[StoredMessage]:
+        messages = self._store.find_by_key(topic, key, max_messages=_MOST_RECORDS)
+        return [message for message in messages if message.unique_key == key]
+
+    def _is_waiting(self, message: StoredMessage, records: list[StoredMessage]) -> bool:
+        """Return whether a record waits for its time: progress is before it, and the log has no delivery of it."""
+        topic, queue_offset = message.topic, message.queue_offset
+        if topic == SCHEDULE_TOPIC:
+            is_passed = queue_offset < dict(self.schedule.next_offsets()).get(message.queue_id, 0)
+        elif topic == HOP_TOPIC:
+            relay, saved = self.relay, self._offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, 0)
+            is_passed = queue_offset < (saved or 0 if relay is None else relay.next_offset)
+        elif topic == TIMER_TOPIC:
+            checkpoint = TimerCheckpoint.read(self._store.path, self._store.files) or TimerCheckpoint()
+            timers = self.timers
+            next_offset = checkpoint.queue_offset if timers is None else timers.next_offset
+            read_ms = checkpoint.read_time_ms if timers is None else timers.read_ms
+            out_ms = java_long(message.properties.get(OUT_MS, "0")) or 0
+            is_passed = queue_offset < next_offset and out_ms < read_ms
+        else:
+            return False
+        if is_passed or DELETE_KEY in message.properties:
+            return False
+        return not any(
+            delivery.topic not in (*WAITING_TOPICS, HALF_TOPIC)
+            and delivery.physical_offset > message.physical_offset
+            and delivery.born_timestamp_ms == message.born_timestamp_ms
+            for delivery in records
+        )
+
+    def _delete_timer(self, waiting: StoredMessage, topic: str, unique_key: str) -> None:
+        """Store a message that deletes a timer as 5.x does, so that a broker of 5.x does not deliver it either."""
+        names = (OUT_MS, PROPERTY_REAL_TOPIC, PROPERTY_REAL_QUEUE_ID, PROPERTY_UNIQUE_KEY)
+        deletion = Message(TIMER_TOPIC, b"0")
+        deletion.properties = {name: waiting.properties[name] for name in names if name in waiting.properties}
+        deletion.properties |= {DELETE_KEY: delete_key(topic, unique_key), DELETES_EARLIER: "true"}
+        result = self._store.append(deletion, 0, wait=False)
+        self.arrivals.stored(TIMER_TOPIC, 0, deletion.properties, result, is_delivered=True)
+
+
+_MOST_RECORDS: Final = 4096
+
+
+def _is_own(message: StoredMessage, topic: str | None) -> bool:
+    """Return whether a record is of the producer's message for a topic (None is any), not of a group's retry."""
+    target = destination_of(message).topic if message.topic in (*WAITING_TOPICS, HALF_TOPIC) else message.topic
+    return not target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)) and topic in (None, target)

@@ -1,0 +1,207 @@
+"""Transactions of a broker: producers end them, a schedule checks them, and producers are asked.
+
+Mirrors ``EndTransactionProcessor`` and ``TransactionalMessageCheckService``; `librmq.txn` has the operations.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from librmq.broker._context import BrokerContext
+from librmq.broker.long_polling import Arrivals
+from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
+from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_REAL_TOPIC
+from librmq.message.topics import HALF_TOPIC
+from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import RLock
+from librmq.runtime.runner import Aside, Work
+from librmq.txn import CheckBack, FinalMessage, Transactions
+
+_log = EventLog("librmq.broker")
+
+DiscardHook = Callable[[StoredMessage, int], object]
+"""Called with a half message that a check discarded, and its number of checks."""
+
+
+class BrokerTransactions:
+    """The transactions of one broker. Thread-safe."""
+
+    def __init__(
+        self,
+        context: BrokerContext,
+        arrivals: Arrivals,
+    ) -> None:
+        """Notify ``arrivals`` of final messages; it calls `prepared` for half messages."""
+        self.discard_hooks: list[DiscardHook] = []
+        runner, store = context.runner, context.store
+        self._runner = runner
+        self._store = store
+        self._clients = context.clients
+        self._broker_name = context.name
+        self._metrics = context.metrics
+        self._topics = context.topics
+        self._arrivals = arrivals
+        self._turns: dict[str, int] = {}
+        self._unreachable_groups: set[str] = set()  # groups that the log reports as unreachable
+        self._questions: list[CheckBack] = []
+        self._finals: deque[FinalMessage] = deque()  # not announced yet
+        self._lock = RLock()  # for ends and checks; retention can ask during an end
+        self._waits = store.config.durability == "sync"
+        aside = context.steps.aside("flushes for its check", lambda at: runner.wake(self._step, at))
+        self._transactions = Transactions(
+            store,
+            context.offsets,
+            runner.now_ms(),
+            context.config.transactions,
+            ask=self._questions.append,
+            discarded=self._discarded,
+            delivered=self._finals.append,
+            make_topic=self._make_topic,
+            is_reachable=self._is_reachable,
+            original=context.config.original_transactions,
+            waits=False,
+            aside=None if aside is None else partial(self._aside, aside),
+        )
+        self.half_stored = self._transactions.half_stored
+        self._step = context.steps.step("checks transactions", self._run_due)
+        arrivals.wake_by_topic[HALF_TOPIC] = self.prepared
+
+    def prepared(self) -> None:
+        """Wake the check for a half message that was stored, or can be waiting."""
+        if self._step.at is None:
+            with self._runner.lock:
+                self._runner.wake(self._step)
+
+    def end_transaction(self, request: EndTransaction) -> None:
+        """Commit or roll back; `BrokerError` with 4.9's code."""
+        if request.state is TransactionState.UNKNOWN:
+            return
+        half = None if self._metrics is None else self._half(request.physical_offset)
+        try:
+            with self._lock:
+                if request.state is TransactionState.ROLLBACK:
+                    self._transactions.rollback(request.physical_offset, request.queue_offset, request.group)
+                else:
+                    self._transactions.commit(request.physical_offset, request.queue_offset, request.group)
+                op = self._transactions.last_op
+        except TransactionRefusedError as error:
+            raise BrokerError(error.code, str(error)) from error
+        finally:
+            self._announce()  # a delivered message counts even if its op message failed
+        if op is not None and self._waits:
+            self._store.wait_for(op)  # without the lock, so that other ends can share the flush
+        if half is not None:
+            self._count_outcome(request.state.name.lower(), half)
+
+    def _half(self, physical_offset: int) -> StoredMessage | None:
+        try:
+            return self._store.message_at(physical_offset)
+        except CorruptionError:
+            return None  # the end is refused
+
+    def _announce(self) -> None:
+        """Announce final messages, without this lock, because the runner's lock comes first."""
+        while True:
+            try:
+                final = self._finals.popleft()
+            except IndexError:  # another thread announced it
+                return
+            self._topics.warn_of_missing(final[0])
+            self._arrivals.stored(*final)
+
+    def open_halves(self) -> tuple[int, Callable[[int], bool]]:
+        """Return the queue offset from which halves can be open, and a function for whether one has ended."""
+        with self._lock:
+            return self._transactions.open_halves()
+
+    def is_rolled_back(self, half: StoredMessage) -> bool:
+        """Return whether a half's transaction has ended without a delivery, so that a commit would be refused."""
+        with self._lock:
+            return self._transactions.is_rolled_back(half)
+
+    def save(self) -> None:
+        """Save the progress of the check, after a flush of the store. Raises the errors of the flush."""
+        with self._lock:
+            self._transactions.save()
+
+    def _aside(self, aside: Aside, wait: Callable[[], object], done: Callable[[Exception | None], int | None]) -> None:
+        def ended(error: Exception | None) -> int | None:
+            with self._lock:
+                return done(error)
+
+        aside(wait, ended)
+
+    def _run_due(self, now_ms: int) -> int | None:
+        with self._lock:
+            due = self._transactions.run_due(now_ms)
+            questions = self._questions[:]
+            self._questions.clear()
+        for question in questions:
+            self._ask(question)
+        return due
+
+    def _make_topic(self, name: str) -> None:
+        self._topics.ensure(name)
+
+    def _is_reachable(self, group: str) -> bool:
+        """Return whether a producer of the group is connected; log once if none is."""
+        if self._clients.producers.get(group):
+            return True
+        self._log_unreachable(group, "none is connected: start a TransactionProducer of the group")
+        return False
+
+    def _log_unreachable(self, group: str, cause: object) -> None:
+        if group not in self._unreachable_groups:
+            self._unreachable_groups.add(group)
+            _log.warning(
+                "producer group %(group)s can't be asked about its open transactions, which wait: %(cause)s",
+                group=group,
+                cause=cause,
+            )
+
+    def _ask(self, question: CheckBack) -> None:
+        """Pass a question to the next producer of the group in turn that accepts it."""
+        producers = list((self._clients.producers.get(question.group) or {}).values())
+        turn = self._turns.get(question.group, 0)
+        self._turns[question.group] = turn + 1
+        request = CheckTransaction(question.group, question.half, question.half.unique_key or "", self._broker_name)
+        cause: object = "none is connected"
+        for number in range(len(producers)):
+            try:
+                producers[(turn + number) % len(producers)].call(request)
+            except RmqError as error:  # an ordinary producer, or one that is leaving
+                cause = error
+            except Exception:  # for example a user's executor was shut down; the check continues
+                _log.exception("producer group %(group)s can't be asked about a transaction", group=question.group)
+                return
+            else:
+                if question.group in self._unreachable_groups:
+                    self._unreachable_groups.discard(question.group)
+                    _log.info(
+                        "producer group %(group)s is asked about its open transactions again", group=question.group
+                    )
+                if self._metrics is not None:
+                    self._metrics.count("transaction_checks", topic=question.topic)
+                return
+        self._log_unreachable(question.group, cause)
+        with self._lock:
+            self._transactions.not_reached(question)
+
+    def _discarded(self, half: StoredMessage, check_times: int) -> None:
+        self._count_outcome("discard", half)
+        for hook in self.discard_hooks:
+            self._runner.submit(Work("discard hook", partial(hook, half, check_times), _log_failed_hook))
+
+    def _count_outcome(self, outcome: str, half: StoredMessage) -> None:
+        if self._metrics is not None:
+            topic = half.properties.get(PROPERTY_REAL_TOPIC, "")
+            self._metrics.count("transactions", topic=topic, outcome=outcome)
+
+
+def _log_failed_hook(result: object, error: Exception | None) -> None:
+    if error is not None:
+        _log.error("a hook for discarded half messages failed", exc_info=error)

@@ -1,0 +1,308 @@
+"""Pulls: reads of queues for consumers, held if there is no message.
+
+Mirrors ``PullMessageProcessor``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from librmq.broker._context import BrokerContext
+from librmq.broker._replication import Replication
+from librmq.broker.handlers._send import SendHandler
+from librmq.broker.long_polling import HandOver, Selection, parse_selection, registered_selection
+from librmq.errors import BrokerError, RmqError
+from librmq.message.message import Message, StoredMessage
+from librmq.message.topics import OFFSET_MOVED_TOPIC
+from librmq.protocol import (
+    CheckSubscription,
+    MessageModel,
+    PullMessage,
+    PullResponse,
+    PullStatus,
+    ResponseCode,
+    Subscription,
+)
+from librmq.runtime.event_log import EventLog
+from librmq.store import AppendResult, GetStatus, ReadResult
+
+_log = EventLog("librmq.broker")
+
+_MOVED: Final = frozenset((GetStatus.OFFSET_OVERFLOW_BADLY, GetStatus.OFFSET_TOO_SMALL))
+
+
+class PullHandler:
+    """The reading side of one broker. Thread-safe."""
+
+    def __init__(self, context: BrokerContext, sending: SendHandler, replication: Replication) -> None:
+        self._runner = context.runner
+        self._store = context.store
+        self._topics = context.topics
+        self._groups = context.groups
+        self._offsets = context.offsets
+        self._clients = context.clients
+        self._registrations = context.registrations
+        self._held = context.held
+        self._sending = sending
+        self._replication = replication
+        self._is_replica = context.config.replica_of is not None
+        self._broker_name = context.name
+        self._metrics = context.metrics
+        self._selected: dict[tuple[str, str], tuple[object, Selection]] = {}
+
+    def pull(self, request: PullMessage) -> PullResponse:
+        """Read a queue, or hold the request."""
+        topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
+        store, held, notify = self._store, self._held, request.notify
+        name, holder = (topic, queue_id), (request.client_id, request.group)
+        is_held = False
+        with self._runner.lock:
+            selection = self._check_pull(request)
+            if request.commit_offset is not None and not self._is_replica:
+                self._offsets.advance_consumer_offset(topic, request.group, queue_id, request.commit_offset)
+            if notify is not None:
+                arrived = held.end_hold(name, holder, selection)
+                if arrived is not None and request.stay and arrived.queue_offset == queue_offset:
+                    response = self._answer_from_log(request, arrived, selection, notify)
+                    if response is not None:
+                        return response
+                elif store.queue_range(topic, queue_id)[1] == queue_offset:
+                    # Hold first, then look again: a writer looks for held pulls after its append, without the lock.
+                    held.hold_pull(name, holder, selection, notify, self._hand_over_of(request, selection))
+                    begin, end = store.queue_range(topic, queue_id)
+                    if queue_offset == end:
+                        return PullResponse(PullStatus.HELD, end, begin, end, (), True)
+                    held.remove_pull(name, holder)
+            read = self._read(request, selection)
+            if isinstance(read, PullResponse):
+                return read
+            result = read
+            status = _status(result, queue_offset)
+            end = result.next_offset
+            if notify is not None and request.stay and status is PullStatus.FOUND and end == result.max_offset:
+                held.hold_pull(name, holder, selection, notify, self._hand_over_of(request, selection))
+                is_held = store.queue_range(topic, queue_id)[1] == end
+                if not is_held:
+                    held.remove_pull(name, holder)
+        if status is PullStatus.OFFSET_ILLEGAL:
+            self._store_moved_event(request, result.next_offset)
+        if result.messages:
+            self._count_read(request, len(result.messages), result.total_size)
+        has_others = self._is_replica or self._replication.has_followers
+        suggests = has_others and self._is_far_behind(result.messages)
+        return PullResponse(
+            status, result.next_offset, result.min_offset, result.max_offset, result.messages, is_held, suggests
+        )
+
+    def _read(self, request: PullMessage, selection: Selection) -> ReadResult | PullResponse:
+        """Read the queue; hold the request for a message that a replica lacks, or whose entry a full disk refuses."""
+        topic, queue_id, queue_offset = request.topic, request.queue_id, request.queue_offset
+        store, held = self._store, self._held
+        read = partial(store.read, topic, queue_id, queue_offset, request.max_messages, selection.matching)
+        result = read(joined=request.joined)
+        if self._is_replica and queue_offset > result.max_offset:
+            return self._wait_for_entry(request, selection, result)
+        if result.messages or not result.max_offset <= queue_offset < store.queue_range(topic, queue_id)[1]:
+            return result
+        # Hold first, then read again, for a message that was stored between the two looks.
+        name, holder = (topic, queue_id), (request.client_id, request.group)
+        response = self._wait_for_entry(request, selection, result)
+        result = read(joined=request.joined)
+        if not result.messages:
+            if request.notify is not None:
+                held.answer_by_sweep(name, holder)
+            return response
+        held.remove_pull(name, holder)
+        return result
+
+    def _is_far_behind(self, messages: Sequence[StoredMessage]) -> bool:
+        """Return whether the last message that a pull read counts as on disk, so that a replica should serve it."""
+        return bool(messages) and self._store.counts_as_on_disk(messages[-1].physical_offset)
+
+    def _wait_for_entry(self, request: PullMessage, selection: Selection, result: ReadResult) -> PullResponse:
+        """Answer a pull of a message whose entry this broker's queue does not have yet: its offset is not illegal."""
+        status, is_held = PullStatus.NO_NEW_MESSAGE, request.notify is not None
+        if request.notify is not None:
+            name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
+            self._held.hold_pull(name, holder, selection, request.notify)
+            status = PullStatus.HELD
+        return PullResponse(status, request.queue_offset, result.min_offset, result.max_offset, (), is_held)
+
+    def _answer_from_log(
+        self, request: PullMessage, arrived: AppendResult, selection: Selection, notify: Callable[[], None]
+    ) -> PullResponse | None:
+        """Return the message that ended a hold from the log, before its entry is written, and hold the pull again.
+
+        Return None if there are more messages or the log lacks it; then the queue is read as usual.
+        """
+        raw = self._store.log.read(arrived.physical_offset, arrived.size)
+        if raw is None:
+            return None
+        name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
+        self._held.hold_pull(name, holder, selection, notify, self._hand_over_of(request, selection))
+        begin, end = self._store.queue_range(request.topic, request.queue_id)
+        if end != arrived.queue_offset + 1:
+            self._held.remove_pull(name, holder)
+            return None
+        self._count_read(request, 1, arrived.size)
+        return PullResponse(PullStatus.FOUND, end, begin, end, (StoredMessage(raw),), True)
+
+    def _hand_over_of(self, request: PullMessage, selection: Selection) -> HandOver | None:
+        return None if request.take is None else partial(self._hand_over, request, request.take, selection)
+
+    def _hand_over(
+        self,
+        request: PullMessage,
+        take: Callable[[bytes, int, int], int | None],
+        selection: Selection,
+        arrived: AppendResult,
+    ) -> bool:
+        """Give a message that has just been stored to the client whose pull is held, as the pull's repetition would.
+
+        Return False if there are more messages, which one pull gets together, or if the pull would be refused now.
+        """
+        topic, queue_id = request.topic, request.queue_id
+        begin, end = self._store.queue_range(topic, queue_id)
+        if end != arrived.queue_offset + 1:
+            return False
+        try:
+            if self._check_pull(request) is not selection:
+                return False
+        except BrokerError:
+            return False
+        # The call that stores the message has just written the record, so it is not checked again.
+        raw = self._store.log.data_at(arrived.physical_offset, arrived.size)
+        if len(raw) != arrived.size:
+            return False
+        progress = take(raw, begin, end)
+        if progress is None:
+            return False
+        if progress and not self._is_replica:
+            self._offsets.advance_consumer_offset(topic, request.group, queue_id, progress)
+        self._count_read(request, 1, arrived.size)
+        return True
+
+    def _count_read(self, request: PullMessage, messages: int, size: int) -> None:
+        if self._metrics is not None:
+            self._metrics.count("messages_out", messages, topic=request.topic, group=request.group)
+            self._metrics.count("bytes_out", size, topic=request.topic, group=request.group)
+
+    def _check_pull(self, request: PullMessage) -> Selection:
+        """Refuse a pull that can't be served; return the group's selection."""
+        if request.max_messages < 0:
+            raise BrokerError(
+                ResponseCode.SYSTEM_ERROR, f"max_messages: expected 0 or more, found {request.max_messages}"
+            )
+        name = request.topic
+        group, topic = self._groups.consuming(request.group), self._topics.readable(name)
+        if not 0 <= request.queue_id < topic.read_queues:
+            raise BrokerError(
+                ResponseCode.SYSTEM_ERROR,
+                f"topic {name!r} has {topic.read_queues} readable queues, but no queue {request.queue_id}",
+            )
+        if request.subscription is not None:
+            self._check_type(request.subscription)
+            return parse_selection(request.subscription)
+        members = self._clients.consumers.get(group.name)
+        if members is None:
+            raise BrokerError(ResponseCode.SUBSCRIPTION_NOT_EXIST, f"group {group.name!r} has no running instance")
+        if members.model is MessageModel.BROADCASTING and not group.broadcasts:
+            raise BrokerError(
+                ResponseCode.NO_PERMISSION,
+                f"group {group.name!r} has broadcasting switched off: consumeBroadcastEnable of its settings is false "
+                "(set_group with broadcasts=True switches it on)",
+            )
+        subscription = members.subscriptions.get(name)
+        if subscription is None:
+            raise BrokerError(
+                ResponseCode.SUBSCRIPTION_NOT_EXIST,
+                f"group {group.name!r} does not subscribe to topic {name!r} by its last heartbeat: do all its "
+                "instances subscribe to the same topics?",
+            )
+        if request.subscription_version is not None and subscription.version < request.subscription_version:
+            raise BrokerError(
+                ResponseCode.SUBSCRIPTION_NOT_LATEST,
+                f"group {group.name!r}, topic {name!r}: the last heartbeat has version {subscription.version} of the "
+                f"subscription, and the pull has {request.subscription_version}: send a heartbeat first",
+            )
+        cached = self._selected.get((group.name, name))
+        if cached is not None and cached[0] is subscription:
+            return cached[1]
+        return self._selection_of(group.name, subscription)
+
+    def _selection_of(self, group: str, subscription: Subscription) -> Selection:
+        topic = subscription.topic
+        registration = None
+        if subscription.expression_type not in ("", "TAG"):
+            self._check_type(subscription)
+            registration = self._registrations.get(topic, group)
+            if registration is None:
+                raise BrokerError(
+                    ResponseCode.FILTER_DATA_NOT_EXIST,
+                    f"group {group!r} has no filter on topic {topic!r}: its expression did not compile",
+                )
+        source: object = registration or subscription
+        cached = self._selected.get((group, topic))
+        if cached is None or cached[0] is not source:
+            if registration is None:
+                selection = parse_selection(subscription)
+            else:
+                selection = registered_selection(self._registrations, registration)
+            cached = self._selected[group, topic] = source, selection
+        return cached[1]
+
+    def check_subscription(self, request: CheckSubscription) -> None:
+        """Refuse a subscription that can't be pulled."""
+        self._check_type(request.subscription)
+        parse_selection(request.subscription)
+
+    def _check_type(self, subscription: Subscription) -> None:
+        if subscription.expression_type not in ("", "TAG") and not self._store.config.enable_property_filter:
+            raise BrokerError(
+                ResponseCode.SYSTEM_ERROR,
+                f"topic {subscription.topic!r}: filters of type {subscription.expression_type} are switched off: "
+                "open the broker with StoreConfig(enable_property_filter=True)",
+            )
+
+    def _store_moved_event(self, request: PullMessage, next_offset: int) -> None:
+        """Store an event, as 4.9 does, when a consumer asks for a missing offset."""
+        event = {
+            "consumerGroup": request.group,
+            "messageQueue": {
+                "brokerName": self._broker_name,
+                "queueId": request.queue_id,
+                "topic": request.topic,
+            },
+            "offsetNew": next_offset,
+            "offsetRequest": request.queue_offset,
+        }
+        body = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
+        message = Message(OFFSET_MOVED_TOPIC, body, tags=request.group, keys=request.group)
+        message.properties["DELAY"] = "0"
+        try:
+            self._sending.store_message(message, 0)
+        except RmqError as error:  # for example a full disk; the client continues at a valid offset nevertheless
+            _log.warning(
+                "group %(group)s: the event %(event)s could not be stored: %(error)s",
+                group=request.group,
+                event=event,
+                error=error,
+                topic=request.topic,
+                queue_id=request.queue_id,
+            )
+
+
+def _status(result: ReadResult, queue_offset: int) -> PullStatus:
+    status = result.status
+    if status is GetStatus.FOUND:
+        return PullStatus.FOUND
+    if status in _MOVED:
+        return PullStatus.OFFSET_ILLEGAL
+    if status is GetStatus.NO_MESSAGE_IN_QUEUE:
+        return PullStatus.OFFSET_ILLEGAL if queue_offset else PullStatus.NO_NEW_MESSAGE
+    if status is GetStatus.OFFSET_OVERFLOW_ONE:
+        return PullStatus.NO_NEW_MESSAGE
+    return PullStatus.NO_MATCHED_MESSAGE  # the scan ended before the end of the queue

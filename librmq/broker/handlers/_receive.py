@@ -1,0 +1,550 @@
+"""Receives, which 5.x calls POP: a received message is invisible for a time. The store stays readable by 4.9.
+
+Mirrors ``PopMessageProcessor``, ``AckMessageProcessor``, ``ChangeInvisibleTimeProcessor`` and ``PopReviveService`` of
+5.x, without their records in the log::
+
+            receive                    acknowledge               progress moves
+    ready ───────────────> in flight ───────────────> done
+                           │  change: visible later, or now
+                           └─ its time is over: stored again in %RETRY%<group>_<topic>, as one more attempt
+                              (a group in order: the queue is read again from its first unacknowledged message)
+
+Messages in flight are in memory, and in ``librmq/receives.json``, saved with the progress of groups. The broker of 4.9
+ignores the file. Without it, messages in flight are delivered again immediately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from librmq.broker._administration import Progress
+from librmq.broker._context import BrokerContext
+from librmq.broker.handlers._send import SendHandler
+from librmq.broker.handlers.in_flight import (
+    IN_ORDER,
+    Flight,
+    QueueFlights,
+    QueueKey,
+    Receipt,
+    RetryOwners,
+    SavedFlights,
+    is_receive_retry,
+)
+from librmq.broker.long_polling import ALL, Deadlines, Selection, selection_of
+from librmq.broker.topics import Topic, not_readable
+from librmq.errors import BrokerError, MalformedError, ReceiptError, RmqError
+from librmq.message.message import StoredMessage
+from librmq.message.topics import check_receive_retry_topic, receive_retry_topic
+from librmq.protocol import (
+    MAX_INVISIBLE_MS,
+    MAX_RECEIVED,
+    Acknowledge,
+    CancelReceive,
+    ChangeInvisible,
+    CheckSubscription,
+    ForwardToDeadLetters,
+    GroupSettings,
+    QueryOffset,
+    Receive,
+    Received,
+    ReceiveResponse,
+    ResponseCode,
+    SendBack,
+)
+from librmq.runtime.event_log import EventLog, StateLog
+
+_log = EventLog("librmq.broker")
+
+MAX_IN_FLIGHT: Final = 10_000
+"""Messages of a queue that a group can have in flight, as in 5.x."""
+_RETRIES_FIRST_EVERY: Final = 5
+_TRY_AGAIN_MS: Final = 1000
+_READS_WITHOUT_MESSAGE: Final = 8
+
+
+class ReceiveHandler:
+    """The receives of one broker, and its messages in flight. Called under the runner's lock."""
+
+    def __init__(
+        self,
+        context: BrokerContext,
+        sending: SendHandler,
+        progress: Progress,
+        check_subscription: Callable[[CheckSubscription], None],
+    ) -> None:
+        """``check_subscription(request)`` refuses a filter that the broker does not serve."""
+        runner, steps = context.runner, context.steps
+        self._runner = runner
+        self._store = context.store
+        self._topics = context.topics
+        self._groups = context.groups
+        self._clients = context.clients
+        self._offsets = context.offsets
+        self._metrics = context.metrics
+        self._broker_name = context.name
+        self._sending = sending
+        self._progress = progress
+        self._check_subscription = check_subscription
+        self._queues: dict[QueueKey, QueueFlights] = {}
+        self._visible: Deadlines[tuple[QueueKey, int]] = Deadlines()
+        self._held = context.held
+        self._retry_owners = RetryOwners(context.offsets.groups)
+        self._turns: dict[tuple[str, str], int] = {}
+        self._mixed: set[str] = set()  # groups about which the log has warned
+        self._unordered: set[tuple[str, str]] = set()  # groups and topics about which the log has warned
+        self._full: set[QueueKey] = set()  # queues of which a group can receive no more
+        self._states = StateLog(_log.with_fields(broker=context.name), context.name)
+        self._latest_ms = 0
+        self._step = steps.step("ends invisible times", self._run_due)
+        self._saved = SavedFlights(context, self._queues)
+        self.save_all = self._saved.save_all
+
+    def start(self) -> None:
+        """Restore the messages that were in flight when the store was closed."""
+        for key in self._saved:
+            if self._consumer_offset(key) is not None:
+                self._queue(*key)
+            else:
+                self._saved.pop_row(key)
+
+    # ---- requests
+
+    def receive(self, request: Receive) -> ReceiveResponse:
+        """Return messages, or hold the request."""
+        group, queues, selection = self._check_receive(request)
+        now_ms = self._runner.now_ms()
+        self._follow_clock(now_ms)
+        first_ms = self._visible.first_ms
+        if first_ms is not None and first_ms <= now_ms:  # its step has not run yet, such as right after a change to 0
+            self._run_due(now_ms)
+        notify = request.notify
+
+        def read() -> tuple[list[Received], bool]:
+            if not request.max_messages:
+                return [], any(self._has_unread(group, queue) for queue in queues)
+            return self._read_queues(request, group, queues, selection)
+
+        received, has_more = read()
+        if received or notify is None:
+            return ReceiveResponse(tuple(received))
+        if not has_more:
+            selections = {queue: selection if queue[0] == request.topic else ALL for queue in queues}
+            self._held.hold_receive(request.client_id, request.group, selections, notify)
+            # Read once more, because a writer looks for held receives after its append.
+            received, has_more = read()
+            if received or has_more:
+                self._held.remove_receive(notify)
+        if has_more and not received:
+            notify()  # no new message has to come: the next receive reads on
+        return ReceiveResponse(tuple(received), is_held=not received)
+
+    def cancel_receive(self, request: CancelReceive) -> None:
+        """Remove a held receive."""
+        self._held.remove_receive(request.notify)
+
+    def acknowledge(self, request: Acknowledge) -> tuple[bool, ...]:
+        """Remove processed messages from flight."""
+        return tuple([self._acknowledge(request.group, request.topic, text) for text in request.receipts])
+
+    def _acknowledge(self, group: str, topic: str, text: str) -> bool:
+        now_ms = self._runner.now_ms()
+        receipt = self._parse(text)
+        if receipt is None:
+            return False
+        key = self._key(group, topic, receipt)
+        queue = self._current(key)
+        flight = None if queue is None else queue.flights.get(receipt.queue_offset)
+        if queue is None or flight is None or not flight.has(receipt):  # acknowledged before, or by an older receipt
+            return receipt.received_ms + receipt.invisible_ms > now_ms
+        if flight.visible_ms <= now_ms:
+            return False
+        self._finish_flight(key, queue, receipt.queue_offset)
+        return True
+
+    def change(self, request: ChangeInvisible) -> str:
+        """Change the time at which a message is delivered again."""
+        _check_number("invisible_ms", request.invisible_ms, 0, MAX_INVISIBLE_MS)
+        now_ms = self._runner.now_ms()
+        key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
+        flight.visible_ms = now_ms + request.invisible_ms
+        if not request.keeps_receipt:
+            if receipt.revive_queue != IN_ORDER:
+                flight.received_ms = now_ms
+            # As in 5.x, receipts in order keep the time of the receive; their other number says when its time is over.
+            flight.invisible_ms = flight.visible_ms - flight.received_ms
+        self._wake_at(flight.visible_ms, key, receipt.queue_offset)
+        self._saved.save_soon()
+        return str(
+            receipt._replace(
+                first_offset=receipt.queue_offset,
+                received_ms=flight.received_ms,
+                invisible_ms=flight.invisible_ms,
+                physical_offset=flight.physical_offset,
+            )
+        )
+
+    def forward(self, request: ForwardToDeadLetters) -> None:
+        """Make a message a dead letter."""
+        key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
+        self._make_dead_letter(request.group, flight.physical_offset, request.cause)
+        self._finish_message(key, receipt.queue_offset)
+
+    # ---- checks
+
+    def _check_receive(self, request: Receive) -> tuple[GroupSettings, list[tuple[str, int]], Selection]:
+        """Refuse an invalid receive; return the group, the queues in turn, and the selection."""
+        _check_number("max_messages", request.max_messages, 1 if request.notify is None else 0, MAX_RECEIVED)
+        _check_number("invisible_ms", request.invisible_ms, 1, MAX_INVISIBLE_MS)
+        if request.max_attempts is not None:
+            _check_number("max_attempts", request.max_attempts, 1, 1 << 31)
+        name = request.topic
+        group, topic = self._groups.consuming(request.group), self._topics.readable(name)
+        if not topic.read_queues:
+            raise not_readable(name)
+        selection = ALL
+        if request.subscription is not None:
+            self._check_subscription(CheckSubscription(request.client_id, group.name, request.subscription))
+            subscribed = request.subscription
+            selection = selection_of(subscribed.expression, subscribed.expression_type, by_text=True)
+        if not group.is_ordered:
+            check_receive_retry_topic(group.name, name)
+            self._retry_owners.check_owner(group.name, name)
+        self._warn_of_pulls(group.name, name)
+        if topic.message_type == "FIFO" and not group.is_ordered:
+            self._warn_of_order(group.name, name)
+        return group, self.queues_in_turn(group, topic), selection
+
+    def _warn_of_order(self, group: str, topic: str) -> None:
+        """Log once that a group without order receives from a topic whose messages are sent in order."""
+        if (group, topic) not in self._unordered:
+            self._unordered.add((group, topic))
+            _log.warning(
+                "%(broker)s: topic %(topic)s is of type FIFO, and group %(group)s receives from it without order, as a "
+                "group does by default: make the group ordered by set_group(…, is_ordered=True) or `librmq group "
+                "create STORE GROUP --ordered`",
+                broker=self._broker_name,
+                group=group,
+                topic=topic,
+            )
+
+    def _warn_of_pulls(self, group: str, topic: str) -> None:
+        """Log once that a group both pulls and receives: each way moves progress past the other's messages."""
+        members = self._clients.consumers.get(group)
+        if members is None or members.kind == "simple" or topic not in members.subscriptions or group in self._mixed:
+            return
+        self._mixed.add(group)
+        _log.warning(
+            "%(broker)s: group %(group)s receives from topic %(topic)s while it has %(kind)s consumers there, and "
+            "both move one progress: messages "
+            "will be missed or repeated. Give each kind of consumer its own group",
+            broker=self._broker_name,
+            group=group,
+            topic=topic,
+            kind=members.kind,
+        )
+
+    def _warn_of_full(self, key: QueueKey, room: int) -> None:
+        """Log that a group gets no further message of a queue, each time that this begins."""
+        if room > 0:
+            self._full.discard(key)
+        elif key not in self._full:
+            self._full.add(key)
+            group, topic, queue_id = key
+            _log.warning(
+                "%(broker)s: group %(group)s has received %(count)d messages of topic %(topic)s, queue %(queue)d, "
+                "without acknowledging them, and gets no more before it does. Let the broker hold messages that wait "
+                "for a time (deliver_at), or acknowledge sooner",
+                broker=self._broker_name,
+                group=group,
+                count=MAX_IN_FLIGHT,
+                topic=topic,
+                queue=queue_id,
+            )
+
+    def queues_in_turn(self, group: GroupSettings, topic: Topic) -> list[tuple[str, int]]:
+        """Return a receive's queues, from the next one in turn; retries come last, and first in every fifth receive.
+
+        In a topic of priorities the last queue comes first, and retries always last, in the percentage of receives that
+        the group's factor says.
+        """
+        name, queues = topic.name, topic.read_queues
+        turn = self._turns.get((group.name, name), 0)
+        self._turns[group.name, name] = turn + 1
+        by_priority = topic.message_type == "PRIORITY" and not group.is_ordered and turn % 100 < group.priority_factor
+        names = [(name, queues - 1 - number if by_priority else (turn + number) % queues) for number in range(queues)]
+        if not group.is_ordered:
+            retries = receive_retry_topic(group.name, name), 0
+            are_first = not by_priority and turn % _RETRIES_FIRST_EVERY == _RETRIES_FIRST_EVERY - 1
+            names.insert(0 if are_first else queues, retries)
+        return names
+
+    # ---- reads
+
+    def _read_queues(
+        self, request: Receive, group: GroupSettings, queues: list[tuple[str, int]], selection: Selection
+    ) -> tuple[list[Received], bool]:
+        """Take messages from the queues in turn, up to the requested number; return also whether a queue has more."""
+        received: list[Received] = []
+        has_more = False
+        for topic, queue_id in queues:
+            room = request.max_messages - len(received)
+            if room <= 0:
+                break
+            queue_selection = ALL if topic != request.topic else selection  # a redelivered message has matched before
+            if (topic, queue_id) not in self._store.queues:
+                continue
+            try:
+                messages, has_unread = self._read_queue(
+                    request, group, (group.name, topic, queue_id), room, queue_selection
+                )
+            except RmqError:
+                if not received:
+                    raise
+                break  # the received messages are in flight already, and the next receive meets the error
+            received += messages
+            has_more |= has_unread
+        if received and self._metrics is not None:
+            size = sum(item.message.size for item in received)
+            self._metrics.count("messages_out", len(received), topic=request.topic, group=group.name)
+            self._metrics.count("bytes_out", size, topic=request.topic, group=group.name)
+        return received, has_more
+
+    def _has_unread(self, group: GroupSettings, name: tuple[str, int]) -> bool:
+        """Return whether a receive can find messages in a queue."""
+        if name not in self._store.queues:
+            return False
+        queue = self._queue(group.name, *name)
+        if group.is_ordered and queue.is_locked(self._runner.now_ms()):
+            return False
+        return queue.next_offset < self._store.queues[name].max_offset
+
+    def _read_queue(
+        self, request: Receive, group: GroupSettings, key: QueueKey, room: int, selection: Selection
+    ) -> tuple[list[Received], bool]:
+        """Take messages of one queue; return also whether more are unread although no read found a match."""
+        now_ms = self._runner.now_ms()
+        queue = self._queue(*key)
+        if group.is_ordered:
+            if queue.is_locked(now_ms):
+                is_same = bool(request.attempt_id) and request.attempt_id == queue.attempt_id
+                return self._redelivered(request, key, queue) if is_same else [], False
+            queue.read_again()
+            queue.attempt_id = request.attempt_id
+        max_attempts = group.retry_max_times + 1 if request.max_attempts is None else request.max_attempts
+        received: list[Received] = []
+        has_more = False
+        for _ in range(_READS_WITHOUT_MESSAGE):
+            room = min(room, MAX_IN_FLIGHT - len(queue.flights))
+            self._warn_of_full(key, room)
+            if room <= 0:
+                break
+            before = queue.next_offset
+            result = self._store.read(key[1], key[2], before, room, selection.matching)
+            for message in result.messages:
+                attempt = 1 + (
+                    queue.counts.get(message.queue_offset, 0) if group.is_ordered else message.reconsume_times
+                )
+                if attempt > max(max_attempts, 1):
+                    # In order, an acknowledged message can end here too: an earlier one was not acknowledged.
+                    what = "not passed by its group" if group.is_ordered else "not acknowledged"
+                    cause = f"{what} in {attempt - 1} attempts"
+                    self._make_dead_letter(group.name, message.physical_offset, cause)
+                    continue
+                flight = Flight(message.physical_offset, now_ms, request.invisible_ms, attempt)
+                queue.add_flight(message.queue_offset, flight, is_ordered=group.is_ordered)
+                self._visible.set((key, message.queue_offset), flight.visible_ms)
+                if not received:  # the others are visible at the same time
+                    self._runner.wake(self._step, flight.visible_ms)
+                received.append(self._received(request.topic, key, message, flight, group.is_ordered))
+            queue.next_offset = result.next_offset
+            if received or result.next_offset == before:
+                break
+        else:
+            has_more = True
+        if received or queue.progress != queue.committed:
+            self._commit_progress(key, queue)
+        return received, has_more
+
+    def _redelivered(self, request: Receive, key: QueueKey, queue: QueueFlights) -> list[Received]:
+        """Answer a repeated attempt in order with the messages in flight."""
+        messages = [(flight, self._store.message_at(flight.physical_offset)) for flight in queue.flights.values()]
+        return [
+            self._received(request.topic, key, message, flight, True)
+            for flight, message in messages
+            if message is not None
+        ]
+
+    def _received(
+        self, topic: str, key: QueueKey, message: StoredMessage, flight: Flight, is_ordered: bool
+    ) -> Received:
+        group, stored_topic, queue_id = key
+        receipt = Receipt(
+            message.queue_offset,
+            flight.received_ms,
+            flight.invisible_ms,
+            IN_ORDER if is_ordered else 0,
+            "1" if is_receive_retry(group, stored_topic) else "0",
+            self._broker_name,
+            queue_id,
+            message.queue_offset,
+            flight.physical_offset,
+        )
+        return Received(message, topic, str(receipt), flight.attempt, flight.visible_ms)
+
+    # ---- messages in flight
+
+    def _queue(self, group: str, topic: str, queue_id: int) -> QueueFlights:
+        """Return a queue's messages in flight; start again if a reset or another consumer moved the progress."""
+        key = group, topic, queue_id
+        queue = self._current(key)
+        if queue is not None:
+            return queue
+        progress = self._consumer_offset(key)
+        begin, end = self._store.queue_range(topic, queue_id)
+        if progress is not None:
+            queue = QueueFlights.of_row(self._saved.pop_row(key), progress, end)
+            for queue_offset, flight in queue.flights.items():
+                self._wake_at(flight.visible_ms, key, queue_offset)
+        else:
+            queue = QueueFlights(self._first(key, begin, end))
+        self._queues[key] = queue
+        queue.committed = -1 if progress is None else progress
+        self._commit_progress(key, queue)
+        return queue
+
+    def _first(self, key: QueueKey, begin: int, end: int) -> int:
+        """Return where a group without progress starts, as in 5.x: the begin of a new queue, else its last message."""
+        if is_receive_retry(key[0], key[1]):
+            return begin
+        first = self._progress.query_offset(QueryOffset(*key))
+        if first is not None:
+            return first
+        start = max(end - 1, begin)
+        if start > begin:
+            group, topic, queue_id = key
+            _log.warning(
+                "group %(group)s is new in %(topic)s/%(queue_id)d and skips its first %(skipped)d messages: it starts "
+                "at %(queue_offset)d; clients that receive have no consume_from: reset_group chooses another start",
+                group=group,
+                topic=topic,
+                queue_id=queue_id,
+                skipped=start - begin,
+                queue_offset=start,
+            )
+        return start
+
+    def _consumer_offset(self, key: QueueKey) -> int | None:
+        group, topic, queue_id = key
+        return self._offsets.consumer_offset(topic, group, queue_id)
+
+    def _current(self, key: QueueKey) -> QueueFlights | None:
+        """Return a queue's messages in flight; drop them and return None if their progress was moved by others."""
+        queue = self._queues.get(key)
+        if queue is not None and queue.committed != self._consumer_offset(key):
+            del self._queues[key]
+            for queue_offset in queue.flights:
+                self._visible.discard((key, queue_offset))
+            self._saved.save_soon()
+            return None
+        return queue
+
+    def _commit_progress(self, key: QueueKey, queue: QueueFlights) -> None:
+        progress = queue.progress
+        if progress != queue.committed:
+            group, topic, queue_id = key
+            self._offsets.set_consumer_offset(topic, group, queue_id, progress)
+            queue.committed = progress
+        self._saved.save_soon()
+
+    def _finish_message(self, key: QueueKey, queue_offset: int) -> None:
+        """Finish a message that was stored again, unless its progress was moved meanwhile."""
+        queue = self._current(key)
+        if queue is not None and queue_offset in queue.flights:
+            self._finish_flight(key, queue, queue_offset)
+
+    def _finish_flight(self, key: QueueKey, queue: QueueFlights, queue_offset: int) -> None:
+        """Finish a message: move the progress, and wake receives that wait for the queue in order or for room."""
+        was_full = len(queue.flights) >= MAX_IN_FLIGHT
+        queue.remove_flight(queue_offset)
+        self._visible.discard((key, queue_offset))
+        self._commit_progress(key, queue)
+        if was_full or (self._groups.get_or_create(key[0]).is_ordered and not queue.is_locked(self._runner.now_ms())):
+            self._held.wake_receives(key[0], key[1])
+
+    def _parse(self, text: str) -> Receipt | None:
+        with suppress(MalformedError):
+            receipt = Receipt.parse(text)
+            return receipt if receipt.broker_name == self._broker_name else None
+        return None
+
+    @staticmethod
+    def _key(group: str, topic: str, receipt: Receipt) -> QueueKey:
+        return group, receipt.stored_topic(group, topic), receipt.queue_id
+
+    def _in_flight(self, group: str, topic: str, text: str) -> tuple[QueueKey, Receipt, Flight]:
+        """Return the delivery of a receipt; raise `ReceiptError` if it has ended."""
+        receipt = self._parse(text)
+        if receipt is None:
+            raise ReceiptError(
+                ResponseCode.MESSAGE_ILLEGAL,
+                f"{text!r:.200} is not a receipt of {self._broker_name}: pass one unchanged",
+            )
+        key = self._key(group, topic, receipt)
+        queue = self._current(key)
+        flight = None if queue is None else queue.flights.get(receipt.queue_offset)
+        if flight is None or not flight.has(receipt) or flight.visible_ms <= self._runner.now_ms():
+            raise ReceiptError(
+                ResponseCode.MESSAGE_ILLEGAL,
+                f"group {group!r}, {topic!r}/{receipt.queue_id}: the message at queue offset {receipt.queue_offset} is "
+                "no longer in flight under this receipt: it was delivered again, or was acknowledged",
+            )
+        return key, receipt, flight
+
+    def _make_dead_letter(self, group: str, physical_offset: int, cause: str) -> None:
+        self._sending.failed.send_back(SendBack(group, physical_offset, -1, 0, cause=cause))
+
+    # ---- the end of invisible times
+
+    def _wake_at(self, at_ms: int, key: QueueKey, queue_offset: int) -> None:
+        self._visible.set((key, queue_offset), at_ms)
+        self._runner.wake(self._step, at_ms)
+
+    def _run_due(self, now_ms: int) -> int | None:
+        """Deliver the messages again that were not acknowledged within their invisible time."""
+        self._follow_clock(now_ms)
+        for key, queue_offset in self._visible.pop_due(now_ms):
+            queue = self._current(key)
+            flight = None if queue is None else queue.flights.get(queue_offset)
+            if flight is None:
+                continue
+            group = self._groups.get_or_create(key[0])
+            if group.is_ordered:
+                self._held.wake_receives(key[0], key[1])
+                continue
+            try:
+                self._sending.failed.store_again(key, flight)
+            except RmqError as error:
+                self._visible.set((key, queue_offset), now_ms + _TRY_AGAIN_MS)
+                what = f"storing a message of group {key[0]} again, which was not acknowledged"
+                self._states.failing(("again", key[0]), what, error, again_ms=_TRY_AGAIN_MS)
+                continue
+            self._states.works(("again", key[0]), "storing messages again that were not acknowledged")
+            self._finish_message(key, queue_offset)
+        return self._visible.first_ms
+
+    def _follow_clock(self, now_ms: int) -> None:
+        """After the clock was set back, hide no message for longer than its invisible time from now."""
+        if now_ms < self._latest_ms:
+            for key, queue in self._queues.items():
+                for queue_offset, flight in queue.flights.items():
+                    if flight.visible_ms > now_ms + flight.invisible_ms:
+                        flight.visible_ms = now_ms + flight.invisible_ms
+                        self._wake_at(flight.visible_ms, key, queue_offset)
+        self._latest_ms = now_ms
+
+
+def _check_number(name: str, value: int, minimum: int, maximum: int) -> None:
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise BrokerError(ResponseCode.SYSTEM_ERROR, f"{name}: expected {minimum} to {maximum}, found {value!r:.80}")

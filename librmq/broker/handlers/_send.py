@@ -1,0 +1,628 @@
+"""Sends: storing of messages from producers and of the broker's own, and replies, which are also pushed to clients.
+
+Mirrors ``SendMessageProcessor`` and ``ReplyMessageProcessor``. A stored message has the properties that 4.9 stores, in
+the same order. Appending does not take the runner's lock; waking held pulls and finding the client of a reply do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from librmq.broker._context import BrokerContext
+from librmq.broker._delayed_messages import Deliveries
+from librmq.broker._replication import Replication
+from librmq.broker.retries import FailedMessages
+from librmq.broker.topics import Topic
+from librmq.config import to_seconds
+from librmq.errors import (
+    BrokerBusyError,
+    BrokerError,
+    CorruptionError,
+    FlushFailedError,
+    MessageIllegalError,
+    RmqError,
+)
+from librmq.java.lang import java_int
+from librmq.message import Message, record
+from librmq.message.ids import Host, encode_host, parse_host
+from librmq.message.message import MessageQueue, StoredMessage, delayed_batch, delayed_transaction
+from librmq.message.properties import (
+    PROPERTY_CLUSTER,
+    PROPERTY_DELAY,
+    PROPERTY_PRIORITY,
+    PROPERTY_PRODUCER_GROUP,
+    PROPERTY_PUSH_REPLY_TIME,
+    PROPERTY_REAL_QUEUE_ID,
+    PROPERTY_REAL_TOPIC,
+    PROPERTY_REPLY_TO_CLIENT,
+    PROPERTY_SHARDING_KEY,
+    PROPERTY_TRANSACTION_PREPARED,
+    PROPERTY_UNIQUE_KEY,
+    PROPERTY_WAIT,
+    priority_of,
+)
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, is_system_topic
+from librmq.metrics import Metrics
+from librmq.protocol import (
+    ReplyArrived,
+    ResponseCode,
+    SendBatch,
+    SendMessage,
+    SendReply,
+    SendResponse,
+    SendStatus,
+    SendTogether,
+)
+from librmq.protocol.client_requests import TOOL_PRODUCERS
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import RLock
+from librmq.scheduling.relay import HOP_TOPIC, TARGET_TOPIC
+from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, is_timed, time_properties
+from librmq.scheduling.waiting import WAITING_TOPICS, sent_to
+from librmq.store import AppendResult, MessageStore
+from librmq.store.engine.store_parts import CTRL_C_WAITS_S
+
+_log = EventLog("librmq.broker")
+
+_CLUSTER: Final = PROPERTY_CLUSTER
+_WAIT: Final = PROPERTY_WAIT
+_DELAY: Final = PROPERTY_DELAY
+_PREPARED: Final = PROPERTY_TRANSACTION_PREPARED
+_MAX_LOGGED_LEVELS: Final = 1000
+_OK: Final = SendStatus.SEND_OK
+_SPECIAL: Final = frozenset((_DELAY, _PREPARED, DELAY_MS, DELAY_SEC, DELIVER_MS, PROPERTY_PRIORITY))
+"""Properties of messages that are not stored as they come."""
+
+
+class SendHandler:
+    """The writing side of one broker. Thread-safe."""
+
+    def __init__(
+        self,
+        context: BrokerContext,
+        deliveries: Deliveries,
+        replication: Replication,
+        half_stored: Callable[[str | None, int], object],
+        is_rolled_back: Callable[[StoredMessage], bool],
+    ) -> None:
+        """Send on behalf of producers and groups.
+
+        ``half_stored(unique_key, physical_offset)`` notes a half message before its producer gets an answer;
+        ``is_rolled_back(half)`` returns whether its transaction ended without a delivery.
+        """
+        store, config = context.store, context.config
+        self._runner = context.runner
+        self._store = store
+        self._table = context.topics
+        self._topics = context.topics.by_name
+        self._groups = context.groups
+        self._clients = context.clients
+        self._name = context.name
+        self._cluster = context.cluster_name
+        self._metrics = context.metrics
+        self._arrivals = deliveries.arrivals
+        self._deliveries = deliveries
+        self._missing_levels: set[tuple[str, int]] = set()
+        self._write_tables = context.writing.write
+        self._half_stored = half_stored
+        self._waits = store.config.durability == "sync"
+        self._replication = replication
+        self._confirms = self._waits or replication.is_sync
+        self._append = self._submit if self._waits else store.append
+        self._is_plain = not (self._confirms or config.replica_of is not None or config.drop_resends_within is not None)
+        self._busy_after_ms = round(1000 * config.busy_after_s)
+        self._longest_wait_s = config.longest_wait_s
+        self._stuck_at = -1  # the log's end when a running write was last seen,
+        self._stuck_since = 0  # and the time when it was first seen
+        self.failed = FailedMessages(context, self.store_message, self._flushed, self.send, self.send_together)
+        self._recent: RecentSends | None = None
+        if config.drop_resends_within is not None and config.replica_of is None:
+            window_ms = round(1000 * to_seconds("drop_resends_within", config.drop_resends_within))
+            self._recent = RecentSends(
+                store,
+                window_ms,
+                self._runner.now_ms,
+                self._metrics,
+                lambda message: (
+                    is_rolled_back(message)
+                    if message.topic == HALF_TOPIC
+                    else message.topic in WAITING_TOPICS and context.cancellations.of_message(message) is not None
+                ),
+            )
+        host = encode_host(parse_host(store.config.store_host))
+        self._id_prefix = host.hex().upper()
+
+    # ---- producers
+
+    def send(self, request: SendMessage) -> SendResponse:
+        """Store a message, unless it is a resend that the settings drop."""
+        return self._confirmed(request, *self._store_once(request))
+
+    def store_plain(
+        self, message: Message, next_queue: Callable[[], MessageQueue], born_timestamp_ms: int, born_host: Host
+    ) -> tuple[MessageQueue, int, str] | None:
+        """Store a usual message, as `librmq.protocol.endpoint.InProcess` says."""
+        topic, store, properties = self._topics.get(message.topic), self._store, message.properties
+        if (
+            not self._is_plain
+            or topic is None
+            or not topic.is_plain
+            or not _SPECIAL.isdisjoint(properties)
+            or store.appender.is_locked()
+        ):
+            return None
+        if not store.handle.has_room(born_timestamp_ms):
+            self._check_room()
+        queue = next_queue()
+        queue_id = queue.queue_id
+        if queue_id >= topic.queues:
+            _choose(topic, queue_id)  # which refuses it
+        properties[_CLUSTER] = self._cluster
+        properties.pop(_WAIT, None)
+        self._stuck_at = -1
+        result = self._append(message, queue_id, born_timestamp_ms=born_timestamp_ms, born_host=born_host)
+        self._arrivals.stored(message.topic, queue_id, properties, result, is_delivered=True)
+        return queue, result.queue_offset, self._id_prefix + result.physical_offset.to_bytes(8).hex().upper()
+
+    def send_together(self, request: SendTogether) -> list[SendResponse]:
+        """Store messages up to the first that is refused, then wait once for the device if they have to."""
+        stored = []
+        for send in request.sends:
+            try:
+                stored.append(self._store_once(send))
+            except Exception:  # sent alone, it is refused again
+                break
+        return [self._confirmed(send, *place) for send, place in zip(request.sends, stored, strict=False)]
+
+    def _store_once(self, request: SendMessage) -> tuple[int, AppendResult]:
+        """Store a message, or find the one that it repeats; return the queue that it is for, and its place."""
+        recent = self._recent
+        name = None if recent is None else name_of_send(request.group, request.message)
+        if recent is None or name is None:
+            return self._store_send(request)
+        with recent.lock:
+            first = recent.first_send(name)
+            if first is None:
+                first = FirstSend(*self._store_send(request))
+                recent.add_send(name, first.result.physical_offset)
+            else:
+                recent.count_resend(name)
+        return first
+
+    def _confirmed(self, request: SendMessage, queue_id: int, result: AppendResult) -> SendResponse:
+        """Return the response for a stored message, after the device and a replica have it if it requires that."""
+        status = self._flushed(result, request.message.properties.get(_WAIT)) if self._confirms else _OK
+        place = result.physical_offset
+        return SendResponse(status, queue_id, result.queue_offset, place, (f"{self._id_prefix}{place:016X}",))
+
+    def _store_send(self, request: SendMessage) -> tuple[int, AppendResult]:
+        message = request.message
+        name = message.topic
+        topic = self._topics.get(name)
+        if topic is None or not topic.is_ready:
+            topic = self._for_send(name, request)
+        if not topic.is_retry:  # a retry lets a group continue
+            self._check_room()
+        queue_id = request.queue_id
+        if not 0 <= queue_id < topic.queues:
+            queue_id = _choose(topic, queue_id)
+        sys_flag = request.sys_flag | record.MULTI_TAGS if topic.is_multi_tag else request.sys_flag
+        properties = message.properties.copy()
+        properties[_CLUSTER] = self._cluster
+        wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
+        if topic.is_plain and message._delays is None and _SPECIAL.isdisjoint(properties):
+            stored_message = Message.from_parts(name, message.body, message.flag, properties)
+            born_ms, times = request.born_timestamp_ms, request.reconsume_times
+            return queue_id, self.store_message(stored_message, queue_id, born_ms, request.born_host, sys_flag, times)
+        return self._store_special(request, topic, queue_id, sys_flag, properties, wait)
+
+    def _store_special(
+        self,
+        request: SendMessage,
+        topic: Topic,
+        queue_id: int,
+        sys_flag: int,
+        properties: dict[str, str],
+        wait: str | None,
+    ) -> tuple[int, AppendResult]:
+        """Store a message that is not stored as it comes: a retry, a half, one with a delay or a priority."""
+        message, name = request.message, topic.name
+        if message._delays is not None:
+            properties.update(time_properties(message))
+        if PROPERTY_PRIORITY in properties and not topic.is_retry:
+            queue_id = _priority_queue(topic, properties, queue_id)
+        stored_message = Message.from_parts(name, message.body, message.flag, properties)
+        stored_queue_id = queue_id
+        is_half = _is_half(properties)
+        if is_half:
+            stored_queue_id = 0
+            sys_flag = self._make_half(stored_message, queue_id, sys_flag, wait)
+        elif topic.is_retry:
+            stored_queue_id = self.failed.redirect(stored_message, queue_id, request)
+        elif name == HOP_TOPIC:
+            stored_queue_id = self._send_to_relay(stored_message, request)
+        elif is_timed(properties):
+            stored_message, stored_queue_id = self._deliveries.waiting_form(
+                stored_message, queue_id, is_deliver_at=message.deliver_at_ms is not None
+            )
+            properties = stored_message.properties
+        if _DELAY in properties and self._level(name, properties[_DELAY]) > 0 and wait is not None:
+            properties[_WAIT] = wait
+        result = self.store_message(
+            stored_message,
+            stored_queue_id,
+            request.born_timestamp_ms,
+            request.born_host,
+            sys_flag,
+            request.reconsume_times,
+        )
+        if is_half:
+            self._half_stored(stored_message.unique_key, result.physical_offset)
+        return queue_id, result
+
+    def send_batch(self, request: SendBatch) -> SendResponse:
+        """Store messages of one topic next to each other, without resends that the settings drop."""
+        if not request.messages:
+            raise BrokerError(ResponseCode.MESSAGE_ILLEGAL, "expected at least one message in a batch")
+        recent = self._recent
+        if recent is None:
+            queue_id, results = self._store_batch(request)
+            sent = [FirstSend(queue_id, result) for result in results]
+        else:
+            with recent.lock:
+                sent = self._store_new(request, recent)
+        status = self._flushed(max(send.result for send in sent), request.messages[0].properties.get(_WAIT))
+        offset_ids = tuple(f"{self._id_prefix}{send.result.physical_offset:016X}" for send in sent)
+        queue_id, first = sent[0]
+        return SendResponse(status, queue_id, first.queue_offset, first.physical_offset, offset_ids)
+
+    def _store_new(self, request: SendBatch, recent: RecentSends) -> list[FirstSend]:
+        """Store the messages of a batch that are no resends; return the places of all."""
+        names = [name_of_send(request.group, message) for message in request.messages]
+        resends: dict[_Name | None, FirstSend] = {}
+        new: dict[_Name | int, Message] = {}
+        for number, (name, message) in enumerate(zip(names, request.messages, strict=True)):
+            first = None if name is None or name in new or name in resends else recent.first_send(name)
+            if first is not None and name is not None:
+                resends[name] = first
+                recent.count_resend(name)
+            elif name is None or name not in resends:
+                new.setdefault(number if name is None else name, message)
+        stored: dict[_Name | int, FirstSend] = {}
+        if new:
+            queue_id, results = self._store_batch(replace(request, messages=tuple(new.values())))
+            for new_name, result in zip(new, results, strict=True):
+                stored[new_name] = FirstSend(queue_id, result)
+                if not isinstance(new_name, int):
+                    recent.add_send(new_name, result.physical_offset)
+        return [
+            resends[name] if name in resends else stored[number if name is None else name]
+            for number, name in enumerate(names)
+        ]
+
+    def _store_batch(self, request: SendBatch) -> tuple[int, list[AppendResult]]:
+        """Store the messages of a batch; return their queue and their places."""
+        first = request.messages[0]
+        topic = self._topics.get(first.topic)
+        if topic is None or not topic.is_ready:
+            topic = self._for_send(first.topic, request)
+        self._check_room()
+        queue_id = request.queue_id
+        if not 0 <= queue_id < topic.queues:
+            queue_id = _choose(topic, queue_id)
+        if any(is_timed(message.properties) for message in request.messages):
+            raise delayed_batch(first.topic)
+        if self._store.appender.lock.is_writing():
+            self._check_busy(first.topic)
+        results = self._store.append_batch(
+            request.messages,
+            queue_id,
+            properties={_WAIT: first.properties.get(_WAIT, "true"), _CLUSTER: self._cluster},
+            born_timestamp_ms=request.born_timestamp_ms,
+            born_host=request.born_host,
+            sys_flag=record.MULTI_TAGS if topic.is_multi_tag else 0,
+            wait=False,
+        )
+        for message, result in zip(request.messages, results, strict=True):
+            self._arrivals.stored(first.topic, queue_id, message.properties, result, is_delivered=True)
+        return queue_id, results
+
+    def send_reply(self, request: SendReply) -> SendResponse:
+        """Push a reply to the client that requested it, and store it. Mirrors ``ReplyMessageProcessor``.
+
+        Raises:
+            BrokerError: It could not be pushed; it is stored nevertheless.
+        """
+        problem = self._push_reply(request.send)
+        response = self.send(request.send)
+        if problem is not None:
+            raise BrokerError(ResponseCode.SYSTEM_ERROR, problem)
+        return response
+
+    def _push_reply(self, send: SendMessage) -> str | None:
+        """Push a reply to the client that waits for it; return what went wrong."""
+        message = send.message
+        client_id = message.properties.get(PROPERTY_REPLY_TO_CLIENT)
+        with self._runner.lock:
+            client = None if client_id is None else self._clients.endpoint(client_id)
+        if client is None:
+            return f"{self._name}: the client {client_id} of the request is not connected here"
+        properties = message.properties | {PROPERTY_PUSH_REPLY_TIME: str(self._runner.now_ms())}
+        pushed = Message.from_parts(message.topic, message.body, message.flag, properties)
+        try:
+            client.call(ReplyArrived(replace(send, message=pushed)))
+        except RmqError as error:
+            return f"{self._name}: the client {client_id} of the request could not be reached: {error}"
+        return None
+
+    def _flushed(self, result: AppendResult, wait: str | None) -> SendStatus:
+        """Wait for the device and for a replica, if the message requires it."""
+        if wait is not None and wait.lower() != "true":
+            return _OK
+        status = _OK
+        if self._waits:
+            try:
+                self._store.wait_for(result)
+            except FlushFailedError:
+                status = SendStatus.FLUSH_DISK_TIMEOUT  # the message is in the log, but may not survive the machine
+        if self._replication.is_sync:
+            replicated = self._replication.confirm(result.physical_offset + result.size)
+            status = status if replicated is _OK else replicated
+        return status
+
+    def _for_send(self, name: str, request: SendMessage | SendBatch) -> Topic:
+        with self._runner.lock:
+            topic = self._table.for_send(name, request.default_queues, request.default_topic)
+        self._write_tables()  # before its first message
+        topic.is_ready = True
+        topic.is_plain = not (topic.is_retry or topic.is_multi_tag or name == HOP_TOPIC or is_system_topic(name))
+        return topic
+
+    def _level(self, topic: str, text: str) -> int:
+        """Return the delay level of a send; a missing level is logged once for each topic."""
+        level = java_int(text)
+        if level is None:
+            raise MessageIllegalError(f"topic {topic!r}: {_DELAY} is a delay level, a whole number, found {text!r:.80}")
+        levels = self._store.levels
+        is_missing = not 0 <= level <= levels.max_level and not topic.startswith(RETRY_PREFIX)
+        if is_missing and (topic, level) not in self._missing_levels:
+            if len(self._missing_levels) < _MAX_LOGGED_LEVELS:
+                self._missing_levels.add((topic, level))
+            what = f"waits as level {levels.max_level}, the highest" if level > 0 else "is not delayed"
+            _log.warning(
+                "topic %(topic)s: there is no delay level %(level)d, so the message %(_what)s, as in 4.9",
+                topic=topic,
+                level=level,
+                _what=what,
+            )
+        return level
+
+    def _send_to_relay(self, carried: Message, request: SendMessage) -> int:
+        """Prepare the target topic of a relayed message and check its queue; return the queue that the relay reads."""
+        name, queue_id = self._deliveries.target_of(carried)
+        target = self._topics.get(name)
+        if target is None or not target.is_ready:
+            target = self._for_send(name, request)
+        if not 0 <= queue_id < target.queues:
+            _choose(target, max(queue_id, 0))
+        return 0
+
+    def _make_half(self, message: Message, queue_id: int, sys_flag: int, wait: str | None) -> int:
+        """Turn a message of a transaction into a half message; return its flags."""
+        properties = message.properties
+        if is_timed(properties):
+            raise delayed_transaction(message.topic)
+        if wait is not None:
+            properties[_WAIT] = wait
+        properties.pop(_DELAY, None)  # an undecided message can't be delayed
+        properties[PROPERTY_REAL_TOPIC] = message.topic
+        properties[PROPERTY_REAL_QUEUE_ID] = str(queue_id)
+        message.topic = HALF_TOPIC
+        return sys_flag & ~record.TRANSACTION_MASK
+
+    # ---- storing
+
+    def store_message(
+        self,
+        message: Message,
+        queue_id: int,
+        born_timestamp_ms: int | None = None,
+        born_host: Host | None = None,
+        sys_flag: int = 0,
+        reconsume_times: int = 0,
+        store_host: Host | None = None,
+    ) -> AppendResult:
+        """Append a message unchanged and wake the pulls that wait for it; see `MessageStore.append`.
+
+        Returns when it is in the page cache, for any durability of the store.
+        """
+        store = self._store
+        if store.appender.lock.is_writing():
+            self._check_busy(message.topic)
+        else:
+            self._stuck_at = -1
+        result = self._append(
+            message,
+            queue_id,
+            born_timestamp_ms=born_timestamp_ms,
+            born_host=born_host,
+            store_host=store_host,
+            sys_flag=sys_flag,
+            reconsume_times=reconsume_times,
+        )
+        self._arrivals.stored(message.topic, queue_id, message.properties, result)
+        return result
+
+    def _check_room(self) -> None:
+        try:
+            self._store.check_room()
+        finally:
+            if not self._store.appender.accepts:
+                self._arrivals.refused()
+
+    def _submit(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:  # noqa: ANN401 (of `append`)
+        return self._store.submit(message, queue_id, **fields).result
+
+    def _check_busy(self, topic: str) -> None:
+        """Refuse a send if another write takes too long, or if this one would wait too long."""
+        now, end = self._runner.now_ms(), self._store.log.end
+        if end != self._stuck_at or now < self._stuck_since:
+            self._stuck_at, self._stuck_since = end, now
+        took_ms, wait_s = now - self._stuck_since, self._longest_wait_s
+        what = f"this send has waited {wait_s} s for other writes, as long as longest_wait_s allows"
+        if took_ms > self._busy_after_ms:
+            # If this process was paused and not the disk, the write ends immediately, so a short wait is enough.
+            wait_s = min(wait_s, CTRL_C_WAITS_S)
+            what = f"another write has taken {took_ms} ms, longer than busy_after_s allows"
+        if self._store.appender.lock.is_free_within(wait_s):
+            return
+        if self._metrics is not None:
+            self._metrics.count("busy", topic=topic)
+        raise BrokerBusyError(
+            ResponseCode.SYSTEM_BUSY,
+            f"the store is busy: {what}: send again later, or raise it in BrokerConfig",
+        )
+
+
+def _choose(topic: Topic, queue_id: int) -> int:
+    """Return the queue of a send; `BrokerError` if it does not exist."""
+    if queue_id >= 0 or topic.queues == 0:
+        raise BrokerError(
+            ResponseCode.SYSTEM_ERROR, f"topic {topic.name!r} has {topic.queues} queues, but no queue {queue_id}"
+        )
+    return topic.next_queue()
+
+
+def _priority_queue(topic: Topic, properties: dict[str, str], queue_id: int) -> int:
+    """Return the queue that a message's priority names, as in 5.4; messages of other types lose their priority."""
+    priority = priority_of(properties)
+    if priority is None:
+        return queue_id
+    if _is_half(properties) or _DELAY in properties or is_timed(properties) or PROPERTY_SHARDING_KEY in properties:
+        del properties[PROPERTY_PRIORITY]
+        return queue_id
+    last: int = topic.queues - 1
+    return min(priority, last)
+
+
+def _is_half(properties: dict[str, str]) -> bool:
+    return _PREPARED in properties and properties[_PREPARED].lower() == "true"
+
+
+# ---- resends
+
+_Name = tuple[str, str, str]
+"""The topic and the unique id of a producer's send, and the producer group of a half message."""
+_MOST_IDS: Final = 1 << 19
+_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
+_GROUP: Final = PROPERTY_PRODUCER_GROUP
+
+
+class FirstSend(NamedTuple):
+    """The place of a message that is sent again."""
+
+    queue_id: int
+    result: AppendResult
+
+
+def name_of_send(group: str, message: Message) -> _Name | None:
+    """Return what a resend of a producer's message shares with it; None for messages of tools and consumers."""
+    properties, topic = message.properties, message.topic
+    unique_key = properties.get(_UNIQUE_KEY)
+    is_own = group not in TOOL_PRODUCERS and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
+    if not unique_key or not is_own or DELETE_KEY in properties:
+        return None
+    target = properties.get(TARGET_TOPIC, topic) if topic == HOP_TOPIC else topic
+    return target, unique_key, properties.get(_GROUP, "") if _is_half(properties) else ""
+
+
+def _name_of_record(message: StoredMessage) -> _Name | None:
+    """Return the name of the send that a record is the first of."""
+    destination, unique_key = sent_to(message), message.unique_key
+    if destination is None or not unique_key:
+        return None
+    group = message.properties.get(_GROUP, "") if message.topic == HALF_TOPIC else ""
+    return destination.topic, unique_key, group
+
+
+class RecentSends:
+    """The producers' sends of a time up to now, by topic and unique id. Its lock is held from the search to `add_send`.
+
+    Memory holds a hash and a physical offset for each; the record there, which is the truth, has the rest. Ids leave in
+    two generations, so that dropping old ones costs nothing.
+    """
+
+    def __init__(
+        self,
+        store: MessageStore,
+        window_ms: int,
+        now_ms: Callable[[], int],
+        metrics: Metrics | None,
+        is_withdrawn: Callable[[StoredMessage], bool],
+    ) -> None:
+        """Read the sends of the last ``window_ms`` from the log.
+
+        ``is_withdrawn(message)`` returns whether a record was rolled back or cancelled: a message that is sent again
+        after that is a new one.
+        """
+        self.lock = RLock()
+        self._store = store
+        self._window_ms = window_ms
+        self._now_ms = now_ms
+        self._metrics = metrics
+        self._is_withdrawn = is_withdrawn
+        self._begin_ms = now_ms()
+        self._recent: dict[int, int] = {}
+        self._older: dict[int, int] = {}
+        self._read_log(now_ms() - window_ms)
+        if metrics is not None:
+            metrics.gauge("resend_ids", lambda: len(self._recent) + len(self._older))
+
+    def _read_log(self, begin_ms: int) -> None:
+        """Add the sends that were stored at a time or later; the first one of an id counts that was not withdrawn."""
+        log = self._store.log
+        for _, _, raw in log.scan(log.file_before(begin_ms - 1), check_body=False):
+            message = None if raw is None else StoredMessage(raw)
+            if message is not None and message.store_timestamp_ms >= begin_ms:
+                name = _name_of_record(message)
+                if name is not None and self.first_send(name) is None:
+                    self.add_send(name, message.physical_offset)
+
+    def _place_of(self, name: _Name) -> int | None:
+        key = hash(name)
+        place = self._recent.get(key)
+        return self._older.get(key) if place is None else place
+
+    def first_send(self, name: _Name) -> FirstSend | None:
+        """Return the send within the window that this one repeats; None for a new message."""
+        place = self._place_of(name)
+        if place is None:
+            return None
+        try:
+            message = self._store.message_at(place)
+        except CorruptionError:
+            return None
+        if message is None or self._now_ms() - message.store_timestamp_ms > self._window_ms:
+            return None
+        destination = sent_to(message)
+        if destination is None or _name_of_record(message) != name or self._is_withdrawn(message):
+            return None
+        host = encode_host(message.store_host)
+        result = AppendResult(place, message.size, message.queue_offset, message.store_timestamp_ms, host)
+        return FirstSend(destination.queue_id, result)
+
+    def count_resend(self, name: _Name) -> None:
+        """Count a send that is not stored."""
+        if self._metrics is not None:
+            self._metrics.count("resends_dropped", topic=name[0])
+
+    def add_send(self, name: _Name, physical_offset: int) -> None:
+        """Add a send that was stored."""
+        now_ms = self._now_ms()
+        if now_ms - self._begin_ms >= self._window_ms or len(self._recent) >= _MOST_IDS // 2 or now_ms < self._begin_ms:
+            if self._metrics is not None and now_ms - self._begin_ms < self._window_ms and self._older:
+                self._metrics.count("resend_ids_dropped", len(self._older))
+            self._older, self._recent, self._begin_ms = self._recent, {}, now_ms
+        self._recent[hash(name)] = physical_offset

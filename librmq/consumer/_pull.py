@@ -1,0 +1,686 @@
+"""Pull consumers, for applications that drive the loop. Mirrors ``DefaultLitePullConsumer``.
+
+They pull nothing ahead: a poll asks the queues in turn, and waits at the brokers if none has a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Final, Unpack
+
+from librmq.client.client import Client
+from librmq.client.observation import Operation, observed, observed_async
+from librmq.clock import wait_async
+from librmq.config import check_kind, to_seconds, to_timestamp_ms
+from librmq.consumer._assignment import AssignedQueue
+from librmq.consumer._failures import Rests
+from librmq.consumer.base import Consumer
+from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
+from librmq.consumer.listeners import DeliveredMessage, Predicate, TopicPredicate
+from librmq.errors import ClientStateError, ConfigError, RmqError
+from librmq.listener import DownstreamDown
+from librmq.message.message import MessageQueue
+from librmq.metrics import Metrics
+from librmq.protocol import (
+    MaxOffset,
+    MinOffset,
+    PullMessage,
+    PullResponse,
+    PullStatus,
+    QueueOffsetAt,
+    Route,
+    Subscription,
+)
+from librmq.runtime.locks import Event, Lock
+
+LOCK_PAUSE_S: Final = 0.0001
+"""Seconds between two rounds of a poll, during which other threads can take the lock."""
+
+
+class _Arrival(Event):
+    """Event that wakes a poll in a thread or in an event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def set(self) -> None:
+        super().set()
+        if self.awaited is not None:
+            loop, event = self.awaited
+            with suppress(RuntimeError):  # the loop was closed, with its waiting coroutines
+                loop.call_soon_threadsafe(event.set)
+
+    def is_awaited_here(self) -> bool:
+        """Return whether a coroutine in this thread's event loop waits for it."""
+        awaited = self.awaited
+        if awaited is None:
+            return False
+        try:
+            return awaited[0] is asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+
+
+class PullConsumer(Consumer[PullConsumerConfig]):
+    """A consumer that polls. Thread-safe, but only one thread or coroutine can poll at a time.
+
+    Either call `subscribe`, which divides the queues among the group's instances, or `assign` queues. A message counts
+    as consumed at the next poll or `commit` after its poll.
+    """
+
+    kind = "pull"
+
+    def __init__(
+        self,
+        route: Route,
+        group: str,
+        *,
+        client: Client | None = None,
+        instance_name: str | None = None,
+        config: PullConsumerConfig | None = None,
+        metrics: Metrics | None = None,
+        **settings: Unpack[PullConsumerKeywords],
+    ) -> None:
+        """It joins its group at `start` or in a ``with`` block.
+
+        Args:
+            route: A `Broker`, or several in a `RouteTable`.
+            group: The consumer group.
+            client: The identity; by default one of its own.
+            instance_name: Makes the client's id the same from run to run.
+            config: Settings.
+            metrics: Counts rebalances and the answers of predicates.
+            **settings: Single settings of `PullConsumerConfig`, in place of those in ``config``.
+
+        Raises:
+            ConfigError: There is no such setting, or its value is refused.
+            TypeError: ``route`` is no route.
+        """
+        super().__init__(route, group, PullConsumerConfig.of(config, settings), client, instance_name)
+        check_kind("metrics", metrics, Metrics)
+        self.metrics = metrics
+        self._predicates: dict[str, TopicPredicate[DeliveredMessage]] = {}
+        self._assigned: tuple[MessageQueue, ...] | None = None
+        self._paused: set[MessageQueue] = set()
+        self._turn = 0
+        self._pulled_end = 0  # the offset after the messages that are being handed out
+        self._last: tuple[AssignedQueue, int, int] | None = None  # begin and end of the last pull
+        self._arrived = _Arrival()
+        self._polling = Lock()
+        self._rests = Rests(self, self._end_rest)
+
+    def configure(self, **settings: Unpack[PullConsumerKeywords]) -> None:
+        """Change settings while the consumer runs; the next poll uses them.
+
+        Raises:
+            ConfigError: There is no such setting, its value is refused, it is for listeners, or it can't change after
+                the consumer was made. Then nothing has changed.
+        """
+        with self.runner.lock:
+            self._change_settings(self.config.with_settings(settings))
+
+    # ---- which queues
+
+    def subscribe(
+        self,
+        topic: str,
+        *,
+        tags: str | None = None,
+        sql: str | None = None,
+        predicate: Predicate[DeliveredMessage] | None = None,
+    ) -> None:
+        """Subscribe to a topic by ``tags`` separated by ``||`` (None: all), or by an SQL92 expression.
+
+        Polls pass over messages for which ``predicate``, a function or a `WatchedPredicate`, is false.
+        """
+        if self._assigned is not None:
+            raise ClientStateError(
+                f"{self._life.what} has queues assigned: subscribe and assign exclude each other; make another consumer"
+            )
+        subscription, tag_filter = self._subscription(topic, tags, sql)
+        with self.runner.lock:
+            before = self.subscriptions.get(topic)
+        if before is not None and before.expression != subscription.expression:
+            raise ConfigError(
+                f"topic {topic!r} is subscribed already, with {before.expression!r}: give all its tags at once, "
+                "as tags='a || b'"
+            )
+        judges = self._own_predicate(topic, predicate)
+        self._set_subscription(subscription, tag_filter)
+        self._predicates = {name: judge for name, judge in self._predicates.items() if name != topic} | judges
+        with self.runner.lock:
+            if self.is_running:
+                self.rebalancing.run_due(self.runner.now_ms())
+
+    def _own_predicate(
+        self, topic: str, predicate: Predicate[DeliveredMessage] | None
+    ) -> dict[str, TopicPredicate[DeliveredMessage]]:
+        if predicate is None:
+            return {}
+        return {topic: TopicPredicate(topic, self.group, predicate, self.runner.clock, self.metrics)}
+
+    def assign(
+        self,
+        queues: Iterable[MessageQueue],
+        *,
+        tags: str | None = None,
+        sql: str | None = None,
+        predicate: Predicate[DeliveredMessage] | None = None,
+    ) -> None:
+        """Read exactly these queues, even if other instances read them; this replaces the queues assigned before.
+
+        Filters as in `subscribe`.
+        """
+        if self._assigned is None and self.subscriptions:
+            raise ClientStateError(
+                f"{self._life.what} has subscribed: subscribe and assign exclude each other; make another consumer"
+            )
+        unique_queues = tuple(dict.fromkeys(_check_queues(queues)))
+        topics = list(dict.fromkeys(queue.topic for queue in unique_queues))
+        judges = [self._own_predicate(topic, predicate) for topic in topics]
+        self._assigned = unique_queues
+        for topic in topics:
+            self._set_subscription(*self._subscription(topic, tags, sql))
+        self._predicates = {topic: judge for entry in judges for topic, judge in entry.items()}
+        with self.runner.lock:
+            if self.is_running:
+                self._take_assigned()
+
+    def _take_assigned(self) -> None:
+        queues = self._assigned or ()
+        for queue in [queue for queue in self.assigned if queue not in queues]:
+            assigned = self.assigned.pop(queue)
+            assigned.released = True
+            if self.recorder is not None:
+                self.recorder.releases(queue)
+            self._release_queue(assigned, self.runner.now_ms())
+        for queue in queues:
+            if queue not in self.assigned:
+                stored = self.offsets.read(queue)
+                next_offset = self.rebalancing.start_offset(queue) if stored is None else stored
+                assigned = self.assigned[queue] = self.make_assigned(queue, next_offset, stored)
+                if self.recorder is not None:
+                    self.recorder.takes(queue, next_offset, stored)
+                self._start_queue(assigned)
+        self.rebalancing.report_start()
+
+    @property
+    def assignment(self) -> tuple[MessageQueue, ...]:
+        """Return the queues that are read now, sorted."""
+        with self.runner.lock:
+            return tuple(sorted(queue for queue, assigned in self.assigned.items() if not assigned.released))
+
+    # ---- life
+
+    def _join_group(self) -> None:
+        super()._join_group()
+        if self._assigned is not None:
+            self._take_assigned()
+        else:
+            self.rebalancing.run_due(self.runner.now_ms())  # so that the first poll has its queues
+
+    @property
+    def shares_queues(self) -> bool:
+        """Whether the group's queues are divided among its instances."""
+        return self._assigned is None
+
+    def shutdown(self, timeout: float | timedelta | None = None) -> bool:
+        """Commit as configured, save, and leave the group. A second call does nothing.
+
+        The messages of the last poll count as consumed, unless an exception leaves a ``with`` block of this consumer.
+        """
+        return self._shut_down(timeout, self.config.auto_commit)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._shut_down(None, self.config.auto_commit and kind is None)
+
+    def _shut_down(self, timeout: float | timedelta | None, commits: bool) -> bool:
+        def begin() -> None:
+            if commits:
+                self._commit_polled()
+            elif self.recorder is not None:
+                self.recorder.takes_back()
+            self._arrived.set()
+
+        return self._stop(timeout, begin)
+
+    # ---- queues as the rebalance gives them
+
+    def _start_queue(self, assigned: AssignedQueue) -> None:
+        assigned.notify = self._arrived.set
+        if assigned.progress is not None:
+            self.progressed(assigned, assigned.progress)
+        self._arrived.set()
+
+    def _routes_changed(self) -> None:
+        self._arrived.set()
+        super()._routes_changed()
+
+    def _reset_offsets(self, topic: str, offsets: Mapping[MessageQueue, int]) -> None:
+        for queue, queue_offset in offsets.items():
+            if queue in self.assigned:
+                self._set_position(self.assigned[queue], queue_offset)
+                self._continue_at(self.assigned[queue], queue_offset)
+
+    def _continue_at(self, assigned: AssignedQueue, queue_offset: int) -> None:
+        """Continue where the broker says, by a reset or because the queue lacks the position.
+
+        A reset has moved the broker's progress too. What this consumer stored before is not there any more, and has to
+        be stored again when it is reached again.
+        """
+        assigned.choose(queue_offset)
+        self.save_soon()
+
+    # ---- polling
+
+    def poll(self, timeout: float | timedelta | None = None) -> list[DeliveredMessage]:
+        """Return up to ``pull_batch_size`` messages of one queue; wait up to ``timeout`` (None: as configured).
+
+        The list is empty when the time has passed; the next poll then continues after the messages that the filter
+        skipped. With a manual clock the call returns immediately. It waits for a poll in another thread.
+
+        A predicate with ``on_error=Policy.STOP`` ends the list before the message on which it raised; the poll that
+        begins with that message raises its error, and so do later ones of that queue, while other queues have their
+        turns.
+
+        Raises:
+            ClientStateError: `poll_async` runs in this event loop.
+        """
+        return self._poll(timeout, one_by_one=False)
+
+    def _poll(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
+        return observed(self.client, self._operation, partial(self._poll_in_turn, timeout, one_by_one))
+
+    def _operation(self) -> Operation:
+        return Operation("receive", self.client, self.group, None, is_batch=True, model="clustering")
+
+    def _poll_in_turn(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
+        self._life.check_running("poll")
+        if self._arrived.is_awaited_here():
+            raise ClientStateError(f"{self._life.what} is being polled in this event loop: one poll at a time")
+        clock = self.runner.clock
+        deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout))
+        has_begun = False
+        try:
+            with self._polling:
+                self._begin_poll()
+                has_begun = True
+                while True:
+                    messages, has_moved = self._try_poll(one_by_one)
+                    if messages or self.stopping:
+                        return messages
+                    remaining = deadline - clock.monotonic()
+                    if has_moved and remaining >= 0:
+                        clock.wait(self._arrived, LOCK_PAUSE_S)  # offer the lock to others
+                        continue
+                    if remaining <= 0 or not clock.wait(self._arrived, remaining):
+                        return []
+        except BaseException:  # Ctrl-C lost the pulled messages, so pull them again
+            if has_begun:
+                self._rewind()
+            raise
+
+    async def poll_async(self, timeout: float | timedelta | None = None) -> list[DeliveredMessage]:
+        """Poll while other coroutines of the event loop run. A cancelled poll loses no message.
+
+        Raises:
+            ClientStateError: Another poll of this consumer is running.
+        """
+        return await self._poll_async(timeout, one_by_one=False)
+
+    async def _poll_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
+        return await observed_async(
+            self.client, self._operation, partial(self._poll_in_turn_async, timeout, one_by_one)
+        )
+
+    async def _poll_in_turn_async(self, timeout: float | timedelta | None, one_by_one: bool) -> list[DeliveredMessage]:
+        self._life.check_running("poll")
+        clock = self.runner.clock
+        deadline = clock.monotonic() + (self.config.poll_timeout if timeout is None else to_seconds("timeout", timeout))
+        if not self._polling.acquire(blocking=False):
+            raise ClientStateError(f"{self._life.what} is being polled: one poll at a time")
+        try:
+            arrived = asyncio.Event()
+            self._arrived.awaited = asyncio.get_running_loop(), arrived
+            self._begin_poll()
+            while True:
+                arrived.clear()
+                # A thread would not help: a pull can only wait for a page of a mapped file, and such a wait blocks the
+                # whole interpreter. For the same reason a pull can't be interrupted.
+                messages, has_moved = self._try_poll(one_by_one)
+                if messages or self.stopping:
+                    return messages
+                remaining = deadline - clock.monotonic()
+                if has_moved and remaining >= 0:
+                    await asyncio.sleep(0)
+                elif remaining <= 0 or not await wait_async(clock, arrived, remaining):
+                    return []
+        finally:
+            self._arrived.awaited = None
+            self._polling.release()
+
+    def __iter__(self) -> Iterator[DeliveredMessage]:
+        """Hand out messages one by one, until a poll finds none in its time.
+
+        A message counts as consumed when the loop asks for the next one. If the loop ends early, the remaining messages
+        come with the next poll.
+        """
+        while messages := self._poll(None, one_by_one=True):
+            for message, next_offset in self._with_next_offsets(messages):
+                is_wanted = self._is_wanted(message)
+                if not self._advance(message, next_offset, is_wanted):
+                    break  # the position has changed meanwhile
+                if is_wanted:
+                    yield message
+
+    async def __aiter__(self) -> AsyncIterator[DeliveredMessage]:
+        """Hand out messages like ``for`` while other coroutines of the event loop run."""
+        while messages := await self._poll_async(None, one_by_one=True):
+            for message, next_offset in self._with_next_offsets(messages):
+                is_wanted = self._is_wanted(message)
+                if not self._advance(message, next_offset, is_wanted):
+                    break
+                if is_wanted:
+                    yield message
+
+    def _with_next_offsets(self, messages: list[DeliveredMessage]) -> list[tuple[DeliveredMessage, int]]:
+        """Pair each message with the queue offset of the next read after it."""
+        return list(zip(messages, [*(message.queue_offset for message in messages[1:]), self._pulled_end], strict=True))
+
+    def _is_wanted(self, message: DeliveredMessage) -> bool:
+        """Ask the topic's predicate, without the lock."""
+        predicate = self._predicates.get(message.queue.topic)
+        return predicate is None or predicate.matches(message)
+
+    def _wanted(self, messages: list[DeliveredMessage]) -> list[DeliveredMessage]:
+        """Return the pulled messages for which the topic's predicate is true, up to one on which it stops."""
+        matching: list[DeliveredMessage] = []
+        if messages[0].queue.topic not in self._predicates:
+            matching = messages
+        else:
+            for message in messages:
+                try:
+                    is_wanted = self._is_wanted(message)
+                except Exception:  # its policy is to stop
+                    self._stop_before(message)
+                    if matching:
+                        break
+                    self._last = None  # what precedes it has been passed over
+                    raise
+                if is_wanted:
+                    matching.append(message)
+        if matching and self.recorder is not None:
+            self.recorder.hands_out(messages[0].queue, matching)
+        return matching
+
+    def _stop_before(self, message: DeliveredMessage) -> None:
+        """Pull from this message on again, unless the position has changed since its pull."""
+        with self.runner.lock:
+            if self._last is not None and self._last[0].next_offset == self._last[2]:
+                assigned, before, _ = self._last
+                assigned.next_offset = message.queue_offset
+                self._last = assigned, before, message.queue_offset
+
+    def _advance(self, message: DeliveredMessage, next_offset: int, is_wanted: bool) -> bool:
+        """Move the position past one message; return False if the position has changed meanwhile."""
+        with self.runner.lock:
+            assigned = self.assigned.get(message.queue)
+            if assigned is None or assigned.released or assigned.next_offset != message.queue_offset:
+                return False
+            if self.config.auto_commit and assigned.progress != assigned.next_offset:
+                self.progressed(assigned, assigned.next_offset)
+            assigned.next_offset = next_offset
+            self._last = assigned, message.queue_offset, next_offset
+            if self.recorder is not None:
+                self.recorder.passes()
+                if is_wanted:
+                    self.recorder.hands_out(message.queue, [message])
+            return True
+
+    def _begin_poll(self) -> None:
+        """Count the messages of the previous poll as consumed, if so configured."""
+        self._last = None
+        if self.recorder is not None:
+            self.recorder.passes()
+        if self.config.auto_commit:
+            with self.runner.lock:
+                self._commit_polled()
+
+    def _rewind(self) -> None:
+        """Pull the last messages again."""
+        with self.runner.lock:
+            if self.recorder is not None:
+                self.recorder.takes_back()
+            if self._last is not None:
+                assigned, before, next_offset = self._last
+                if assigned.next_offset == next_offset:
+                    assigned.next_offset = before
+
+    def _try_poll(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
+        """Pull the queues in turn; the brokers hold the pulls of queues without messages."""
+        self._arrived.clear()
+        with self.runner.lock:
+            messages, has_moved = ([], False) if self.stopping else self._pull_in_turn(one_by_one)
+        return (messages if one_by_one or not messages else self._wanted(messages)), has_moved
+
+    def _pull_in_turn(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
+        """Pull each queue up to the first with messages; return also whether a position moved without any."""
+        has_moved = False
+        queues = [
+            assigned
+            for assigned in self.assigned.values()
+            if not assigned.released and assigned.queue not in self._paused and assigned.queue not in self._rests
+        ]
+        for number in range(len(queues)):
+            at = (self._turn + number) % len(queues)
+            before = queues[at].next_offset
+            messages = self._pull_queue(queues[at])
+            if messages:
+                if one_by_one:  # handing out each message moves the position
+                    self._pulled_end = queues[at].next_offset
+                    queues[at].next_offset = messages[0].queue_offset
+                    self._last = queues[at], before, messages[0].queue_offset
+                self._turn = at + 1
+                return messages, True
+            has_moved |= queues[at].next_offset != before
+        return [], has_moved
+
+    def _pull_queue(self, assigned: AssignedQueue) -> list[DeliveredMessage]:
+        queue = assigned.queue
+        assigned.pulled_timestamp_ms = self.runner.now_ms()
+        try:
+            response = self._request(assigned)
+        except RmqError as error:
+            self.states.failing(("poll", queue.broker_name, queue.topic), f"polling {assigned.label}", error)
+            return []
+        self.states.works(("poll", queue.broker_name, queue.topic), f"polling {queue.topic}")
+        if response.status is PullStatus.HELD:
+            return []
+        self._last = assigned, assigned.next_offset, response.next_offset
+        assigned.next_offset = response.next_offset
+        if response.status is PullStatus.OFFSET_ILLEGAL:
+            self._continue_at(assigned, response.next_offset)
+            if self.recorder is not None:
+                self.recorder.resets(queue.topic)
+            self.log.warning(
+                "%(consumer)s: %(queue)s continues at %(queue_offset)d",
+                queue=assigned.queue,
+                queue_offset=response.next_offset,
+            )
+        tag_filter = self.filters.get(queue.topic)
+        bounds = response.min_offset, response.max_offset
+        return [
+            DeliveredMessage(message.raw, queue, message.queue_offset, bounds)
+            for message in response.messages
+            if tag_filter is None or tag_filter.matches(message.tags)
+        ]
+
+    def _request(self, assigned: AssignedQueue) -> PullResponse:
+        queue = assigned.queue
+        subscription: Subscription | None = None if self.shares_queues else self.subscriptions.get(queue.topic)
+        request = PullMessage(
+            self.client.client_id,
+            self.group,
+            queue.topic,
+            queue.queue_id,
+            assigned.next_offset,
+            self.config.pull_batch_size,
+            subscription,
+            None,
+            assigned.notify,
+        )
+        assigned.endpoint = self.client.endpoint(queue.broker_name)
+        return assigned.endpoint.call(request)
+
+    def pause(self, queues: Iterable[MessageQueue]) -> None:
+        """Exclude queues from polls."""
+        self._paused.update(_check_queues(queues))
+
+    def resume(self, queues: Iterable[MessageQueue]) -> None:
+        """Include queues in polls again."""
+        self._paused.difference_update(_check_queues(queues))
+        self._arrived.set()
+
+    def rest(self, seconds: float | timedelta, *, queue: MessageQueue | None = None, reason: str = "") -> None:
+        """Take back the messages handed out last, and hand out none for ``seconds``, because downstream is down.
+
+        A loop over the consumer takes back its present message and ends. With ``queue`` only that queue rests.
+
+        Raises:
+            ValueError: ``seconds`` is not above 0, or more than a day.
+            ClientStateError: The queue is not read.
+        """
+        error = DownstreamDown(reason, seconds=seconds, only_queue=queue is not None)
+        with self.runner.lock:
+            self._rewind()
+            last = next(iter(self.assigned), None) if queue is None else self._assigned_queue(queue).queue
+            if last is not None:
+                self._rests.begin_rest(error, last)
+
+    def _end_rest(self, now_ms: int) -> None:
+        self._rests.succeeded()
+        self._arrived.set()
+
+    # ---- positions
+
+    def _assigned_queue(self, queue: MessageQueue) -> AssignedQueue:
+        assigned = self.assigned.get(queue)
+        if assigned is None or assigned.released:
+            raise ClientStateError(
+                f"{self._life.what} does not read {queue} now: assign it, or poll until a rebalance gives it"
+            )
+        return assigned
+
+    def _set_position(self, assigned: AssignedQueue, queue_offset: int) -> None:
+        if self.recorder is not None:
+            self.recorder.resets(assigned.queue.topic)
+        assigned.next_offset, assigned.is_chosen = queue_offset, True
+        self._arrived.set()
+
+    def seek(self, queue: MessageQueue, queue_offset: int) -> None:
+        """Continue polling at another queue offset.
+
+        Raises:
+            ClientStateError: The queue is not assigned, or has no such offset.
+        """
+        with self.runner.lock:
+            assigned = self._assigned_queue(queue)
+            first, end = self.min_offset(queue), self.max_offset(queue)
+            if type(queue_offset) is not int or not first <= queue_offset <= end:
+                raise ClientStateError(f"{queue} has offsets {first} to {end}, not {queue_offset!r:.80}")
+            self._set_position(assigned, queue_offset)
+
+    def seek_to_begin(self, queue: MessageQueue) -> None:
+        """Continue at the oldest message."""
+        with self.runner.lock:
+            self._set_position(self._assigned_queue(queue), self.min_offset(queue))
+
+    def seek_to_end(self, queue: MessageQueue) -> None:
+        """Continue at the next new message."""
+        with self.runner.lock:
+            self._set_position(self._assigned_queue(queue), self.max_offset(queue))
+
+    def position(self, queue: MessageQueue) -> int:
+        """Return the queue offset of the next poll."""
+        with self.runner.lock:
+            return self._assigned_queue(queue).next_offset
+
+    def min_offset(self, queue: MessageQueue) -> int:
+        """Return the queue offset of the oldest message."""
+        return self.client.endpoint(queue.broker_name).call(MinOffset(queue.topic, queue.queue_id))
+
+    def max_offset(self, queue: MessageQueue) -> int:
+        """Return the queue offset of the next new message."""
+        return self.client.endpoint(queue.broker_name).call(MaxOffset(queue.topic, queue.queue_id))
+
+    def queue_offset_at(self, queue: MessageQueue, time: datetime | int) -> int:
+        """Return the queue offset of the message stored nearest to a time: one with a time zone, or ms since 1970.
+
+        The broker's search takes store times to ascend; after its clock was set back the answer can be a later message.
+        """
+        timestamp_ms = to_timestamp_ms("time", time)
+        return self.client.endpoint(queue.broker_name).call(QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms))
+
+    # ---- progress
+
+    def _commit_polled(self) -> None:
+        if self.recorder is not None:
+            self.recorder.passes()
+        for assigned in self.assigned.values():
+            if not assigned.released and assigned.progress != assigned.next_offset:
+                self.progressed(assigned, assigned.next_offset)
+
+    def commit(self, offsets: Mapping[MessageQueue, int] | None = None) -> None:
+        """Store progress now: after all polled messages, or at these queue offsets.
+
+        Raises:
+            ClientError: A broker did not store it.
+            TypeError: ``offsets`` does not map queues to queue offsets.
+        """
+        if offsets is not None and not isinstance(offsets, Mapping):
+            raise TypeError(f"offsets: expected {{MessageQueue: queue offset}}, found {offsets!r:.80}")
+        with self.runner.lock:
+            self._life.check_running("commit")
+            if offsets is None:
+                positions = {
+                    assigned: assigned.next_offset for assigned in self.assigned.values() if not assigned.released
+                }
+            else:
+                positions = {self._assigned_queue(queue): queue_offset for queue, queue_offset in offsets.items()}
+                for assigned, queue_offset in positions.items():
+                    if type(queue_offset) is not int or queue_offset < 0:
+                        raise TypeError(f"{assigned.queue}: expected a queue offset, found {queue_offset!r:.80}")
+            if self.recorder is not None:
+                self.recorder.passes()
+            for assigned, queue_offset in positions.items():
+                assigned.progress = queue_offset
+                assigned.may_be_passed &= offsets is None
+            if not self.offsets.save(positions):
+                raise ClientStateError(
+                    f"{self._life.what}: a broker has not stored the progress, as a logged warning explains: try again"
+                )
+
+    def committed(self, queue: MessageQueue) -> int | None:
+        """Return the stored progress of the group in a queue; None if there is none."""
+        if not isinstance(queue, MessageQueue):
+            raise TypeError(f"queue: expected a MessageQueue, found {queue!r:.80}")
+        with self.runner.lock:
+            return self.offsets.read(queue)
+
+
+def _check_queues(queues: object) -> list[MessageQueue]:
+    """Return the queues.
+
+    Raises:
+        TypeError: They are not message queues.
+    """
+    if isinstance(queues, Iterable) and not isinstance(queues, MessageQueue):
+        elements = list(queues)
+        if all(isinstance(queue, MessageQueue) for queue in elements):
+            return elements
+    raise TypeError(f"queues: expected a list of MessageQueue, found {queues!r:.200}")

@@ -1,0 +1,320 @@
+"""Rebalancing: each instance of a group computes its share of queues, topic by topic. Mirrors ``RebalanceImpl``.
+
+It is due immediately at the start and when members or routes change. It is due every 20 s while something is open: a
+missing lock, an unknown start, a failed strategy, a queue whose listener still runs, or a lost pull. A pull counts as
+lost when its queue was not pulled for 120 s; a pull that the broker holds, or that waits for another reason, is not
+lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Final
+
+from librmq.client.allocation import own_share
+from librmq.consumer._assignment import AssignedQueue
+from librmq.consumer._instance import Instance
+from librmq.errors import RmqError
+from librmq.message.message import MessageQueue
+from librmq.message.topics import RETRY_PREFIX
+from librmq.protocol import (
+    PERM_READ,
+    ConsumeFrom,
+    ConsumerIds,
+    MaxOffset,
+    MessageModel,
+    MinOffset,
+    QueueData,
+    QueueOffsetAt,
+)
+from librmq.runtime.event_log import counted
+from librmq.runtime.runner import Step, next_on_grid
+
+INTERVAL_MS: Final = 20_000
+PULL_IDLE_MS: Final = 120_000
+SETTLED_MS: Final = 1_000
+"""In this time the former reader of a queue stores its progress."""
+REOPENED_MS: Final = 3_000
+"""In this time the members of a group have shared its queues out at a broker that was away."""
+AWAY_MS: Final = 2 * REOPENED_MS
+"""After a pull that did not reach its broker: the time until the next pull, and then `REOPENED_MS`."""
+_LONGEST_FIRST_MS: Final = 60_000
+_HALF_AN_HOUR_MS: Final = 30 * 60_000
+_STARTS: Final = {
+    ConsumeFrom.FIRST: "at the first message",
+    ConsumeFrom.LAST: "at the end",
+    ConsumeFrom.TIMESTAMP: "at the first message stored since consume_from_timestamp_ms",
+}
+
+
+def next_from_first(now_ms: int, first_ms: int, interval_ms: int) -> int:
+    """Return the first time after ``now_ms`` on the grid that begins at ``first_ms`` with steps of ``interval_ms``."""
+    if first_ms - _LONGEST_FIRST_MS <= now_ms < first_ms:  # otherwise the clock was set back
+        return first_ms
+    return next_on_grid(now_ms, first_ms, interval_ms)
+
+
+def readable_queues(topic: str, route: Iterable[QueueData]) -> list[MessageQueue]:
+    """Return the queues of a topic that its route allows to read."""
+    return [
+        MessageQueue(topic, broker.broker_name, number)
+        for broker in route
+        if broker.permission & PERM_READ
+        for number in range(broker.read_queues)
+    ]
+
+
+class Rebalancing:
+    """Assignment of queues to one instance. Called under the runner's lock."""
+
+    def __init__(
+        self,
+        member: Instance,
+        take: Callable[[AssignedQueue], None],
+        release: Callable[[AssignedQueue, int], bool],
+        lock: Callable[[MessageQueue], bool],
+    ) -> None:
+        """Assign the queues of ``member``.
+
+        Args:
+            member: The instance.
+            take: Begins with a queue.
+            release: Ends with a queue; returns False if that is not possible yet.
+            lock: Locks a queue before it is taken.
+        """
+        self._member = member
+        self._take = take
+        self._release = release
+        self._lock = lock
+        self.started_ms = 0
+        self._created_ms = member.runner.now_ms()
+        route = member.route
+        # Rebalancing runs under the runner's lock, where a remote route must not wait for a name server.
+        self._route_of = route.known_route
+        self._is_remote = route.is_remote
+        self._is_incomplete = False
+        self._has_others = False
+        self._is_reported = False
+        self._brokers: frozenset[str] = frozenset()
+        self._initial_queues: dict[str, frozenset[MessageQueue]] = {}
+        self.step = Step(f"{member.label} rebalance", self.run_due, member.client)
+
+    def start(self) -> None:
+        """Note the existing queues, and rebalance immediately."""
+        member = self._member
+        self.started_ms = member.runner.now_ms()
+        self._brokers = frozenset(member.route.broker_names())
+        for topic in member.subscriptions:
+            self.note_queues(topic)
+        member.runner.wake(self.step)
+
+    def note_queues(self, topic: str) -> None:
+        """Note the existing queues of a topic when the instance subscribes to it."""
+        self._initial_queues.setdefault(topic, frozenset(self._queues(topic)))
+
+    def _queues(self, topic: str) -> list[MessageQueue]:
+        try:
+            route = self._route_of(topic)
+        except RmqError as error:  # no name server answers
+            self._member.states.failing(("route", topic), f"asking for the route of {topic}", error)
+            self._is_incomplete = True
+            return []
+        self._member.states.works(("route", topic), f"asking for the route of {topic}")
+        return readable_queues(topic, route)
+
+    def wake(self) -> None:
+        """Rebalance immediately, because members or routes have changed."""
+        if not self._member.stopping:
+            self._member.runner.wake(self.step)
+
+    def wake_on_grid(self) -> None:
+        """Rebalance at the next multiple of 20 s, because something is open."""
+        if not self._member.stopping:
+            now_ms = self._member.runner.now_ms()
+            self._member.runner.wake(self.step, next_from_first(now_ms, self.started_ms, INTERVAL_MS))
+
+    def run_due(self, now_ms: int) -> int | None:
+        """Compute the share of each topic, and take and release queues accordingly."""
+        member = self._member
+        if member.stopping or not member.shares_queues:
+            return None
+        self._is_incomplete = False
+        before = set(member.assigned)
+        changed = [topic for topic in member.subscriptions if self._rebalance_topic(topic, now_ms)]
+        for assigned in list(member.assigned.values()):
+            if assigned.queue.topic not in member.subscriptions:
+                self._release_queue(assigned, now_ms)
+        if any(assigned.lost for assigned in member.assigned.values()):
+            self._is_incomplete = True
+        if before != member.assigned.keys():
+            member.log.info(
+                "%(consumer)s: consumes %(count)d queues of %(topics)s: %(taken)d taken, %(released)d released",
+                count=len(member.assigned),
+                topics=", ".join(sorted({queue.topic for queue in member.assigned})) or "no topic",
+                taken=len(member.assigned.keys() - before),
+                released=len(before - member.assigned.keys()),
+            )
+            self.report_start()
+            member.save_soon()
+        if changed:
+            if member.metrics is not None:
+                for topic in changed:
+                    member.metrics.count("rebalances", topic=topic, group=member.group)
+            # Raise the versions, so that the broker keeps this instance's subscription if instances differ.
+            for topic in changed:
+                member.subscriptions[topic] = replace(member.subscriptions[topic], version=now_ms)
+            member.client.beat()
+        return next_from_first(now_ms, self.started_ms, INTERVAL_MS) if self._is_incomplete else None
+
+    def report_start(self) -> None:
+        """Log once, for the first queues that are taken, what `consume_from` means for the group."""
+        offsets = [assigned.progress for assigned in self._member.assigned.values() if not assigned.is_retry]
+        if self._is_reported or not offsets:
+            return
+        self._is_reported = True
+        consume_from = self._member.config.consume_from
+        new, at_first = offsets.count(None), offsets.count(0)
+        meanings = (
+            (new, f"in {counted(new, 'queue')} the group has no progress, and begins {_STARTS[consume_from]}"),
+            (at_first, f"in {counted(at_first, 'queue')} its progress is 0, and it begins with the first message"),
+            (len(offsets) - new - at_first, "where the group has progress it continues, so consume_from has no effect"),
+        )
+        self._member.log.info(
+            "%(consumer)s: consume_from is %(consume_from)s: %(meaning)s",
+            consume_from=consume_from.name,
+            meaning="; ".join(meaning for count, meaning in meanings if count),
+        )
+
+    def _rebalance_topic(self, topic: str, now_ms: int) -> bool:
+        """Rebalance one topic, and return whether anything has changed."""
+        member = self._member
+        queues = self._queues(topic)
+        if not queues:
+            # A remote route drops a missing topic that no consumer asks for, so ask again at the next round.
+            self._is_incomplete |= self._is_remote
+            return False  # as in 4.9, assigned queues stay
+        if member.config.model is MessageModel.CLUSTERING:
+            clients = self._clients([data.broker_name for data in self._route_of(topic)])
+            if not clients:  # no broker answers, or it does not know the group, so assigned queues stay
+                self._is_incomplete = True
+                return False
+            self._has_others = len(clients) > 1
+            key, what = ("share", topic), f"sharing out the queues of {topic}"
+            try:
+                share = own_share(member.client.client_id, queues, clients, member.config.strategy)
+            except Exception as error:  # a user's strategy can fail; as in 4.9, assigned queues stay
+                member.states.failing(key, what, error, logging.ERROR, traceback=True)
+                self._is_incomplete = True
+                return False
+            member.states.works(key, what)
+        else:
+            share = queues
+        return self._update(topic, dict.fromkeys(share), now_ms)
+
+    def _clients(self, broker_names: list[str]) -> tuple[str, ...] | None:
+        client = self._member.client
+        for name in sorted(broker_names):
+            try:
+                clients = client.endpoint(name).call(ConsumerIds(self._member.group))
+            except RmqError as error:
+                self._member.states.failing(("members", name), f"asking {name} for the group's members", error)
+            else:
+                self._member.states.works(("members", name), f"asking {name} for the group's members")
+                if client.client_id not in clients:
+                    client.removed_by(name)
+                return clients
+        return None
+
+    def _update(self, topic: str, share: dict[MessageQueue, None], now_ms: int) -> bool:
+        member = self._member
+        changed = False
+        for assigned in [assigned for assigned in member.assigned.values() if assigned.queue.topic == topic]:
+            # The queue was given up while its listener still ran: release it before it is taken again.
+            given_back = assigned.released and assigned.release_until_ms
+            if assigned.queue not in share or given_back:
+                changed |= self._release_queue(assigned, now_ms)
+            elif now_ms - assigned.pulled_timestamp_ms > PULL_IDLE_MS:
+                if assigned.lost:
+                    changed |= self._release_queue(assigned, now_ms)  # added again below
+                elif assigned.pull.at is None and not assigned.throttled:
+                    # The broker can have lost the pull that it held, as after a restart, so pull again.
+                    member.runner.wake(assigned.pull)
+        for queue in share:
+            if queue not in member.assigned:
+                changed |= self._take_queue(queue, now_ms)
+        return changed
+
+    def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
+        assigned.released = assigned.may_be_passed = True
+        if not self._release(assigned, now_ms):
+            self._is_incomplete = True
+            return False
+        self._member.assigned.pop(assigned.queue, None)
+        if self._member.recorder is not None:
+            self._member.recorder.releases(assigned.queue)
+        self._member.log.debug("%(consumer)s: releases %(queue)s", queue=assigned.queue)
+        return True
+
+    def _take_queue(self, queue: MessageQueue, now_ms: int) -> bool:
+        member = self._member
+        try:
+            if not self._lock(queue):
+                member.log.info("%(consumer)s: %(queue)s is locked by another client", queue=queue)
+                self._is_incomplete = True
+                return False
+            stored = member.offsets.read(queue)
+            next_offset = self.start_offset(queue) if stored is None else stored
+        except RmqError as error:
+            member.states.failing(("start", queue.broker_name), f"finding where to start in {queue}", error)
+            self._is_incomplete = True
+            return False
+        member.states.works(("start", queue.broker_name), f"finding where to start in {queue}")
+        assigned = member.make_assigned(queue, next_offset, stored)
+        if stored or self._has_others:  # others may be unknown to a broker that was just reopened
+            assigned.may_be_passed, assigned.settled_ms = True, now_ms + SETTLED_MS
+        member.assigned[queue] = assigned
+        if member.recorder is not None:
+            member.recorder.takes(queue, next_offset, stored)
+        member.log.debug(
+            "%(consumer)s: takes %(queue)s at %(queue_offset)d", queue=assigned.queue, queue_offset=next_offset
+        )
+        self._take(assigned)
+        return True
+
+    def start_offset(self, queue: MessageQueue) -> int:
+        """Return the start in a queue without stored progress."""
+        config = self._member.config
+        is_retry = queue.topic.startswith(RETRY_PREFIX)
+        if config.consume_from is ConsumeFrom.FIRST or (config.consume_from is ConsumeFrom.LAST and is_retry):
+            return 0
+        if config.consume_from is ConsumeFrom.LAST and self._is_new(queue):
+            return 0
+        endpoint = self._member.client.endpoint(queue.broker_name)
+        if config.consume_from is ConsumeFrom.LAST or is_retry:
+            start = endpoint.call(MaxOffset(queue.topic, queue.queue_id))
+        else:
+            timestamp_ms = config.consume_from_timestamp_ms
+            if timestamp_ms is None:
+                timestamp_ms = self._created_ms - _HALF_AN_HOUR_MS
+            start = endpoint.call(QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms))
+        skipped = start - endpoint.call(MinOffset(queue.topic, queue.queue_id))
+        if skipped > 0:
+            self._member.log.log(
+                logging.WARNING if config.model is MessageModel.CLUSTERING else logging.INFO,
+                "%(consumer)s: the group is new in %(queue)s and skips its first %(skipped)d messages: it starts at "
+                "%(queue_offset)d, because consume_from is %(consume_from)s; ConsumeFrom.FIRST would read all",
+                queue=queue,
+                skipped=skipped,
+                queue_offset=start,
+                consume_from=config.consume_from.name,
+            )
+        return start
+
+    def _is_new(self, queue: MessageQueue) -> bool:
+        """Return whether a broadcasting instance gets all messages of a queue, which is newer than its subscription."""
+        initial_queues = self._initial_queues.get(queue.topic)
+        is_known_broker = queue.broker_name in self._brokers
+        is_broadcasting = self._member.config.model is MessageModel.BROADCASTING
+        return is_broadcasting and is_known_broker and initial_queues is not None and queue not in initial_queues

@@ -1,0 +1,194 @@
+"""Records of a dedup guard in any SQL database that SQLAlchemy supports: extra ``sql``.
+
+On PostgreSQL, MySQL, MariaDB and SQLite each call is one statement in its own transaction. On other databases a claim
+is an INSERT; if that finds a row, an UPDATE and a SELECT follow. Each decides alone, and no lock is held between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from librmq.clock import Clock
+from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, MissingExtraError
+from librmq.idempotence._autocommit import Autocommit
+from librmq.idempotence._drivers import StatementResult, is_integrity_error, is_refusal
+from librmq.idempotence._seen_keys import SeenKeys
+from librmq.idempotence._sqltables import upgrade_tables
+from librmq.idempotence.stores import CLAIMS, Claim, DedupStatements, TableStore
+
+if TYPE_CHECKING:  # for types alone, because importing it needs the extra ``sql``
+    import sqlalchemy
+
+
+class SqlDedupStore(TableStore):
+    """Records in the table ``table`` of a database; `librmq.idempotence._sqltables` has its columns. Thread-safe.
+
+    ``engine`` is an ``Engine``, or a URL to create one from. The store uses connections that commit each statement, and
+    gives them back as they were: between calls it keeps up to four of an engine's pool, while the pool has others and
+    no listener of its events ``checkout`` and ``checkin``. `create` creates the table.
+
+    On databases where a claim takes several statements, a ``prefilter`` saves two of the three statements for a
+    duplicate: the store first looks up keys that the filter may have seen. ``clock`` is the time of guards that have
+    none of their own.
+
+    Raises:
+        ConfigError: The engine needs an event loop, or a prefilter would save nothing on this database.
+        MissingExtraError: The extra ``sql`` is not installed.
+        DedupStoreError: No engine can be created from the URL.
+    """
+
+    def __init__(
+        self,
+        engine: sqlalchemy.Engine | str,
+        *,
+        table: str = "rmq_dedup",
+        prefilter: SeenKeys | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.clock = clock
+        try:
+            from sqlalchemy import create_engine
+            from sqlalchemy.exc import SQLAlchemyError
+        except ImportError as error:
+            raise MissingExtraError("a dedup store in a SQL database", "sql") from error
+        self._owned: sqlalchemy.Engine | None = None
+        if isinstance(engine, str):
+            try:
+                engine = self._owned = create_engine(
+                    engine, isolation_level="AUTOCOMMIT", pool_reset_on_return=None, skip_autocommit_rollback=True
+                )
+            except (SQLAlchemyError, ImportError) as error:
+                raise DedupStoreError(f"expected a URL of a database that SQLAlchemy supports: {error}") from error
+        if engine.dialect.is_async:
+            raise ConfigError(
+                f"engine: expected one with a driver that waits, such as postgresql+psycopg or mysql+pymysql, found "
+                f"{engine.url!r} with {engine.dialect.driver}, which needs an event loop; a guard calls its store in a "
+                "thread if the listener is a coroutine"
+            )
+        self.engine = engine
+        self.table = table
+        driver: Any = engine.dialect.loaded_dbapi
+        self._errors: Any = (SQLAlchemyError, driver.Error)
+        self._statements = Autocommit(engine)
+        self.dialect = engine.dialect.name
+        self.statements = DedupStatements(table, "mysql" if self.dialect == "mariadb" else self.dialect)
+        self._prefilter: SeenKeys | None = None
+        self._claim_with = super().claim
+        if engine.dialect.name in ("mysql", "mariadb"):
+            self._claim_with = self._claim_mysql
+            self.statements.claim = _mysql_claim(table)
+        elif engine.dialect.name not in ("postgresql", "sqlite"):
+            self.use_portable_statements(prefilter)
+            return
+        if prefilter is not None:
+            raise ConfigError(f"prefilter: expected None on {engine.dialect.name}, where a claim is one statement")
+
+    def use_portable_statements(self, prefilter: SeenKeys | None = None) -> None:
+        """Use statements that every database accepts, as for all databases not named above."""
+        self._prefilter = prefilter
+        self._claim_with = self._claim_step_by_step
+        self.statements.purge = ""
+
+    def create(self) -> SqlDedupStore:
+        """Create the table, or upgrade it; call it at every start."""
+        try:
+            upgrade_tables(self.engine, dedup=self.table, messages=None, transactions=None, outbox=None)
+        except self._errors as error:
+            raise DedupStoreError(f"{self.table}: {error}") from error
+        return self
+
+    def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        return self._claim_with(key, owner, now_ms, expires_at_ms)
+
+    def purge(self, now_ms: int, limit: int) -> int:
+        if self.statements.purge:
+            return super().purge(now_ms, limit)
+        return self._execute(self._portable_purge(now_ms, limit), {}).changed
+
+    def _portable_purge(self, now_ms: int, limit: int) -> str:
+        """Return the statement in the dialect's own words for a limit."""
+        from sqlalchemy import column, delete, select, table
+
+        schema, _, plain = self.table.rpartition(".")
+        rows = table(plain, column("dedup_key"), column("expires_timestamp_ms"), schema=schema or None)
+        has_expired = rows.c.expires_timestamp_ms <= now_ms
+        keys = select(rows.c.dedup_key).where(has_expired).limit(limit)
+        statement = delete(rows).where(has_expired, rows.c.dedup_key.in_(keys))
+        return str(statement.compile(dialect=self.engine.dialect, compile_kwargs={"literal_binds": True}))
+
+    def close(self) -> None:
+        """Give the connections back to the engine, and close the engine if the store created it."""
+        self._statements.close()
+        if self._owned is not None:
+            self._owned.dispose()
+
+    # ---- claims
+
+    def _claim_mysql(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        answer = self._execute(
+            self.statements.claim, {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms}
+        )
+        return CLAIMS[0 if answer.last_id == _REPEATED else answer.last_id]
+
+    def _claim_step_by_step(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
+        if self._prefilter is not None and self._prefilter.add(key):
+            record = self.read(key, now_ms)
+            if record is not None and record.owner != owner:
+                return Claim.CONSUMED if record.consumed else Claim.CONSUMING
+        columns = "dedup_key, state, owner, claims, expires_timestamp_ms"
+        with suppress(_RowExistsError):
+            self._execute(
+                f"INSERT INTO {self.table} ({columns}) VALUES (:key, 0, :owner, 1, :expires_at_ms)",
+                {"key": key, "owner": owner, "expires_at_ms": expires_at_ms},
+            )
+            return Claim.NEW
+        update = self._execute(
+            f"UPDATE {self.table} SET state = 0, owner = :owner, claims = claims + 1, "
+            "expires_timestamp_ms = :expires_at_ms WHERE dedup_key = :key "
+            "AND (expires_timestamp_ms <= :now_ms OR owner = :owner)",
+            {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms},
+        )
+        if update.changed:
+            return Claim.TAKEN_OVER
+        record = self.read(key, now_ms)
+        # None: released or expired since. Another process had it until now, so the message is delivered again.
+        return Claim.CONSUMED if record is not None and record.consumed else Claim.CONSUMING
+
+    def _execute(self, statement: str, parameters: Mapping[str, str | int]) -> StatementResult:
+        try:
+            return self._statements.execute(statement, parameters)
+        except self._errors as error:
+            text = f"{self.table}: {error}"
+            if is_integrity_error(error):
+                raise _RowExistsError(text) from error
+            raise (DedupStoreBusyError if is_refusal(error) else DedupStoreError)(text) from error
+
+
+class _RowExistsError(DedupStoreError):
+    """An INSERT found a row with its key."""
+
+
+_REPEATED: Final = 4
+"""Result of a claim that is repeated with the same token."""
+
+
+def _mysql_claim(table: str) -> str:
+    """Return the claim for MySQL, whose INSERT returns no rows: the result comes back as the last inserted id.
+
+    MySQL assigns from left to right, and each assignment sees the earlier ones. The time, which shows whether the row
+    was free, therefore changes last, if the owner is this caller by then.
+    """
+    free = "expires_timestamp_ms <= :now_ms OR owner = :owner"
+    outcome = (
+        f"CASE WHEN owner = :owner THEN {_REPEATED} WHEN expires_timestamp_ms <= :now_ms THEN 1 ELSE 2 + state END"
+    )
+    return (
+        f"INSERT INTO {table} (dedup_key, state, owner, claims, expires_timestamp_ms) "
+        "VALUES (:key, 0, :owner, 1, :expires_at_ms) ON DUPLICATE KEY UPDATE "
+        f"claims = IF(LAST_INSERT_ID({outcome}) = 1, claims + 1, claims), "
+        f"state = IF({free}, 0, state), "
+        f"owner = IF({free}, :owner, owner), "
+        "expires_timestamp_ms = IF(owner = :owner, :expires_at_ms, expires_timestamp_ms)"
+    )

@@ -1,0 +1,317 @@
+"""Tables of librmq in an application's database: names, columns and versions.
+
+::
+
+    rmq_dedup                                        one row for each claimed or consumed message
+        dedup_key              VARCHAR(255)  PRIMARY KEY   ASCII, see `librmq.dedup.dedup_key`
+        state                  SMALLINT      0 consuming, 1 consumed
+        owner                  VARCHAR(64)   token of the claim
+        claims                 INTEGER       number of claims; above 1, an earlier holder did not end in time
+        expires_timestamp_ms   BIGINT        from then on the row counts as absent; indexed
+
+    rmq_messages                                     one row for each message with its effect in the same database
+        dedup_key              VARCHAR(255)  PRIMARY KEY   as above
+        expires_timestamp_ms   BIGINT        from then on the row may be purged; indexed
+
+    rmq_transactions                                 one row for each local transaction that has ended
+        transaction_id         VARCHAR(255)  PRIMARY KEY   the unique id of its message
+        state                  SMALLINT      1 committed, 2 rolled back
+        expires_timestamp_ms   BIGINT        from then on the row may be purged; indexed
+
+    rmq_outbox                                       one row for each message to send
+        id                     BIGINT        PRIMARY KEY, counts up: the order of sending
+        order_key              VARCHAR(255)  rows of one key are sent one after the other; NULL: in any order
+        topic, properties      TEXT          properties as a JSON object of texts
+        flag                   INTEGER
+        body                   bytes
+        state                  SMALLINT      0 to be sent, 1 sent
+        owner                  VARCHAR(64)   token of the sender that claimed it
+        attempts               INTEGER       number of failed sends
+        due_timestamp_ms       BIGINT        no sender claims it earlier; indexed with state
+
+    rmq_tables                                       one row for each table
+        table_name             VARCHAR(255)  PRIMARY KEY
+        version                INTEGER
+
+The application chooses the names.
+"""
+
+# ruff: noqa: ANN401 (connections and producers are of libraries that have no common type)
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any, Final
+
+from librmq.clock import SystemClock
+from librmq.errors import ConfigError, StoreLockedError
+from librmq.idempotence._connections import Link, linked
+from librmq.idempotence._drivers import Failure, TransactionStatus, failure_of
+
+KEY_LIMIT: Final = 255
+"""The longest key that the tables take, in characters."""
+
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}(\.[A-Za-z_][A-Za-z0-9_]{0,62})?")
+
+
+@lru_cache(maxsize=64)
+def check_name(name: str) -> str:
+    """Return a table's name, which may have a schema in front.
+
+    Raises:
+        ConfigError: The name would have to be quoted.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"table: expected a name of letters, digits and underscores, found {name!r:.100}")
+    return name
+
+
+PURGE_ROWS: Final = 1000
+"""Rows that one statement deletes, so that others do not wait long for its locks."""
+_PAUSE_S: Final = 0.002
+_CLOCK: Final = SystemClock()
+"""A pause is of real time, because a database has no other."""
+
+
+def delete_statement(table: str, key: str, condition: str, dialect: str) -> str:
+    """Return a statement that deletes at most ``:limit`` rows, or all where the dialect has no LIMIT."""
+    if dialect == "mysql":
+        return f"DELETE FROM {table} WHERE {condition} LIMIT :limit"
+    if dialect not in ("postgresql", "sqlite"):
+        return f"DELETE FROM {table} WHERE {condition}"
+    # The condition is there twice: a row may change after it was selected.
+    return (
+        f"DELETE FROM {table} WHERE {condition} AND {key} IN (SELECT {key} FROM {table} WHERE {condition} LIMIT :limit)"
+    )
+
+
+def let_writers_in() -> None:
+    """Pause between two writes to a SQLite file.
+
+    SQLite has no queue of writers: those that wait try again every few milliseconds, so one that goes on at once keeps
+    them out until it has ended.
+    """
+    _CLOCK.wait(threading.Event(), _PAUSE_S)
+
+
+def purge_expired(connection: Any, table: str, key: str, now_ms: int) -> int:
+    """Delete the rows of a table that have expired, a thousand in each transaction; return their number."""
+    with linked(connection) as link:
+        statement = delete_statement(table, key, "expires_timestamp_ms <= :now_ms", link.dialect)
+        purged = 0
+        while True:
+            changed = link.execute(statement, now_ms=now_ms, limit=PURGE_ROWS).changed
+            link.commit()
+            purged += changed
+            if changed < PURGE_ROWS or ":limit" not in statement:
+                return purged
+            if link.dialect == "sqlite":
+                let_writers_in()
+
+
+# ------------------------------------------------------------------------------------------------------------- schema
+
+_Steps = Mapping[str, Sequence[str]]
+"""Statements by dialect; "" for all others."""
+
+
+def _expiring(columns: str, charset: str) -> _Steps:
+    """Return the statements that create a table whose rows expire."""
+    columns += ", expires_timestamp_ms BIGINT NOT NULL"
+    return {
+        "": (
+            f"CREATE TABLE IF NOT EXISTS {{table}} ({columns}){{options}}",
+            "CREATE INDEX IF NOT EXISTS {plain}_expires ON {table} (expires_timestamp_ms)",
+        ),
+        # Keys differ by case and by each byte; the usual collations ignore that.
+        "mysql": (
+            f"CREATE TABLE IF NOT EXISTS {{table}} ({columns}, INDEX {{plain}}_expires (expires_timestamp_ms)) "
+            f"ENGINE=InnoDB CHARACTER SET {charset} COLLATE {charset}_bin",
+        ),
+    }
+
+
+_KEY: Final = "dedup_key VARCHAR(255) NOT NULL PRIMARY KEY"
+_OUTBOX_COLUMNS: Final = (
+    "order_key VARCHAR(255), topic VARCHAR(255) NOT NULL, properties {text} NOT NULL, flag INTEGER NOT NULL, "
+    "body {bytes} NOT NULL, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, attempts INTEGER NOT NULL, "
+    "due_timestamp_ms BIGINT NOT NULL"
+)
+_OUTBOX: Final[_Steps] = {
+    "": (
+        "CREATE TABLE IF NOT EXISTS {table} (id {serial}, " + _OUTBOX_COLUMNS + ")",
+        "CREATE INDEX IF NOT EXISTS {plain}_due ON {table} (state, due_timestamp_ms, id)",
+        "CREATE INDEX IF NOT EXISTS {plain}_order ON {table} (order_key, state, id)",
+    ),
+    "mysql": (
+        "CREATE TABLE IF NOT EXISTS {table} (id {serial}, " + _OUTBOX_COLUMNS + ", "
+        "INDEX {plain}_due (state, due_timestamp_ms, id), INDEX {plain}_order (order_key, state, id)"
+        ") ENGINE=InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
+    ),
+}
+
+_TYPES: Final[Mapping[str, Mapping[str, str]]] = {
+    "postgresql": {"serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY", "bytes": "BYTEA", "text": "TEXT"},
+    "mysql": {"serial": "BIGINT AUTO_INCREMENT PRIMARY KEY", "bytes": "LONGBLOB", "text": "MEDIUMTEXT"},
+    # AUTOINCREMENT never reuses an id, so ids stay in the order of rows after deletions.
+    "": {"serial": "INTEGER PRIMARY KEY AUTOINCREMENT", "bytes": "BLOB", "text": "TEXT"},
+}
+
+VERSIONS: Final[Mapping[str, Sequence[_Steps]]] = {
+    "dedup": (
+        _expiring(f"{_KEY}, state SMALLINT NOT NULL, owner VARCHAR(64) NOT NULL, claims INTEGER NOT NULL", "ascii"),
+    ),
+    "messages": (_expiring(_KEY, "ascii"),),
+    "transactions": (
+        _expiring("transaction_id VARCHAR(255) NOT NULL PRIMARY KEY, state SMALLINT NOT NULL", "utf8mb4"),
+    ),
+    "outbox": (_OUTBOX,),
+}
+"""Statements that lead from one version of a table to the next, by kind of table; the first create it."""
+
+
+def upgrade_tables(
+    connection: Any,
+    *,
+    dedup: str | None = "rmq_dedup",
+    messages: str | None = "rmq_messages",
+    transactions: str | None = "rmq_transactions",
+    outbox: str | None = "rmq_outbox",
+    versions: str = "rmq_tables",
+) -> dict[str, int]:
+    """Create the tables, or upgrade existing ones; return their versions. Call it at every start.
+
+    Args:
+        connection: A SQLAlchemy ``Engine``, ``Session`` or ``Connection``, Django's ``connection``, or a DB-API
+            connection; it is committed.
+        dedup: Name of the guard's table; None omits the table, as for the next three.
+        messages: Name of the inbox's table.
+        transactions: Name of the table of `librmq.idempotence.LocalTransactions`.
+        outbox: Name of the outbox's table.
+        versions: Name of the table of versions.
+
+    Raises:
+        ConfigError: A newer librmq created a table, or a name would have to be quoted.
+        StoreLockedError: Another process has been upgrading the tables for a minute; the error names its session.
+    """
+    named = {"dedup": dedup, "messages": messages, "transactions": transactions, "outbox": outbox}
+    kinds = {check_name(name): kind for kind, name in named.items() if name is not None}
+    check_name(versions)
+    with linked(connection) as link:
+        return _upgrade(link, kinds, versions)
+
+
+def _upgrade(link: Link, kinds: Mapping[str, str], versions: str) -> dict[str, int]:
+    with _upgrade_lock(link):
+        _run_steps(link, _VERSION_TABLE, versions)
+        for name, kind in kinds.items():
+            steps = VERSIONS[kind]
+            rows = link.execute(f"SELECT version FROM {versions} WHERE table_name = :name", name=name).rows
+            version = int(rows[0][0]) if rows else 0
+            if version > len(steps):
+                raise ConfigError(
+                    f"table {name} is of version {version}, this librmq knows {len(steps)}: a newer librmq made it"
+                )
+            for step in steps[version:]:
+                _run_steps(link, step, name)
+            if not rows:
+                insert = f"INSERT INTO {versions} (table_name, version) VALUES (:name, :version)"
+                link.execute(insert, name=name, version=len(steps))
+            elif version < len(steps):
+                update = f"UPDATE {versions} SET version = :version WHERE table_name = :name"
+                link.execute(update, name=name, version=len(steps))
+    return {name: len(VERSIONS[kind]) for name, kind in kinds.items()}
+
+
+LOCK_WAIT_S = 60.0
+"""Time that an upgrade waits for another one."""
+_LOCK: Final = 8206115107
+_HOLDER: Final = {
+    "postgresql": "SELECT activity.pid, application_name, client_addr, state, state_change FROM pg_locks held "
+    "JOIN pg_stat_activity activity ON activity.pid = held.pid WHERE locktype = 'advisory' AND granted "
+    f"AND classid = {_LOCK >> 32} AND objid = {_LOCK & 0xFFFFFFFF}",
+    "mysql": "SELECT id, user, host, command, time FROM information_schema.processlist "
+    "WHERE id = IS_USED_LOCK('rmq_tables')",
+}
+
+
+@contextmanager
+def _upgrade_lock(link: Link) -> Iterator[None]:
+    """Keep other processes from upgrading the tables at the same time."""
+    link.commit()
+    take = {"postgresql": _postgresql_lock, "mysql": _mysql_lock, "sqlite": _sqlite_lock}.get(link.dialect, nullcontext)
+    with take(link):
+        try:
+            yield
+            link.commit()
+        except BaseException:
+            link.rollback()
+            raise
+
+
+@contextmanager
+def _postgresql_lock(link: Link) -> Iterator[None]:
+    # A lock of the transaction: one of the session would stay on the server's connection behind a pooler.
+    link.begin()
+    try:
+        link.execute(f"SET LOCAL lock_timeout = {max(1, round(1000 * LOCK_WAIT_S))}")
+        link.execute(f"SELECT pg_advisory_xact_lock({_LOCK})")
+    except Exception as error:
+        link.rollback()
+        if failure_of(error) is Failure.TOO_LONG:
+            raise _locked(link) from error
+        raise
+    yield
+
+
+@contextmanager
+def _mysql_lock(link: Link) -> Iterator[None]:
+    # A lock of the session, because statements that change tables commit.
+    if link.execute(f"SELECT GET_LOCK('rmq_tables', {LOCK_WAIT_S})").rows[0][0] != 1:
+        raise _locked(link)
+    try:
+        yield
+    finally:
+        link.execute("SELECT RELEASE_LOCK('rmq_tables')")
+        link.commit()
+
+
+@contextmanager
+def _sqlite_lock(link: Link) -> Iterator[None]:
+    # sqlite3 begins no transaction for a statement that changes tables, unless it always has one.
+    if link.status() is TransactionStatus.OPEN:
+        yield
+        return
+    link.begin_by_statement()
+    yield
+
+
+def _locked(link: Link) -> StoreLockedError:
+    """Return the error of an upgrade that waited for too long, with the sessions that it waited for."""
+    rows = link.execute(_HOLDER[link.dialect]).rows
+    link.rollback()
+    holders = ", ".join("session {} ({})".format(row[0], ", ".join(str(value) for value in row[1:])) for row in rows)
+    how = "pg_terminate_backend" if link.dialect == "postgresql" else "KILL"
+    return StoreLockedError(
+        f"librmq's tables could not be upgraded, because another upgrade has had the lock for {LOCK_WAIT_S:g} s: "
+        f"{holders or 'it has ended since'}; try again, or end that session by {how} if it does not end by itself"
+    )
+
+
+_VERSION_TABLE: Final[_Steps] = {
+    "": (
+        "CREATE TABLE IF NOT EXISTS {table} (table_name VARCHAR(255) NOT NULL PRIMARY KEY, version INTEGER NOT NULL)",
+    ),
+}
+
+
+def _run_steps(link: Link, steps: _Steps, table: str) -> None:
+    types = _TYPES.get(link.dialect, _TYPES[""])
+    plain = table.rpartition(".")[2]
+    options = " WITHOUT ROWID" if link.dialect == "sqlite" else ""
+    for statement in steps.get(link.dialect, steps[""]):
+        link.execute(statement.format(table=table, plain=plain, options=options, **types))

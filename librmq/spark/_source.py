@@ -1,0 +1,381 @@
+"""The data source ``rocketmq``: Spark's reader, over the planner (on the driver) and `Reading` (in workers).
+
+::
+
+    DataSource.schema, reader      on the driver, in a Python process of Spark's planning: check options and schema
+    Reader.partitions              in the same process: examine the stores, cut the read into parts
+    Reader.read                    in a worker: a part as Arrow batches
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    EqualNullSafe,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    IsNotNull,
+    LessThan,
+    LessThanOrEqual,
+)
+from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
+from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
+
+from librmq.columns.decoding import CORRUPT, TYPES, columns_of, default_columns
+from librmq.columns.options import Predicate, ReadOptions
+from librmq.config import suggest
+from librmq.errors import ConfigError, RmqError
+from librmq.files.disk import DiskFiles
+from librmq.spark._options import (
+    READ_OPTIONS,
+    WRITE_OPTIONS,
+    Renaming,
+    StreamLimits,
+    WriteOptions,
+    kafka_schema,
+    parse_names,
+    parse_read_options,
+    plain_name,
+    plain_schema,
+    pushes_filters,
+    refuse_for_batches,
+    refuse_unknown,
+    refuse_urls,
+)
+from librmq.store.format import directory
+from librmq.store.format.broker_tables import BrokerTables
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.datasource import DataSourceStreamReader, DataSourceStreamWriter, DataSourceWriter
+
+    from librmq.columns.options import ReadSelection
+
+
+_PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
+_NEVER_NULL: Final = ("topic", "queueId", "queueOffset", "physicalOffset", "storeTimestamp")
+_OPTION: Final = "option."
+_OPTIONS_OF_TABLE: Final = "rocketmq"
+"""Metadata key of a table's first column, with the table's options as JSON."""
+
+
+class RocketMQDataSource(DataSource):
+    """Stores of RocketMQ brokers as a data source; docs/spark.md lists its options and columns."""
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        self._creates_table = options.get("provider", "").lower() == "rocketmq"
+        if self._creates_table:
+            # CREATE TABLE passes the properties of the table as well; options occur again with a prefix.
+            named_options = {
+                name.removeprefix(_OPTION): value for name, value in options.items() if name.startswith(_OPTION)
+            }
+            options = named_options | {name: value for name, value in options.items() if name.lower() == "path"}
+        super().__init__(options)
+        refuse_unknown(options, {*READ_OPTIONS, *WRITE_OPTIONS}, "format")
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name of the format."""
+        return "rocketmq"
+
+    def _options_of(self, schema: StructType) -> dict[str, str]:
+        """Return the options of a read, which the schema of a table can hold."""
+        options = dict(self.options)
+        if not options:  # Spark reads a table of the catalog without its options
+            documents = [field.metadata[_OPTIONS_OF_TABLE] for field in schema if _OPTIONS_OF_TABLE in field.metadata]
+            if not documents:
+                raise ConfigError(
+                    "no option path: Spark passes no options of a table that was created with columns; "
+                    "write CREATE TABLE … USING rocketmq OPTIONS (path '…') without columns"
+                )
+            options = json.loads(documents[0])
+        return options
+
+    def schema(self) -> StructType:
+        """Return the columns of a read without a schema."""
+        options = dict(self.options)
+        if is_progress(options):
+            schema = progress_schema(options)
+        else:
+            schema = schema_of(default_columns(parse_read_options(options)))
+        if parse_names(options) == "kafka":
+            schema = kafka_schema(schema)
+        if self._creates_table:
+            schema.fields[0].metadata = {_OPTIONS_OF_TABLE: json.dumps(dict(self.options))}
+        return schema
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """Return the reader of a batch."""
+        refuse_for_batches(self.options)  # a table of the catalog can have options for streams
+        values = self._options_of(schema)
+        if is_progress(values):
+            return ProgressReader(values, schema)
+        options = parse_read_options(values)
+        # Spark refuses a reader with filters if the session does not push any. It also keeps one plan for a frame, the
+        # last one, and uses it for every other scan of the frame, so pushing is safe only where the user asks for it.
+        kind = PushingReader if _PUSHING in sys.modules and pushes_filters(values) else Reader
+        return kind(options, *read_schema(schema, options, values))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
+        """Return the reader of a stream."""
+        from librmq.spark._stream import RefusedStream, StreamReader
+
+        try:
+            values = self._options_of(schema)
+            if is_progress(values):
+                raise ConfigError("option view: progress is for batch reads; a stream reads messages or queues")
+            options = parse_read_options(values)
+            refuse_urls(options.paths, "a stream reads")
+            if options.at is not None:
+                raise ConfigError("option at: a stream continues with what is stored; read a moment by spark.read")
+            if pushes_filters(self.options):
+                raise ConfigError("option pushFilters: Spark pushes no conditions into a stream; use the other options")
+            return StreamReader(options, StreamLimits.from_options(values), *read_schema(schema, options, values))
+        except RmqError as error:  # Spark would hide it behind its own error
+            return RefusedStream(error)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """Return the writer of a job."""
+        from librmq.spark._write import Writer
+
+        if overwrite:
+            raise ConfigError('a store is only appended to: write with mode("append")')
+        options = WriteOptions.from_options(dict(self.options))
+        refuse_for_batches(self.options)
+        return Writer(options, schema)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 (Spark's)
+        """Return the writer of a stream."""
+        from librmq.spark._write import StreamWriter
+
+        if overwrite:
+            raise ConfigError('a store is only appended to: use outputMode("append")')
+        return StreamWriter(WriteOptions.from_options(dict(self.options)), schema)
+
+
+class Reader(DataSourceReader):
+    """The batch reader of the data source."""
+
+    def __init__(self, options: ReadOptions, schema: pa.Schema, renaming: Renaming | None = None) -> None:
+        self._options = options
+        self._schema = schema
+        self._renaming = renaming
+
+    def partitions(self) -> list[InputPartition]:
+        """Examine the stores, on the driver, and cut the read into tasks."""
+        from librmq.columns.planner import plan
+        from librmq.columns.remote import RemoteFiles, RemoteStore, located
+
+        remote = [located(path, self._options.storage_options) for path in self._options.paths if "://" in path]
+        stores = {store.url: store for store in remote if isinstance(store, RemoteStore)}
+        parts = plan(self._options, RemoteFiles(stores) if stores else None, is_portable=True)
+        return [InputPartition(part) for part in parts]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read a task's rows, in a worker."""
+        if partition.value is None:  # Spark's own partition, if there is nothing to read
+            return iter(())
+        from librmq.columns.read import Reading
+
+        batches = Reading(self._options, self._schema).read(partition.value)
+        return batches if self._renaming is None else self._renaming.batches(batches)
+
+
+class PushingReader(Reader):
+    """A reader that accepts filters from Spark; it leaves those that it can't apply to every row to Spark."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
+        """Return the filters that Spark has to apply."""
+        for filter_ in filters:
+            name, is_covered = ".".join(getattr(filter_, "attribute", ())), False
+            if name == CORRUPT and isinstance(filter_, IsNotNull):
+                self._options, is_covered = replace(self._options, predicate=self._damaged()), True
+            elif name:
+                name = name if self._renaming is None else plain_name(name)
+                conditions, is_covered = _narrowed(self._options, filter_, name)
+                self._options = replace(self._options, selection=conditions)
+            if not is_covered:
+                yield filter_
+
+    def _damaged(self) -> Predicate:
+        """Return the condition that a row reports damage, to be evaluated after bodies that are read are checked."""
+        import pyarrow.compute as pc
+
+        return Predicate(~pc.field(CORRUPT).is_null(), (CORRUPT, *(["body"] if "body" in self._schema.names else [])))
+
+
+def _narrowed(options: ReadOptions, filter_: Filter, name: str) -> tuple[ReadSelection, bool]:
+    """Narrow what is wanted by a filter of Spark; return it, and whether it covers the whole filter."""
+    conditions, view, value = options.selection, options.view, getattr(filter_, "value", None)
+    if view == "log":
+        return conditions, False
+    if isinstance(filter_, IsNotNull):
+        return conditions, options.mode != "PERMISSIVE" and name in _NEVER_NULL
+    values: tuple[Any, ...] | None = None
+    if isinstance(filter_, EqualTo | EqualNullSafe):
+        values = (value,)
+    elif isinstance(filter_, In):
+        values = tuple(filter_.value)
+    if name == "topic" and values is not None and all(isinstance(item, str) for item in values):
+        # Topics that the options exclude stay excluded.
+        return replace(
+            conditions, topics=frozenset(item for item in values if conditions.has_topic(item)), topic_pattern=None
+        ), True
+    if name == "queueId" and values is not None and all(type(item) is int for item in values):
+        queue_ids = conditions.queue_ids
+        return replace(
+            conditions, queue_ids=frozenset(item for item in values if queue_ids is None or item in queue_ids)
+        ), True
+    if name == "queueOffset" and (bounds := _bounds(filter_, value)) is not None:
+        begin, end = bounds
+        return replace(
+            conditions, begin_offset=max(conditions.begin_offset, begin), end_offset=min(conditions.end_offset, end)
+        ), True
+    if name == "storeTimestamp" and view == "messages" and isinstance(value, datetime):
+        moment = value.replace(tzinfo=value.tzinfo or UTC)
+        millis = int((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1000)
+        if isinstance(filter_, GreaterThan | GreaterThanOrEqual | EqualTo):
+            conditions = replace(conditions, begin_ms=max(conditions.begin_ms or 0, millis - 1))
+        if isinstance(filter_, LessThan | LessThanOrEqual | EqualTo):
+            end = millis + 2
+            conditions = replace(conditions, end_ms=end if conditions.end_ms is None else min(conditions.end_ms, end))
+        return conditions, False
+    if name == "tags" and conditions.tags is None and values is not None and all(_is_tag(item) for item in values):
+        return replace(conditions, tags="||".join(values)), False
+    return conditions, False
+
+
+def _is_tag(value: object) -> bool:
+    return isinstance(value, str) and value not in ("", "*") and "|" not in value and value == value.strip()
+
+
+def _bounds(filter_: Filter, value: Any) -> tuple[int, int] | None:
+    largest = (1 << 63) - 1
+    if type(value) is not int:
+        return None
+    if isinstance(filter_, EqualTo):
+        return value, value + 1
+    if isinstance(filter_, GreaterThan | GreaterThanOrEqual):
+        return value + isinstance(filter_, GreaterThan), largest
+    if isinstance(filter_, LessThan | LessThanOrEqual):
+        return 0, value + isinstance(filter_, LessThanOrEqual)
+    return None
+
+
+def schema_of(columns: list[str]) -> StructType:
+    """Return columns by name as Spark types."""
+    return StructType([StructField(name, from_arrow_type(TYPES[name])) for name in columns])
+
+
+def read_schema(
+    schema: StructType, options: ReadOptions, values: Mapping[str, str]
+) -> tuple[pa.Schema, Renaming | None]:
+    """Return the columns to read for ``schema``, and their renaming if the options ask for Kafka's names."""
+    if parse_names(values) != "kafka":
+        return arrow_schema(schema, options), None
+    return arrow_schema(plain_schema(schema), options), Renaming(to_arrow_schema(schema, timezone="UTC"))
+
+
+def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
+    """Return a Spark schema as Arrow's; `ConfigError` for a column or type that can't be read."""
+    columns = columns_of(options.view)
+    for field in schema.fields:
+        if schema.names.count(field.name) > 1:
+            raise ConfigError(f"column {field.name!r} is named twice; name each column once")
+        if field.name not in columns:
+            raise ConfigError(f"the view {options.view} has no column {field.name!r}: {suggest(field.name, columns)}")
+        expected = from_arrow_type(TYPES[field.name])
+        if field.dataType.simpleString() != expected.simpleString():
+            raise ConfigError(
+                f"column {field.name!r}: expected type {expected.simpleString()}, found {field.dataType.simpleString()}"
+            )
+    return to_arrow_schema(schema, timezone="UTC")
+
+
+# ---- the view ``progress``, whose rows come from ``config/``: no task reads a message
+
+_VIEW: Final = "progress"
+_OPTIONS: Final = ("path", "paths", "view", "topic", "topicPattern", "queueId")
+_TYPES: Final = {
+    "group": StringType(), "topic": StringType(), "queueId": IntegerType(), "offset": LongType(),
+    "expression": StringType(), "store": StringType(),
+}  # fmt: skip
+
+
+def is_progress(options: Mapping[str, str]) -> bool:
+    """Return whether the options of a read ask for this view."""
+    return any(name.lower() == "view" and text.lower() == _VIEW for name, text in options.items())
+
+
+def _options(values: Mapping[str, str]) -> ReadOptions:
+    for name in values:
+        if name.lower() not in map(str.lower, _OPTIONS):
+            raise ConfigError(f"option {name}: the view progress has only {', '.join(_OPTIONS[3:])}; remove it")
+    options = parse_read_options({name: text for name, text in values.items() if name.lower() != "view"})
+    refuse_urls(options.paths, "the view progress reads")
+    return replace(options, selection=replace(options.selection, internal=True))
+
+
+def progress_schema(values: Mapping[str, str]) -> StructType:
+    """Return the columns of a read without a schema; those of several stores have ``store`` too."""
+    several = _options(values).several
+    return StructType([StructField(name, kind) for name, kind in _TYPES.items() if several or name != "store"])
+
+
+class ProgressReader(DataSourceReader):
+    """Reads each store's tables in a task of its own."""
+
+    def __init__(self, values: Mapping[str, str], schema: StructType) -> None:
+        self._options = _options(values)
+        for column in schema.fields:
+            if column.name not in _TYPES:
+                raise ConfigError(f"the view progress has no column {column.name!r}: {suggest(column.name, _TYPES)}")
+            if column.dataType != _TYPES[column.name]:
+                kinds = [kind.simpleString() for kind in (_TYPES[column.name], column.dataType)]
+                raise ConfigError(f"column {column.name!r}: expected type {kinds[0]}, found {kinds[1]}")
+        self._schema = to_arrow_schema(schema, timezone="UTC")
+        for path in self._options.paths:
+            directory.check_kind(path, DiskFiles())
+
+    def partitions(self) -> list[InputPartition]:
+        """Return a partition for each store."""
+        return [InputPartition(path) for path in self._options.paths]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read the rows of a store."""
+        import pyarrow as pa
+
+        columns = [*zip(*self._rows(partition.value), strict=True)] or [()] * len(_TYPES)
+        values = dict(zip(_TYPES, columns, strict=True))
+        arrays = [pa.array(values[column.name], column.type) for column in self._schema]
+        yield pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _rows(self, path: str) -> Iterable[tuple[str, str, int | None, int | None, str | None, str]]:
+        tables, conditions = BrokerTables.open(os.path.join(path, directory.CONFIG)), self._options.selection
+        filters = {
+            (group, topic): str(row["expression"])
+            for topic, of_topic in tables.filters.items()
+            for group, row in of_topic.get("groupFilterData", {}).items()
+            if row.get("expression") and row.get("expressionType") != "TAG"
+        }
+        for (group, topic), offsets in sorted(tables.progress().items()):
+            expression = filters.pop((group, topic), None)
+            for queue_id, offset in sorted(offsets.items()):
+                if conditions.has_queue(topic, queue_id):
+                    yield group, topic, queue_id, offset, expression, path
+        for (group, topic), expression in sorted(filters.items()):  # registered, and nothing consumed yet
+            if conditions.has_topic(topic) and conditions.queue_ids is None:
+                yield group, topic, None, None, expression, path

@@ -1,0 +1,434 @@
+"""Stores as streams: offsets by queue, a limit for each trigger, and runs up to the present end.
+
+::
+
+    offset   {store: {topic: {queue id: queue offset of the next message}},
+              "identities": {store: {"physicalOffset": place of a record, "fingerprint": its digest}}}
+
+Spark keeps these offsets in its checkpoint, and repeats its requests after a failure. This module only keeps the stores
+open for reading, next to their writers. Queues and topics that appear later are read from their start.
+
+A store is a path and an identity: the last record that the stream had read when its offsets last moved. A mount can get
+another name, so the identity counts first. Checkpoints of librmq 0.1 have paths alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+import numpy as np
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+
+from librmq.clock import SystemClock
+from librmq.columns.options import LARGEST_OFFSET, DataLossError, ReadOptions
+from librmq.columns.planned_store import PlannedStore
+from librmq.columns.planner import queue_parts
+from librmq.errors import ConfigError, RmqError
+from librmq.spark._options import StreamLimits
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from librmq.spark._options import Renaming
+
+SMALLEST_RECORD: Final = 91
+"""Bytes of a record with an empty body, topic and properties."""
+
+IDENTITIES: Final = "identities"
+"""Key of an offset beside its stores, whose paths are absolute."""
+
+Offset = dict[str, dict[str, dict[str, Any]]]
+Key = tuple[str, str, int]
+"""Store, topic, queue id."""
+
+
+class Identity(NamedTuple):
+    """A record that tells a store from others."""
+
+    physical_offset: int
+    fingerprint: str
+    """Its digest, of `PlannedStore.fingerprint_at`."""
+
+
+class StreamLag(NamedTuple):
+    """The number of messages of a queue that a stream has not processed."""
+
+    store: str
+    topic: str
+    queue_id: int
+    lag: int
+
+
+def stream_lags(progress: Any) -> list[StreamLag]:
+    """Return the lag of each queue at the end of a batch, the largest first.
+
+    ``progress`` is a ``StreamingQueryProgress`` or ``StreamingQuery.lastProgress``; other sources are left out. Of a
+    queue or store that is gone, nothing is left to read: its lag is 0.
+    """
+    lags = []
+    for source in json.loads(progress.json)["sources"] if hasattr(progress, "json") else progress["sources"]:
+        ends, latest = (_offset_of(source.get(name)) for name in ("endOffset", "latestOffset"))
+        lags += [StreamLag(*key, max(0, end - ends.get(key, 0))) for key, end in (ends | latest).items()]
+    return sorted(lags, key=lambda lag: (-lag.lag, lag))
+
+
+def _offset_of(value: Any) -> dict[Key, int]:
+    """Return an offset of a progress; empty for another source's."""
+    try:
+        return flat(json.loads(value) if isinstance(value, str) else value)
+    except (ValueError, AttributeError, TypeError):
+        return {}
+
+
+class RefusedStream(DataSourceStreamReader):
+    """A stream with wrong options; the first call raises the error."""
+
+    def __init__(self, error: RmqError) -> None:
+        self._error = error
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise self._error
+
+    initialOffset = getDefaultReadLimit = latestOffset = partitions = read = _refuse  # noqa: N815 (Spark's)
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """The stream on the driver; only `read` runs in workers, on a copy."""
+
+    def __init__(
+        self, options: ReadOptions, limits: StreamLimits, schema: pa.Schema, renaming: Renaming | None = None
+    ) -> None:
+        if options.view == "log":
+            raise ConfigError("option view: a stream reads messages or queues; the log is read by a batch")
+        if options.ending != "latest" or options.selection.end_ms is not None:
+            raise ConfigError("options endingOffsets, endingTimestamp, endingOffsetsByTimestamp: a stream has no end")
+        self._options = options
+        self._limits = limits
+        self._schema = schema
+        self._renaming = renaming
+        self._stores: dict[str, PlannedStore] = {}
+        self._target: dict[Key, int] | None = None
+        self._waiting_since: float | None = None
+        """When a trigger first had fewer messages than wanted."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_stores": {}, "_target": None}
+
+    # --------------------------------------------------------------------------------------------------- on the driver
+
+    def initialOffset(self) -> Offset:  # noqa: N802 (Spark's)
+        """Return the start of a new query."""
+        options = self._options
+        offsets: dict[Key, int] = {}
+        for path, store in self._refreshed_stores().items():
+            store.check_names(options.starting, options.offset_settings[0])
+            for name, queue in store.queues.items():
+                begin = store.offset_of(name, options.starting, -2)
+                begin = queue.begin if begin < 0 else begin
+                if options.fail_on_data_loss:
+                    store.check_loss(name, begin, begin)
+                begin = min(max(begin, queue.begin), queue.end)
+                if options.selection.begin_ms is not None:
+                    begin = max(begin, store.first_at(name, options.selection.begin_ms))
+                offsets[path, *name] = begin
+        return nested(offsets, self._identities(offsets, {}, {}))
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """Return the limit in the options."""
+        max_offsets = self._limits.max_offsets
+        if self._limits == StreamLimits():
+            return ReadAllAvailable()
+        # Spark knows no limit of several kinds; `latestOffset` applies the others.
+        return ReadMaxRows(LARGEST_OFFSET if max_offsets is None else max_offsets)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Keep the present ends, where the query stops."""
+        self._target = self._ends()
+
+    def reportLatestOffset(self) -> Offset:  # noqa: N802
+        """Return the present ends."""
+        return nested(self._ends())
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
+        """Return the end of the next batch."""
+        ends = self._ends()
+        begins, identities = self._located(start)
+        if self._target is not None:
+            ends = {key: min(end, self._target[key]) for key, end in ends.items() if key in self._target}
+        lags = {}
+        for key, end in ends.items():
+            begin = self._first_offset(key, begins.get(key))
+            lags[key] = max(0, end - begin)
+        counts = lags
+        if not isinstance(limit, ReadAllAvailable):
+            if self._target is None and self._waits(sum(lags.values())):
+                return start
+            if self._limits.max_offsets is not None:
+                counts = share(lags, self._limits.max_offsets)
+            if self._limits.max_bytes is not None:
+                counts = self._within(counts, self._limits.max_bytes, begins)
+        # A deleted queue stays in the offset, so that it is not read again if it comes back.
+        offsets = dict(begins)
+        for key, count in counts.items():
+            if count or key in begins:
+                offsets[key] = self._first_offset(key, begins.get(key)) + count
+        return nested(offsets, self._identities(offsets, begins, identities))
+
+    def _waits(self, lag: int) -> bool:
+        """Return whether a trigger has too few messages, and has not waited long enough for more."""
+        now = SystemClock().monotonic()
+        if not 0 < lag < self._limits.min_offsets:
+            self._waiting_since = None
+            return False
+        if self._waiting_since is None:
+            self._waiting_since = now
+        if now - self._waiting_since < self._limits.max_delay_seconds:
+            return True
+        self._waiting_since = None
+        return False
+
+    def _within(self, lags: Mapping[Key, int], max_bytes: int, begins: Mapping[Key, int]) -> dict[Key, int]:
+        """Return as many messages of each queue as have at most ``max_bytes`` bytes in all.
+
+        A queue gets bytes in proportion to its messages; what it leaves goes to the queues with more messages. The
+        queue with the most messages gives at least one, so that a large record does not stop a queue forever.
+        """
+        left, behind = max_bytes, sum(lags.values())
+        counts: dict[Key, int] = {}
+        order = sorted((key for key in lags if lags[key]), key=lambda key: (lags[key], key))
+        for key in order:
+            share_ = left * lags[key] // behind
+            begin = self._first_offset(key, begins.get(key))
+            until = begin + min(lags[key], share_ // SMALLEST_RECORD)
+            entries = self._stores[key[0]].queues[key[1:]].reader.entries(begin, until)
+            sums = np.cumsum(entries["size"].astype(np.int64))
+            counts[key] = int(np.searchsorted(sums, share_, "right"))
+            left -= int(sums[counts[key] - 1]) if counts[key] else 0
+            behind -= lags[key]
+        if order:
+            counts[order[-1]] = max(counts[order[-1]], 1)
+        return counts
+
+    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
+        """Return the tasks of a batch."""
+        stores = self._refreshed_stores()
+        begins, ends = self._located(start)[0], self._located(end)[0]
+        options = self._options
+        parts: list[InputPartition] = []
+        for path, store in stores.items():
+            ranges: dict[tuple[str, int], range] = {}
+            for key, until in ends.items():
+                if key[0] != path or begins.get(key) == until:
+                    continue
+                name = key[1:]
+                queue = store.queues.get(name)
+                begin = self._first_offset(key, begins.get(key))
+                if options.fail_on_data_loss:
+                    if queue is None:
+                        raise DataLossError(f"{path}: topic {name[0]!r}, queue {name[1]}: deleted (failOnDataLoss)")
+                    store.check_loss(name, begin, until)
+                if queue is not None:
+                    ranges[name] = range(max(begin, queue.begin), min(until, queue.end))
+            ranges = {name: offsets for name, offsets in ranges.items() if len(offsets)}
+            if ranges:
+                entries_only = options.view == "queues"
+                of_store = queue_parts(store, list(ranges.items()), options.min_partitions, entries_only=entries_only)
+                parts += map(InputPartition, of_store)
+        return parts
+
+    def commit(self, end: Offset) -> None:
+        """Do nothing: Spark does not call this for a query's last batch anyway."""
+
+    def stop(self) -> None:
+        """Close the stores."""
+        for store in self._stores.values():
+            store.close()
+        self._stores = {}
+
+    def _first_offset(self, key: Key, last_end: int | None) -> int:
+        """Return the next offset in a queue: Spark's, or the beginning of a queue that is new or was created again."""
+        store = self._stores.get(key[0])
+        queue = None if store is None else store.queues.get(key[1:])
+        if last_end is None:
+            if queue is not None and queue.begin and self._options.fail_on_data_loss:
+                # The checkpoint holds every queue of the stream's start, so this one was empty or absent then.
+                raise DataLossError(
+                    f"{key[0]}: topic {key[1]!r}, queue {key[2]}: it is new to the stream, but begins at offset "
+                    f"{queue.begin}: the messages before were deleted unread (option failOnDataLoss=false reads the "
+                    "rest)"
+                )
+            return 0 if queue is None else queue.begin
+        if queue is not None and last_end > queue.end:
+            if self._options.fail_on_data_loss:
+                raise DataLossError(
+                    f"{key[0]}: topic {key[1]!r}, queue {key[2]}: read up to offset {last_end}, but it ends at "
+                    f"{queue.end} (option failOnDataLoss=false starts again at the beginning of the queue)"
+                )
+            return queue.begin
+        if queue is not None and not self._options.fail_on_data_loss:
+            return max(last_end, queue.begin)  # triggers don't count messages that retention has deleted
+        return last_end
+
+    def _located(self, offset: Offset) -> tuple[dict[Key, int], dict[str, Identity]]:
+        """Return the queue offsets and identities of ``offset``, by the present paths of its stores.
+
+        Raises:
+            DataLossError: A store is gone, or another one has its path, and the options treat that as an error.
+        """
+        identities = {
+            path: Identity(fields["physicalOffset"], fields["fingerprint"])
+            for path, fields in offset.get(IDENTITIES, {}).items()
+        }
+        paths = [path for path in offset if path != IDENTITIES]
+        present = self._present_paths(paths, identities)
+        for path in paths:
+            if path in present:
+                continue
+            now = os.path.realpath(path)
+            if any(now == os.path.realpath(other) for other in present.values()):
+                continue  # a link to a store that has another path in the offset: it is read once
+            if self._options.fail_on_data_loss:
+                raise DataLossError(self._loss_of(path, identities.get(path)))
+            if path not in present.values():
+                present[path] = path
+        return (
+            {
+                (present[path], topic, queue_id): at
+                for (path, topic, queue_id), at in flat(offset).items()
+                if path in present
+            },
+            {present[path]: identity for path, identity in identities.items() if path in present},
+        )
+
+    def _present_paths(self, paths: Iterable[str], identities: Mapping[str, Identity]) -> dict[str, str]:
+        """Return where the stores of an offset are now; those that are gone are left out."""
+
+        def is_same(path: str, now: str) -> bool | None:
+            """Return whether the store at ``now`` has the record of the one at ``path``; None if that can't be seen."""
+            identity = identities.get(path)
+            digest = None if identity is None else self._stores[now].fingerprint_at(identity.physical_offset)
+            return None if identity is None or digest is None else digest == identity.fingerprint
+
+        rounds: tuple[Callable[[str, str], bool], ...] = (
+            # The surest first, so that of a store and its copy each keeps its offsets.
+            lambda path, now: path == now and is_same(path, now) is True,
+            lambda path, now: is_same(path, now) is True,
+            lambda path, now: path == now and is_same(path, now) is None,
+            lambda path, now: os.path.realpath(path) == os.path.realpath(now) and is_same(path, now) is None,
+        )
+        present: dict[str, str] = {}
+        for matches in rounds:
+            for path in paths:
+                free = () if path in present else self._stores.keys() - present.values()
+                matching = sorted(now for now in free if matches(path, now))
+                if matching:
+                    present[path] = matching[0]
+        return present
+
+    def _loss_of(self, path: str, identity: Identity | None) -> str:
+        """Return what is wrong with a store of the checkpoint that no path leads to."""
+        if path in self._stores and identity is not None:
+            return (
+                f"{path}: its log has another record at {identity.physical_offset}, the last that the stream had read: "
+                "the folder holds another store, or the log lost its end (option failOnDataLoss=false goes on with the "
+                "queue offsets of the checkpoint)"
+            )
+        older = "" if identity else "; the checkpoint is of a librmq that knew stores by their paths alone"
+        return (
+            f"{path}: the stream has read this store, and no folder in option path holds it now{older} (add its "
+            "folder, or with option failOnDataLoss=false the stream goes on without it)"
+        )
+
+    def _identities(
+        self, offsets: Mapping[Key, int], begins: Mapping[Key, int], identities: Mapping[str, Identity]
+    ) -> dict[str, Identity]:
+        """Return the identity of each store at ``offsets``, which were ``begins`` and had ``identities``.
+
+        It stays where no offset has moved, because Spark runs a batch for each offset that differs from the last.
+        """
+        places: dict[str, int] = {}
+        for key, offset in offsets.items():
+            store = self._stores.get(key[0])
+            if store is not None and begins.get(key) != offset and key[1:] in store.queues:
+                queue = store.queues[key[1:]]
+                places[key[0]] = max(places.get(key[0], -1), queue.place_of(max(offset - 1, queue.begin)))
+        current = dict(identities)
+        for path, place in places.items():
+            digest = self._stores[path].fingerprint_at(place)
+            if digest is not None:
+                current[path] = Identity(place, digest)
+        return current
+
+    def _ends(self) -> dict[Key, int]:
+        return {
+            (path, *name): queue.end
+            for path, store in self._refreshed_stores().items()
+            for name, queue in store.queues.items()
+        }
+
+    def _refreshed_stores(self) -> Mapping[str, PlannedStore]:
+        for path in self._options.paths:
+            store = self._stores.get(path)
+            if store is None:
+                self._stores[path] = PlannedStore.open(path, self._options)
+            else:
+                store.refresh()
+        return self._stores
+
+    # ------------------------------------------------------------------------------------------------------ in workers
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read a task's rows, in a worker."""
+        from librmq.columns.read import Reading
+
+        # The offsets hold the stream's start, so times no longer matter.
+        options = replace(self._options, selection=replace(self._options.selection, begin_ms=None))
+        batches = Reading(options, self._schema).read(partition.value)
+        return batches if self._renaming is None else self._renaming.batches(batches)
+
+
+def share(lags: Mapping[Key, int], count: int) -> dict[Key, int]:
+    """Divide ``count`` messages by lag; messages left by rounding go to the largest fractions."""
+    total = sum(lags.values())
+    if total <= count:
+        return dict(lags)
+    shares = {key: count * lag // total for key, lag in lags.items()}
+    left = count - sum(shares.values())
+    by_remainder = sorted(lags, key=lambda key: (-(count * lags[key] % total), key))
+    for key in by_remainder[:left]:
+        shares[key] += 1
+    return shares
+
+
+def nested(offsets: Mapping[Key, int], identities: Mapping[str, Identity] | None = None) -> Offset:
+    """Return queue offsets, and the identities of their stores, in Spark's form."""
+    nested: Offset = {}
+    for (path, topic, queue_id), queue_offset in sorted(offsets.items()):
+        nested.setdefault(path, {}).setdefault(topic, {})[str(queue_id)] = queue_offset
+    if identities:
+        nested[IDENTITIES] = {
+            path: {"physicalOffset": identity.physical_offset, "fingerprint": identity.fingerprint}
+            for path, identity in sorted(identities.items())
+        }
+    return nested
+
+
+def flat(offset: Offset) -> dict[Key, int]:
+    """Return queue offsets by queue."""
+    return {
+        (path, topic, int(queue_id)): queue_offset
+        for path, topics in offset.items()
+        if path != IDENTITIES
+        for topic, queues in topics.items()
+        for queue_id, queue_offset in queues.items()
+    }

@@ -1,0 +1,482 @@
+"""Read-only parts of a store that another process writes to: its files, and the entries and keys that they lack.
+
+A writer acknowledges a record when it is in the log, and updates queues and index in batches. This module takes missing
+entries and keys from the log, and holds them until the files have them. Files appear and disappear meanwhile: a file of
+length 0 does not count yet, and a deleted file was the oldest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from librmq.commitlog import CommitLog
+from librmq.config import StoreConfig
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, entry_dtype
+from librmq.consumequeue_entries import place_at
+from librmq.consumequeue_ext import ConsumeQueueExt
+from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
+from librmq.files.interface import File, Files, FolderEntry
+from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.message.batch import is_batch
+from librmq.message.delays import DelayLevels
+from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys
+from librmq.message.record import INNER_BATCH, SYS_FLAG_AT
+from librmq.message.topics import validate_queue
+from librmq.runtime import lazy_numpy as np
+from librmq.runtime.locks import RLock
+from librmq.store.engine.dispatch import Dispatcher, derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.engine.store_parts import OpenQueue, Parts, QueueName, QueueTable
+from librmq.store.format import directory
+from librmq.store.format._keyindex import KeyIndex
+from librmq.store.format.checkpoint import Checkpoint, has_abort
+from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length
+
+KEPT: Final = 4096
+"""Most entries, and most records with keys, to hold, unless the writer is further behind."""
+ATTEMPTS: Final = 20
+"""Most repetitions of a listing after the deletion of a listed file."""
+GLANCE: Final = 128
+"""Number of bytes that identify a record: all but its text."""
+FLAG_AT: Final = SYS_FLAG_AT + 3
+"""Place of the lowest byte of a record's sys flag."""
+_LOG_FILES_MAPPED: Final = 32
+_MAX_TIMESTAMP: Final = (1 << 63) - 1
+
+
+def _without_unfinished(entries: list[FolderEntry], size: int) -> list[FolderEntry]:
+    """Return the entries without files at the end that are being made and have no length yet."""
+    end = len(entries)
+    while end and not entries[end - 1].is_folder and entries[end - 1].size < size:
+        end -= 1
+    return entries[:end]
+
+
+class LiveSequence(MappedFileQueue):
+    """Files that another process makes and deletes; a request for an unknown file lists them again."""
+
+    __slots__ = ()
+
+    def _listed(self) -> list[FolderEntry]:
+        return _without_unfinished(super()._listed(), self.file_size)
+
+    def _list(self) -> list[int]:
+        for attempt in itertools.count():
+            try:
+                return super()._list()
+            except (CorruptionError, StoreIOError):  # a file can be deleted during the listing
+                if attempt >= ATTEMPTS:
+                    raise
+        raise AssertionError
+
+    def file_at(self, position: int) -> File | None:
+        """Return the file with a position; list the folder again where the writer may have added it."""
+        start = self.start_of(position)
+        if start is None and position >= self.end:
+            self.refresh()
+            start = self.start_of(position)
+        if start is None:
+            return None
+        try:
+            return self.file(start)
+        except (StoreIOError, CorruptionError):
+            self.refresh()
+            if start in self.starts:
+                raise
+            return None
+
+
+class LiveQueue(ConsumeQueue):
+    """A queue whose last entries can be missing in its files."""
+
+    __slots__ = ("_unwritten",)
+
+    _unwritten: tuple[int, bytes]
+    """A queue offset and the entries from it on in memory; one value, so that readers need no lock."""
+
+    def __init__(
+        self, files: LiveSequence, ext: LiveSequence | None, log_end: int, first: int, unwritten: list[bytes]
+    ) -> None:
+        """Take the files up to entries for ``log_end``, and further entries from queue offset ``first`` on."""
+        super().__init__(files, None)
+        self.ext = None if ext is None else ConsumeQueueExt(ext, None)
+        # The writer can be ahead of the known log.
+        stored = range(self.min_offset, self.max_offset)
+        end = self.min_offset + bisect_left(
+            stored, True, key=lambda at: sum(place_at(files, at * ENTRY_SIZE)) > log_end
+        )
+        if unwritten and end <= self.stored_begin:  # it has no file, or an empty one
+            self.min_offset = end = first
+        elif unwritten and first <= end:  # those in memory are certainly complete
+            end = first
+            self.min_offset = min(self.min_offset, end)
+        self.max_offset = end
+        self.max_physic_offset = self._last_place()
+        self._unwritten = end, b""
+        if first == end:
+            self.extend(unwritten)
+
+    def extend(self, entries: list[bytes]) -> None:
+        """Add entries at the end, in memory only."""
+        if entries:
+            first, unwritten = self._unwritten
+            self._unwritten = first, unwritten + b"".join(entries)
+            physical_offset, size, _ = ENTRY.unpack(entries[-1])
+            self.max_physic_offset = physical_offset + size
+            self.max_offset += len(entries)
+
+    @property
+    def stored_end(self) -> int:
+        """The queue offset from which on entries are in memory."""
+        return self._unwritten[0]
+
+    def catch_up(self) -> int:
+        """Drop entries that the files have by now, and return the number of the others."""
+        first, unwritten = self._unwritten
+        self._files.unmap_all()  # a recovery can have deleted a file and made another with its name
+        while unwritten:
+            stored = np.frombuffer(super()._raw(first * ENTRY_SIZE, first * ENTRY_SIZE + len(unwritten)), entry_dtype())
+            expected = np.frombuffer(unwritten, entry_dtype(), len(stored))
+            same = (stored["physical_offset"] == expected["physical_offset"]) & (stored["size"] == expected["size"])
+            count = len(same) if same.all() else int(same.argmin())
+            if count and stored["tags_code"][count - 1] != expected["tags_code"][count - 1]:
+                # It can be an address, or be incomplete; it is complete if another entry follows.
+                count -= place_at(self._files, (first + count) * ENTRY_SIZE)[1] <= 0
+            first, unwritten = first + count, unwritten[count * ENTRY_SIZE :]
+            if not count or count < len(stored):
+                break
+        self._unwritten = first, unwritten
+        return len(unwritten) // ENTRY_SIZE
+
+    def follow_begin(self, log_begin: int) -> None:
+        """Drop entries whose records are deleted from the log."""
+        self._files.refresh()
+        self.advance(log_begin)
+
+    def _raw(self, position: int, end: int) -> bytes:
+        first, unwritten = self._unwritten
+        end = min(end, position - position % self.file_size + self.file_size)
+        middle = first * ENTRY_SIZE
+        if end <= middle:
+            return super()._raw(position, end)
+        self._check_open()
+        if position >= middle:
+            return unwritten[position - middle : end - middle]
+        stored = super()._raw(position, middle)
+        return stored + unwritten[: end - middle] if stored else stored
+
+
+class LiveQueues(QueueTable):
+    """The queues of a store that another process writes to: those with a folder or with entries in memory."""
+
+    def __init__(self, path: str, config: StoreConfig, files: Files, log: CommitLog) -> None:
+        super().__init__(self.open_queue, {})
+        self._path = path
+        self._config = config
+        self._files = files
+        self._log = log
+        self._pool = MappingPool(config.mapped_files)
+        self._guard = RLock()  # held while a queue is opened or added to
+        self._unwritten: dict[QueueName, tuple[int, list[bytes]]] = {}
+        self._kept = 0
+
+    def open_queue(self, topic: str, queue_id: int) -> LiveQueue:
+        """Reopen the queue; the caller holds the guard if another thread can know the queue."""
+
+        def sequence(size: int, *, ext: bool) -> LiveSequence:
+            folder = directory.queue_folder(self._path, topic, queue_id, ext=ext)
+            return LiveSequence(folder, size, self._files, self._pool, writable=False)
+
+        config = self._config
+        files = sequence(config.consumequeue_file_size, ext=False)
+        ext = sequence(config.consumequeue_ext_file_size, ext=True) if config.enable_consumequeue_ext else None
+        queue = LiveQueue(files, ext, self._log.end, *self._unwritten.pop((topic, queue_id), (0, [])))
+        queue.advance(self._log.begin)
+        return queue
+
+    def find(self, name: QueueName) -> ConsumeQueue | None:
+        """Return a queue, opened on first use; None if there is none."""
+        queue = self._open.get(name)
+        if queue is None and name in self:
+            with self._guard:
+                queue = self._open.get(name)
+                if queue is None:
+                    queue = self._open[name] = self.open_queue(*name)
+        return queue
+
+    def __getitem__(self, name: QueueName) -> ConsumeQueue:
+        queue = self.find(name)
+        if queue is None:
+            raise KeyError(name)
+        return queue
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._open or name in self._unwritten:
+            return True
+        match name:
+            case (str() as topic, int() as queue_id):
+                with suppress(MessageIllegalError):
+                    validate_queue(topic, queue_id)
+                    return self._files.is_folder(directory.queue_folder(self._path, topic, queue_id))
+        return False
+
+    def __iter__(self) -> Iterator[QueueName]:
+        with self._guard:
+            names = {*self._open, *self._unwritten}
+        return iter(sorted(names.union(directory.list_queues(self._path, self._files))))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def follow_begin(self) -> None:
+        """Drop entries whose records are deleted from the log, in open queues."""
+        with self._guard:
+            for queue in self._open.values():
+                assert isinstance(queue, LiveQueue)
+                queue.follow_begin(self._log.begin)
+
+    def publish(self, log_end: int, new: dict[QueueName, tuple[int, list[bytes]]]) -> None:
+        """Set the log's end, and add ``new`` entries to queues, each from a queue offset on."""
+        with self._guard:
+            self._log.end = log_end
+            for name, (first, entries) in new.items():
+                self._kept += len(entries)
+                queue = self._open.get(name)
+                if isinstance(queue, LiveQueue) and queue.max_offset == first:
+                    queue.extend(entries)
+                    continue
+                self._open.pop(name, None)  # the topic was created again; the next request opens the queue
+                before = self._unwritten.get(name)
+                if before is not None and before[0] + len(before[1]) == first:
+                    before[1].extend(entries)
+                else:
+                    self._unwritten[name] = first, entries
+            if self._kept > KEPT:
+                for name in list(self._unwritten):
+                    self.find(name)
+                self._kept = sum(queue.catch_up() for queue in self._open.values() if isinstance(queue, LiveQueue))
+
+
+class _Keys(NamedTuple):
+    """The keys of a record that can be missing in the index."""
+
+    physical_offset: int
+    store_timestamp_ms: int
+    topic: str
+    unique_key: str | None
+    keys: str | None
+
+
+class LiveIndexFile(IndexFile):
+    """An index file that another process writes.
+
+    The writer writes entries before the slots that lead to them, and the header last. So each slot leads to an entry.
+    """
+
+    __slots__ = ()
+
+    def _load_header(self) -> None:
+        super()._load_header()
+        self._announced = self.max_entries
+
+    @property
+    def header(self) -> IndexHeader:
+        """Read the header; repeat that while a broker is writing it."""
+        for _ in range(ATTEMPTS):  # a broker writes its fields one by one
+            with suppress(CorruptionError):
+                return super().header
+        return super().header
+
+
+class LiveIndex(KeyIndex):
+    """The index files of a store that another process writes to, and the keys that they can lack."""
+
+    def __init__(self, folder: str, slots: int, entries: int, files: Files) -> None:
+        self._list = []
+        self.unwritten: deque[_Keys] = deque(maxlen=KEPT)
+        super().__init__(folder, slots, entries, files, lambda: 0, False)
+
+    def _list_entries(self) -> list[FolderEntry]:
+        return _without_unfinished(super()._list_entries(), file_length(self.max_slots, self.max_entries))
+
+    def _open_file(self, path: str) -> IndexFile:
+        for file in self._list:
+            if file.path == path:
+                return file
+        return LiveIndexFile.open(
+            path, self._files, slots=self.max_slots, entries=self.max_entries, on_map=self._bound_mapped
+        )
+
+    def refresh(self) -> None:
+        """List the files again."""
+        for attempt in itertools.count():
+            try:
+                self._list = self._open_all()
+                return
+            except StoreIOError:  # deleted between listing and opening
+                if attempt >= ATTEMPTS:
+                    raise
+
+    def show_before(self, log_end: int) -> None:
+        """Leave out records from there on, those too that no file has yet."""
+        super().show_before(log_end)
+        self.unwritten = deque(record for record in self.unwritten if record.physical_offset < log_end)
+
+    def query(
+        self, topic: str, key: str, begin_ms: int = 0, end_ms: int = _MAX_TIMESTAMP, max_results: int = 64
+    ) -> list[int]:
+        """Return physical offsets of records with a key, including those that no file has yet."""
+        indexed = self.end_physical_offset  # the last keys of its record can still be missing
+        places = [
+            record.physical_offset
+            for record in reversed(list(self.unwritten))
+            if record.physical_offset >= indexed
+            and record.topic == topic
+            and (key == record.unique_key or key in split_keys(record.keys))
+            and begin_ms <= record.store_timestamp_ms <= end_ms
+        ][: max(max_results, 0)]
+        if len(places) < max_results:
+            try:
+                older = super().query(topic, key, begin_ms, end_ms, max_results)
+            except StoreIOError:  # a file that was deleted meanwhile
+                self.refresh()
+                older = super().query(topic, key, begin_ms, end_ms, max_results)
+            places += [place for place in older if place not in places][: max_results - len(places)]
+        return places
+
+
+class FollowedParts:
+    """Parts that follow a log to which another process writes. One thread at a time opens it and calls its methods."""
+
+    parts: Parts
+
+    def __init__(self, path: str, config: StoreConfig, files: Files) -> None:
+        self._levels = DelayLevels.parse(config.message_delay_level)
+        self._checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files)
+        pool = MappingPool(_LOG_FILES_MAPPED)
+        folder = os.path.join(path, directory.COMMITLOG)
+        log = CommitLog(LiveSequence(folder, config.commitlog_file_size, files, pool, writable=False))
+        self._log = log
+        self._last: tuple[int, bytes] | None = None  # place and first bytes of the last record
+        self._begin = log.begin
+        self._walk_begin = (
+            log.file_before(self._checkpoint.min_timestamp_ms) if has_abort(files, path) else log.third_last_file()
+        )  # the records before it reached the device
+
+    def _make_parts(self, queues: QueueTable, index: KeyIndex, open_queue: OpenQueue) -> None:
+        self.parts = Parts(self._levels, self._log, queues, index, self._checkpoint, Dispatcher(index), open_queue, [])
+
+    def has_lost_end(self) -> bool:
+        """List the log's files again, and return whether its known end is deleted or cut."""
+        log = self._log
+        log.sequence.refresh()
+        for start in log.sequence.starts:
+            if start + log.file_size > log.end:  # a recovery can have deleted it and made another with its name
+                log.sequence.unmap(start)
+        if log.begin > log.end or self._last is None:
+            return log.begin > log.end
+        place, raw = self._last
+        return log.data_at(place, len(raw)) != raw
+
+    def follow_log(self) -> bool:
+        """Take in changes up to the last listing, and return whether there are any."""
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """Take in the keys too, if that was put off."""
+
+
+class LiveParts(FollowedParts):
+    """The parts of a store that another process writes to, with its files."""
+
+    def __init__(self, path: str, config: StoreConfig, files: Files) -> None:
+        """Open the parts.
+
+        Raises:
+            NotAStoreError: A record is a batch of 5.x, which the files of queues show as one message; `follow_log`
+                raises it too.
+        """
+        super().__init__(path, config, files)
+        self._index = LiveIndex(
+            os.path.join(path, directory.INDEX), config.max_hash_slot_num, config.max_index_num, files
+        )
+        self._queues = LiveQueues(path, config, files, self._log)
+        self._new: dict[QueueName, tuple[int, list[bytes]]] = {}
+        self._make_parts(self._queues, self._index, self._queues.open_queue)
+        self._find_end(self._walk_begin)
+
+    def _find_end(self, begin: int) -> None:
+        """Walk over the log from ``begin``, and take the entries and keys that queues and index can lack.
+
+        A record is indexed after its entry, in log order. So queues lack nothing below the last indexed record.
+        """
+        log = self._log
+        walk = log.walk(begin, _refuse_batch)
+        end = walk.physical_offset  # behind it a writer that is faster than this could be followed without an end
+        log.end = max(begin, min(self._index.end_physical_offset, end))
+        self._walk_on(end)
+        if walk.last_record is not None and log.end < walk.last_record:  # the index leads to no record
+            log.end = begin
+            self._walk_on(end)
+        if self._last is None and walk.last_record is not None:
+            self._last = walk.last_record, log.data_at(walk.last_record, GLANCE)
+
+    def follow_log(self) -> bool:
+        """Take in changes up to the last listing, and return whether there are any."""
+        log = self._log
+        self._index.refresh()
+        new = self._walk_on()
+        if log.begin != self._begin:
+            self._begin = log.begin
+            self._queues.follow_begin()
+            new = True
+        return new
+
+    def _walk_on(self, until: int | None = None) -> bool:
+        is_changed = False
+        for count, (place, size, raw) in enumerate(self._log.follow(until), 1):
+            self._collect(place, size, raw)
+            is_changed = True
+            self._last = place, raw[:GLANCE]
+            if not count % KEPT:
+                self._publish(place + size)
+        if is_changed:
+            self._publish(place + size)
+        return is_changed
+
+    def _publish(self, log_end: int) -> None:
+        new, self._new = self._new, {}
+        self._queues.publish(log_end, new)
+
+    def _collect(self, place: int, size: int, raw: bytes) -> None:
+        """Hold the entry and the keys of a record."""
+        message = StoredMessage(raw)
+        _refuse_batch(self._log, place, raw)
+        topic, queue_id, queue_offset = message.topic, message.queue_id, message.queue_offset
+        sys_flag = message.sys_flag
+        if has_queue_entry(sys_flag):
+            with suppress(MessageIllegalError, struct.error):  # damage: it fits into no queue
+                validate_queue(topic, queue_id)
+                entry = ENTRY.pack(place, size, derived_tags_code(message, self._levels))
+                first, entries = self._new.get((topic, queue_id), (-1, []))
+                if entries and first + len(entries) == queue_offset:
+                    entries.append(entry)
+                else:
+                    self._new[topic, queue_id] = queue_offset, [entry]
+        if is_indexed(sys_flag):
+            get = message.properties.get
+            unique_key, keys = get(PROPERTY_UNIQUE_KEY), get(PROPERTY_KEYS)
+            if unique_key or keys:
+                self._index.unwritten.append(_Keys(place, message.store_timestamp_ms, topic, unique_key, keys))
+
+
+def _refuse_batch(_: CommitLog, place: int, raw: bytes) -> None:
+    if raw[FLAG_AT] & INNER_BATCH and is_batch(StoredMessage(raw)):
+        raise NotAStoreError(f"at {place}: a batch of messages of RocketMQ 5, which the files of queues show as one")

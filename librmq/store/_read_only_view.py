@@ -1,0 +1,438 @@
+"""A read-only view of a store, beside a writer in another process or without one.
+
+::
+
+    the lock      what is opened                                          a refresh
+    is held       the files as they are, for reading only; the log is     walks on from the log's end, lists files
+                  walked through from where a recovery would begin        again, follows the log's begin
+    is free       the result of a recovery, in memory                     checks whether a writer has been there
+    either        for a store of 5.x whose queues are not in files:       as beside a writer
+                  what the log says, `librmq.store._queues_in_memory`
+
+Nothing is locked, and no byte of a file changes. A refresh notices a writer that began or ended; replaced parts stay as
+they were. `librmq.store._live_tail` reads the files beside a writer.
+
+A view can show the store as it was at an earlier moment. The log is only appended to, and queues and index follow it.
+So everything before a place of the log is as it was when the log ended there, except files that retention has deleted
+since.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import partial
+from typing import Final
+
+from librmq.clock import Clock
+from librmq.commitlog import CommitLog, LogEnd
+from librmq.config import ENTRY_SIZE, StoreConfig, to_timestamp_ms
+from librmq.consumequeue import ConsumeQueue
+from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError
+from librmq.files.interface import Damage, Files, read_replaced
+from librmq.files.memory import OverlayFiles
+from librmq.files.rolling import file_name
+from librmq.message.delays import DelayLevels
+from librmq.runtime.locks import Lock
+from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
+from librmq.store._queues_in_memory import DerivedParts, DerivedQueue
+from librmq.store.condition import Condition, Wholeness, condition_of
+from librmq.store.engine.dispatch import BitmapOf
+from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
+from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable, ShortQueue
+from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
+from librmq.store.format import directory
+from librmq.store.format.checkpoint import has_abort
+from librmq.store.recovery.log_end import RecoveryMode
+from librmq.store.recovery.open import load
+
+# ---- an earlier moment
+
+Moment = datetime | int
+"""A time with a time zone, or a physical offset."""
+_IsBefore = Callable[[int, int], bool]
+"""Whether a record was there; called with its place and size."""
+
+
+def cut_at(parts: Parts, moment: Moment, order: TimeOrder | None) -> None:
+    """Let parts that are only read end as they did at a moment.
+
+    A time includes the messages before the first one that was stored later, whatever the clock did; ``order`` is what
+    is known of the times. A physical offset includes those that end there or before.
+
+    Raises:
+        ConfigError: The moment is before the first message, or a physical offset is behind the log's end.
+    """
+    log = parts.log
+    end, last = _place(parts, moment, order)
+    queues = QueueTable(parts.open_queue, {})
+    for name in parts.queues:
+        queue = parts.queues[name]
+        if _cut_queue(queue, end):
+            queues[name] = queue
+    parts.queues = queues
+    parts.index.show_before(end)
+    log.end, log.last_write, log.found_end = end, last, LogEnd(end, None, last)
+    parts.cuts = [cut for cut in parts.cuts if cut.kind == "size"]  # others lie behind it
+
+
+def _place(parts: Parts, moment: Moment, order: TimeOrder | None) -> tuple[int, int | None]:
+    """Return where the log ended, and its last record."""
+    log = parts.log
+    if isinstance(moment, datetime):
+        is_before = _before_time(log, moment)
+        limit = _first_later(parts, StoreTimes(log, order), to_timestamp_ms("at", moment))
+    else:
+        is_before, limit = _before_place(log, moment), moment
+    end, last = log.begin, None
+    for place, size, raw in log.scan(_last_before(parts, limit), check_body=False):
+        if raw is None:
+            continue
+        if not is_before(place, size):
+            break
+        end, last = place + size, place
+    return end, last
+
+
+def _first_later(parts: Parts, times: StoreTimes, at_ms: int) -> int:
+    """Return the place of the first record with an entry that was stored after a time; the log's end without one."""
+    first = parts.log.end
+    for queue in parts.queues.values():
+        offsets = range(queue.min_offset, queue.max_offset)
+        entry = queue.entry(times.first_from(queue, at_ms + 1, offsets))
+        if entry is not None:
+            first = min(first, entry.physical_offset)
+    return first
+
+
+def _before_place(log: CommitLog, moment: int) -> _IsBefore:
+    if not log.begin <= moment <= log.end:
+        raise ConfigError(
+            f"at: expected a physical offset from {log.begin} to {log.end}, where the log begins and ends, found "
+            f"{moment!r:.80}; a time needs its date, such as 2026-11-20T08:00:00Z"
+        )
+    return lambda place, size: place + size <= moment
+
+
+def _before_time(log: CommitLog, moment: datetime) -> _IsBefore:
+    if moment.tzinfo is None:
+        raise ConfigError(f"at: expected a time with a time zone, or a physical offset, found {moment!r:.80}")
+    at_ms = to_timestamp_ms("at", moment)
+    first_ms = log.first_store_timestamp_ms(log.begin) if log.end > log.begin else None
+    if first_ms is None or first_ms > at_ms:
+        if first_ms is None:
+            if log.unreadable is not None:
+                raise log.unreadable
+            raise ConfigError(f"at: the store has no messages, so it has no earlier state; found {moment}")
+        first, found = datetime.fromtimestamp(first_ms / 1000, UTC), moment.astimezone(UTC)
+        raise ConfigError(
+            f"at: expected a time from {_text(first)} on, when the first message was stored, found {_text(found)}"
+        )
+
+    def is_before(place: int, size: int) -> bool:
+        stored_ms = log.store_timestamp_ms(place, size)
+        return stored_ms is None or stored_ms <= at_ms  # a deleted message is older than all others
+
+    return is_before
+
+
+def _text(time: datetime) -> str:
+    return f"{time:%Y-%m-%d %H:%M:%S}.{time.microsecond // 1000:03} UTC"
+
+
+def _last_before(parts: Parts, limit: int) -> int:
+    """Return the place of the last record that ends at a place or before, and has an entry, else the log's begin.
+
+    Records without entries can follow it.
+    """
+    latest = parts.log.begin
+    for queue in parts.queues.values():
+        count = _entries(queue, limit)
+        entry = queue.entry(queue.min_offset + count - 1) if count else None
+        if entry is not None:
+            latest = max(latest, entry.physical_offset)
+    return latest
+
+
+def _cut_queue(queue: ConsumeQueue, log_end: int) -> bool:
+    """Drop the entries of later records; return False if the queue did not exist."""
+    before = queue.max_offset
+    queue.show_before(queue.min_offset + _entries(queue, log_end))
+    return queue.max_offset > 0 or queue.max_offset == before
+
+
+def _entries(queue: ConsumeQueue, log_end: int) -> int:
+    """Return how many entries of a queue belong to records that end at a place or before."""
+
+    def is_later(queue_offset: int) -> bool:
+        entry = queue.entry(queue_offset)
+        return entry is not None and entry.physical_offset + entry.size > log_end
+
+    return bisect_left(range(queue.min_offset, queue.max_offset), True, key=is_later)
+
+
+# ---- the view
+
+_NOTHING_MORE: Final = (GetStatus.NO_MATCHED_MESSAGE, GetStatus.OFFSET_TOO_SMALL)
+
+
+class ReadOnlyView:
+    """The parts of a store that this process only reads. `refresh` brings them up to date. Thread-safe."""
+
+    config: StoreConfig
+    """The given settings, or those inferred from the files."""
+    parts: Parts
+    """The parts as of the last `refresh`. They are replaced when a writer begins or ends, and never closed."""
+    version: int
+    """Number of refreshes that found anything new."""
+
+    def __init__(
+        self,
+        path: str,
+        config: StoreConfig | None,
+        files: Files,
+        clock: Clock,
+        bitmap_of: BitmapOf | None,
+        opened: Callable[[ReadOnlyView], object],
+        moment: Moment | None = None,
+        *,
+        derives_queues: bool = False,
+    ) -> None:
+        """Open the store in ``path``, by default as it is now.
+
+        ``opened`` is called now, and whenever ``config`` or ``parts`` are replaced. ``derives_queues`` is that of the
+        store's kind.
+        """
+        self._path = path
+        self._given_config = config
+        self._files = files
+        self._clock = clock
+        self._bitmap_of = bitmap_of
+        self._opened = opened
+        self._moment = moment
+        self.derives_queues = derives_queues
+        self._guard = Lock()
+        self._is_brief = True
+        self._has_all_files = False
+        self._holder: str | None = None
+        self._live: FollowedParts | None = None
+        self._marks: tuple[object, ...] = ()
+        self._inferred: tuple[bool, ...] = ()
+        self.version = 0
+        self._open()
+
+    def refresh(self) -> bool:
+        """See what other processes have changed, and return whether there is any change.
+
+        Everything that was acknowledged before the call is seen. It costs a look at the lock, a listing of the folders
+        of log and index, and a walk over new records. After an error, which is one of opening, the parts stay.
+        """
+        with self._guard:
+            before, live = self.version, self._live
+            if self._moment is not None:
+                return False
+            if self._lock_holder() != self._holder:
+                self._open()
+            elif live is None:
+                if self._read_state() != self._marks:
+                    self._open()
+            elif live.has_lost_end() or self._can_infer_more():
+                self._open()
+            else:
+                try:
+                    self.version += live.follow_log()
+                except NotAStoreError:  # a new record is a batch
+                    self._open()
+            return self.version != before
+
+    def complete(self) -> None:
+        """Compare the index with the log too, if a view of a large crashed store has put it off."""
+        with self._guard:
+            if self._live is not None:
+                self._live.complete()
+            if self._is_brief:
+                self._is_brief = False
+                if self.parts.walked_from is not None:
+                    self._open()
+
+    def check_covered(self) -> Damage | None:
+        """Read all records, those too that opening has passed over; return the first damage."""
+        log = self.parts.log
+        try:
+            deque(log.scan(), maxlen=0)
+        except CorruptionError as error:
+            return Damage(error.file, error.offset, error.kind, error.what, log.end - error.offset)
+        return None
+
+    def condition(self) -> Condition:
+        """Return how whole the store is, and what is missing. An earlier moment lacks nothing."""
+        if self._moment is not None:
+            return Condition(Wholeness.AS_RECOVERED)
+        if not self._has_all_files:
+            self._has_all_files = True
+            self._open_queue_without_files()
+        is_written = self._live is not None
+        return condition_of(self._path, self.parts, self.config, self._files, is_written=is_written)
+
+    def _open_queue_without_files(self) -> None:
+        """Open a queue that lacks a file of those at the close, so that the view makes it again."""
+        queues, size = self.parts.queues, self.config.consumequeue_file_size
+        if queues.rebuild is None:
+            return
+        for name, state in queues.states().items():
+            if not queues.is_open(name) and state.min_offset < state.max_offset:
+                folder = directory.queue_folder(self._path, *name)
+                first, end = (offset * ENTRY_SIZE for offset in (state.min_offset, state.max_offset))
+                starts = range(first - first % size, end, size)
+                if any(self._files.size(os.path.join(folder, file_name(start))) != size for start in starts):
+                    queues[name]
+                    return
+
+    def read(
+        self,
+        name: QueueName,
+        queue_offset: int,
+        max_messages: int,
+        matching: MessageFilter | None,
+        transfer: Transfer,
+    ) -> ReadResult:
+        """Read a queue as `read_queue` does; if nothing is there, refresh and read once more."""
+        is_refreshed = False
+        for attempt in itertools.count():
+            version, parts = self.version, self.parts
+            try:
+                queue = parts.queues.find(name)
+                has_batches = self.derives_queues and isinstance(queue, DerivedQueue) and queue.has_batches
+                result = read_queue(
+                    parts.log, queue, queue_offset, max_messages, matching, transfer, has_batches=has_batches
+                )
+            except (StoreIOError, CorruptionError):  # the parts may be outdated
+                if attempt >= ATTEMPTS or not (self.refresh() or self.version != version):
+                    raise
+                continue
+            if is_refreshed or result.messages or result.status in _NOTHING_MORE:
+                return result
+            is_refreshed = True
+            self.refresh()
+            if self.version == version:
+                return result
+        raise AssertionError
+
+    # ------------------------------------------------------------------------------------------------------ opening
+
+    def _lock_holder(self) -> str | None:
+        return self._files.lock_holder(directory.lock_path(self._path))
+
+    def _open(self) -> None:
+        for attempt in itertools.count():
+            holder = self._lock_holder()
+            try:
+                marks = self._read_marks()
+                inferred = self._inferable() if self._given_config is None else ()
+                config = self._given_config or directory.infer_config(self._path, self._files)
+                live: FollowedParts | None = None
+                if self.derives_queues:
+                    live = DerivedParts(self._path, config, self._files, is_written=holder is not None)
+                elif holder is not None:
+                    live = LiveParts(self._path, config, self._files)
+                parts = self._recovered(config) if live is None else live.parts
+                if self._moment is not None:
+                    cut_at(parts, self._moment, noted_order(self._path, self._files, parts.log))
+                changed = self._lock_holder() != holder or (live is None and self._read_marks() != marks)
+            except NotAStoreError:  # a record of the log is a batch
+                if self.derives_queues:
+                    raise
+                self.derives_queues = True
+                continue
+            except (StoreIOError, CorruptionError):
+                # A writer makes and deletes files between the listing and their opening.
+                if attempt >= ATTEMPTS or (holder is None and self._lock_holder() is None):
+                    raise
+                continue
+            if not changed or attempt >= ATTEMPTS:
+                break
+        self.config, self.parts, self._live, self._holder = config, parts, live, holder
+        self._inferred = inferred
+        self._marks = () if live is not None else self._read_state()
+        self._opened(self)
+        self.version += 1
+
+    def _recovered(self, config: StoreConfig) -> Parts:
+        """Return the parts as a recovery would leave them, in memory."""
+        files, path = self._files, self._path
+        levels = DelayLevels.parse(config.message_delay_level)
+        if not files.is_shared and not has_abort(files, path):  # a copy of its files would take as much memory
+            return load(path, config, levels, files, self._clock, mode=None)
+        bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
+        is_brief = self._is_brief and not config.enable_consumequeue_ext
+
+        def previewed(rebuilt: frozenset[QueueName] = frozenset()) -> Parts:
+            overlay = OverlayFiles(files)
+            parts = load(
+                path, config, levels, overlay, self._clock, mode=RecoveryMode.PREVIEW, bitmap_of=bitmap_of,
+                is_brief=is_brief, rebuilt=rebuilt,
+            )  # fmt: skip
+            changed = overlay.changed_folders()
+            # Mark the log as read-only from here on, so that scans release the pages that they have read.
+            parts.log.sequence.writable = False
+            parts.queues.differs = lambda name: directory.queue_folder(path, *name) in changed
+            if not config.enable_consumequeue_ext:
+                parts.queues.read_short = partial(_read_short, parts, path, config, files)
+            return parts
+
+        def rebuild(error: CorruptionError) -> QueueTable:
+            whole = previewed(frozenset(parts.queues))
+            added = [damage for damage in whole.repairs if damage not in parts.repairs]
+            parts.repairs += added or [Damage(error.file, error.offset, error.kind, error.what)]
+            if whole.log.end < parts.log.end:  # the rebuild has met a damaged record
+                parts.repairs += [cut for cut in whole.cuts if cut.kind == "record"]
+                parts.log.end = whole.log.end
+            return whole.queues
+
+        parts = previewed()
+        parts.queues.rebuild = rebuild
+        return parts
+
+    def _read_state(self) -> tuple[object, ...]:
+        """Return what every writer to the store changes: `_read_marks`, and the bytes behind the log."""
+        log = self.parts.log
+        start = log.sequence.start_of(log.end)
+        behind = None
+        if start is not None:
+            with suppress(StoreIOError):  # deleted, which changes the listing
+                at = log.end - start
+                behind = self._files.open(log.sequence.path(start)).buffer[at : at + GLANCE]
+        return *self._read_marks(), behind
+
+    def _read_marks(self) -> tuple[object, ...]:
+        """Return the files of the log, the abort marker and the checkpoint."""
+        files, checkpoint = self._files, os.path.join(self._path, directory.CHECKPOINT)
+        times = read_replaced(files, checkpoint)
+        return tuple(files.list(os.path.join(self._path, directory.COMMITLOG))), has_abort(files, self._path), times
+
+    def _can_infer_more(self) -> bool:
+        """Return whether there are files now from which settings can be inferred that were guessed so far."""
+        return not all(self._inferred) and self._inferable() != self._inferred
+
+    def _inferable(self) -> tuple[bool, ...]:
+        """Return whether log, index and queues have files from which their settings can be inferred."""
+        files, path = self._files, self._path
+        names = [] if self.derives_queues else directory.list_queues(path, files)
+        queues = (directory.queue_folder(path, *name) for name in names)
+        folders = [os.path.join(path, directory.COMMITLOG)], [os.path.join(path, directory.INDEX)], queues
+        return tuple(any(entry.size for folder in kind for entry in files.list(folder)) for kind in folders)
+
+
+def _read_short(
+    parts: Parts, path: str, config: StoreConfig, files: Files, name: QueueName, state: QueueState
+) -> ConsumeQueue | None:
+    """Return a queue of few entries that no recovery in memory has changed; None if it is another."""
+    if parts.queues.differs(name):
+        return None
+    folder, size = directory.queue_folder(path, *name), config.consumequeue_file_size
+    return ShortQueue.from_file(folder, size, files, state, partial(parts.open_queue, *name))

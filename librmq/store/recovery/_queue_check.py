@@ -1,0 +1,548 @@
+"""Comparison of a queue with its records, in the order of the log, and repair of the differences.
+
+No checksum covers a record's address and its queue offset, but errors in them are detectable, because the records of a
+queue count up. A single record outside of the count has a wrong address. Two consecutive ones are a jump: a topic was
+deleted and made again, or a record's topic was lost. No jump goes further ahead than records could have been written
+between its two places in the log: 4.9 too puts the entries of such records directly behind the others.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
+from librmq.files.interface import Damage
+from librmq.message import record
+from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.message import StoredMessage
+from librmq.message.topics import LIGHT_PREFIX
+from librmq.runtime import lazy_numpy as np
+from librmq.store.engine.dispatch import BitmapOf, topic_hash
+from librmq.store.engine.read import first_not_older, offset_at_place
+from librmq.store.engine.store_parts import QueueName, QueueState
+from librmq.store.recovery._entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
+
+_FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
+_NONE: Final = 1 << 63
+_LARGEST_OFFSET: Final = 1 << 58
+_LARGEST_GAP: Final = 100_000  # most entries to fill in for missing records; with more, the queue starts again
+_SMALLEST: Final = record.FIXED_SIZE + 1
+"""Bytes of a record with nothing but a topic of one character."""
+COMPARED: Final = 4096
+"""Number of entries compared together."""
+
+
+class GapError(Exception):
+    """A queue lacks entries from before the checked records, so all records must be checked."""
+
+    def __init__(self, name: QueueName) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class _Others(Protocol):
+    """The checks of all queues, as one of them sees them."""
+
+    strays: Strays
+    renamed: bool
+
+    def queue(self, name: QueueName) -> ConsumeQueue:
+        """Return the queue of that name, made if there is none."""
+
+    def open_all(self) -> None:
+        """Open every queue now, because a record out of one count can belong to any other."""
+
+
+def _is_possible(queue_offset: int) -> bool:
+    return 0 <= queue_offset < _LARGEST_OFFSET
+
+
+def _is_better_first(claimed: int, following: int, place: int) -> bool:
+    """Return whether a queue's first record is right about its offset rather than the next one, at ``place``.
+
+    A log of this length cannot have had as many records as an offset that is too large says.
+    """
+    gap = following - claimed
+    return gap > 0 and (gap <= _LARGEST_GAP or following * _SMALLEST > place)
+
+
+class QueueCheck:
+    """Comparison of one queue with its records, in the order of the log.
+
+    Entries collect in ``entries`` and are compared together. Most records take a short cut that
+    `Reconciliation.run` has inline: they have the queue offset ``expected``, which is impossible while the short cut is
+    closed.
+    """
+
+    def __init__(
+        self,
+        checks: _Others,
+        log: CommitLog,
+        name: QueueName,
+        begin: int,
+        is_complete: bool,
+        repair: bool,
+        bitmap_of: BitmapOf | None,
+    ) -> None:
+        """Begin at physical offset ``begin``; ``is_complete`` means that no record of the queue is before it."""
+        self.name = name
+        topic, self._queue_id = name
+        self._checks = checks
+        self._topic = topic
+        self.left_out = 0
+        """Number of excluded records of a deleted topic with this name."""
+        self.released_all = False
+        """Whether the only record that names the queue belongs to another one."""
+        self.damages: list[Damage] = []
+        self._entry_check = EntryCheck(log, topic, self.damages, bitmap_of, repair=repair)
+        self.prefix_hash = topic_hash(topic)
+        self.entries: list[bytes] = []
+        self.expected = _NONE
+        self._log = log
+        self._opened: ConsumeQueue | None = None
+        self._begin = begin
+        self._is_complete = is_complete
+        self._repair = repair
+        self._delayed = topic == SCHEDULE_TOPIC
+        self._is_light = topic.startswith(LIGHT_PREFIX)  # its records are those of other queues, and stay as they are
+        self._claimed = -1  # until the queue is opened: the queue offset that the first record names
+        self.first = -1
+        """First checked queue offset; entries below belong to older records."""
+        self._next: int | None = None
+        self._held: tuple[int, ExpectedEntry] | None = None
+        self._compared_end = 0  # end in the log of the last record that `_compare` took
+        self._units: dict[int, ExpectedEntry] = {}  # entries of a queue with extension, by queue offset
+
+    @property
+    def queue(self) -> ConsumeQueue:
+        """The checked queue, opened at its first use."""
+        if self._opened is None:
+            self._opened = self._checks.queue(self.name)
+        return self._opened
+
+    @property
+    def is_queue_open(self) -> bool:
+        """Whether the queue was opened."""
+        return self.first >= 0 or self._opened is not None
+
+    def state_of(self, stored: bytes, start: int) -> QueueState | None:
+        """Return the state of a queue of one file from the file's bytes, if all is as the records say.
+
+        ``stored`` is the used part of the file that starts at queue offset ``start``. The queue must hold the collected
+        entries behind older ones, and nothing else: otherwise it is to be opened and looked at closely, and the answer
+        is None.
+        """
+        expected = b"".join(self.entries)
+        stored += bytes(-len(stored) % ENTRY_SIZE)  # the last entry can end in zeros
+        older = len(stored) - len(expected)
+        first, end = start + older // ENTRY_SIZE, start + len(stored) // ENTRY_SIZE
+        if not stored or older < 0 or not stored.endswith(expected):
+            return None
+        if expected and (first != self._claimed or self.expected != end):
+            return None
+        if not (older or first == 0 or self._is_complete):
+            return None  # earlier records may be missing
+        min_offset, log_begin = start, self._log.begin
+        if older:
+            block = np.frombuffer(stored, entry_dtype(), older // ENTRY_SIZE)
+            places, sizes = block["physical_offset"], block["size"]
+            if not ((places >= 0) & (places < self._begin) & (sizes > 0) & (sizes < HOLE_SIZE)).all():
+                return None
+            if not places[-1]:
+                return None  # a write of zeros that was torn can have left the size alone
+            deleted = np.count_nonzero(places < log_begin) if log_begin else 0
+            min_offset += int(deleted) if expected or deleted < len(places) else 0
+        place, size, _ = ENTRY.unpack_from(stored, len(stored) - ENTRY_SIZE)
+        self.first, self._next, self._claimed = first, end, -1
+        return QueueState(min_offset, end, place + size)
+
+    def is_plain(self) -> bool:
+        """Open the queue, and return whether all records are in its count and it ends with them."""
+        if self.first < 0:
+            self._find_first()
+            if self._claimed >= 0:
+                return False
+        if self._held is not None:
+            return False
+        if self.expected != _NONE:
+            self._next = self.expected
+        return self.queue.max_offset <= (self.first if self._next is None else self._next)
+
+    def open_queue(self) -> None:
+        """Open the queue; earlier records that do not continue its count are taken again."""
+        if self.first < 0:
+            self._find_first()
+        if self._claimed >= 0:
+            claimed, self._claimed = self._claimed, -1
+            entries, self.entries, self.expected = self.entries, [], _NONE
+            for queue_offset, packed in enumerate(entries, claimed):
+                self.offer_entry(queue_offset, ExpectedEntry(packed, 0, b""))
+
+    def _find_first(self) -> None:
+        """Find the beginning of the records in the queue, and take the collected entries if they follow there."""
+        queue, entries, claimed = self.queue, self.entries, self._claimed
+        at = queue.min_offset
+        is_there = bool(entries) and self._is_first(claimed, entries[0])
+        self.first = claimed if is_there else offset_at_place(queue, self._begin)
+        while self.first > queue.stored_begin and self._is_torn(self.first - 1):
+            self.first -= 1
+        self._next = self.first if self.first > at else None
+        if not entries:
+            return
+        if self._next is None and (claimed == 0 or self._is_complete):
+            is_new = queue.max_offset == 0 and len(entries) > 1
+            if is_new or (is_there and claimed == at):
+                self.first = self._next = claimed
+        if self._next == claimed:
+            self._next, self._claimed = claimed + len(entries), -1
+            self._expect()
+
+    def _is_first(self, queue_offset: int, entry: bytes) -> bool:
+        """Return whether an entry is there, and before it none of a checked record."""
+        queue = self.queue
+        at = max(queue_offset - 1, queue.min_offset)
+        raw = queue.read(at, queue_offset - at + 1) if at <= queue_offset else b""
+        if raw[-ENTRY_SIZE:][:12] != entry[:12]:
+            return False
+        if at == queue_offset:
+            return True
+        place, size, _ = ENTRY.unpack_from(raw)
+        return len(raw) > ENTRY_SIZE and 0 <= place < self._begin and size != HOLE_SIZE
+
+    def _is_torn(self, queue_offset: int) -> bool:
+        """Return whether an entry is half of a torn write of zeros: its place is 0 already, its size still the old one.
+
+        Only the log's first record is at place 0, and no other entry with a size stands before its entry.
+        """
+        raw = self.queue.read(queue_offset, 1)
+        place, size, _ = ENTRY.unpack(raw) if raw else (0, 0, 0)
+        if not raw or place or size == HOLE_SIZE:
+            return False
+        before = self.queue.read(queue_offset - 1, 1) if queue_offset > self.queue.stored_begin else b""
+        if before and ENTRY.unpack(before)[1] != HOLE_SIZE:
+            return True
+        return self._log.begin == 0 and record_at(self._log, 0, size) is None
+
+    def _expect(self) -> None:
+        """Open the short cut for the next record unless it needs a full check."""
+        short = self._next is not None and self._held is None and self.queue.ext is None
+        self.expected = self._next if short and self._next is not None else _NONE
+
+    @property
+    def waits(self) -> bool:
+        """Whether a record waits for the next one to decide its place."""
+        return self._held is not None
+
+    def take_over(self) -> None:
+        """Take over the records of the short cut."""
+        if self.first < 0:
+            self._find_first()
+            if self._claimed >= 0:
+                self._checks.open_all()
+        if self.expected != _NONE:
+            self._next = self.expected
+        if len(self.entries) >= COMPARED:
+            self._compare()
+            if not self._repair:
+                self.queue.unmap_all()  # so that its pages do not stay in memory
+
+    def claim(self, queue_offset: int, physical_offset: int) -> bool:
+        """Begin with a record that names ``queue_offset``, if it is the first one and the queue is not open yet."""
+        if self.first >= 0 or self.entries or not _is_possible(queue_offset) or physical_offset < self._begin:
+            return False
+        self._claimed = self.expected = queue_offset
+        return True
+
+    def take_entries(self, entries: bytes) -> None:
+        """Take the next records of the queue, which continue its count, like `Reconciliation.run` itself one by one."""
+        packed = [entries[at : at + ENTRY_SIZE] for at in range(0, len(entries), ENTRY_SIZE)]
+        queue_offset, end = self.expected, self.expected + len(packed)
+        while queue_offset == self.expected and queue_offset < end:
+            collected = self.entries
+            number = min(end - queue_offset, COMPARED - len(collected))
+            collected += packed[len(packed) - (end - queue_offset) :][:number]
+            self.expected = queue_offset = queue_offset + number
+            if len(collected) >= COMPARED:
+                self.take_over()
+        for number in range(queue_offset, end):  # the queue was opened just now, and does not hold the first ones
+            self.offer_entry(number, ExpectedEntry(packed[number - end], 0, b""))
+
+    def offer_entry(self, queue_offset: int, entry: ExpectedEntry) -> None:
+        """Take the next record of the queue, which names ``queue_offset``."""
+        if entry.physical_offset < self._begin:
+            self.left_out += 1
+            return
+        if self.claim(queue_offset, entry.physical_offset):
+            self.expected = queue_offset + 1
+            self.entries.append(entry.packed)
+            return
+        if self.first < 0:
+            self._checks.open_all()
+        self.take_over()
+        if self._held is not None:
+            claimed, held = self._held
+            self._held = None
+            self._place_held(claimed, held, queue_offset, entry.physical_offset)
+        if queue_offset == self._next:
+            self._accept(queue_offset, entry, queue_offset)
+        else:
+            self._held = queue_offset, entry
+            self._add_stray(queue_offset, entry)
+        self._expect()
+
+    def offer_light(self, queue_offset: int, entry: ExpectedEntry) -> None:
+        """Take the next record that names this light queue, like `Reconciliation.run` itself those of other queues."""
+        if queue_offset != self.expected:
+            self.offer_entry(queue_offset, entry)
+            return
+        self.expected = queue_offset + 1
+        self.entries.append(entry.packed)
+        if len(self.entries) >= COMPARED:
+            self.take_over()
+
+    def _add_stray(self, queue_offset: int, entry: ExpectedEntry) -> None:
+        if not self._is_light:
+            self._checks.strays.add_stray(queue_offset, Stray(self, entry))
+
+    def release_entry(self, entry: ExpectedEntry) -> None:
+        """Leave a record to the queue to which it belongs."""
+        if self._held is not None and self._held[1] is entry:
+            self._held = None
+            self.released_all = self._next is None and self.queue.max_offset == 0
+            self._expect()
+
+    def _place_held(self, claimed: int, entry: ExpectedEntry, following: int | None, place: int = 0) -> None:
+        """Decide the queue offset of a record outside of the count, by the queue and the next record, at ``place``."""
+        due = self._next
+        possible = _is_possible(claimed)
+        if due is None:
+            if self.points_at(self.queue.min_offset, entry):
+                due = self.queue.min_offset
+            elif (
+                following
+                and _is_possible(following)
+                and not (possible and _is_better_first(claimed, following, place))
+                and not self.points_at(claimed, entry)
+            ):
+                due = following - 1
+            else:
+                due = claimed if possible else 0
+        elif following == due > self.first:  # one of two records with the same place belongs to another queue
+            if claimed == due - 1 and self.points_at(claimed, entry) and self.entries:
+                replaced, self.entries[-1] = self.entries[-1], entry.packed
+                self._checks.strays.remove_stray(claimed, entry.physical_offset)
+                self._add_stray(claimed, ExpectedEntry(replaced, 0, b""))
+                if self.queue.ext is not None:
+                    self._units[claimed] = entry
+            return
+        elif possible:
+            points = self.points_at(claimed, entry)
+            jumps = following == claimed + 1 if following is not None else points
+            if jumps and not points and claimed > due and not self._can_be_ahead(claimed, entry):
+                jumps = self._move_lone_first(claimed, entry)
+            due = claimed if jumps else due
+        self._checks.strays.remove_stray(claimed, entry.physical_offset)
+        self._accept(claimed, entry, due)
+
+    def _can_be_ahead(self, claimed: int, entry: ExpectedEntry) -> bool:
+        """Return whether the log has room for the records that would be missing before this one."""
+        assert self._next is not None
+        if self.entries:
+            place, size, _ = ENTRY.unpack(self.entries[-1])
+        else:
+            raw = self.queue.read(self._next - 1, 1) if self._next else b""
+            place, size, _ = ENTRY.unpack(raw) if raw else (0, 0, 0)
+        end = max(self._compared_end, place + (0 if size == HOLE_SIZE else size))
+        room: int = entry.physical_offset - end
+        return (claimed - self._next) * _SMALLEST <= room
+
+    def _move_lone_first(self, claimed: int, following: ExpectedEntry) -> bool:
+        """Put the only record so far directly before two that agree; return False if it must stay.
+
+        It stays if no log of this length can have had as many records as the two say.
+        """
+        is_lone = self._next == self.first + 1 and len(self.entries) == 1 and not self._compared_end
+        is_new = self._is_complete and self.queue.max_offset == 0 and not self._is_light
+        if not (is_lone and is_new) or claimed * _SMALLEST > following.physical_offset:
+            return False
+        place, at = ENTRY.unpack(self.entries[0])[0], record.QUEUE_OFFSET_AT
+        self.damages.append(misaddressed(self._log, place, at, self.first, claimed - 1, self._repair))
+        if self.first in self._units:
+            self._units[claimed - 1] = self._units.pop(self.first)
+        self.first, self._next = claimed - 1, claimed
+        return True
+
+    def points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
+        """Return whether the queue's entry at ``queue_offset`` leads to this record."""
+        raw = self.queue.read(queue_offset, 1)
+        return (
+            raw[:12] == entry.packed[:12]
+        )  # compare the size too, because zeros are no entry of the log's first record
+
+    def _accept(self, claimed: int, entry: ExpectedEntry, queue_offset: int) -> None:
+        if queue_offset != claimed and not self._is_light:
+            at = record.QUEUE_OFFSET_AT
+            self.damages.append(misaddressed(self._log, entry.physical_offset, at, claimed, queue_offset, self._repair))
+        if self._next is None:
+            if queue_offset and not self._is_complete:
+                raise GapError((self._topic, self._queue_id))
+            self.first = queue_offset
+        elif queue_offset != self._next:
+            self._jump(queue_offset, entry)
+        self._next = queue_offset + 1
+        self.entries.append(entry.packed)
+        if self.queue.ext is not None:
+            self._units[queue_offset] = entry
+        if len(self.entries) >= COMPARED:
+            self._compare()
+
+    def _jump(self, queue_offset: int, following: ExpectedEntry) -> None:
+        """Continue the count at another queue offset."""
+        assert self._next is not None
+        gap = queue_offset - self._next
+        if gap > 0 and not self._is_complete:
+            raise GapError((self._topic, self._queue_id))
+        if 0 < gap <= _LARGEST_GAP:
+            after = ENTRY.unpack(self.entries[-1])[0] if self.entries else self._place_before(self._next)
+            for lacking in range(self._next, queue_offset):
+                entry = self._find_missing(lacking, after, following.physical_offset)
+                if entry is None:
+                    self.entries.append(hole(self._log, following))
+                    continue
+                after = entry.physical_offset
+                self.entries.append(entry.packed)
+                if self.queue.ext is not None:
+                    self._units[lacking] = entry
+            return
+        # The topic was made again, or too many records are missing, so the queue consists of the later records.
+        self.damages[:] = [damage for damage in self.damages if damage.kind == "record"]
+        if gap < 0:
+            replaced = min(-gap, len(self.entries))
+            for number, packed in enumerate(self.entries[len(self.entries) - replaced :], self._next - replaced):
+                self._add_stray(number, ExpectedEntry(packed, 0, b""))
+            del self.entries[len(self.entries) - replaced :]
+            self._next -= replaced
+            self._compare()
+            self.first = min(self.first, queue_offset)
+        else:
+            self.entries = []
+            self.first = queue_offset
+
+    def _place_before(self, queue_offset: int) -> int:
+        raw = self.queue.read(queue_offset - 1, 1)
+        return ENTRY.unpack(raw)[0] if raw else -1
+
+    def _find_missing(self, queue_offset: int, after: int, before: int) -> ExpectedEntry | None:
+        """Find the record of a missing queue offset between two physical offsets.
+
+        One changed byte of its topic or queue id can make it a record of another queue. The earlier entry still leads
+        to it. Without an entry, it is a record outside of another queue's count at this offset.
+        """
+        if self._is_light:
+            return None
+        raw = self.queue.read(queue_offset, 1)
+        place, size, tags_code = ENTRY.unpack(raw) if raw else (-1, 0, 0)
+        message = record_at(self._log, place, size) if after < place < before else None
+        if message is None or message.queue_offset != queue_offset:
+            stray = None if self._delayed else self._checks.strays.pop_stray_between(queue_offset, after, before, self)
+            if stray is None:
+                return None
+            stray.check.release_entry(stray.entry)
+            place, size, _ = ENTRY.unpack(stray.entry.packed)
+            message = record_at(self._log, place, size)
+            if message is None:
+                return None
+        else:
+            stray = self._checks.strays.pop_stray_at(queue_offset, place)
+            if stray is not None:
+                stray.check.release_entry(stray.entry)
+        self._reclaim(message)
+        if not self._delayed:
+            tags_code = message.tags_code
+        return ExpectedEntry(ENTRY.pack(place, size, tags_code), message.store_timestamp_ms, message.properties_raw)
+
+    def _reclaim(self, message: StoredMessage) -> None:
+        """Report and correct a record that names a wrong queue."""
+        topic, at = self._topic.encode(), message.physical_offset
+        _, _, topic_at, topic_end, _, _ = message.frame
+        if len(topic) != topic_end - topic_at or (message.topic, message.queue_id) == (self._topic, self._queue_id):
+            return
+        what = f"topic and queue id: expected {self._topic} {self._queue_id}, found {message.topic} {message.queue_id}"
+        self.damages.append(Damage(self._log.sequence.path_at(at), at, "record", what, message.size))
+        if self._repair:
+            self._checks.renamed |= message.topic != self._topic
+            self._log.patch(at + topic_at, topic)
+            self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
+
+    def _compare(self) -> None:
+        if self.entries:
+            assert self._next is not None
+            self._entry_check.compare(self.queue, self._next - len(self.entries), self.entries, self._units)
+            self._compared_end = sum(ENTRY.unpack(self.entries[-1])[:2])
+            self.entries, self._units = [], {}
+
+    def finish_queue(self) -> None:
+        """Finish after the last record."""
+        self.take_over()
+        if self._held is not None:
+            claimed, held = self._held
+            self._held = None
+            self._place_held(claimed, held, None)
+        self._compare()
+        queue = self.queue
+        if self._next is None:  # without any record, every entry must belong to an older one
+            self._next = self.first
+        while queue.max_offset > self._next and not self.released_all:
+            entry = self._find_missing(self._next, self._place_before(self._next), self._log.end)
+            if entry is None:
+                break
+            self.entries.append(entry.packed)
+            if queue.ext is not None:
+                self._units[self._next] = entry
+            self._next += 1
+        self._compare()
+        if queue.max_offset > self._next:
+            self._report_ahead(self._next)
+            if self._repair:
+                queue.truncate_to(self._next)
+        if self._is_complete:
+            self._check_older()
+        elif not self._repair:
+            return
+        stale = queue.data_behind_end()
+        if stale:
+            path, position = queue.place_of(queue.max_offset)
+            self.damages.append(Damage(path, position, "tail", "bytes after the last entry", stale))
+            if self._repair:
+                queue.recover()
+
+    def _report_ahead(self, queue_offset: int) -> None:
+        path, position = self.queue.place_of(queue_offset)
+        ahead = self.queue.max_offset - queue_offset
+        what = f"{ahead} entries from queue offset {queue_offset} on without a record in the log"
+        self.damages.append(Damage(path, position, "ahead", what, ENTRY_SIZE * ahead))
+
+    def _check_older(self) -> None:
+        """Check that entries before the queue's first record point below the log, or are filler."""
+        queue = self.queue
+        if self.first <= queue.stored_begin:
+            return
+        wrong = first_not_older(queue, self.first, self._begin, self._log.file_size)
+        if wrong is None:
+            return
+        path, position = queue.place_of(wrong)
+        what = f"queue offset {wrong}: points to no record of this queue"
+        self.damages.append(Damage(path, position, "entry", what, ENTRY_SIZE))
+        if not self._repair:
+            return
+        entries = queue.entries(self.first)
+        units = [queue.ext_unit(code) for code in entries["tags_code"].tolist()]
+        queue.truncate_to(wrong)
+        queue.append_many(wrong, _FILLER * (self.first - wrong))
+        if queue.ext is not None:
+            for number, unit in enumerate(units):
+                if unit is not None:
+                    entries["tags_code"][number] = queue.ext.put(unit.tags_code, unit.store_timestamp_ms, unit.bitmap)
+        queue.append_many(self.first, entries.tobytes())
+        queue.advance(self._begin)

@@ -1,0 +1,156 @@
+"""A replica in a test: the copy of a broker, its link to the master, its death, and its promotion."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+from librmq.broker import Broker
+from librmq.cluster.replica import Replica, ReplicaConfig
+from librmq.cluster.sites import check_site, site_of
+from librmq.errors import BrokerUnreachableError, ConfigError, ReplicaError
+from librmq.message.message import StoredMessage
+from librmq.protocol import LogBytes, Request
+from librmq.testing._kit_runner import KitRunner, ProcessStateError
+from librmq.testing._network import KitParts
+from librmq.testing.evidence import KitObserver
+
+# ---- the link to the master
+
+R = TypeVar("R")
+
+
+class _Host(KitParts, Protocol):
+    runner: KitRunner
+    observer: KitObserver
+
+
+class _MasterLink:
+    """Leads to the broker that is open under a name, unless the link is cut."""
+
+    def __init__(self, kit: _Host, master_name: str, name: str) -> None:
+        self._kit = kit
+        self._ends = master_name, name
+
+    def call(self, request: Request[R], /) -> R:
+        network, (master_name, name) = self._kit.network, self._ends
+        broker = network.named(master_name)
+        if broker.dead:
+            raise BrokerUnreachableError(f"{master_name} is down")
+        if network.is_cut(name, master_name, site_of(name)):
+            raise BrokerUnreachableError(f"{master_name} cannot be reached from {name}: the link is cut")
+        answer = broker.call(request)
+        if isinstance(answer, LogBytes) and answer.data:
+            self._kit.clock.advance(seconds=network.latency(name, master_name, site_of(name)))
+        return answer
+
+
+class KitReplica:
+    """The replica of one broker of a test. Created by `Kit.replica`. Not thread-safe."""
+
+    replica: Replica
+    """The replica as it was opened last."""
+
+    def __init__(self, kit: _Host, master_name: str, name: str, config: ReplicaConfig | None) -> None:
+        """Copy the broker ``master_name``; ``name`` is the replica's end of their link."""
+        self.name = name
+        self.master_name = master_name
+        self.path = os.path.join(kit.path, "replicas", name)
+        """The folder of the copy."""
+        self._link = _MasterLink(kit, master_name, name)
+        self._kit = kit
+        self._config = config
+        self.open()
+
+    def open(self) -> None:
+        """Open the replica again after its death."""
+        kit = self._kit
+        self.replica = Replica.open(self.path, of=self._link, config=self._config, runner=kit.runner, files=kit.files)
+
+    @property
+    def dead(self) -> bool:
+        """Whether the replica is down."""
+        return self.replica.dead
+
+    @property
+    def broker(self) -> Broker:
+        """The broker that serves reads from the copy."""
+        return self.replica.broker
+
+    def follow(self) -> bool:
+        """Copy everything that the master has now; return whether the master was reachable."""
+        return self.replica.follow()
+
+    def messages(self, topic: str) -> list[StoredMessage]:
+        """Return the copied messages of a topic in log order."""
+        self._kit.observer.evidence.note_read(topic)
+        return list(self.broker.messages(topic))
+
+    def crash(self, *, down: float | timedelta = 0) -> None:
+        """Let the replica die, and open it again after ``down`` seconds, or later when its master is back."""
+        died = self.replica
+        self._kit.note("fault", f"{self.name} dies")
+        died.abandon()
+
+        def open_again() -> None:
+            if self.replica is not died:
+                return
+            try:
+                self.open()
+            except BrokerUnreachableError:
+                self._kit.runner.after(1, f"{self.name} is back", open_again)
+            else:
+                self._kit.note("fault", f"{self.name} is back")
+                self._kit.network.replicas_changed()
+
+        self._kit.runner.after(down, f"{self.name} is back", open_again)
+
+    def reconnect(self) -> None:
+        """Follow the master again, if it can be reached."""
+        if self.dead:
+            return
+        try:
+            self.replica.reconnect(self._link)
+        except BrokerUnreachableError:
+            return  # the replica tries again
+        except ReplicaError as error:
+            self._kit.note("fault", f"{self.name} stops: {error}")
+
+    def promote(self) -> Broker:
+        """Let the copy take its dead master's place, under the master's name, and return the new broker.
+
+        Raises:
+            ProcessStateError: The master runs, or the replica is down.
+        """
+        network = self._kit.network
+        if self.dead or not network.named(self.master_name).dead:
+            state = "the replica is down" if self.dead else f"{self.master_name} runs"
+            raise ProcessStateError(f"{self.name} cannot be promoted, because {state}: crash only the master")
+        self._kit.note("fault", f"{self.name} takes the place of {self.master_name}")
+        master = network.store(self.master_name)
+        self._kit.history().keep_messages(self._kit.observer.evidence.message_at)
+        self.replica.promote()
+        promoted = network.replace_broker(self.master_name, self)
+        self._kit.history().promoted(promoted, master)
+        return promoted
+
+
+def open_replica(
+    kit: _Host, master_name: str | None, site: str | None, config: ReplicaConfig | None, *, sync: bool, is_late: bool
+) -> KitReplica:
+    """Open a replica of a broker for `Kit.replica`; ``is_late`` says whether the test has made clients."""
+    network = kit.network
+    master = network.first if master_name is None else network.named(master_name)
+    if site is not None:
+        check_site(site)
+    name = f"{master.name}-copy" if site is None else f"{site}-{master.name}-copy"
+    if any(copy.name == name for copy in network.copies):
+        raise ConfigError(f"broker {master.name} has the replica {name}: name another site")
+    if sync and is_late:
+        raise ProcessStateError("rmq.replica(sync=True) reopens the broker: call it before clients are made")
+    if sync:
+        network.wait_for_replicas(master.name)
+    replica = KitReplica(kit, master.name, name, config)
+    network.add_copy(replica)
+    return replica

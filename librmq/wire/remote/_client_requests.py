@@ -1,0 +1,357 @@
+"""What a broker asks of its clients: frames to requests of `librmq.protocol`, and results to answers.
+
+Also the heartbeats of clients that share an id. Mirrors ``ClientRemotingProcessor``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any, Final, TypeVar
+
+from librmq.errors import ClientStateError, MalformedError, RmqError
+from librmq.message.ids import parse_host
+from librmq.message.message import Message, MessageQueue, StoredMessage
+from librmq.message.properties import PROPERTY_PRODUCER_GROUP, decode_properties
+from librmq.protocol import (
+    LOCAL_HOST,
+    CheckTransaction,
+    ConsumeDirectly,
+    ConsumerOffsets,
+    ConsumersChanged,
+    DescribeInstance,
+    DirectlyConsumed,
+    Endpoint,
+    Heartbeat,
+    HeldQueue,
+    InstanceState,
+    ReplyArrived,
+    Request,
+    ResetOffsets,
+    ResponseCode,
+    SaveProgress,
+    SendMessage,
+    Unregister,
+)
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
+from librmq.wire.remote.connection import Transport
+from librmq.wire.remoting._bodies import (
+    messages_of,
+    offsets_of,
+    queue_key,
+    read_body,
+    subscription_row,
+    unwrapped,
+    write_body,
+)
+from librmq.wire.remoting._headers import (
+    REQUESTS,
+    CheckTransactionHeader,
+    ClientOfGroupHeader,
+    ClientStatusHeader,
+    ConsumerGroupHeader,
+    DirectConsumeHeader,
+    HoldHeader,
+    PushedReplyHeader,
+    RequestCode,
+    ResetOffsetHeader,
+)
+from librmq.wire.remoting.frames import Frame, answer_to, from_fields
+
+R = TypeVar("R")
+_log = EventLog("librmq.wire")
+_MOST_WAITING: Final = 256 << 20  # bytes of a broker's requests
+_REQUEST_SIZE: Final = 1 << 10  # without its body
+_VERSION: Final = "V4_9_4"
+"""The version whose protocol the client speaks, as a tool shows it."""
+
+_Later = Callable[[Callable[[], None]], None]
+_Send = Callable[[Frame], None]
+
+
+class ClientRequests:
+    """Answers one broker's requests to the clients of a route. Thread-safe."""
+
+    def __init__(
+        self,
+        broker_name: str,
+        client: Callable[[str], Heartbeat | None],
+        notify_receive: Callable[[int], None],
+        later: _Later,
+        name_servers: tuple[str, ...],
+    ) -> None:
+        """Answer for clients.
+
+        Args:
+            broker_name: Names the broker.
+            client: Returns the last heartbeat of a client; None if it has left.
+            notify_receive: Lets the receive with this number ask again.
+            later: Runs a function under the runner's lock, soon.
+            name_servers: Addresses, which a client's description names.
+        """
+        self._broker_name = broker_name
+        self._client = client
+        self._notify_receive = notify_receive
+        self._later = later
+        self._name_servers = name_servers
+        self._lock = Lock()
+        self._waiting = 0
+        self._answers: dict[int, Callable[[Heartbeat, Any, Frame, _Send], None]] = {
+            RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: self._consumers_changed,
+            RequestCode.CHECK_TRANSACTION_STATE: self._check_transaction,
+            RequestCode.RESET_CONSUMER_CLIENT_OFFSET: self._reset,
+            RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: self._report_progress,
+            RequestCode.GET_CONSUMER_RUNNING_INFO: self._describe,
+            RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume,
+            RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: self._reply,
+            RequestCode.NOTIFY_RECEIVE: self._receive_again,
+        }
+
+    def requested(self, client_id: str, transport: Transport, frame: Frame) -> None:
+        """Pass a request to the client whose connection it is; close one with too many of them."""
+        size = _REQUEST_SIZE + len(frame.body)
+        with self._lock:
+            is_too_much = self._waiting + size > _MOST_WAITING
+            self._waiting += 0 if is_too_much else size
+        if is_too_much:
+            transport.close()
+            return
+
+        def answer() -> None:
+            with self._lock:
+                self._waiting -= size
+            self._answer_frame(client_id, frame, transport.send_answer)
+
+        self._later(answer)
+
+    def _answer_frame(self, client_id: str, frame: Frame, send: _Send) -> None:
+        if frame.is_one_way:
+            send = _nothing
+        beat, answer = self._client(client_id), self._answers.get(frame.code)
+        if beat is None or answer is None:
+            remark = f"request type {frame.code} not supported"
+            send(answer_to(frame, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
+            return
+        try:
+            answer(beat, from_fields(REQUESTS[RequestCode(frame.code)].header, frame.fields), frame, send)
+        except RmqError as error:
+            _log.debug(
+                "%(client)s: request %(code)d of %(broker)s: %(error)s",
+                client=client_id,
+                code=frame.code,
+                broker=self._broker_name,
+                error=error,
+            )
+            send(answer_to(frame, ResponseCode.SYSTEM_ERROR, str(error)))
+
+    # ---- answers
+
+    def _consumers_changed(self, beat: Heartbeat, header: ConsumerGroupHeader, frame: Frame, send: _Send) -> None:
+        beat.client.call(ConsumersChanged(header.consumer_group, header.max_reconsume_times))
+        send(answer_to(frame))
+
+    def _check_transaction(self, beat: Heartbeat, header: CheckTransactionHeader, frame: Frame, send: _Send) -> None:
+        half = _message_of(frame, "a check of a transaction")
+        group = half.properties.get(PROPERTY_PRODUCER_GROUP, "")
+        beat.client.call(CheckTransaction(group, half, header.transaction_id or half.message_id, self._broker_name))
+        send(answer_to(frame))
+
+    def _reset(self, beat: Heartbeat, header: ResetOffsetHeader, frame: Frame, send: _Send) -> None:
+        table = read_body(frame.body, "a reset").get("offsetTable") or {}
+        offsets = {queue: offset for queue, offset in offsets_of(table).items() if queue.topic == header.topic}
+        beat.client.call(ResetOffsets(header.group, header.topic, offsets))
+        send(answer_to(frame))
+
+    def _report_progress(self, beat: Heartbeat, header: ClientStatusHeader, frame: Frame, send: _Send) -> None:
+        try:
+            progress: Mapping[MessageQueue, int] = beat.client.call(ConsumerOffsets(header.group, header.topic))
+        except ClientStateError:  # it is no consumer of the group, and has no progress
+            progress = {}
+        table = {queue_key(queue): offset for queue, offset in sorted(progress.items())}
+        send(answer_to(frame, body=write_body({"consumerTable": {}, "messageQueueTable": table})))
+
+    def _describe(self, beat: Heartbeat, header: ClientOfGroupHeader, frame: Frame, send: _Send) -> None:
+        state = beat.client.call(DescribeInstance(header.consumer_group))
+        subscriptions = {data.group: data.subscriptions for data in beat.consumers}.get(state.group, {})
+        queues = sorted(state.queues, key=lambda held: held.queue)
+        body = {
+            "mqTable": {queue_key(held.queue): _queue_info(held) for held in queues},
+            "properties": self._properties(state),
+            "statusTable": {},  # rates are not measured
+            "subscriptionSet": [subscription_row(subscriptions[topic]) for topic in sorted(subscriptions)],
+        }
+        if header.jstack_enable:
+            body["jstack"] = _stacks()
+        send(answer_to(frame, body=write_body(body)))
+
+    def _properties(self, state: InstanceState) -> dict[str, str]:
+        return {
+            "PROP_CLIENT_VERSION": _VERSION,
+            "PROP_CONSUMEORDERLY": str(state.is_orderly).lower(),
+            "PROP_CONSUMER_START_TIMESTAMP": str(state.started_ms),
+            "PROP_CONSUME_TYPE": "CONSUME_PASSIVELY" if state.kind == "push" else "CONSUME_ACTIVELY",
+            "PROP_NAMESERVER_ADDR": "".join(f"{address};" for address in self._name_servers),
+            "PROP_THREADPOOL_CORE_SIZE": str(state.threads),
+            "allocateMessageQueueStrategy": state.strategy,
+            "clientIP": state.client_id.partition("@")[0],
+            "consumerGroup": state.group,
+            "instanceName": state.client_id.partition("@")[2],
+            "messageModel": state.model.value,
+            "pause": str(state.is_paused).lower(),
+        }
+
+    def _consume(self, beat: Heartbeat, header: DirectConsumeHeader, frame: Frame, send: _Send) -> None:
+        message = _message_of(frame, "a message to consume")
+
+        def ended(consumed: DirectlyConsumed) -> None:
+            row: dict[str, object] = {
+                "autoCommit": True,
+                "consumeResult": consumed.result.value,
+                "order": consumed.is_orderly,
+                "spentTimeMills": consumed.took_ms,
+            }
+            if consumed.remark is not None:
+                row["remark"] = consumed.remark
+            self._later(partial(send, answer_to(frame, body=write_body(row))))
+
+        name = header.broker_name or self._broker_name
+        beat.client.call(ConsumeDirectly(header.consumer_group, message, name, ended))
+
+    def _receive_again(self, beat: Heartbeat, header: HoldHeader, frame: Frame, send: _Send) -> None:
+        self._notify_receive(header.hold)
+
+    def _reply(self, beat: Heartbeat, header: PushedReplyHeader, frame: Frame, send: _Send) -> None:
+        reply = Message.from_parts(header.topic, frame.body, header.flag, decode_properties(header.properties))
+        sent = SendMessage(
+            header.producer_group,
+            reply,
+            header.queue_id,
+            header.born_timestamp,
+            parse_host(header.born_host) if header.born_host else LOCAL_HOST,
+            header.sys_flag,
+        )
+        beat.client.call(ReplyArrived(sent))
+        send(answer_to(frame))
+
+
+def _nothing(frame: Frame) -> None:
+    """Send no answer, because the broker waits for none."""
+
+
+def _message_of(frame: Frame, what: str) -> StoredMessage:
+    messages = [message for stored in messages_of(frame.body) for message in unwrapped(stored)]
+    if len(messages) != 1:
+        raise MalformedError(f"{what}: expected one message, found {len(messages)}")
+    return messages[0]
+
+
+def _queue_info(held: HeldQueue) -> dict[str, object]:
+    """Return a queue as ``ProcessQueueInfo``.
+
+    Tools call a queue blocked by the time of ``lastConsumeTimestamp``: since when a listener has its first message, or
+    the last pull if none has it.
+    """
+    since_ms = held.pulled_timestamp_ms if held.first_since_ms is None else held.first_since_ms
+    return {
+        "cachedMsgCount": held.waiting + held.running,
+        "cachedMsgMaxOffset": held.last or 0,
+        "cachedMsgMinOffset": held.first or 0,
+        "cachedMsgSizeInMiB": held.held_bytes >> 20,
+        "commitOffset": -1 if held.progress is None else held.progress,
+        "droped": False,
+        "lastConsumeTimestamp": since_ms,
+        "lastLockTimestamp": held.lock_timestamp_ms or 0,
+        "lastPullTimestamp": held.pulled_timestamp_ms,
+        "locked": held.is_locked,
+        "transactionMsgCount": 0,
+        "transactionMsgMaxOffset": 0,
+        "transactionMsgMinOffset": 0,
+        "tryUnlockTimes": 0,
+    }
+
+
+def _stacks() -> str:
+    """Return where each thread of this process stands, the innermost call first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    text = []
+    for ident, top in sys._current_frames().items():
+        calls = reversed(traceback.extract_stack(top))
+        text.append(f"{names.get(ident, 'thread')} TID: {ident}\n")
+        text += [f"    {call.name} ({call.filename}:{call.lineno})\n" for call in calls]
+        text.append("\n")
+    return "".join(text)
+
+
+# ---- heartbeats of clients that share an id
+
+# A connection belongs to an id, and a broker takes the last heartbeat of a connection for all that its client does. So
+# clients of one id, such as the producer and the consumer of one ``instance_name``, send theirs as one, as Java's
+# `MQClientInstance` does for the producers and consumers of its process.
+
+_OF_CONSUMERS = ConsumersChanged | ResetOffsets | ConsumerOffsets | SaveProgress | DescribeInstance | ConsumeDirectly
+
+
+class _ClientsOfOneId:
+    """Passes a request on to the client of its group; one without a group goes to all."""
+
+    def __init__(self, heartbeats: Iterable[Heartbeat]) -> None:
+        self.heartbeats = tuple(heartbeats)
+
+    def call(self, request: Request[R], /) -> R:
+        answers = [beat.client.call(request) for beat in self.heartbeats if _is_for(request, beat)]
+        if not answers:
+            raise ClientStateError(f"{self.heartbeats[0].client_id} is in no group that {request} names")
+        return answers[-1]
+
+
+def join(before: Heartbeat | None, heartbeat: Heartbeat) -> Heartbeat:
+    """Return what an id stands for after a heartbeat, which takes its groups over from other clients of the id."""
+    others = [] if before is None else [part for part in _parts(before) if part.client is not heartbeat.client]
+    for group in heartbeat.producer_groups:
+        others = [left for part in others if (left := leave(part, Unregister(part.client_id, group)))]
+    for data in heartbeat.consumers:
+        leaving = Unregister(heartbeat.client_id, consumer_group=data.group)
+        others = [left for part in others if (left := leave(part, leaving))]
+    return _joined([*others, *_parts(heartbeat)])
+
+
+def leave(heartbeat: Heartbeat, request: Unregister) -> Heartbeat | None:
+    """Return a heartbeat without the group that its client leaves; None if it has no other."""
+    left = []
+    for part in _parts(heartbeat):
+        producers = part.producer_groups - {request.producer_group}
+        consumers = tuple(data for data in part.consumers if data.group != request.consumer_group)
+        if producers or consumers:
+            left.append(replace(part, producer_groups=producers, consumers=consumers))
+    return _joined(left) if left else None
+
+
+def _parts(heartbeat: Heartbeat) -> tuple[Heartbeat, ...]:
+    client: Endpoint = heartbeat.client
+    return client.heartbeats if isinstance(client, _ClientsOfOneId) else (heartbeat,)
+
+
+def _joined(parts: list[Heartbeat]) -> Heartbeat:
+    if len(parts) == 1:
+        return parts[0]
+    checking = [part.checking_groups for part in parts if part.checking_groups is not None]
+    return Heartbeat(
+        parts[0].client_id,
+        _ClientsOfOneId(parts),
+        frozenset[str]().union(*(part.producer_groups for part in parts)),
+        tuple(data for part in parts for data in part.consumers),
+        reduce(frozenset.union, checking) if checking else None,
+    )
+
+
+def _is_for(request: Request[Any], heartbeat: Heartbeat) -> bool:
+    if isinstance(request, CheckTransaction):
+        return request.group in heartbeat.producer_groups
+    if isinstance(request, _OF_CONSUMERS):
+        return any(data.group == request.group for data in heartbeat.consumers)
+    return True

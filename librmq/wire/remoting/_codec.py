@@ -1,0 +1,987 @@
+"""The codec: requests of `librmq.protocol` and their results as frames, in both directions.
+
+::
+
+    client    request ── write ──> frame  ── parse ──> request    server
+              result  <── read ─── answer <── reply ── result
+
+`FORMS` has both directions by class of request, `headers.REQUESTS` the headers by code. Mirrors ``MQClientAPIImpl``
+and the processors of the broker.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from json.encoder import encode_basestring
+from typing import Any, Final, NamedTuple, cast
+
+from librmq.errors import (
+    BrokerBusyError,
+    BrokerDiskFullError,
+    BrokerError,
+    BrokerStoreFullError,
+    MalformedError,
+    MessageIllegalError,
+    ReceiptError,
+    RmqError,
+)
+from librmq.message.batch import BatchItem, encode_batch
+from librmq.message.ids import parse_offset_message_id
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message.properties import PROPERTY_WAIT, encode_properties
+from librmq.message.record import INNER_BATCH
+from librmq.message.topics import AUTO_CREATE_TOPIC, TopicType
+from librmq.protocol import (
+    Acknowledge,
+    CancelMessage,
+    CancelResult,
+    ChangeInvisible,
+    CheckSubscription,
+    CleanUnusedTopics,
+    ConsumerIds,
+    CreateTopic,
+    DeleteExpiredFiles,
+    DeleteGroup,
+    DeleteTopic,
+    EndTransaction,
+    ForwardToDeadLetters,
+    Heartbeat,
+    LockQueues,
+    MaxOffset,
+    MinOffset,
+    PullMessage,
+    PullResponse,
+    PullStatus,
+    QueryMessages,
+    QueryOffset,
+    QueueOffsetAt,
+    Receive,
+    Received,
+    ReceiveResponse,
+    ResendLetters,
+    ResentLetters,
+    ResetGroup,
+    ResponseCode,
+    SendBack,
+    SendBatch,
+    SendMessage,
+    SendReply,
+    SendResponse,
+    SendStatus,
+    SetGroup,
+    StartGroup,
+    StartOutcome,
+    Subscription,
+    TopicGroups,
+    TransactionState,
+    UnlockQueues,
+    Unregister,
+    UpdateOffset,
+    ViewMessage,
+)
+from librmq.scheduling.timer_config import TimerRefusedError
+from librmq.store.format.broker_tables import group_row
+from librmq.wire.remoting._bodies import (
+    heartbeat_body,
+    letters_in,
+    messages_of,
+    number_in,
+    offsets_of,
+    queue_key,
+    queue_row,
+    queues_of,
+    read_body,
+    read_request,
+    records_body,
+    subscription_of,
+    subscription_row,
+    text_in,
+    unwrapped,
+    write_body,
+)
+from librmq.wire.remoting._headers import (
+    ERROR_FIELD,
+    PULL_CODES,
+    PULL_COMMITS,
+    PULL_SUBSCRIBES,
+    PULL_WAITS,
+    REQUESTS,
+    SEND_CODES,
+    CancelledHeader,
+    CreateTopicHeader,
+    EndTransactionHeader,
+    FoundByKeyHeader,
+    NewReceiptHeader,
+    PulledHeader,
+    PullHeader,
+    QueueOffsetHeader,
+    ReceivedHeader,
+    ReceiveHeader,
+    RequestCode,
+    SendBackHeader,
+    SendHeader,
+    SentHeader,
+    StartedHeader,
+)
+from librmq.wire.remoting.frames import VERSION, Frame, answer_form, form_pattern, from_fields, to_fields, version_name
+
+_STATUSES: Final[dict[int, SendStatus]] = {code: status for status, code in SEND_CODES.items()}
+_ERRORS: Final[Mapping[str, type[BrokerError]]] = {
+    "DiskFullError": BrokerDiskFullError,
+    "StoreFullError": BrokerStoreFullError,
+    "ReceiptError": ReceiptError,
+}
+_OTHER_ERRORS: Final[Mapping[str, type[MessageIllegalError]]] = {
+    "TimerRefusedError": TimerRefusedError,
+    "MessageIllegalError": MessageIllegalError,
+}
+"""Errors of librmq without a code."""
+NAMED_ERRORS: Final = tuple(_ERRORS)
+"""Classes that the answer to a failed request names for a client of librmq, a class before its bases."""
+NAMED_IN_SHARES: Final = (*_ERRORS, *_OTHER_ERRORS)
+"""The same for the processes that share a store; elsewhere the fields of an answer are those of a broker."""
+_DISK_USED: Final = re.compile(r"disk is full \[CL: *(\d+\.\d+)")
+"""Used part of the log's disk, in a broker's remark of a refused send, which names other possible causes too."""
+_REFUSING_FROM: Final = 0.9  # a broker's default
+_TYPE_CHANGE: Final = "+message.type="
+_STATES: Final = {state.value: state for state in TransactionState}
+_PULL_STATUSES: Final = {code: status for status, code in PULL_CODES.items() if status is not PullStatus.HELD}
+_REMARKS: Final = {
+    PullStatus.FOUND: "FOUND",
+    PullStatus.NO_NEW_MESSAGE: "OFFSET_OVERFLOW_ONE",
+    PullStatus.HELD: "OFFSET_OVERFLOW_ONE",
+    PullStatus.NO_MATCHED_MESSAGE: "NO_MATCHED_MESSAGE",
+}
+
+
+def frame_of(code: RequestCode, header: object = None, body: bytes = b"") -> Frame:
+    """Return the frame of a request."""
+    fields = {} if header is None else to_fields(header, by_letters=REQUESTS[code].by_letters)
+    return Frame(code, fields, body)
+
+
+def refusal(answer: Frame) -> RmqError:
+    """Return the error of a request that was refused."""
+    named = answer.fields.get(ERROR_FIELD, "")
+    if named in _OTHER_ERRORS:
+        return _OTHER_ERRORS[named](answer.remark or "")
+    kind = _ERRORS.get(named, BrokerError)
+    if answer.code == ResponseCode.SYSTEM_BUSY:
+        kind = BrokerBusyError
+    elif answer.code == ResponseCode.SERVICE_NOT_AVAILABLE and kind is BrokerError:
+        used = _DISK_USED.search(answer.remark or "")
+        if used is not None and float(used[1]) >= _REFUSING_FROM:
+            kind = BrokerDiskFullError
+    return kind(answer.code, answer.remark or f"refused with code {answer.code}")
+
+
+def check(answer: Frame) -> Frame:
+    """Return the answer to a request that succeeded.
+
+    Raises:
+        BrokerError: The request was refused.
+        MessageIllegalError: A broker of librmq refused its message.
+    """
+    if answer.code:
+        raise refusal(answer)
+    return answer
+
+
+class Reply(NamedTuple):
+    """The answer to a request that succeeded."""
+
+    header: object = None
+    body: bytes = b""
+    code: int = 0
+    remark: str | None = None
+
+
+class Form(NamedTuple):
+    """How the requests of one class and their results are written and read, at both ends."""
+
+    code: RequestCode
+    write: Callable[[Any], Frame]
+    """Returns the frame of a request."""
+    read: Callable[[Any, Frame], Any]
+    """Returns the result in the answer to a request. Raises BrokerError, or MalformedError if the answer is no such."""
+    parse: Callable[[Any, bytes], Any]
+    """Returns the request in a header and a body. Raises MalformedError."""
+    reply: Callable[[Any, Any], Reply]
+    """Returns the answer to a request and its result. Raises BrokerError for a result that is answered as a refusal."""
+
+
+class _Result(NamedTuple):
+    reply: Callable[[Any, Any], Reply]
+    read: Callable[[Any, Frame], Any]
+
+
+def _by_fields(kind: type[Any], code: RequestCode, fields: str, result: _Result, **constants: object) -> Form:
+    """Return the form of requests whose attributes are fields.
+
+    ``fields`` names attributes of the header; an attribute of the request has the same name, or the one after ``=``.
+    ``constants`` are further attributes of the header.
+    """
+    pairs = [(field, attribute or field) for field, _, attribute in (name.partition("=") for name in fields.split())]
+    header = REQUESTS[code].header
+
+    def write(request: object) -> Frame:
+        return frame_of(code, header(**{field: getattr(request, name) for field, name in pairs}, **constants))
+
+    def parse(header: object, body: bytes) -> object:
+        return kind(**{name: getattr(header, field) for field, name in pairs})
+
+    return Form(code, write, result.read, parse, result.reply)
+
+
+def _by_body(
+    code: RequestCode,
+    row: Callable[[Any], Mapping[str, object]],
+    parse: Callable[[dict[str, Any]], Any],
+    result: _Result,
+) -> Form:
+    """Return the form of requests in a body: ``row`` returns its object, and ``parse`` reads it."""
+    return Form(
+        code,
+        lambda request: frame_of(code, body=write_body(row(request))),
+        result.read,
+        lambda header, body: parse(read_request(body, code.name)),
+        result.reply,
+    )
+
+
+# ---- results
+
+
+def _reply_nothing(request: object, result: object) -> Reply:
+    return Reply()
+
+
+def _read_nothing(request: object, answer: Frame) -> None:
+    check(answer)
+
+
+def _read_no_queues(request: CleanUnusedTopics, answer: Frame) -> tuple[tuple[str, int], ...]:
+    check(answer)
+    return ()  # a broker does not name what it deletes
+
+
+def _read_offset(request: object, answer: Frame) -> int:
+    return from_fields(QueueOffsetHeader, check(answer).fields).offset
+
+
+def _reply_progress(request: QueryOffset, offset: int | None) -> Reply:
+    if offset is None:
+        raise BrokerError(
+            ResponseCode.QUERY_NOT_FOUND,
+            f"group {request.group} has no progress in queue {request.queue_id} of {request.topic}",
+        )
+    return Reply(QueueOffsetHeader(offset))
+
+
+def _read_progress(request: QueryOffset, answer: Frame) -> int | None:
+    return None if answer.code == ResponseCode.QUERY_NOT_FOUND else _read_offset(request, answer)
+
+
+def _reply_ids(request: ConsumerIds, ids: Sequence[str]) -> Reply:
+    if not ids:
+        raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no consumer for this group, {request.group}")
+    return Reply(body=write_body({"consumerIdList": ids}))
+
+
+def _read_ids(request: ConsumerIds, answer: Frame) -> tuple[str, ...]:
+    if answer.code == ResponseCode.SYSTEM_ERROR:
+        return ()
+    ids = read_body(check(answer).body, "consumer ids").get("consumerIdList")
+    if not isinstance(ids, list) or not all(isinstance(client_id, str) for client_id in ids):
+        raise MalformedError(f"consumerIdList: expected a list of texts, found {ids!r:.80}")
+    return tuple(ids)
+
+
+def _reply_groups(request: TopicGroups, groups: Iterable[str]) -> Reply:
+    return Reply(body=write_body({"groupList": list(groups)}))
+
+
+def _read_groups(request: TopicGroups, answer: Frame) -> list[str]:
+    names = read_body(check(answer).body, "the groups of a topic").get("groupList") or []
+    if not isinstance(names, list):
+        raise MalformedError(f"groupList: expected a list, found {names!r:.80}")
+    return [str(name) for name in names]
+
+
+def _reply_locked(request: LockQueues, queues: frozenset[MessageQueue]) -> Reply:
+    return Reply(body=write_body({"lockOKMQSet": [queue_row(queue) for queue in sorted(queues)]}))
+
+
+def _read_locked(request: LockQueues, answer: Frame) -> frozenset[MessageQueue]:
+    return queues_of(read_body(check(answer).body, "locked queues").get("lockOKMQSet") or [])
+
+
+def _reply_viewed(request: ViewMessage, message: StoredMessage | None) -> Reply:
+    if message is None:
+        offset = request.physical_offset
+        raise BrokerError(ResponseCode.SYSTEM_ERROR, f"no message at the physical offset {offset}")
+    return Reply(body=message.raw)
+
+
+def _read_viewed(request: ViewMessage, answer: Frame) -> StoredMessage | None:
+    if answer.code == ResponseCode.SYSTEM_ERROR:
+        return None
+    messages = messages_of(check(answer).body)
+    return unwrapped(messages[0])[0] if messages else None
+
+
+def _reply_cancelled(request: CancelMessage, result: CancelResult) -> Reply:
+    return Reply(CancelledHeader(result.cancelled, result.why))
+
+
+def _read_cancelled(request: CancelMessage, answer: Frame) -> CancelResult:
+    if answer.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
+        why = (
+            f"the broker, of RocketMQ {version_name(answer.version)}, recalls no message without a handle, so it is "
+            "delivered in its time. Brokers from 5.3.2 on recall what waits in their timer, by what send returned: "
+            "send with delay= or deliver_at=, not delay_level=, to a broker with timerWheelEnable=true. A delay level "
+            "is cancelled by librmq's brokers alone"
+        )
+        raise BrokerError(answer.code, f"message {request.message_id}: {why}")
+    header = from_fields(CancelledHeader, check(answer).fields)
+    return CancelResult(header.cancelled, header.why)
+
+
+def _reply_started(request: StartGroup, outcome: StartOutcome) -> Reply:
+    return Reply(StartedHeader(outcome.value))
+
+
+def _read_started(request: StartGroup, answer: Frame) -> StartOutcome:
+    if answer.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
+        why = (
+            "start_at: the broker keeps no mark that the group was moved, as librmq's brokers do: move the group once "
+            f"by `librmq reset --route … --group {request.group} --topic {request.topic}`, and leave start_at out"
+        )
+        raise BrokerError(answer.code, why)
+    outcome = from_fields(StartedHeader, check(answer).fields).outcome
+    try:
+        return StartOutcome(outcome)
+    except ValueError:
+        expected = ", ".join(outcome.value for outcome in StartOutcome)
+        raise MalformedError(f"outcome: expected one of {expected}, found {outcome!r:.80}") from None
+
+
+def _reply_messages(request: QueryMessages, messages: Sequence[StoredMessage]) -> Reply:
+    if not messages:
+        remark = "can not find message, maybe time range not correct"
+        return Reply(FoundByKeyHeader(0, 0), code=ResponseCode.QUERY_NOT_FOUND, remark=remark)
+    last_ms = max(message.store_timestamp_ms for message in messages)
+    return Reply(FoundByKeyHeader(last_ms, messages[-1].physical_offset), records_body(messages))
+
+
+def _read_messages(request: QueryMessages, answer: Frame) -> tuple[StoredMessage, ...]:
+    if answer.code == ResponseCode.QUERY_NOT_FOUND:
+        return ()
+    messages = list[StoredMessage]()
+    for stored in messages_of(check(answer).body):
+        batch, is_named = unwrapped(stored), request.key in (stored.unique_key, *stored.keys)
+        # A broker finds a batch by its own keys, or by those of any message in it.
+        messages += [
+            message
+            for message in batch
+            if len(batch) == 1 or is_named or request.key in (message.unique_key, *message.keys)
+        ]
+    return tuple(messages)
+
+
+def _reply_moved(request: ResetGroup, offsets: Mapping[MessageQueue, int]) -> Reply:
+    table = {queue_key(queue): queue_offset for queue, queue_offset in offsets.items()}
+    return Reply(body=write_body({"offsetTable": table}))
+
+
+def _read_moved(request: ResetGroup, answer: Frame) -> dict[MessageQueue, int]:
+    return offsets_of(read_body(check(answer).body, "a reset").get("offsetTable") or {})
+
+
+def _reply_acknowledged(request: Acknowledge, are_valid: tuple[bool, ...]) -> Reply:
+    return Reply(body=write_body({"acknowledged": list(are_valid)}))
+
+
+def _read_acknowledged(request: Acknowledge, answer: Frame) -> tuple[bool, ...]:
+    are_valid = read_body(check(answer).body, "acknowledgements").get("acknowledged")
+    if not isinstance(are_valid, list) or len(are_valid) != len(request.receipts):
+        raise MalformedError(f"acknowledged: expected {len(request.receipts)} truth values, found {are_valid!r:.80}")
+    return tuple(map(bool, are_valid))
+
+
+def _read_receipt(request: ChangeInvisible, answer: Frame) -> str:
+    return from_fields(NewReceiptHeader, check(answer).fields).receipt
+
+
+_NOTHING: Final = _Result(_reply_nothing, _read_nothing)
+_NO_QUEUES: Final = _Result(_reply_nothing, _read_no_queues)
+_OFFSET: Final = _Result(lambda request, queue_offset: Reply(QueueOffsetHeader(queue_offset)), _read_offset)
+_PROGRESS: Final = _Result(_reply_progress, _read_progress)
+_IDS: Final = _Result(_reply_ids, _read_ids)
+_GROUPS: Final = _Result(_reply_groups, _read_groups)
+"""Only the names of the groups."""
+_LOCKED: Final = _Result(_reply_locked, _read_locked)
+_CANCELLED: Final = _Result(_reply_cancelled, _read_cancelled)
+_STARTED: Final = _Result(_reply_started, _read_started)
+_VIEWED: Final = _Result(_reply_viewed, _read_viewed)
+_MESSAGES: Final = _Result(_reply_messages, _read_messages)
+_MOVED: Final = _Result(_reply_moved, _read_moved)
+_RECEIPT: Final = _Result(lambda request, receipt: Reply(NewReceiptHeader(receipt)), _read_receipt)
+
+
+# ---- requests whose fields differ from their attributes
+
+
+def _write_end(request: EndTransaction) -> Frame:
+    header = EndTransactionHeader(
+        request.group,
+        request.queue_offset,
+        request.physical_offset,
+        request.state.value,
+        request.from_check,
+        request.message_id,
+        request.message_id,
+    )
+    return frame_of(RequestCode.END_TRANSACTION, header)
+
+
+def _parse_end(header: EndTransactionHeader, body: bytes) -> EndTransaction:
+    state = _STATES.get(header.commit_or_rollback)
+    if state is None:
+        raise MalformedError(f"commitOrRollback: expected 8, 12 or 0, found {header.commit_or_rollback}")
+    return EndTransaction(
+        header.producer_group,
+        state,
+        header.tran_state_table_offset,
+        header.commit_log_offset,
+        header.msg_id,
+        header.from_transaction_check,
+    )
+
+
+def _write_send_back(request: SendBack) -> Frame:
+    header = SendBackHeader(
+        request.physical_offset,
+        request.group,
+        request.delay_level,
+        request.origin_message_id,
+        request.origin_topic,
+        False,
+        request.max_reconsume_times,
+        request.cause or None,
+    )
+    return frame_of(RequestCode.CONSUMER_SEND_MSG_BACK, header)
+
+
+def _parse_send_back(header: SendBackHeader, body: bytes) -> SendBack:
+    return SendBack(
+        header.group,
+        header.offset,
+        header.delay_level,
+        header.max_reconsume_times,
+        header.origin_topic,
+        header.origin_msg_id,
+        header.cause or "",
+    )
+
+
+def _write_topic(request: CreateTopic) -> Frame:
+    header = CreateTopicHeader(
+        request.topic,
+        AUTO_CREATE_TOPIC,
+        request.read_queues,
+        request.write_queues,
+        request.permission,
+        attributes=None if request.message_type is None else f"{_TYPE_CHANGE}{request.message_type}",
+    )
+    return frame_of(RequestCode.UPDATE_AND_CREATE_TOPIC, header)
+
+
+def _parse_topic(header: CreateTopicHeader, body: bytes) -> CreateTopic:
+    """Return the request; of the attributes of 5.x only the type of messages counts."""
+    changes = (header.attributes or "").split(",")
+    named = next((change.removeprefix(_TYPE_CHANGE) for change in changes if change.startswith(_TYPE_CHANGE)), None)
+    kind = cast("TopicType | None", named)  # the broker refuses others
+    return CreateTopic(header.topic, header.read_queue_nums, header.write_queue_nums, header.perm, kind)
+
+
+def _locks(kind: type[LockQueues | UnlockQueues], code: RequestCode, result: _Result) -> Form:
+    def row(request: LockQueues | UnlockQueues) -> dict[str, object]:
+        queues = [queue_row(queue) for queue in sorted(request.queues)]
+        return {"clientId": request.client_id, "consumerGroup": request.group, "mqSet": queues}
+
+    def parse(body: dict[str, Any]) -> LockQueues | UnlockQueues:
+        queues = queues_of(body.get("mqSet"))
+        return kind(text_in(body, "consumerGroup"), text_in(body, "clientId"), queues)
+
+    return _by_body(code, row, parse, result)
+
+
+def _check_row(request: CheckSubscription) -> dict[str, object]:
+    row = subscription_row(request.subscription)
+    return {"clientId": request.client_id, "group": request.group, "subscriptionData": row}
+
+
+def _parse_check(body: dict[str, Any]) -> CheckSubscription | None:
+    """Return the request, None if it has no subscription."""
+    row = body.get("subscriptionData")
+    if row is None:
+        return None
+    subscription = subscription_of(row)
+    return CheckSubscription(text_in(body, "clientId"), text_in(body, "group"), subscription)
+
+
+def _parse_group(body: dict[str, Any]) -> SetGroup:
+    """Return the request, in which an omitted setting has its default: as at a broker, the row replaces the group's."""
+    name = text_in(body, "groupName")
+    return SetGroup(name, {**group_row(name), **body})
+
+
+def _write_acknowledge(request: Acknowledge) -> Frame:
+    row = {"group": request.group, "topic": request.topic, "receipts": request.receipts}
+    return frame_of(RequestCode.ACKNOWLEDGE, body=write_body(row))
+
+
+_PLAIN: Final = rb'"([ !#-\[\]-~]*)"'
+_ONE_RECEIPT: Final = re.compile(rb'{"group":%b,"topic":%b,"receipts":\[%b\]}' % (_PLAIN, _PLAIN, _PLAIN))
+"""The usual body of an acknowledgement, which this reads in a tenth of the time."""
+
+
+def _parse_acknowledge(header: object, raw: bytes) -> Acknowledge:
+    usual = _ONE_RECEIPT.fullmatch(raw)
+    if usual is not None:
+        return Acknowledge(usual[1].decode(), usual[2].decode(), (usual[3].decode(),))
+    body = read_request(raw, RequestCode.ACKNOWLEDGE.name)
+    receipts = body.get("receipts")
+    if not isinstance(receipts, list):
+        raise MalformedError(f"receipts: expected a list, found {receipts!r:.80}")
+    return Acknowledge(text_in(body, "group"), text_in(body, "topic"), tuple(map(str, receipts)))
+
+
+def _resend_row(request: ResendLetters) -> dict[str, object]:
+    flags = {"onlyUnsent": request.only_unsent, "dryRun": request.dry_run}
+    return {"group": request.group, "letters": request.letters, **flags}
+
+
+def _parse_resend(body: dict[str, Any]) -> ResendLetters:
+    letters = None if body.get("letters") is None else letters_in(body)
+    return ResendLetters(
+        text_in(body, "group"), letters, only_unsent=bool(body.get("onlyUnsent")), dry_run=bool(body.get("dryRun"))
+    )
+
+
+def _parse_resent(body: dict[str, Any]) -> ResentLetters:
+    unknown = number_in(body, "unknown") if "unknown" in body else 0  # as an owner of an earlier version answers
+    return ResentLetters(letters_in(body), unknown)
+
+
+# ---- the table
+
+_C = RequestCode
+FORMS: Final[Mapping[type[Any], Form]] = {
+    EndTransaction: Form(_C.END_TRANSACTION, _write_end, _NOTHING.read, _parse_end, _NOTHING.reply),
+    Unregister: _by_fields(Unregister, _C.UNREGISTER_CLIENT, "client_id producer_group consumer_group", _NOTHING),
+    ConsumerIds: _by_fields(ConsumerIds, _C.GET_CONSUMER_LIST_BY_GROUP, "consumer_group=group", _IDS),
+    TopicGroups: _by_fields(TopicGroups, _C.QUERY_TOPIC_CONSUME_BY_WHO, "topic", _GROUPS),
+    QueryOffset: _by_fields(QueryOffset, _C.QUERY_CONSUMER_OFFSET, "consumer_group=group topic queue_id", _PROGRESS),
+    UpdateOffset: _by_fields(
+        UpdateOffset,
+        _C.UPDATE_CONSUMER_OFFSET,
+        "consumer_group=group topic queue_id commit_offset=queue_offset",
+        _NOTHING,
+    ),
+    MaxOffset: _by_fields(MaxOffset, _C.GET_MAX_OFFSET, "topic queue_id", _OFFSET),
+    MinOffset: _by_fields(MinOffset, _C.GET_MIN_OFFSET, "topic queue_id", _OFFSET),
+    QueueOffsetAt: _by_fields(
+        QueueOffsetAt, _C.SEARCH_OFFSET_BY_TIMESTAMP, "topic queue_id timestamp=timestamp_ms", _OFFSET
+    ),
+    LockQueues: _locks(LockQueues, _C.LOCK_BATCH_MQ, _LOCKED),
+    UnlockQueues: _locks(UnlockQueues, _C.UNLOCK_BATCH_MQ, _NOTHING),
+    SendBack: Form(_C.CONSUMER_SEND_MSG_BACK, _write_send_back, _NOTHING.read, _parse_send_back, _NOTHING.reply),
+    CheckSubscription: _by_body(_C.CHECK_CLIENT_CONFIG, _check_row, _parse_check, _NOTHING),
+    CreateTopic: Form(_C.UPDATE_AND_CREATE_TOPIC, _write_topic, _NOTHING.read, _parse_topic, _NOTHING.reply),
+    DeleteTopic: _by_fields(DeleteTopic, _C.DELETE_TOPIC_IN_BROKER, "topic", _NOTHING),
+    CleanUnusedTopics: _by_fields(CleanUnusedTopics, _C.CLEAN_UNUSED_TOPIC, "", _NO_QUEUES),
+    DeleteExpiredFiles: _by_fields(DeleteExpiredFiles, _C.DELETE_EXPIRED_COMMITLOG, "", _NOTHING),
+    SetGroup: _by_body(
+        _C.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP,
+        lambda request: {**group_row(request.group), **request.settings},  # a broker replaces the whole row
+        _parse_group,
+        _NOTHING,
+    ),
+    DeleteGroup: _by_fields(
+        DeleteGroup, _C.DELETE_SUBSCRIPTIONGROUP, "group_name=group remove_offset=removes_progress", _NOTHING
+    ),
+    ViewMessage: _by_fields(ViewMessage, _C.VIEW_MESSAGE_BY_ID, "offset=physical_offset", _VIEWED),
+    CancelMessage: _by_fields(CancelMessage, _C.CANCEL_MESSAGE, "message_id topic dry_run", _CANCELLED),
+    StartGroup: _by_fields(
+        StartGroup, _C.START_GROUP, "group topic timestamp=timestamp_ms offset=queue_offset client_id", _STARTED
+    ),
+    QueryMessages: _by_fields(
+        QueryMessages,
+        _C.QUERY_MESSAGE,
+        "topic key max_num=max_messages begin_timestamp=begin_ms end_timestamp=end_ms is_unique",
+        _MESSAGES,
+    ),
+    ResetGroup: _by_fields(
+        ResetGroup,
+        _C.INVOKE_BROKER_TO_RESET_OFFSET,
+        "topic group timestamp=timestamp_ms is_force=force queue_id offset=queue_offset",
+        _MOVED,
+    ),
+    Acknowledge: Form(_C.ACKNOWLEDGE, _write_acknowledge, _read_acknowledged, _parse_acknowledge, _reply_acknowledged),
+    ChangeInvisible: _by_fields(
+        ChangeInvisible,
+        _C.CHANGE_INVISIBLE,
+        "consumer_group=group topic receipt invisible_ms keeps_receipt",
+        _RECEIPT,
+    ),
+    ResendLetters: _by_body(
+        _C.RESEND_LETTERS,
+        _resend_row,
+        _parse_resend,
+        _Result(
+            lambda request, answer: Reply(body=write_body(answer._asdict())),
+            lambda request, answer: _parse_resent(read_body(check(answer).body, "dead letters")),
+        ),
+    ),
+    ForwardToDeadLetters: _by_fields(
+        ForwardToDeadLetters, _C.FORWARD_TO_DEAD_LETTERS, "consumer_group=group topic receipt cause", _NOTHING
+    ),
+}
+"""By class of request. Heartbeats, sends, pulls and receives, which need a connection's state, have their own."""
+
+
+# ---- heartbeats
+
+
+def heartbeat_frame(request: Heartbeat) -> Frame:
+    """Return the frame of a heartbeat."""
+    return frame_of(RequestCode.HEART_BEAT, body=heartbeat_body(request))
+
+
+# ---- sends
+
+
+def send_frame(request: SendMessage | SendBatch | SendReply) -> Frame:
+    """Return the frame of a send, a batch or a reply."""
+    if isinstance(request, SendBatch):
+        items = [
+            BatchItem(message.body, message.flag, encode_properties(message.properties)) for message in request.messages
+        ]
+        wait = {name: text for name, text in request.messages[0].properties.items() if name == PROPERTY_WAIT}
+        header = _send_header(request, encode_properties(wait).decode())
+        return frame_of(RequestCode.SEND_BATCH_MESSAGE, header, encode_batch(items))
+    if type(request) is SendMessage and request.max_reconsume_times is None:
+        return MessageFrame(request)
+    send = request.send if isinstance(request, SendReply) else request
+    code = RequestCode.SEND_MESSAGE_V2 if send is request else RequestCode.SEND_REPLY_MESSAGE_V2
+    header = _send_header(send, encode_properties(send.message.properties).decode())
+    return frame_of(code, header, send.message.body)
+
+
+def _send_header(send: SendMessage | SendBatch, properties: str) -> SendHeader:
+    is_batch = isinstance(send, SendBatch)
+    message = send.messages[0] if isinstance(send, SendBatch) else send.message
+    return SendHeader(
+        send.group,
+        message.topic,
+        send.default_topic,
+        send.default_queues,
+        send.queue_id,
+        0 if isinstance(send, SendBatch) else send.sys_flag,
+        send.born_timestamp_ms,
+        message.flag,
+        properties,
+        0 if isinstance(send, SendBatch) else send.reconsume_times,
+        max_reconsume_times=None if isinstance(send, SendBatch) else send.max_reconsume_times,
+        batch=is_batch,
+    )
+
+
+class MessageFrame(Frame):
+    """The frame of a send. A template encodes it as long as nothing asks for its fields."""
+
+    __slots__ = ("_fields", "_properties", "_send")
+
+    def __init__(self, send: SendMessage) -> None:
+        self.code, self.body, self.opaque, self.remark = _SEND, send.message.body, 0, None
+        self.flag, self.language, self.version, self.is_binary = 0, "PYTHON", VERSION, False
+        self._send, self._properties = send, encode_properties(send.message.properties).decode()
+        self._fields: dict[str, str] | None = None
+
+    @property
+    def fields(self) -> dict[str, str]:  # type: ignore[override]
+        """The fields, which may be changed."""
+        if self._fields is None:
+            self._fields = to_fields(_send_header(self._send, self._properties), by_letters=True)
+        return self._fields
+
+    def json_header(self) -> bytes:
+        """Return the header as JSON."""
+        if self._fields is not None or self.flag:
+            return Frame.json_header(self)
+        send = self._send
+        message, shared = send.message, (send.group, send.message.topic, send.default_topic, send.default_queues)
+        text = _template_of(shared) % (
+            send.queue_id,
+            send.sys_flag,
+            send.born_timestamp_ms,
+            message.flag,
+            encode_basestring(self._properties),
+            send.reconsume_times,
+            self.opaque,
+        )
+        return text.encode("utf-8", "replace")
+
+
+_SEND: Final = int(RequestCode.SEND_MESSAGE_V2)
+
+
+def send_form() -> str:
+    """Return the header of usual sends, to be filled by ``%`` with group, topic, queues, and what else differs."""
+    marks = "a group", "a topic", 70707070
+    form = _template_of((*marks[:2], AUTO_CREATE_TOPIC, marks[2]))
+    for mark in marks:
+        form = form.replace(str(mark), "%s")
+    return form
+
+
+@lru_cache(maxsize=4096)
+def _template_of(shared: tuple[str, str, str, int]) -> str:
+    """Return the header of sends of one group to one topic, to be filled by ``%`` with what differs."""
+    numbers = (*range(10101010, 50505051, 10101010), 60606060)
+    queue_id, sys_flag, born_ms, flag, reconsume_times, opaque = numbers
+    mark = "the properties\x01"  # the escape occurs in no name
+    header = SendHeader(*shared, queue_id, sys_flag, born_ms, flag, mark, reconsume_times)
+    frame = Frame(_SEND, to_fields(header, by_letters=True), opaque=opaque)
+    text = frame.json_header().decode().replace("%", "%%").replace(encode_basestring(mark), "%s")
+    head, at, tail = text.partition('"e":')  # the names before it may contain the numbers
+    for number in numbers:
+        tail = tail.replace(str(number), "%d")
+    return head + at + tail
+
+
+def sent_reply(response: SendResponse, code: int = 0, remark: str | None = None) -> Reply:
+    """Return the answer to a send; ``code`` and ``remark`` say why a stored reply could not be pushed."""
+    status = response.status
+    header = SentHeader(
+        ",".join(response.offset_ids),
+        response.queue_id,
+        response.queue_offset,
+        response.transaction_id,
+        recall_handle=response.recall_handle,
+    )
+    if remark is None and status is not SendStatus.SEND_OK:
+        remark = status.name
+    return Reply(header, code=code or SEND_CODES[status], remark=remark)
+
+
+_MARKS: Final = "msgid", 10101010, 20202020
+SENT_FORM: Final = answer_form(SentHeader(*_MARKS), None, _MARKS)
+"""The header of a usual answer to a send, to be filled with the message's id, queue and queue offset, and a number."""
+_match_sent: Final = form_pattern(
+    SENT_FORM, "([0-9A-F]{16}([0-7][0-9A-F]{15}))", "(0|[1-9][0-9]{0,8})", "(0|[1-9][0-9]{0,17})", "(0|[1-9][0-9]{0,8})"
+).fullmatch
+_OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
+
+
+class SentFrame(Frame):
+    """An answer that came with the response that it has."""
+
+    __slots__ = ("response",)
+
+    def __init__(self, opaque: int, body: bytes, response: SendResponse) -> None:
+        self.code, self.body, self.opaque, self.remark = 0, body, opaque, None
+        self.flag, self.language, self.version, self.is_binary = 1, "JAVA", VERSION, False
+        self.response = response
+
+    @property
+    def fields(self) -> dict[str, str]:  # type: ignore[override]
+        """The fields that the usual answer has."""
+        sent = self.response
+        places = {"msgId": sent.offset_ids[0], "queueId": str(sent.queue_id), "queueOffset": str(sent.queue_offset)}
+        return {**places, "MSG_REGION": "DefaultRegion", "TRACE_ON": "true"}
+
+
+def read_plain_sent(header: bytes, body: bytes) -> SentFrame | None:
+    """Return the frame of a usual answer to a send, None if `read_json` has to read it, in three times the time."""
+    match = _match_sent(header)
+    if match is None:
+        return None
+    message_id, position, queue_id, queue_offset, opaque = match.groups()
+    sent = SendResponse(_OK, int(queue_id), int(queue_offset), int(position, 16), (message_id.decode(),))
+    return SentFrame(int(opaque), body, sent)
+
+
+def read_sent(answer: Frame) -> SendResponse:
+    """Return the response in the answer to a send.
+
+    Raises:
+        BrokerError: The send was refused.
+        MalformedError: This is no such answer.
+    """
+    status = _STATUSES.get(answer.code)
+    if status is None:
+        raise refusal(answer)
+    sent = from_fields(SentHeader, answer.fields)
+    ids = tuple(sent.msg_id.split(","))
+    return SendResponse(
+        status,
+        sent.queue_id,
+        sent.queue_offset,
+        parse_offset_message_id(ids[0])[1],
+        ids,
+        sent.transaction_id,
+        sent.recall_handle,
+    )
+
+
+# ---- pulls
+
+
+def pull_frame(request: PullMessage, suspend_ms: int) -> Frame:
+    """Return the frame of a pull, which the broker may hold for ``suspend_ms`` if the request has ``notify``."""
+    subscription = request.subscription
+    flag = 0 if request.commit_offset is None else PULL_COMMITS
+    flag |= 0 if request.notify is None else PULL_WAITS
+    flag |= 0 if subscription is None else PULL_SUBSCRIBES
+    header = PullHeader(
+        request.group,
+        request.topic,
+        request.queue_id,
+        request.queue_offset,
+        request.max_messages,
+        flag,
+        request.commit_offset or 0,
+        0 if request.notify is None else suspend_ms,
+        0 if subscription is None else subscription.version,
+        "" if subscription is None else subscription.expression,
+        "TAG" if subscription is None else subscription.expression_type,
+    )
+    return frame_of(RequestCode.PULL_MESSAGE, header)
+
+
+def parse_pull(
+    header: PullHeader, client_id: str, notify: Callable[[], None] | None = None, *, commits: bool = False
+) -> PullMessage:
+    """Return the request of a client; only the first try of a pull commits, since progress can move during a hold."""
+    subscription = None
+    if header.sys_flag & PULL_SUBSCRIBES:
+        expression, kind = header.subscription or "*", header.expression_type or "TAG"
+        subscription = Subscription(header.topic, expression, kind, header.sub_version)
+    return PullMessage(
+        client_id,
+        header.consumer_group,
+        header.topic,
+        header.queue_id,
+        header.queue_offset,
+        header.max_msg_nums,
+        subscription,
+        header.commit_offset if commits and header.sys_flag & PULL_COMMITS else None,
+        notify,
+        subscription_version=header.sub_version,
+        joined=True,
+    )
+
+
+def pulled_remark(header: PullHeader, response: PullResponse) -> str:
+    """Return the remark in the answer to a pull, which says why it has no messages."""
+    if response.status is PullStatus.OFFSET_ILLEGAL:
+        return "OFFSET_TOO_SMALL" if header.queue_offset < response.min_offset else "OFFSET_OVERFLOW_BADLY"
+    return _REMARKS[response.status]
+
+
+def pull_status(answer: Frame) -> PullStatus | None:
+    """Return the status in the answer to a pull, None if it was refused. A hold that has ended found nothing."""
+    return _PULL_STATUSES.get(answer.code)
+
+
+def read_pulled(answer: Frame) -> tuple[PullResponse, int]:
+    """Return the response in the answer to a pull, and the id of the broker that should get the next one.
+
+    Raises:
+        MalformedError: This is no such answer.
+    """
+    status = _PULL_STATUSES[answer.code]
+    header = from_fields(PulledHeader, answer.fields)
+    messages = messages_of(answer.body) if status is PullStatus.FOUND else ()
+    if any(message.sys_flag & INNER_BATCH for message in messages):
+        messages = tuple(chain.from_iterable(map(unwrapped, messages)))
+    suggested = header.suggest_which_broker_id
+    response = PullResponse(
+        status,
+        header.next_begin_offset,
+        header.min_offset,
+        header.max_offset,
+        messages,
+        suggests_replica=suggested != 0,
+    )
+    return response, suggested
+
+
+# ---- receives
+
+
+def receive_frame(request: Receive, hold: int) -> Frame:
+    """Return the frame of a receive, which the broker holds under this number unless it is 0."""
+    subscription = request.subscription or Subscription(request.topic)
+    header = ReceiveHeader(
+        request.client_id,
+        request.group,
+        request.topic,
+        request.max_messages,
+        request.invisible_ms,
+        hold,
+        request.attempt_id,
+        subscription.expression,
+        subscription.expression_type,
+        subscription.version,
+        request.max_attempts,
+    )
+    return frame_of(RequestCode.RECEIVE, header)
+
+
+def parse_receive(header: ReceiveHeader, notify: Callable[[], None] | None) -> Receive:
+    """Return the request of a client."""
+    return Receive(
+        header.client_id,
+        header.consumer_group,
+        header.topic,
+        header.max_messages,
+        header.invisible_ms,
+        Subscription(header.topic, header.subscription, header.expression_type, header.sub_version),
+        header.attempt_id,
+        header.max_attempts,
+        notify,
+    )
+
+
+def received_reply(response: ReceiveResponse) -> Reply:
+    """Return the answer to a receive."""
+    rows = [[part.topic, part.receipt, part.attempt, part.visible_timestamp_ms] for part in response.messages]
+    body = records_body(part.message for part in response.messages)
+    return Reply(ReceivedHeader(response.is_held, write_body(rows).decode()), body)
+
+
+def read_received(answer: Frame) -> ReceiveResponse:
+    """Return the response in the answer to a receive.
+
+    Raises:
+        BrokerError: The receive was refused.
+        MalformedError: This is no such answer.
+    """
+    header = from_fields(ReceivedHeader, check(answer).fields)
+    try:
+        rows = json.loads(header.deliveries)
+        messages = [
+            Received(message, str(topic), str(receipt), int(attempt), int(visible_ms))
+            for message, (topic, receipt, attempt, visible_ms) in zip(messages_of(answer.body), rows, strict=True)
+        ]
+    except (ValueError, TypeError) as error:
+        raise MalformedError(f"deliveries: {error}") from error
+    return ReceiveResponse(messages, header.is_held)

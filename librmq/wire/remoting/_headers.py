@@ -1,0 +1,848 @@
+"""The fields of each request and answer: the only table of the 4.x protocol.
+
+Each header has a class, and `REQUESTS` lists the headers by code. The attribute ``queue_id: int`` is the field
+``queueId``, a whole number; an attribute with a default may be absent.
+
+Mirrors the headers of ``org.apache.rocketmq.common.protocol.header``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, NamedTuple
+
+from librmq.protocol import PullStatus, ResponseCode, SendStatus
+from librmq.protocol.endpoint import value
+
+# ---- codes of requests and results
+
+ERROR_FIELD: Final = "librmqError"
+"""Field of librmq's own in an answer, with the error for a client of librmq; other clients ignore it."""
+PULL_COMMITS, PULL_WAITS, PULL_SUBSCRIBES = 1, 2, 4
+"""Bits of a pull's ``sys_flag``."""
+PULL_CODES: Final = {
+    PullStatus.FOUND: 0,
+    PullStatus.HELD: 19,
+    PullStatus.NO_NEW_MESSAGE: 19,
+    PullStatus.NO_MATCHED_MESSAGE: 20,
+    PullStatus.OFFSET_ILLEGAL: 21,
+}
+SEND_CODES: Final = {
+    SendStatus.SEND_OK: 0,
+    SendStatus.FLUSH_DISK_TIMEOUT: ResponseCode.FLUSH_DISK_TIMEOUT,
+    SendStatus.FLUSH_SLAVE_TIMEOUT: ResponseCode.FLUSH_SLAVE_TIMEOUT,
+    SendStatus.SLAVE_NOT_AVAILABLE: ResponseCode.SLAVE_NOT_AVAILABLE,
+}
+
+
+class RequestCode(enum.IntEnum):
+    """What a request asks the server to do."""
+
+    SEND_MESSAGE = 10
+    PULL_MESSAGE = 11
+    QUERY_MESSAGE = 12
+    QUERY_CONSUMER_OFFSET = 14
+    UPDATE_CONSUMER_OFFSET = 15
+    UPDATE_AND_CREATE_TOPIC = 17
+    GET_ALL_TOPIC_CONFIG = 21
+    UPDATE_BROKER_CONFIG = 25
+    GET_BROKER_CONFIG = 26
+    GET_BROKER_RUNTIME_INFO = 28
+    SEARCH_OFFSET_BY_TIMESTAMP = 29
+    GET_MAX_OFFSET = 30
+    GET_MIN_OFFSET = 31
+    GET_EARLIEST_MSG_STORETIME = 32
+    VIEW_MESSAGE_BY_ID = 33
+    HEART_BEAT = 34
+    UNREGISTER_CLIENT = 35
+    CONSUMER_SEND_MSG_BACK = 36
+    END_TRANSACTION = 37
+    GET_CONSUMER_LIST_BY_GROUP = 38
+    CHECK_TRANSACTION_STATE = 39
+    NOTIFY_CONSUMER_IDS_CHANGED = 40
+    LOCK_BATCH_MQ = 41
+    UNLOCK_BATCH_MQ = 42
+    GET_ALL_CONSUMER_OFFSET = 43
+    GET_ALL_DELAY_OFFSET = 45
+    CHECK_CLIENT_CONFIG = 46
+    PUT_KV_CONFIG = 100
+    GET_KV_CONFIG = 101
+    DELETE_KV_CONFIG = 102
+    GET_ROUTEINFO_BY_TOPIC = 105
+    GET_BROKER_CLUSTER_INFO = 106
+    UPDATE_AND_CREATE_SUBSCRIPTIONGROUP = 200
+    GET_ALL_SUBSCRIPTIONGROUP_CONFIG = 201
+    GET_TOPIC_STATS_INFO = 202
+    GET_CONSUMER_CONNECTION_LIST = 203
+    GET_PRODUCER_CONNECTION_LIST = 204
+    WIPE_WRITE_PERM_OF_BROKER = 205
+    GET_ALL_TOPIC_LIST_FROM_NAMESERVER = 206
+    DELETE_SUBSCRIPTIONGROUP = 207
+    GET_CONSUME_STATS = 208
+    DELETE_TOPIC_IN_BROKER = 215
+    DELETE_TOPIC_IN_NAMESRV = 216
+    GET_KVLIST_BY_NAMESPACE = 219
+    RESET_CONSUMER_CLIENT_OFFSET = 220
+    GET_CONSUMER_STATUS_FROM_CLIENT = 221
+    INVOKE_BROKER_TO_RESET_OFFSET = 222
+    INVOKE_BROKER_TO_GET_CONSUMER_STATUS = 223
+    GET_TOPICS_BY_CLUSTER = 224
+    QUERY_TOPIC_CONSUME_BY_WHO = 300
+    QUERY_CONSUME_TIME_SPAN = 303
+    GET_SYSTEM_TOPIC_LIST_FROM_NS = 304
+    GET_SYSTEM_TOPIC_LIST_FROM_BROKER = 305
+    CLEAN_EXPIRED_CONSUMEQUEUE = 306
+    GET_CONSUMER_RUNNING_INFO = 307
+    CONSUME_MESSAGE_DIRECTLY = 309
+    SEND_MESSAGE_V2 = 310
+    GET_UNIT_TOPIC_LIST = 311
+    GET_HAS_UNIT_SUB_TOPIC_LIST = 312
+    GET_HAS_UNIT_SUB_UNUNIT_TOPIC_LIST = 313
+    CLONE_GROUP_OFFSET = 314
+    VIEW_BROKER_STATS_DATA = 315
+    CLEAN_UNUSED_TOPIC = 316
+    GET_BROKER_CONSUME_STATS = 317
+    GET_NAMESRV_CONFIG = 319
+    SEND_BATCH_MESSAGE = 320
+    QUERY_CONSUME_QUEUE = 321
+    SEND_REPLY_MESSAGE = 324
+    SEND_REPLY_MESSAGE_V2 = 325
+    PUSH_REPLY_MESSAGE_TO_CLIENT = 326
+    ADD_WRITE_PERM_OF_BROKER = 327
+    GET_ALL_PRODUCER_INFO = 328
+    DELETE_EXPIRED_COMMITLOG = 329
+    RECALL_MESSAGE = 370  # of 5.x, like POP
+    GET_TOPIC_CONFIG = 351  # of 5.x, whose tools ask for it before a topic's statistics
+    POP_MESSAGE = 200_050
+    NOTIFICATION = 200_054
+    ACK_MESSAGE = 200_051
+    CHANGE_MESSAGE_INVISIBLETIME = 200_053
+    # librmq's own, which 4.x lacks and 5.x has in another form, if at all
+    RECEIVE = 31_001
+    CANCEL_RECEIVE = 31_002
+    NOTIFY_RECEIVE = 31_003
+    ACKNOWLEDGE = 31_004
+    CHANGE_INVISIBLE = 31_005
+    FORWARD_TO_DEAD_LETTERS = 31_006
+    CANCEL_MESSAGE = 31_007
+    LIST_CONNECTIONS = 31_008
+    START_GROUP = 31_009
+    GROUPS_BEHIND = 31_010
+    RESEND_LETTERS = 31_011
+
+
+@value
+class CancelHeader:
+    """A message to cancel; the request is librmq's own."""
+
+    message_id: str
+    topic: str | None = None
+    dry_run: bool = False
+
+
+@value
+class CancelledHeader:
+    """What has become of it."""
+
+    cancelled: bool
+    why: str
+
+
+@value
+class StartHeader:
+    """Where a group starts in a topic; the request is librmq's own."""
+
+    group: str
+    topic: str
+    timestamp: int
+    offset: int | None = None
+    client_id: str | None = None
+
+
+@value
+class StartedHeader:
+    """The value of a `StartOutcome`."""
+
+    outcome: str
+
+
+@value
+class EmptyHeader:
+    """No fields; everything is in the body."""
+
+
+@value
+class MessageFields:
+    """What the headers of a sent message and of a pushed reply begin with."""
+
+    producer_group: str
+    topic: str
+    default_topic: str
+    default_topic_queue_nums: int
+    queue_id: int
+    sys_flag: int
+    born_timestamp: int
+    flag: int
+    properties: str = ""
+    reconsume_times: int = 0
+    unit_mode: bool = False
+
+
+@value
+class SendHeader(MessageFields):
+    """A message or a batch to store. Two codes use single letters as field names, in this order."""
+
+    max_reconsume_times: int | None = None
+    batch: bool = False
+
+
+@value
+class PushedReplyHeader(MessageFields):
+    """A reply for the client that waits for it."""
+
+    born_host: str = ""
+    store_host: str = ""
+    store_timestamp: int = 0
+
+
+@value
+class SentHeader:
+    """Where a message is stored; commas separate the ids of a batch."""
+
+    NAMES: ClassVar = {"region": "MSG_REGION", "is_traced": "TRACE_ON"}
+
+    msg_id: str
+    queue_id: int
+    queue_offset: int
+    transaction_id: str | None = None
+    region: str = "DefaultRegion"
+    is_traced: bool = True
+    recall_handle: str | None = None
+    """Of 5.x: recalls a message with a delivery time."""
+
+
+@value
+class RefusedSendHeader:
+    """What the answer to a refused send has."""
+
+    NAMES: ClassVar = SentHeader.NAMES
+
+    region: str = "DefaultRegion"
+    is_traced: bool = True
+
+
+@value
+class PullHeader:
+    """A pull of one queue. ``sys_flag``: 1 commits, 2 may be held, 4 carries a subscription."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    queue_offset: int
+    max_msg_nums: int
+    sys_flag: int
+    commit_offset: int
+    suspend_timeout_millis: int
+    sub_version: int
+    subscription: str = ""
+    expression_type: str = "TAG"
+
+
+@value
+class PulledHeader:
+    """Where the next pull begins. The body has the records."""
+
+    next_begin_offset: int
+    min_offset: int
+    max_offset: int
+    suggest_which_broker_id: int = 0
+
+
+@value
+class QueryByKeyHeader:
+    """A search by key, or by unique id."""
+
+    NAMES: ClassVar = {"is_unique": "_UNIQUE_KEY_QUERY"}
+
+    topic: str
+    key: str
+    max_num: int
+    begin_timestamp: int
+    end_timestamp: int
+    is_unique: bool = False
+
+
+@value
+class FoundByKeyHeader:
+    """How far the key index has come. The body has the records."""
+
+    index_last_update_timestamp: int
+    index_last_update_phyoffset: int
+
+
+@value
+class GroupQueueHeader:
+    """A queue of a group."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+
+
+@value
+class GroupProgressHeader:
+    """A group's progress in a queue."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    commit_offset: int
+
+
+@value
+class QueueOffsetHeader:
+    """A queue offset."""
+
+    offset: int
+
+
+@value
+class CreateTopicHeader:
+    """A topic to create or change."""
+
+    topic: str
+    default_topic: str
+    read_queue_nums: int
+    write_queue_nums: int
+    perm: int
+    topic_filter_type: str = "SINGLE_TAG"
+    topic_sys_flag: int = 0
+    order: bool = False
+    attributes: str | None = None
+    """Changes of attributes, as in 5.x: ``+message.type=FIFO``."""
+
+
+@value
+class QueueOfTopicHeader:
+    """A queue."""
+
+    topic: str
+    queue_id: int
+
+
+@value
+class QueueAtTimeHeader:
+    """A queue, and a time in ms."""
+
+    topic: str
+    queue_id: int
+    timestamp: int
+
+
+@value
+class TimestampHeader:
+    """A time in ms."""
+
+    timestamp: int
+
+
+@value
+class PhysicalOffsetHeader:
+    """The place of a record."""
+
+    offset: int
+
+
+@value
+class LeavingClientHeader:
+    """A client that leaves a group as a producer, as a consumer, or as both."""
+
+    NAMES: ClassVar = {"client_id": "clientID"}
+
+    client_id: str
+    producer_group: str | None = None
+    consumer_group: str | None = None
+
+
+@value
+class SendBackHeader:
+    """A message that a consumer sends back, by the position of its record."""
+
+    offset: int
+    group: str
+    delay_level: int
+    origin_msg_id: str = ""
+    origin_topic: str = ""
+    unit_mode: bool = False
+    max_reconsume_times: int | None = None
+    cause: str | None = None
+    """Of the failure: a field of librmq's, which RocketMQ ignores."""
+
+
+@value
+class EndTransactionHeader:
+    """The end of a transaction: 8 commits, 12 rolls back, 0 leaves it open."""
+
+    producer_group: str
+    tran_state_table_offset: int
+    commit_log_offset: int
+    commit_or_rollback: int
+    from_transaction_check: bool = False
+    msg_id: str = ""
+    transaction_id: str = ""
+
+
+@value
+class CheckTransactionHeader:
+    """A question about a half message. The body has its record."""
+
+    tran_state_table_offset: int
+    commit_log_offset: int
+    msg_id: str = ""
+    transaction_id: str = ""
+    offset_msg_id: str = ""
+
+
+@value
+class ConsumerGroupHeader:
+    """A consumer group."""
+
+    consumer_group: str
+    max_reconsume_times: int | None = None
+    """The redeliveries that count for the group, which only a broker of librmq says to its members."""
+
+
+@value
+class ProducerGroupHeader:
+    """A producer group."""
+
+    producer_group: str
+
+
+@value
+class GroupToDeleteHeader:
+    """A consumer group, and whether its progress is deleted too."""
+
+    group_name: str
+    remove_offset: bool = False
+
+
+@value
+class GroupAndTopicHeader:
+    """A consumer group, and one of its topics or all of them."""
+
+    consumer_group: str
+    topic: str | None = None
+
+
+@value
+class GroupOfTopicHeader:
+    """A consumer group, and one of its topics."""
+
+    topic: str
+    group: str
+
+
+@value
+class TopicNameHeader:
+    """A topic."""
+
+    topic: str
+
+
+@value
+class TopicOfClusterHeader:
+    """A topic in a cluster."""
+
+    topic: str
+    cluster_name: str | None = None
+
+
+@value
+class RouteOfTopicHeader:
+    """A topic whose route a client requests."""
+
+    topic: str
+    accept_standard_json_only: bool = False
+
+
+@value
+class ResetOffsetHeader:
+    """A group whose progress on a topic moves to a time in ms; -1 is the end."""
+
+    topic: str
+    group: str
+    timestamp: int
+    is_force: bool = True
+    queue_id: int | None = None
+    offset: int | None = None
+
+
+@value
+class ClientOfGroupHeader:
+    """A client in a group."""
+
+    consumer_group: str
+    client_id: str
+    jstack_enable: bool = False
+
+
+@value
+class DirectConsumeHeader:
+    """A message that a client should consume now."""
+
+    consumer_group: str
+    client_id: str
+    msg_id: str
+    broker_name: str = ""
+
+
+@value
+class ClientStatusHeader:
+    """A group's clients, or one of them, whose progress is requested."""
+
+    topic: str
+    group: str
+    client_addr: str | None = None
+
+
+@value
+class CloneOffsetHeader:
+    """Progress that one group takes over from another."""
+
+    src_group: str
+    dest_group: str
+    topic: str | None = None
+    offline: bool = False
+
+
+@value
+class StatsOfHeader:
+    """A statistic by its name and key."""
+
+    stats_name: str
+    stats_key: str
+
+
+@value
+class OrderedOnlyHeader:
+    """Whether only ordered groups are meant."""
+
+    is_order: bool = False
+
+
+@value
+class QueueEntriesHeader:
+    """Entries of a queue."""
+
+    topic: str
+    queue_id: int
+    index: int
+    count: int
+    consumer_group: str | None = None
+
+
+@value
+class KvKeyHeader:
+    """A key in the name server's table."""
+
+    namespace: str
+    key: str
+
+
+@value
+class KvPairHeader:
+    """A key in the name server's table, and its value."""
+
+    namespace: str
+    key: str
+    value: str
+
+
+@value
+class KvValueHeader:
+    """A value in the name server's table."""
+
+    value: str
+
+
+@value
+class KvNamespaceHeader:
+    """A part of the name server's table."""
+
+    namespace: str
+
+
+@value
+class BrokerNameHeader:
+    """A broker."""
+
+    broker_name: str
+
+
+@value
+class ClusterNameHeader:
+    """A cluster."""
+
+    cluster: str
+
+
+@value
+class WipedTopicsHeader:
+    """Number of topics whose permission was changed."""
+
+    wipe_topic_count: int
+
+
+@value
+class AddedTopicsHeader:
+    """Number of topics whose permission was changed."""
+
+    add_topic_count: int
+
+
+@value
+class ConfigVersionHeader:
+    """The version of a broker's configuration, as JSON."""
+
+    version: str | None = None
+
+
+# ---- receives, librmq's own
+
+
+@value
+class ReceiveHeader:
+    """A receive; ``hold`` is its number at the client, 0 for one that is not to be held."""
+
+    client_id: str
+    consumer_group: str
+    topic: str
+    max_messages: int
+    invisible_ms: int
+    hold: int = 0
+    attempt_id: str = ""
+    subscription: str = "*"
+    expression_type: str = "TAG"
+    sub_version: int = 0
+    max_attempts: int | None = None
+
+
+@value
+class ReceivedHeader:
+    """The answer: whether the receive is held, and as JSON the topic, receipt, attempt and time of each message."""
+
+    is_held: bool
+    deliveries: str
+
+
+@value
+class HoldHeader:
+    """The number of a held receive."""
+
+    hold: int
+
+
+@value
+class ReceiptHeader:
+    """A received message, and what becomes of it."""
+
+    consumer_group: str
+    topic: str
+    receipt: str
+    invisible_ms: int = 0
+    keeps_receipt: bool = False
+    cause: str = ""
+
+
+@value
+class NewReceiptHeader:
+    """The receipt of a message that stays invisible for another time."""
+
+    receipt: str
+
+
+# ---- POP and recall, of 5.x
+
+
+@value
+class PopHeader:
+    """A receive; queue -1 is any. ``poll_time`` is how long it may be held, in ms."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    max_msg_nums: int
+    invisible_time: int
+    poll_time: int
+    born_time: int
+    init_mode: int
+    exp_type: str | None = None
+    exp: str | None = None
+    order: bool = False
+    attempt_id: str | None = None
+
+
+@value
+class PoppedHeader:
+    """The answer; its lists are of a topic's mark, a queue or message, and numbers: see `librmq.wire.remoting._pop`."""
+
+    pop_time: int
+    invisible_time: int
+    revive_qid: int
+    rest_num: int
+    start_offset_info: str | None = None
+    msg_offset_info: str | None = None
+    order_count_info: str | None = None
+
+
+@value
+class NotificationHeader:
+    """Asks for an answer when a receive can find messages; the broker holds it for ``poll_time`` ms."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    poll_time: int
+    born_time: int
+    order: bool = False
+    attempt_id: str | None = None
+    exp_type: str | None = None
+    exp: str | None = None
+
+
+@value
+class NotifiedHeader:
+    """The answer."""
+
+    has_msg: bool = False
+    polling_full: bool = False
+
+
+@value
+class PopAckHeader:
+    """An acknowledgement of one message."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    extra_info: str
+    offset: int
+
+
+@value
+class PopChangeHeader:
+    """A change of the invisible time of one message, in ms."""
+
+    consumer_group: str
+    topic: str
+    queue_id: int
+    extra_info: str
+    offset: int
+    invisible_time: int
+
+
+@value
+class PopChangedHeader:
+    """The new receive of a message whose invisible time was changed."""
+
+    pop_time: int
+    invisible_time: int
+    revive_qid: int
+
+
+@value
+class RecallHeader:
+    """A recall of a message with a delivery time."""
+
+    topic: str
+    recall_handle: str
+    producer_group: str | None = None
+
+
+@value
+class RecalledHeader:
+    """The unique id of the message."""
+
+    msg_id: str
+
+
+# ---- the table
+
+
+class RequestForm(NamedTuple):
+    """The forms of a request and its answer."""
+
+    header: type[Any] = EmptyHeader
+    answer: type[Any] = EmptyHeader
+    by_letters: bool = False
+    """Whether its fields are named a, b, c, … in the order of the header's attributes."""
+
+
+REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
+    **dict.fromkeys(RequestCode, RequestForm()),
+    RequestCode.SEND_MESSAGE: RequestForm(SendHeader, SentHeader),
+    RequestCode.SEND_MESSAGE_V2: RequestForm(SendHeader, SentHeader, by_letters=True),
+    RequestCode.SEND_BATCH_MESSAGE: RequestForm(SendHeader, SentHeader, by_letters=True),
+    RequestCode.PULL_MESSAGE: RequestForm(PullHeader, PulledHeader),
+    RequestCode.QUERY_MESSAGE: RequestForm(QueryByKeyHeader, FoundByKeyHeader),
+    RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(GroupQueueHeader, QueueOffsetHeader),
+    RequestCode.UPDATE_CONSUMER_OFFSET: RequestForm(GroupProgressHeader),
+    RequestCode.UPDATE_AND_CREATE_TOPIC: RequestForm(CreateTopicHeader),
+    RequestCode.UPDATE_BROKER_CONFIG: RequestForm(EmptyHeader, ConfigVersionHeader),
+    RequestCode.GET_BROKER_CONFIG: RequestForm(EmptyHeader, ConfigVersionHeader),
+    RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: RequestForm(QueueAtTimeHeader, QueueOffsetHeader),
+    RequestCode.GET_MAX_OFFSET: RequestForm(QueueOfTopicHeader, QueueOffsetHeader),
+    RequestCode.GET_MIN_OFFSET: RequestForm(QueueOfTopicHeader, QueueOffsetHeader),
+    RequestCode.GET_EARLIEST_MSG_STORETIME: RequestForm(QueueOfTopicHeader, TimestampHeader),
+    RequestCode.VIEW_MESSAGE_BY_ID: RequestForm(PhysicalOffsetHeader),
+    RequestCode.UNREGISTER_CLIENT: RequestForm(LeavingClientHeader),
+    RequestCode.CONSUMER_SEND_MSG_BACK: RequestForm(SendBackHeader),
+    RequestCode.END_TRANSACTION: RequestForm(EndTransactionHeader),
+    RequestCode.GET_CONSUMER_LIST_BY_GROUP: RequestForm(ConsumerGroupHeader),
+    RequestCode.CHECK_TRANSACTION_STATE: RequestForm(CheckTransactionHeader),
+    RequestCode.NOTIFY_CONSUMER_IDS_CHANGED: RequestForm(ConsumerGroupHeader),
+    RequestCode.PUT_KV_CONFIG: RequestForm(KvPairHeader),
+    RequestCode.GET_KV_CONFIG: RequestForm(KvKeyHeader, KvValueHeader),
+    RequestCode.DELETE_KV_CONFIG: RequestForm(KvKeyHeader),
+    RequestCode.GET_ROUTEINFO_BY_TOPIC: RequestForm(RouteOfTopicHeader),
+    RequestCode.GET_TOPIC_STATS_INFO: RequestForm(TopicNameHeader),
+    RequestCode.GET_TOPIC_CONFIG: RequestForm(TopicNameHeader),
+    RequestCode.GET_CONSUMER_CONNECTION_LIST: RequestForm(ConsumerGroupHeader),
+    RequestCode.GET_PRODUCER_CONNECTION_LIST: RequestForm(ProducerGroupHeader),
+    RequestCode.WIPE_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, WipedTopicsHeader),
+    RequestCode.DELETE_SUBSCRIPTIONGROUP: RequestForm(GroupToDeleteHeader),
+    RequestCode.GET_CONSUME_STATS: RequestForm(GroupAndTopicHeader),
+    RequestCode.DELETE_TOPIC_IN_BROKER: RequestForm(TopicNameHeader),
+    RequestCode.DELETE_TOPIC_IN_NAMESRV: RequestForm(TopicOfClusterHeader),
+    RequestCode.GET_KVLIST_BY_NAMESPACE: RequestForm(KvNamespaceHeader),
+    RequestCode.RESET_CONSUMER_CLIENT_OFFSET: RequestForm(ResetOffsetHeader),
+    RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: RequestForm(ClientStatusHeader),
+    RequestCode.INVOKE_BROKER_TO_RESET_OFFSET: RequestForm(ResetOffsetHeader),
+    RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: RequestForm(ClientStatusHeader),
+    RequestCode.GET_TOPICS_BY_CLUSTER: RequestForm(ClusterNameHeader),
+    RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: RequestForm(TopicNameHeader),
+    RequestCode.QUERY_CONSUME_TIME_SPAN: RequestForm(GroupOfTopicHeader),
+    RequestCode.GET_CONSUMER_RUNNING_INFO: RequestForm(ClientOfGroupHeader),
+    RequestCode.CONSUME_MESSAGE_DIRECTLY: RequestForm(DirectConsumeHeader),
+    RequestCode.CLONE_GROUP_OFFSET: RequestForm(CloneOffsetHeader),
+    RequestCode.VIEW_BROKER_STATS_DATA: RequestForm(StatsOfHeader),
+    RequestCode.GET_BROKER_CONSUME_STATS: RequestForm(OrderedOnlyHeader),
+    RequestCode.QUERY_CONSUME_QUEUE: RequestForm(QueueEntriesHeader),
+    RequestCode.CANCEL_MESSAGE: RequestForm(CancelHeader, CancelledHeader),
+    RequestCode.START_GROUP: RequestForm(StartHeader, StartedHeader),
+    RequestCode.SEND_REPLY_MESSAGE: RequestForm(SendHeader, SentHeader),
+    RequestCode.SEND_REPLY_MESSAGE_V2: RequestForm(SendHeader, SentHeader, by_letters=True),
+    RequestCode.PUSH_REPLY_MESSAGE_TO_CLIENT: RequestForm(PushedReplyHeader),
+    RequestCode.ADD_WRITE_PERM_OF_BROKER: RequestForm(BrokerNameHeader, AddedTopicsHeader),
+    RequestCode.RECEIVE: RequestForm(ReceiveHeader, ReceivedHeader),
+    **dict.fromkeys((RequestCode.CANCEL_RECEIVE, RequestCode.NOTIFY_RECEIVE), RequestForm(HoldHeader)),
+    RequestCode.POP_MESSAGE: RequestForm(PopHeader, PoppedHeader),
+    RequestCode.NOTIFICATION: RequestForm(NotificationHeader, NotifiedHeader),
+    RequestCode.ACK_MESSAGE: RequestForm(PopAckHeader),
+    RequestCode.CHANGE_MESSAGE_INVISIBLETIME: RequestForm(PopChangeHeader, PopChangedHeader),
+    RequestCode.RECALL_MESSAGE: RequestForm(RecallHeader, RecalledHeader),
+    RequestCode.CHANGE_INVISIBLE: RequestForm(ReceiptHeader, NewReceiptHeader),
+    RequestCode.FORWARD_TO_DEAD_LETTERS: RequestForm(ReceiptHeader),
+}
