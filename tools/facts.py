@@ -180,8 +180,8 @@ def proof_table() -> str:
     return table(head, rows)
 
 
-def kept_table(path: str) -> str:
-    """Return a table that a file below ``tests/`` has, with its links as a page of ``docs/`` has them."""
+def kept_text(path: str) -> str:
+    """Return what a file below ``tests/`` says, with its links as a page of ``docs/`` has them."""
     return (CHECKOUT / "tests" / path).read_text("utf-8").strip().replace("](../", "](../tests/")
 
 
@@ -194,6 +194,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "figures": figures,
     "trusted parts": trusted,
     "proofs": proof_table,
-    "damage by command": partial(kept_table, "cli/damage_by_command.md"),
-    "promises": partial(kept_table, "judged/promises.md"),
+    "notes on damage": partial(kept_text, "cli/damage_notes.md"),
+    "damage by command": partial(kept_text, "cli/damage_by_command.md"),
+    "promises": partial(kept_text, "judged/promises.md"),
 }
