@@ -23,7 +23,7 @@ def commits(bench: Bench, folder: Path) -> Timed:
     """Commit a transaction for each message: half, final and op message."""
     messages, clock = make_messages(bench.count(COUNT), added=HALF), ManualClock()
     with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
-        transactions = Transactions(store, BrokerTables.open(str(folder / "config")), clock.now_ms())
+        transactions = Transactions(store, BrokerTables.open(str(folder / "config")))
         yield
         for message in messages:
             half = transactions.prepare(message, 0)
@@ -36,17 +36,17 @@ def check(bench: Bench, folder: Path, *, ended: int) -> Timed:
     clock, pending, ended = ManualClock(), bench.count(COUNT), bench.count(ended) if ended else 0
     messages = make_messages(pending + ended, added=HALF)
     with MessageStore.open(folder / "store", StoreConfig(), clock=clock) as store:
-        transactions = Transactions(store, BrokerTables.open(str(folder / "config")), clock.now_ms())
+        transactions = Transactions(store, BrokerTables.open(str(folder / "config")))
         for message in messages[:ended]:
             half = transactions.prepare(message, 0)
             transactions.rollback(half.physical_offset, half.queue_offset, "group")
         clock.advance(minutes=1)
-        transactions.check(clock.now_ms())
+        transactions.check.run_pass(clock.now_ms())
         for message in messages[ended:]:
             transactions.prepare(message, 0)
         clock.advance(minutes=1)
         yield
-        questions = transactions.check(clock.now_ms()).questions
+        questions = transactions.check.run_pass(clock.now_ms()).questions
         yield pending
     assert len(questions) == pending
 

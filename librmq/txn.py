@@ -6,9 +6,8 @@
     copy    RMQ_SYS_TRANS_HALF_TOPIC/0     half after a check, counted by TRANSACTION_CHECK_TIMES
     discard TRANS_CHECK_MAX_TIME_TOPIC/0   the half, given up
 
-A commit writes the final message, then the op message; a rollback the op message alone. A half without an op is pending
-(`librmq.scheduling.half_messages`). A check pass (`librmq.scheduling.half_messages`) continues through the halves
-where the last pass ended. For a half that is due, it asks a producer of the group how the transaction ended, and
+A commit writes the final message, then the op message; a rollback the op message alone. A half without an op is
+pending, and checked: `librmq.scheduling.half_messages` asks a producer of the group how the transaction ended, and
 appends a copy, which is then pending in place of the half.
 
 Mirrors 4.9.4's ``TransactionalMessageServiceImpl``, ``TransactionalMessageBridge``, ``EndTransactionProcessor`` and
@@ -20,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from librmq.config import check_now
 from librmq.errors import (
     CorruptionError,
     MessageIllegalError,
@@ -43,6 +41,7 @@ from librmq.message.properties import (
 )
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Aside
 from librmq.scheduling.half_messages import (
     HALF_SEPARATOR,
@@ -50,22 +49,23 @@ from librmq.scheduling.half_messages import (
     QUEUE,
     CheckBack,
     Checked,
-    CheckHooks,
-    CheckSchedule,
     EndedHalves,
-    RepeatedHalves,
+    HalfCheck,
     TransactionConfig,
     TransactionOffsets,
+    transaction_of,
 )
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.dispatch import parse_level
 from librmq.store.format import directory
 
-__all__ = ["CheckBack", "Checked", "FinalMessage", "TransactionConfig", "Transactions"]
+__all__ = ["CheckBack", "Checked", "FinalMessage", "HalfCheck", "TransactionConfig", "Transactions"]
 
 _log = EventLog("librmq.txn")
 
 _SAME_KEY: Final = 4096  # records examined for the family of a half
+_IDS: Final = 1 << 15
+_IDS_AT_OPENING: Final = 1 << 12
 _SYSTEM_ERROR: Final = 1
 _MESSAGE_ILLEGAL: Final = 13
 
@@ -94,16 +94,6 @@ class _Recent(NamedTuple):
     fields: dict[str, Any]
 
 
-def _marks(message: StoredMessage) -> tuple[object, ...]:
-    """Return what the records of one transaction share.
-
-    Time of birth and queue can differ: a producer that got no answer chooses them again.
-    """
-    properties = message.properties
-    names = PROPERTY_PRODUCER_GROUP, PROPERTY_REAL_TOPIC
-    return (message.unique_key, message.stored_body, *map(properties.get, names))
-
-
 class Transactions:
     """The transactions of a store: prepared, ended and checked. Not thread-safe: one caller at a time.
 
@@ -118,77 +108,61 @@ class Transactions:
       checked again, and delivered again.
     - The final message has the flag of the sent message; a copy has none.
 
-    This needs the unique id that producers give a message; without it only the named half is known. ``original``
-    restores the behaviour of 4.9.
+    This needs the unique id that producers give a message; without it only the named half is known.
     """
 
-    def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
+    def __init__(
         self,
         store: MessageStore,
         offsets: TransactionOffsets,
-        start_ms: int,
         config: TransactionConfig | None = None,
         *,
-        ask: Callable[[CheckBack], None] = lambda question: None,
-        discarded: Callable[[StoredMessage, int], None] = lambda half, check_times: None,
-        delivered: Callable[[FinalMessage], None] | None = None,
-        make_topic: Callable[[str], None] = lambda topic: None,
+        delivered: Callable[[FinalMessage], None] = lambda final: None,
+        make_topic: Callable[[str], object] = lambda topic: None,
         is_reachable: Callable[[str], bool] | None = None,
-        original: bool = False,
         waits: bool = True,
         aside: Aside | None = None,
     ) -> None:
         """Checks continue from the saved progress. The given functions must not raise, nor call this object.
 
         Args:
-            store: Open for writing.
+            store: Open for writing. Its present time begins the grid of check passes.
             offsets: Keeps the progress of the check.
-            start_ms: Start of the grid of check passes.
             config: Times of the checks.
-            ask: ``ask(question)`` passes a question on to a producer, which answers by `commit` or `rollback`.
-            discarded: ``discarded(half, check_times)`` is called with each half that is given up.
             delivered: ``delivered(final)`` is called with each final message as soon as it is in the log.
             make_topic: ``make_topic(topic)`` adds a topic of one queue, readable and writable, to the broker's table.
             is_reachable: ``is_reachable(group)`` returns whether a producer of the group can be asked. A check that
                 reaches none does not count towards ``check_max``; None counts each, as 4.9 does.
-            original: Behave exactly as 4.9.
             waits: With sync durability an end returns when it is on the device; False leaves the wait for `last_op` to
                 the caller.
-            aside: Flushes the store after a pass while other work continues; None flushes within `run_due`.
+            aside: Flushes the store after a pass while other work continues; None flushes within `HalfCheck.run_due`.
         """
         self._store = store
-        self._offsets = offsets
         self._delivered = delivered
         self._waits = waits
-        self._original = original
-        is_of_5 = not original and directory.is_of_5(store.path, store.files)
+        is_of_5 = directory.is_of_5(store.path, store.files)
         self._op_body = f"%d{HALF_SEPARATOR}".encode() if is_of_5 else b"%d"  # 4.9 can't read the form of 5.x
-        self._checks = CheckSchedule(
+        self._ended = EndedHalves(store, offsets)
+        self.check = HalfCheck(
             store,
             offsets,
-            start_ms,
+            self._ended,
             config or TransactionConfig(),
-            CheckHooks(
-                ask=ask,
-                discarded=discarded,
-                make_topic=make_topic,
-                is_reachable=None if original else is_reachable,
-                has_ended=lambda queue_offset: self._ended is not None and queue_offset in self._ended,
-                passed=self._drop_ended_below,
-            ),
-            aside,
+            make_topic=make_topic,
+            is_reachable=is_reachable,
+            aside=aside,
         )
+        """Asks about the transactions that stay open."""
         self._opened_at = store.log.end  # the fate of older halves is unknown
         self._without_op: set[int] = set()  # physical offsets of halves with a final message but no op message
-        self._ended: EndedHalves | None = None
         self.last_op: AppendResult | None = None
         """The last op message; final messages are before it."""
         op_queue = store.queue(OP_TOPIC, QUEUE)
         self._next_op = 0 if op_queue is None else op_queue.max_offset
         self._recent: dict[int, _Recent] = {}  # the latest halves by physical offset, which need not be read again
-        self._repeated = RepeatedHalves(store)
+        self._repeated = _RepeatedHalves(store)
 
-    # ---------------------------------------------------------------------------------------------- prepare and end
+    # ---- prepare and end
 
     def prepare(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:  # noqa: ANN401 (those of `MessageStore.append`)
         """Store a half message for the queue ``queue_id`` of its topic, where no consumer sees it.
@@ -209,7 +183,8 @@ class Transactions:
         else:
             result = self._store.append(half, QUEUE)
         is_new = self.half_stored(properties.get(PROPERTY_UNIQUE_KEY), result.physical_offset)
-        is_plain = _SPECIAL.isdisjoint(properties) and all(properties.values())  # records read have no empty values
+        # A record that is read has no empty properties, so a half with one is read before it is delivered.
+        is_plain = _SPECIAL.isdisjoint(properties) and all(properties.values())
         if is_new and is_plain and result.size <= _REMEMBERED_SIZE:
             if fields.get("born_timestamp_ms") is None:
                 fields["born_timestamp_ms"] = result.store_timestamp_ms
@@ -221,9 +196,7 @@ class Transactions:
 
     def half_stored(self, unique_key: str | None, physical_offset: int) -> bool:
         """Note a half that was stored without `prepare`; return False if it repeats another. Thread-safe."""
-        if not unique_key or self._original:
-            return True
-        repeated = self._repeated.add_half(unique_key, physical_offset)
+        repeated = self._repeated.add_half(unique_key, physical_offset) if unique_key else None
         if repeated is None:
             return True
         self._recent.pop(repeated, None)
@@ -240,12 +213,12 @@ class Transactions:
         recent = self._pop_recent(physical_offset, queue_offset, group)
         if recent is not None:
             final = self._write_recent(physical_offset, recent)
-            self._append_op(physical_offset, queue_offset, QUEUE)
+            self._append_op(physical_offset, queue_offset)
             return final
         half = self._half(physical_offset, queue_offset, group)
-        if self._original or self._is_plain(half):
+        if self._is_plain(half):
             final = self._write_final(half, half.flag)
-            self._write_op(half)
+            self._append_op(physical_offset, queue_offset)
             return final
         family = self._family(half)
         if not self._is_delivered(family):
@@ -253,8 +226,8 @@ class Transactions:
             if self._is_rolled_back(family):
                 how = "was rolled back" if half.unique_key else "has ended"
                 raise TransactionRefusedError(_SYSTEM_ERROR, f"The transaction {how} before")
-            final = self._write_final(half, family[0].flag)
-        elif half.queue_offset not in self._ended_halves() and half.unique_key in self._repeated:
+            final = self._write_final(half, family[0].flag)  # a copy has no flag
+        elif queue_offset not in self._ended and half.unique_key in self._repeated:
             _log.warning(
                 "group %(group)s: the message of transaction %(message_id)s was delivered before, so its half at "
                 "queue offset %(queue_offset)d ends without a delivery; remove UNIQ_KEY to send a message again",
@@ -271,18 +244,29 @@ class Transactions:
         Raises:
             TransactionRefusedError: There is no such half, it is another group's, or the message was delivered.
         """
-        if self._pop_recent(physical_offset, queue_offset, group) is not None:
-            self._append_op(physical_offset, queue_offset, QUEUE)
-            return
-        half = self._half(physical_offset, queue_offset, group)
-        if self._original or self._is_plain(half):
-            self._write_op(half)
+        is_recent = self._pop_recent(physical_offset, queue_offset, group) is not None
+        half = None if is_recent else self._half(physical_offset, queue_offset, group)
+        if half is None or self._is_plain(half):
+            self._append_op(physical_offset, queue_offset)
             return
         family = self._family(half)
         if self._is_delivered(family):
-            self._end_all(family)  # End every copy, in case its op message is missing.
+            self._end_all(family)  # of a copy the op message can be missing
             raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction was committed before")
         self._end_all(self._with_unindexed(family))
+
+    def open_halves(self) -> tuple[int, Callable[[int], bool]]:
+        """Return the queue offset from which halves can be open, and a function for whether one has ended."""
+        return self.check.judged_below, self._ended.ended_lookup()
+
+    def is_rolled_back(self, half: StoredMessage) -> bool:
+        """Return whether a half's transaction has ended without a delivery, so that `commit` refuses it."""
+        if half.physical_offset in self._recent or self._is_plain(half):
+            return False
+        family = self._family(half)
+        return not self._is_delivered(family) and self._is_rolled_back(self._with_unindexed(family))
+
+    # ---- the usual case: a half that was only prepared, and lately
 
     def _pop_recent(self, physical_offset: int, queue_offset: int, group: str) -> _Recent | None:
         """Return a half that was prepared since the last check, if these are its coordinates."""
@@ -291,6 +275,7 @@ class Transactions:
             recent is None
             or recent.queue_offset != queue_offset
             or recent.half.properties.get(PROPERTY_PRODUCER_GROUP) != group
+            or queue_offset < self.check.judged_below  # a check has copied it, so it is one of several
         ):
             return None
         del self._recent[physical_offset]
@@ -308,8 +293,7 @@ class Transactions:
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(physical_offset)
-        if self._delivered is not None:
-            self._delivered(FinalMessage(half.topic, recent.queue_id, properties, result))
+        self._delivered(FinalMessage(half.topic, recent.queue_id, properties, result))
         return result
 
     def _half(self, physical_offset: int, queue_offset: int, group: str) -> StoredMessage:
@@ -317,7 +301,7 @@ class Transactions:
             half = self._store.message_at(physical_offset) if physical_offset >= 0 else None
         except CorruptionError:
             half = None
-        if half is None or (half.topic != HALF_TOPIC and not self._original):
+        if half is None or half.topic != HALF_TOPIC:
             raise TransactionRefusedError(_SYSTEM_ERROR, "Find prepared transaction message failed")
         if half.properties.get(PROPERTY_PRODUCER_GROUP) != group:
             raise TransactionRefusedError(_SYSTEM_ERROR, "The producer group wrong")
@@ -331,32 +315,14 @@ class Transactions:
         """Return whether a half has only been prepared: the usual case, which needs no search."""
         return (
             half.physical_offset >= self._opened_at
-            and half.queue_offset >= self._checks.judged_below()
-            and half.queue_offset not in self._ended_halves()
+            and half.queue_offset >= self.check.judged_below
+            and half.queue_offset not in self._ended
             and half.physical_offset not in self._without_op
             and PROPERTY_TRANSACTION_CHECK_TIMES not in half.properties
             and half.unique_key not in self._repeated
         )
 
-    def open_halves(self) -> tuple[int, Callable[[int], bool]]:
-        """Return the queue offset from which halves can be open, and a function for whether one has ended."""
-        return self._checks.judged_below(), self._ended_halves().ended_lookup()
-
-    def is_rolled_back(self, half: StoredMessage) -> bool:
-        """Return whether a half's transaction has ended without a delivery, so that `commit` refuses it."""
-        if half.physical_offset in self._recent or self._original or self._is_plain(half):
-            return False
-        family = self._family(half)
-        return not self._is_delivered(family) and self._is_rolled_back(self._with_unindexed(family))
-
-    def _is_rolled_back(self, family: list[StoredMessage]) -> bool:
-        """Return whether a family without a delivery can't be delivered any more."""
-        return not self._pending(family) and not self._is_discarded(family)
-
-    def _ended_halves(self) -> EndedHalves:
-        if self._ended is None:
-            self._ended = EndedHalves(self._store, self._offsets)
-        return self._ended
+    # ---- the family: all halves and copies of a transaction, of which any can end it
 
     def _family(self, half: StoredMessage) -> list[StoredMessage]:
         """Return the halves of a half's transaction, and their copies, in the order of storage.
@@ -367,6 +333,13 @@ class Transactions:
         records[half.physical_offset] = half
         return [records[place] for place in sorted(records)]
 
+    def _records_of(self, topic: str, half: StoredMessage) -> list[StoredMessage]:
+        """Return the records of a topic that belong to the same transaction as a half, as far as the index knows."""
+        if not half.unique_key:
+            return []
+        records = self._store.find_by_key(topic, half.unique_key, max_messages=_SAME_KEY)
+        return [message for message in records if transaction_of(message) == transaction_of(half)]
+
     def _with_unindexed(self, family: list[StoredMessage]) -> list[StoredMessage]:
         """Return a family with the pending copies that the index lacks, if it seems to have no pending member.
 
@@ -374,29 +347,20 @@ class Transactions:
         """
         if self._pending(family):
             return family
-        copies = self._pending(self._in_queue(HALF_TOPIC, self._checks.judged_below(), family[0]))
-        return [*family, *copies]
+        return [*family, *self._pending(self._in_queue(HALF_TOPIC, self.check.judged_below, family[0]))]
 
     def _in_queue(self, topic: str, begin: int, half: StoredMessage) -> list[StoredMessage]:
         """Return the records of the same transaction in a queue of the checks, from a queue offset on."""
-        records = []
-        while True:
-            batch = self._store.read(topic, QUEUE, begin)
-            records += [message for message in batch.messages if half.unique_key and _marks(message) == _marks(half)]
-            if batch.next_offset <= begin:
-                return records
-            begin = batch.next_offset
-
-    def _records_of(self, topic: str, half: StoredMessage) -> list[StoredMessage]:
-        """Return the records of a topic that belong to the same transaction as a half, as far as the index knows."""
         if not half.unique_key:
             return []
-        records = self._store.find_by_key(topic, half.unique_key, max_messages=_SAME_KEY)
-        return [message for message in records if _marks(message) == _marks(half)]
+        transaction = transaction_of(half)
+        return [
+            message for message in self._store.messages(topic, QUEUE, begin) if transaction_of(message) == transaction
+        ]
 
     def _pending(self, family: list[StoredMessage]) -> list[StoredMessage]:
-        below, ended = self._checks.judged_below(), self._ended_halves()
-        return [half for half in family if half.queue_offset >= below and half.queue_offset not in ended]
+        below = self.check.judged_below
+        return [half for half in family if half.queue_offset >= below and half.queue_offset not in self._ended]
 
     def _is_delivered(self, family: list[StoredMessage]) -> bool:
         """Return whether a final message of the family is in the log."""
@@ -419,13 +383,19 @@ class Transactions:
             prepared = self._store.message_at(message.prepared_transaction_offset)
         except CorruptionError:
             return False
-        return prepared is not None and prepared.topic == HALF_TOPIC and _marks(prepared) == _marks(half)
+        return (
+            prepared is not None and prepared.topic == HALF_TOPIC and transaction_of(prepared) == transaction_of(half)
+        )
+
+    def _is_rolled_back(self, family: list[StoredMessage]) -> bool:
+        """Return whether a family without a delivery can't be delivered any more."""
+        return not self._pending(family) and not self._is_discarded(family)
 
     def _is_discarded(self, family: list[StoredMessage]) -> bool:
         """Return whether a check has given the family up, or may have; a late commit still delivers it."""
         half = family[0]
         if not half.unique_key:
-            return half.queue_offset < self._checks.judged_below()
+            return half.queue_offset < self.check.judged_below
         return bool(
             self._records_of(CHECK_MAX_TIME_TOPIC, half)
             or self._in_queue(CHECK_MAX_TIME_TOPIC, self._store.queue_range(CHECK_MAX_TIME_TOPIC, QUEUE)[0], half)
@@ -433,10 +403,12 @@ class Transactions:
 
     def _end_all(self, family: list[StoredMessage]) -> None:
         pending, last = self._pending(family), family[-1]
-        if not pending and self._is_discarded(family) and last.queue_offset not in self._ended_halves():
+        if not pending and self._is_discarded(family) and last.queue_offset not in self._ended:
             pending = [last]  # no check asks about it any more: the op message is the only trace of a rollback
         for half in pending:
-            self._write_op(half)
+            self._append_op(half.physical_offset, half.queue_offset)
+
+    # ---- final and op messages
 
     def _write_final(self, half: StoredMessage, flag: int) -> AppendResult:
         properties = dict(half.properties)
@@ -457,76 +429,60 @@ class Transactions:
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         self._without_op.add(place)
-        if self._delivered is not None:
-            self._delivered(FinalMessage(topic, queue_id, properties, result))
+        self._delivered(FinalMessage(topic, queue_id, properties, result))
         return result
 
-    def _write_op(self, half: StoredMessage) -> None:
-        self._append_op(half.physical_offset, half.queue_offset, half.queue_id)
-
-    def _append_op(self, physical_offset: int, queue_offset: int, queue_id: int) -> None:
+    def _append_op(self, physical_offset: int, queue_offset: int) -> None:
         message = Message.from_parts(OP_TOPIC, self._op_body % queue_offset, 0, _OP_PROPERTIES)
-        # With sync durability, wait for the final message too.
-        result = self.last_op = self._store.append(message, queue_id, wait=self._waits)
+        # The final message did not wait for the device. It precedes the op message in the log, so one wait is for both.
+        result = self.last_op = self._store.append(message, QUEUE, wait=self._waits)
         self._without_op.discard(physical_offset)
         self._recent.pop(physical_offset, None)
-        if result.queue_offset != self._next_op:  # another writer has added op messages, of any half
+        if result.queue_offset != self._next_op:  # another writer has added op messages, which can end any half
             self._recent.clear()
         self._next_op = result.queue_offset + 1
-        if self._ended is not None:
-            self._ended.mark_ended(queue_offset, result.queue_offset)
+        self._ended.mark_ended(queue_offset, result.queue_offset)
 
-    def _drop_judged(self) -> None:
-        """Read halves again that a check has judged."""
-        if self._recent:
-            below = self._checks.judged_below()
-            self._recent = {place: recent for place, recent in self._recent.items() if recent.queue_offset >= below}
 
-    def _drop_ended_below(self, queue_offset: int) -> None:
-        if self._ended is not None:
-            self._ended.drop_below(queue_offset)
+class _RepeatedHalves:
+    """The latest unique ids that several halves share: a producer that got no answer sends its half again.
 
-    # -------------------------------------------------------------------------------------------------------- check
+    Thread-safe. It keeps the latest 32,768 ids; at its first half it reads the ids of the 4,096 halves before.
+    """
 
-    def check(self, now_ms: int, config: TransactionConfig | None = None) -> Checked:
-        """Make a whole check pass now, independent of `run_due`. Raises the store's errors."""
-        check_now(now_ms)
-        try:
-            return self._checks.check(now_ms, config)
-        finally:
-            self._drop_judged()
+    def __init__(self, store: MessageStore) -> None:
+        self._store = store
+        self._lock = Lock()  # a half that a client sends is stored without the lock of the ends
+        self._places: dict[str, int | None] | None = None  # physical offset of the only half of an id; None for several
 
-    def run_due(self, now_ms: int) -> int | None:
-        """Make the due check pass or a part of it; return the time of the next call (ms), None if nothing is pending.
+    def add_half(self, unique_key: str, physical_offset: int) -> int | None:
+        """Note a half that was stored; return the physical offset of the half that it repeats, None for a new one.
 
-        Passes come every 60 s from the start on, except those that would find nothing new in the half queue. Call this
-        soon after preparing a half.
-
-        Raises:
-            StoreClosedError: The store was closed.
-            FlushFailedError: A flush has failed; the store must be reopened.
-            ReadOnlyError: The store is read-only.
+        -1 stands for several halves.
         """
-        check_now(now_ms)
-        try:
-            return self._checks.run_due(now_ms)
-        finally:
-            self._drop_judged()
+        with self._lock:
+            places = self._places
+            if places is None:
+                places = self._places = self._read_last_halves(physical_offset)
+            if unique_key not in places:
+                places[unique_key] = physical_offset
+                if len(places) > _IDS:
+                    del places[next(iter(places))]
+                return None
+            repeated = places.pop(unique_key)
+            places[unique_key] = None
+            return -1 if repeated is None else repeated
 
-    def next_check_ms(self, now_ms: int) -> int:
-        """Return the time of the first check pass after ``now_ms``."""
-        return self._checks.next_check_ms(now_ms)
+    def __contains__(self, unique_key: str | None) -> bool:
+        """Return whether several halves have this id."""
+        with self._lock:
+            return unique_key is not None and self._places is not None and self._places.get(unique_key, -1) is None
 
-    def not_reached(self, question: CheckBack) -> None:
-        """Note that a question reached no producer. Such a check does not count, unless all do as in 4.9.
-
-        Kept in memory: after a restart it counts.
-        """
-        self._checks.not_reached(question)
-
-    def save(self) -> None:
-        """Save the progress of a running check pass, which ends there.
-
-        It flushes the records of the pass first. Raises the errors of `MessageStore.flush`.
-        """
-        self._checks.save()
+    def _read_last_halves(self, before: int) -> dict[str, int | None]:
+        """Return the ids of the last halves in the log before a physical offset."""
+        places: dict[str, int | None] = {}
+        low, end = self._store.queue_range(HALF_TOPIC, QUEUE)
+        for half in self._store.messages(HALF_TOPIC, QUEUE, max(low, end - _IDS_AT_OPENING), end):
+            if half.unique_key and half.physical_offset < before:
+                places[half.unique_key] = None if half.unique_key in places else half.physical_offset
+        return places

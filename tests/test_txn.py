@@ -29,9 +29,10 @@ from librmq.scheduling.half_messages import CHECK_GROUP, EndedHalves
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.txn import CheckBack, TransactionConfig, Transactions
+from librmq.txn import CheckBack, Checked, TransactionConfig, Transactions
 from tests.bytime import ByTime
 from tests.stores import ROOT, SMALL, START_MS, died
+from tests.transactions_of_4 import TransactionsOf4
 
 Half = AppendResult
 
@@ -45,7 +46,7 @@ class Desk(ByTime):
         *,
         files: MemoryFiles | None = None,
         at_ms: int = START_MS,
-        original: bool = False,
+        of_4: bool = False,
         settings: TransactionConfig | None = None,
         is_reachable: Callable[[str], bool] | None = None,
     ) -> None:
@@ -54,14 +55,10 @@ class Desk(ByTime):
         self.asked: list[CheckBack] = []
         self.discarded: list[tuple[StoredMessage, int]] = []
         self.topics: list[str] = []
-        self.transactions = Transactions(
-            self.store, self.offsets, at_ms, settings,
-            ask=self.asked.append,
-            discarded=lambda *what: self.discarded.append(what),
-            make_topic=self.topics.append,
-            is_reachable=is_reachable,
-            original=original,
-        )  # fmt: skip
+        kind = TransactionsOf4 if of_4 else Transactions
+        self.transactions = kind(
+            self.store, self.offsets, settings, make_topic=self.topics.append, is_reachable=is_reachable
+        )
 
     def prepare(self, number: int = 0, **changes: Any) -> Half:
         """Store a half message that is born now."""
@@ -79,11 +76,19 @@ class Desk(ByTime):
     def check(self, later_ms: int = 10_000, **settings: Any) -> list[StoredMessage]:
         """Run a whole pass ``later_ms`` from now; return the copies that producers are asked about."""
         self.clock.advance(ms=later_ms)
-        asked = self.transactions.check(self.clock.now_ms(), TransactionConfig(**settings)).questions
-        return [question.half for question in asked]
+        self.transactions.check.run_pass(self.clock.now_ms(), TransactionConfig(**settings))
+        return [question.half for question in self._note_checked().questions]
 
     def run_due(self, now_ms: int) -> int | None:
-        return self.transactions.run_due(now_ms)
+        due = self.transactions.check.run_due(now_ms)
+        self._note_checked()
+        return due
+
+    def _note_checked(self) -> Checked:
+        checked = self.transactions.check.checked
+        self.asked += checked.questions
+        self.discarded += checked.discarded
+        return checked
 
     def checks_to(self, at_ms: int) -> list[int]:
         """Advance the clock to ``at_ms`` after the start; return the times at which a check was due."""
@@ -264,17 +269,6 @@ def test_without_a_unique_id_a_second_end_is_refused(desk: Desk) -> None:
     assert desk.bodies() == [b"0"]
 
 
-def test_as_in_rocketmq_each_commit_delivers() -> None:
-    desk = Desk(original=True)
-    half = desk.prepare()
-    desk.commit(half)
-    desk.commit(half)
-    desk.rollback(half)
-    desk.commit(half)
-    assert desk.bodies() == [b"0"] * 3
-    assert desk.ops() == [b"0"] * 4
-
-
 def test_equal_unique_ids_of_two_messages_are_kept_apart(desk: Desk) -> None:
     halves = [desk.prepare(number, unique_key="same", born_timestamp_ms=number) for number in range(2)]
     desk.check()
@@ -333,17 +327,6 @@ def test_old_coordinates_end_the_copy_too(desk: Desk, end: str) -> None:
     else:
         with pytest.raises(TransactionRefusedError):
             desk.commit(copy)
-
-
-def test_old_coordinates_leave_the_copy_pending() -> None:
-    """As in RocketMQ 4.9, ending a half by its old offsets leaves its copy pending."""
-    desk = Desk(original=True)
-    half = desk.prepare()
-    desk.check()
-    desk.commit(half)
-    (again,) = desk.check()
-    desk.commit(again)
-    assert desk.bodies() == [b"0", b"0"]
 
 
 def test_a_copy_delivers_the_flag_that_was_sent(desk: Desk) -> None:
@@ -456,7 +439,7 @@ def test_a_half_without_an_op_is_copied_and_checked(desk: Desk) -> None:
 
 
 def test_a_check_runs_at_a_whole_number(desk: Desk) -> None:
-    for check in (desk.transactions.run_due, desk.transactions.check):
+    for check in (desk.transactions.check.run_due, desk.transactions.check.run_pass):
         with pytest.raises(TypeError, match="now_ms: expected milliseconds since 1970, a whole number, found 'x'"):
             check("x")  # type: ignore[arg-type]
 
@@ -528,14 +511,14 @@ def test_an_invalid_immunity_counts_as_the_default(desk: Desk, value: str) -> No
 
 def test_an_op_by_the_first_place_ends_an_immune_copy() -> None:
     """As in RocketMQ 4.9, an op that names the first queue offset of a half ends its immune copy."""
-    desk = Desk(original=True)
+    desk = Desk()
     half = desk.prepare(properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60"})
     desk.prepare(1, properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60", "TRAN_PREPARED_QUEUE_OFFSET": "2"})
     desk.prepare(2)
     desk.store.append(Message(OP_TOPIC, b"2", tags="d"), 0)
     desk.check()
     assert half.queue_offset == 0
-    assert [message.body for message in desk.of(HALF_TOPIC)[3:]] == [b"0", b"2"]  # 1 ended, with the op of 2
+    assert [message.body for message in desk.of(HALF_TOPIC)[3:]] == [b"0"]  # 1 ended, with the op of 2
 
 
 def test_a_missing_first_place_does_not_cause_a_wait(desk: Desk) -> None:
@@ -744,12 +727,12 @@ def test_a_pass_takes_several_turns() -> None:
     desk.pass_to(59_999)
     desk.clock.advance(ms=1)
     now = desk.clock.now_ms()
-    assert desk.transactions.run_due(now) == now
+    assert desk.run_due(now) == now
     assert len(desk.asked) == 10
     desk.commit(halves[24])  # during the pass
     desk.commit(halves[0])
-    assert desk.transactions.run_due(now) == now
-    assert desk.transactions.run_due(now) == now + 60_000
+    assert desk.run_due(now) == now
+    assert desk.run_due(now) == now + 60_000
     assert [int(question.half.body) for question in desk.asked] == list(range(24))
     assert desk.progress() == (25, 1)
     assert desk.bodies() == [b"24", b"0"]
@@ -763,15 +746,15 @@ def test_a_pass_that_takes_too_long_ends_where_it_is() -> None:
     for number in range(25):
         desk.prepare(number)
     desk.pass_to(59_999)
-    assert desk.transactions.run_due(START_MS + 60_000) == START_MS + 60_000
-    assert desk.transactions.run_due(START_MS + 120_001) == START_MS + 180_000
+    assert desk.run_due(START_MS + 60_000) == START_MS + 60_000
+    assert desk.run_due(START_MS + 120_001) == START_MS + 180_000
     assert desk.progress() == (10, None)
 
 
 def test_a_clock_that_is_set_back(desk: Desk) -> None:
     desk.prepare()
-    assert desk.transactions.run_due(START_MS + 30_000) == START_MS + 60_000
-    assert desk.transactions.run_due(START_MS - 3_600_000) == START_MS - 3_600_000 + 60_000
+    assert desk.run_due(START_MS + 30_000) == START_MS + 60_000
+    assert desk.run_due(START_MS - 3_600_000) == START_MS - 3_600_000 + 60_000
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -835,7 +818,7 @@ def test_a_store_that_is_closed_is_reported(desk: Desk) -> None:
     desk.pass_to(1_000)
     desk.store.close()
     with pytest.raises(StoreClosedError):
-        desk.transactions.run_due(START_MS + 60_000)
+        desk.run_due(START_MS + 60_000)
 
 
 # --- in turn with a broker of 4.9, over kills
@@ -845,7 +828,7 @@ STEPS = ("check", "answer", "save", "kill and librmq", "kill and 4.9")
 
 def after_steps(steps: tuple[str, ...], is_original: bool) -> tuple[Desk, bool]:
     """Return the store after a half whose end was lost, and these steps; and whether 4.9 had a turn."""
-    desk = Desk(original=is_original)
+    desk = Desk(of_4=is_original)
     desk.prepare()
     for step in steps:
         if step == "check":
@@ -855,7 +838,7 @@ def after_steps(steps: tuple[str, ...], is_original: bool) -> tuple[Desk, bool]:
         elif step == "save":
             desk.offsets.persist(desk.clock.now_ms())
         elif step.startswith("kill"):
-            desk = desk.after_crash(original=step.endswith("4.9"))
+            desk = desk.after_crash(of_4=step.endswith("4.9"))
             is_original |= step.endswith("4.9")
     return desk, is_original
 
@@ -864,7 +847,7 @@ def after_steps(steps: tuple[str, ...], is_original: bool) -> tuple[Desk, bool]:
 @pytest.mark.parametrize("first", STEPS)
 @pytest.mark.parametrize("is_original", [False, True])
 def test_no_kill_in_turns_with_4_loses_a_commit(first: str, is_original: bool) -> None:
-    """The rules of 4.9 (``original``) and of librmq in turn, a kill between any two steps: the commit is delivered.
+    """The rules of 4.9 and of librmq in turn, a kill between any two steps: the commit is delivered.
 
     4.9 can deliver it several times; librmq never does so by itself.
     """

@@ -47,7 +47,6 @@ class BrokerTransactions:
         self._arrivals = arrivals
         self._turns: dict[str, int] = {}
         self._unreachable_groups: set[str] = set()  # groups that the log reports as unreachable
-        self._questions: list[CheckBack] = []
         self._finals: deque[FinalMessage] = deque()  # not announced yet
         self._lock = RLock()  # for ends and checks; retention can ask during an end
         self._waits = store.config.durability == "sync"
@@ -55,14 +54,10 @@ class BrokerTransactions:
         self._transactions = Transactions(
             store,
             context.offsets,
-            runner.now_ms(),
             context.config.transactions,
-            ask=self._questions.append,
-            discarded=self._discarded,
             delivered=self._finals.append,
-            make_topic=self._make_topic,
+            make_topic=context.topics.ensure,
             is_reachable=self._is_reachable,
-            original=context.config.original_transactions,
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
         )
@@ -126,7 +121,7 @@ class BrokerTransactions:
     def save(self) -> None:
         """Save the progress of the check, after a flush of the store. Raises the errors of the flush."""
         with self._lock:
-            self._transactions.save()
+            self._transactions.check.save()
 
     def _aside(self, aside: Aside, wait: Callable[[], object], done: Callable[[Exception | None], int | None]) -> None:
         def ended(error: Exception | None) -> int | None:
@@ -137,15 +132,14 @@ class BrokerTransactions:
 
     def _run_due(self, now_ms: int) -> int | None:
         with self._lock:
-            due = self._transactions.run_due(now_ms)
-            questions = self._questions[:]
-            self._questions.clear()
+            due = self._transactions.check.run_due(now_ms)
+            questions, discarded = self._transactions.check.checked
+        # Without the lock: a producer of this process can end its transaction while it is asked.
+        for half, check_times in discarded:
+            self._discarded(half, check_times)
         for question in questions:
             self._ask(question)
         return due
-
-    def _make_topic(self, name: str) -> None:
-        self._topics.ensure(name)
 
     def _is_reachable(self, group: str) -> bool:
         """Return whether a producer of the group is connected; log once if none is."""
@@ -189,7 +183,7 @@ class BrokerTransactions:
                 return
         self._log_unreachable(question.group, cause)
         with self._lock:
-            self._transactions.not_reached(question)
+            self._transactions.check.note_unreached(question)
 
     def _discarded(self, half: StoredMessage, check_times: int) -> None:
         self._count_outcome("discard", half)

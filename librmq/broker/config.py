@@ -83,8 +83,6 @@ class BrokerConfig(NamedConfig):
     """Time in which a further send of a unique id to its topic gets the first one's answer and is not stored. None
     stores every send, as 4.9 does. A send that was cancelled or rolled back does not count. The broker keeps at
     most 524,288 ids."""
-    original_transactions: bool = False
-    """End and check transactions exactly like 4.9, including its losses: see `librmq.txn.Transactions`."""
 
 
 _IN_FILE: Final = (

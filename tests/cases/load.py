@@ -14,7 +14,7 @@
 Only ``at_ms`` of a row and ``sleep`` move time. From the first ``at_ms`` on, delayed messages are delivered on the way,
 on a grid of 100 ms.
 
-Transactions are those of `librmq.txn`, and behave as in RocketMQ 4.9: a second end is not refused.
+Transactions end as in RocketMQ 4.9: a second end is not refused.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ from librmq.store.engine.dispatch import parse_level
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.saved_state import delete_mark
-from librmq.txn import TransactionConfig, Transactions
+from librmq.txn import TransactionConfig
 from tests.cases import fields
+from tests.transactions_of_4 import TransactionsOf4
 
 _BORN_TIMESTAMP_MS: Final = 1_700_000_000_000
 _BORN_HOST: Final = ("192.168.1.10", 54321)
@@ -171,7 +172,7 @@ class _Operations:
         self._stamped = False  # whether a message was put
         self._schedule: DelaySchedule | None = None  # made at the first at_ms, before which nothing is delivered
         self._halves: dict[str, _Half] = {}
-        self._transactions = Transactions(store, tables, clock.now_ms(), make_topic=tables.make_topic, original=True)
+        self._transactions = TransactionsOf4(store, tables, make_topic=tables.make_topic)
         self._timers = timers
         self._filters = filters
         self._filters_changed = False
@@ -375,7 +376,7 @@ class _Operations:
             check_max=fields.whole(row, "check_max", 1, (1 << 31) - 1),
         )
         now_ms = self._clock.now_ms()
-        done = self._transactions.check(now_ms, settings)
+        done = self._transactions.check.run_pass(now_ms, settings)
         return {
             "check_back": [
                 {

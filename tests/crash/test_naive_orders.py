@@ -17,7 +17,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.txn import CheckBack, Transactions
+from librmq.txn import Transactions
 from tests.stores import ROOT, SMALL, START_MS, died
 
 
@@ -41,8 +41,7 @@ class Shop:
         self.database.commit()
         self.store = MessageStore.open(ROOT, SMALL, files=self.files, clock=self.clock)
         tables = BrokerTables.open(f"{ROOT}/config", files=self.files)
-        self.questions: list[CheckBack] = []
-        self.transactions = Transactions(self.store, tables, self.clock.now_ms(), ask=self.questions.append)
+        self.transactions = Transactions(self.store, tables)
 
     def step(self) -> None:
         if self.steps_left == 0:
@@ -69,9 +68,8 @@ class Shop:
         self.open()
         for _ in range(3):
             self.clock.advance(minutes=1)
-            self.transactions.check(self.clock.now_ms())
-            while self.questions:
-                half = self.questions.pop().half
+            for question in self.transactions.check.run_pass(self.clock.now_ms()).questions:
+                half = question.half
                 end = self.transactions.commit if self.is_ordered else self.transactions.rollback
                 end(half.physical_offset, half.queue_offset, "shop")
 

@@ -46,9 +46,7 @@ class Broker:
         self.tables = BrokerTables.open(f"{ROOT}/config", files=self.files)
         now = self.clock.now_ms()
         self.questions: list[CheckBack] = []
-        self.transactions = Transactions(
-            self.store, self.tables, now, TransactionConfig(most_at_once=2), ask=self.questions.append
-        )
+        self.transactions = Transactions(self.store, self.tables, TransactionConfig(most_at_once=2))
         self.schedule = DelaySchedule(self.store, self.tables, now, DelayConfig(save_every_s=5))
         self.timers = Timers.open(self.store, WHEEL)
 
@@ -65,8 +63,9 @@ class Broker:
         until = self.clock.now_ms() + ms
         while True:
             now = self.clock.now_ms()
-            steps = self.schedule.run_due, self.transactions.run_due, self.timers.run_due
+            steps = self.schedule.run_due, self.transactions.check.run_due, self.timers.run_due
             dues = [due for step in steps if (due := step(now)) is not None]
+            self.questions += self.transactions.check.checked.questions
             while self.answering and self.questions:
                 question = self.questions.pop()
                 self.end(int(question.half.body), (question.half.physical_offset, question.half.queue_offset))
@@ -130,7 +129,7 @@ def check_after(life: Life, files: Files, crash_point: int, why: Callable[[], st
     """Let time pass and producers answer after a crash; check that everything is decided and delivered correctly."""
     broker = Broker(files, ManualClock(life.ended_ms + 1_000))
     broker.pass_time(1_200_000)
-    assert broker.transactions.run_due(broker.clock.now_ms()) is None, why()
+    assert broker.transactions.check.run_due(broker.clock.now_ms()) is None, why()
     delivered, prepared = broker.counts("T"), life.promised(life.prepared, crash_point)
     assert {number for number in prepared if outcome(number) == "commit"} <= set(delivered), why()
     assert all(outcome(number) == "commit" for number in delivered), why()

@@ -37,7 +37,7 @@ class Store:
         self.clock = ManualClock(START_MS)
         self.store = MessageStore.open(ROOT, config, files=self.files, clock=self.clock)
         self.tables = BrokerTables.open(f"{ROOT}/config", files=self.files)
-        self.transactions = Transactions(self.store, self.tables, START_MS)
+        self.transactions = Transactions(self.store, self.tables)
         self.timers = Timers.open(self.store, SMALL_WHEEL)
 
     def half(self, number: int, **properties: str) -> tuple[int, int, str]:
@@ -78,7 +78,7 @@ def test_halves() -> None:
     ]
     assert store.pending() == expected
     store.clock.advance(ms=10_000)
-    store.transactions.check(store.clock.now_ms(), TransactionConfig())
+    store.transactions.check.run_pass(store.clock.now_ms(), TransactionConfig())
     assert [(one.unique_key, one.checks) for one in store.pending()] == [("H0", 1), ("H2", 1), ("H4", 1)]
     assert all(one.physical_offset > places[4][0] for one in store.pending())
     store.transactions.commit(*places[2])  # by its coordinates before the check
@@ -197,7 +197,7 @@ def test_a_copy_of_a_half_waits_in_its_place() -> None:
     copies = []
     for _ in range(4):
         store.clock.advance(ms=60_000)
-        found = store.transactions.check(store.clock.now_ms()).questions
+        found = store.transactions.check.run_pass(store.clock.now_ms()).questions
         copies = [one.half for one in found]
     store.tables.set_consumer_offset(HALF_TOPIC, "CID_RMQ_SYS_TRANS", 0, 0)
     assert [(one.unique_key, one.checks) for one in store.pending()] == [("H0", 4), ("H1", 4), ("H2", 4)]
@@ -212,7 +212,7 @@ def test_given_up_halves_that_an_op_of_5_ends() -> None:
         store.half(number)
     for _ in range(2):
         store.clock.advance(ms=60_000)
-        store.transactions.check(store.clock.now_ms(), TransactionConfig(check_max=1))
+        store.transactions.check.run_pass(store.clock.now_ms(), TransactionConfig(check_max=1))
     store.store.append(Message(OP_TOPIC, b"0,2,", tags="d"))
     assert [one.unique_key for one in store.pending(kind="given_up")] == ["H1"]
 
@@ -222,7 +222,7 @@ def test_given_up_halves_until_they_are_decided() -> None:
     places = [store.half(number) for number in range(3)]
     store.clock.advance(ms=10_000)
     for _ in range(3):
-        store.transactions.check(store.clock.now_ms(), TransactionConfig(check_max=1))
+        store.transactions.check.run_pass(store.clock.now_ms(), TransactionConfig(check_max=1))
         store.clock.advance(ms=60_000)
     given_up = [(one.unique_key, one.topic, one.due_ms, one.checks) for one in store.pending(kind="given_up")]
     assert given_up == [(f"H{number}", "H", None, 1) for number in range(3)]

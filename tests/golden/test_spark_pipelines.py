@@ -246,7 +246,7 @@ def test_what_if(stores: list[str], plain: Plain) -> None:
 def test_pending_transactions(stores: list[str], plain: Plain, tmp_path: Path) -> None:
     made = str(tmp_path / "made")
     with MessageStore.open(made, StoreConfig.tiny(), clock=ManualClock(1_700_000_000_000)) as store:
-        transactions = Transactions(store, BrokerTables.open(os.path.join(made, "config")), 0)
+        transactions = Transactions(store, BrokerTables.open(os.path.join(made, "config")))
         halves = []
         for number in range(6):
             message = Message("H", b"x", unique_key=f"H{number}")

@@ -53,9 +53,7 @@ class TransactionMachine(RuleBasedStateMachine):
         self.store = MessageStore.open(ROOT, SMALL, files=self.files, clock=self.clock)
         self.tables = BrokerTables.open(f"{ROOT}/config", files=self.files)
         self.questions: list[CheckBack] = []
-        self.transactions = Transactions(
-            self.store, self.tables, self.clock.now_ms(), self.settings, ask=self.questions.append
-        )
+        self.transactions = Transactions(self.store, self.tables, self.settings)
 
     # --- producers
 
@@ -120,22 +118,27 @@ class TransactionMachine(RuleBasedStateMachine):
 
     # --- the broker
 
+    def run_due(self) -> int | None:
+        due = self.transactions.check.run_due(self.clock.now_ms())
+        self.questions += self.transactions.check.checked.questions
+        return due
+
     @rule(seconds=st.sampled_from([0, 1, 7, 60, 61, 200]))
     def pass_time(self, seconds: int) -> None:
         until = self.clock.now_ms() + 1000 * seconds
-        due = self.transactions.run_due(self.clock.now_ms())
+        due = self.run_due()
         while due is not None and due <= until:
             self.clock.move_to(due)
-            due = self.transactions.run_due(due)
+            due = self.run_due()
         self.clock.move_to(until)
 
     @rule()
     def one_turn(self) -> None:
         """Run part of a pass, so that transactions end during it."""
-        due = self.transactions.run_due(self.clock.now_ms())
+        due = self.run_due()
         if due is not None:
             self.clock.move_to(due)
-            self.transactions.run_due(due)
+            self.run_due()
 
     @rule()
     def save(self) -> None:
@@ -178,7 +181,7 @@ class TransactionMachine(RuleBasedStateMachine):
                 question = self.questions.pop()
                 local = self.locals[int(question.half.body)]
                 self.tell(local, (question.half.physical_offset, question.half.queue_offset))
-        assert self.transactions.run_due(self.clock.now_ms()) is None
+        assert self.run_due() is None
         delivered = set(self.of("T"))
         committed = {local.number for local in self.locals if local.outcome == "commit"}
         assert committed - self.given_up() <= delivered <= committed

@@ -112,12 +112,7 @@ class Work:
         self.results: list[Any] = []
         self.halves: list[AppendResult] = []
         offsets = BrokerTables.open(f"{ROOT}/config", files=files)
-        self.transactions = Transactions(
-            store, offsets, START_MS,
-            ask=lambda question: self.results.append(question.half.raw),
-            discarded=lambda half, *_: self.results.append(half.raw),
-            make_topic=self.results.append,
-        )  # fmt: skip
+        self.transactions = Transactions(store, offsets, make_topic=self.results.append)
         self.schedule = DelaySchedule(store, offsets, START_MS, NOW, delivered=self.note)
 
     def do(self, name: str, *arguments: Any) -> None:
@@ -166,7 +161,8 @@ class Work:
 
     def later(self, milliseconds: int) -> int | None:
         self.clock.advance(ms=milliseconds)
-        self.transactions.check(self.clock.now_ms(), TransactionConfig())
+        questions, discarded = self.transactions.check.run_pass(self.clock.now_ms(), TransactionConfig())
+        self.results += [half.raw for half, _ in discarded] + [question.half.raw for question in questions]
         return self.schedule.run_due(self.clock.now_ms())
 
     def read(self, queue_id: int) -> list[bytes]:
