@@ -26,8 +26,8 @@ from typing import Any, Final
 from benchmarks.frame import CHECKOUT, Bench, Case, Run, Target, Timed, main
 from librmq.broker import Broker, BrokerConfig
 from librmq.scheduling.timer_config import TimerConfig
+from librmq.wire.remoting._frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting._headers import PulledHeader, PullHeader, RequestCode, SendHeader, SentHeader
-from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 
 WINDOW: Final = 64
 BODY: Final = b"x" * 1024

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+from librmq import SharedBroker
 from librmq.broker import Broker
 from librmq.broker.administered_route import AdministeredRoute
 from librmq.clock import Clock, SystemClock
@@ -19,7 +20,6 @@ from librmq.config import wrong_kind
 from librmq.diagnosis.view import ClusterView, StoreView, View
 from librmq.errors import ConfigError
 from librmq.store import MessageStore
-from librmq.wire.share import SharedBroker
 
 
 class Place:

@@ -17,12 +17,12 @@ from typing import Any, Final, TypeAlias
 from kombu.utils.json import JSONEncoder, loads
 
 import librmq
+from librmq import SharedBroker
 from librmq.clock import SystemClock
 from librmq.files.disk import DiskFiles
 from librmq.files.regular import make_owned_folder, open_regular
 from librmq.runtime.locks import Lock
-from librmq.wire.remote.remote_route import RemoteRoute
-from librmq.wire.share import SharedBroker
+from librmq.wire.remote import RemoteRoute
 
 if sys.platform != "win32":
     import fcntl

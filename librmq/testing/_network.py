@@ -24,7 +24,7 @@ from librmq.store.recovery.verify import verify
 from librmq.testing.histories._history import History
 
 if TYPE_CHECKING:
-    from librmq.testing._frame_links import FrameLinks
+    from librmq.wire.frame_links import FrameLinks
 
 MOST_BROKERS: Final = len(ascii_lowercase)
 SMALL_FILES: Final = StoreConfig.tiny(commitlog_file_size=1 << 20, max_message_size=512 << 10)
@@ -133,7 +133,7 @@ class Network:
         """
         self._frames: FrameLinks | None = None
         if frames is not None:
-            from librmq.testing._frame_links import FrameLinks
+            from librmq.wire.frame_links import FrameLinks
 
             self._frames = FrameLinks(runner, is_shared=frames == "share")
         self._path = path

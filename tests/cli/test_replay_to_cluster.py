@@ -12,7 +12,7 @@ from librmq import Broker, BrokerConfig, Message, MessageStore, Producer
 from librmq.clock import ManualClock
 from librmq.protocol import ResponseCode
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting.frames import Frame, answer_to
+from librmq.wire.remoting._frames import Frame, answer_to
 from tests.cli.stand import Shell
 from tests.wire.fake_servers import FakeServer
 

@@ -14,7 +14,7 @@ from librmq import Broker, ManualRunner, Message, Producer, PullConsumer, StoreC
 from librmq.protocol import PERM_WRITE, UpdateOffset
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer, listen
-from librmq.wire.remoting.frames import answer_to
+from librmq.wire.remoting._frames import answer_to
 from tests.budget import many
 from tests.cli.stand import Shell
 from tests.wire.fake_servers import FakeServer

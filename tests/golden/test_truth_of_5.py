@@ -14,7 +14,7 @@ from librmq.diagnosis.view import group_summaries, topic_summaries
 from librmq.message.topics import TIMER_TOPIC
 from librmq.scheduling.timer_config import DELETE_KEY
 from librmq.wire.remoting._codec import read_pulled
-from librmq.wire.remoting.frames import Frame
+from librmq.wire.remoting._frames import Frame
 from tests.reference import existing, unpack
 
 

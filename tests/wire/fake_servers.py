@@ -11,8 +11,8 @@ from typing import Self
 from librmq.errors import MalformedError
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import write_body
+from librmq.wire.remoting._frames import Frame, FrameReader, answer_to, encode
 from librmq.wire.remoting._headers import RequestCode
-from librmq.wire.remoting.frames import Frame, FrameReader, answer_to, encode
 
 Answer = Callable[[Frame], "bytes | Frame | None"]
 

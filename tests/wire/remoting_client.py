@@ -12,8 +12,8 @@ from typing import Any, Final, Self
 
 from librmq.errors import MalformedError
 from librmq.java import json as java_json
+from librmq.wire.remoting._frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting._headers import REQUESTS, RequestCode
-from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 
 _WAIT_S: Final = 60
 

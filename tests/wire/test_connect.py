@@ -199,7 +199,7 @@ def test_administration(served: Served) -> None:
 def test_what_a_broker_lacks_is_said_with_its_version(
     route: RemoteRoute, number: int, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("librmq.wire.remoting.frames.VERSION", number)
+    monkeypatch.setattr("librmq.wire.remoting._frames.VERSION", number)
     with pytest.raises(BrokerError, match=f"broker-a is a broker of RocketMQ {version}, which has no SendTogether"):
         route.endpoint("broker-a").call(SendTogether(()))
 

@@ -15,8 +15,8 @@ from librmq.message.record import Record, body_checksum, encode_record
 from librmq.protocol import PullMessage
 from librmq.wire.remote import RemoteRoute
 from librmq.wire.remoting._bodies import write_body
+from librmq.wire.remoting._frames import Frame, answer_to
 from librmq.wire.remoting._headers import RequestCode
-from librmq.wire.remoting.frames import Frame, answer_to
 from tests.stores_of_5 import batch_record
 from tests.wire.fake_servers import FakeServer
 from tests.wire.test_connect import WAIT_S, Inbox

@@ -36,10 +36,10 @@ from librmq.protocol import (
     ResponseCode,
 )
 from librmq.wire.remote import RemoteRoute
-from librmq.wire.remote.connection import AccessKeys
+from librmq.wire.remote._connection import AccessKeys
 from librmq.wire.remoting._bodies import group_clients_body, heartbeat_of, messages_of
+from librmq.wire.remoting._frames import Frame, answer_to, encode
 from librmq.wire.remoting._headers import RequestCode
-from librmq.wire.remoting.frames import Frame, answer_to, encode
 from tests.wire.conversations import Exchange, Side, exchanges, frame_bytes, joined, recordings
 from tests.wire.fake_servers import FakeServer
 from tests.wire.recorded_requests import REQUESTS, queues_in

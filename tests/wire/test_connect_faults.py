@@ -41,11 +41,11 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.testing import Anomaly, check_history
 from librmq.wire.certificates import self_signed
 from librmq.wire.remote import RemoteRoute
-from librmq.wire.remote.connection import Connection, Connections
+from librmq.wire.remote._connection import Connection, Connections
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting._bodies import write_body
+from librmq.wire.remoting._frames import Frame, answer_to, encode
 from librmq.wire.remoting._headers import RequestCode
-from librmq.wire.remoting.frames import Frame, answer_to, encode
 from tests.interrupting import at_each_call
 from tests.wire.fake_servers import FakeServer, Relay
 from tests.wire.test_connect import WAIT_S, Inbox, Served, until

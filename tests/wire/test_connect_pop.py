@@ -22,9 +22,9 @@ from librmq.runtime.runner import AT_ONCE, Step
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote._pop_receives import PopReceives
 from librmq.wire.remoting._bodies import write_body
+from librmq.wire.remoting._frames import Frame, answer_to, encode
 from librmq.wire.remoting._headers import RequestCode
 from librmq.wire.remoting._pop import ack_frame, change_frame, pop_frame, read_popped
-from librmq.wire.remoting.frames import Frame, answer_to, encode
 from tests.stores_of_5 import batch_record
 from tests.wire.fake_servers import FakeServer
 from tests.wire.remoting_client import RawClient

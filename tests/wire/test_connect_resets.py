@@ -19,8 +19,8 @@ from librmq.protocol import PullMessage, PullResponse, PullStatus, UpdateOffset
 from librmq.wire.remote import RemoteRoute
 from librmq.wire.remote._consumer_requests import LongPulls
 from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import RequestCode
-from librmq.wire.remoting.frames import Frame
 from tests.wire.remoting_client import RawClient
 from tests.wire.test_connect import WAIT_S, Inbox, until
 from tests.wire.test_connections import Answering

@@ -13,8 +13,8 @@ from librmq import Broker, BrokerUnreachableError, ConsumeFrom, NoRouteError
 from librmq.cluster import Replica
 from librmq.protocol import MaxOffset, PullMessage, PullStatus, QueryOffset, Subscription
 from librmq.wire.remoting import RemotingServer
+from librmq.wire.remoting._frames import Frame, answer_to
 from librmq.wire.remoting._headers import RequestCode
-from librmq.wire.remoting.frames import Frame, answer_to
 from tests.wire.fake_servers import FakeServer
 from tests.wire.test_connect import WAIT_S, Inbox, until
 

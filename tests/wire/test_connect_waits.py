@@ -31,12 +31,12 @@ from librmq.message.properties import decode_properties
 from librmq.protocol import Route, TransactionState
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote import remote_route
-from librmq.wire.remote.connection import HostNames
+from librmq.wire.remote._connection import HostNames
 from librmq.wire.remote.remote_route import LearntRoute
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting._bodies import write_body
+from librmq.wire.remoting._frames import Frame, answer_to
 from librmq.wire.remoting._headers import RequestCode
-from librmq.wire.remoting.frames import Frame, answer_to
 from tests.wire.fake_servers import FakeServer
 from tests.wire.remoting_client import RawClient
 from tests.wire.test_connect import WAIT_S, Inbox, Served, until

@@ -20,9 +20,8 @@ from librmq.errors import RmqError
 from librmq.protocol import PullMessage, PullStatus
 from librmq.runtime.locks import RLock
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote import connection
-from librmq.wire.remote._consumer_requests import LongPulls
-from librmq.wire.remote.connection import (
+from librmq.wire.remote import _connection as connection
+from librmq.wire.remote._connection import (
     Connection,
     Connections,
     Ended,
@@ -32,8 +31,9 @@ from librmq.wire.remote.connection import (
     dial_by_tcp,
     is_held_here,
 )
-from librmq.wire.remote.remote_broker import RemoteBroker
-from librmq.wire.remoting.frames import Frame, FrameSocket, answer_to, encode
+from librmq.wire.remote._consumer_requests import LongPulls
+from librmq.wire.remote._remote_broker import RemoteBroker
+from librmq.wire.remoting._frames import Frame, FrameSocket, answer_to, encode
 from tests.interrupting import at_each_call
 from tests.programs import in_child
 from tests.wire.fake_servers import FakeServer

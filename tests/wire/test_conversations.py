@@ -23,8 +23,8 @@ from librmq.java import json as java_json
 from librmq.message.properties import decode_properties
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting._bodies import messages_of
+from librmq.wire.remoting._frames import Frame, FrameReader, answer_to, encode
 from librmq.wire.remoting._headers import RequestCode
-from librmq.wire.remoting.frames import Frame, FrameReader, answer_to, encode
 from tests.wire.conversations import Exchange, Side, exchanges, form, frame_bytes, rows
 
 _WAIT_S: Final = 10

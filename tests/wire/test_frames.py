@@ -13,8 +13,7 @@ from librmq.errors import MalformedError
 from librmq.message import Message
 from librmq.protocol import LOCAL_HOST, Acknowledge, SendMessage, SendResponse, SendStatus
 from librmq.wire.remoting._codec import FORMS, read_plain_sent, read_sent, send_frame
-from librmq.wire.remoting._headers import REQUESTS, RequestCode
-from librmq.wire.remoting.frames import (
+from librmq.wire.remoting._frames import (
     LANGUAGES,
     Frame,
     FrameReader,
@@ -24,7 +23,8 @@ from librmq.wire.remoting.frames import (
     read_json,
     to_fields,
 )
-from librmq.wire.remoting.sends import plain_answer
+from librmq.wire.remoting._headers import REQUESTS, RequestCode
+from librmq.wire.remoting._sends import plain_answer
 from tests.reference import existing, jsonl
 
 INT = st.integers(-(1 << 31), (1 << 31) - 1)

@@ -31,8 +31,8 @@ from librmq.protocol import Route, TransactionState
 from librmq.testing import Kit
 from librmq.testing.served import ServedKit
 from librmq.wire.remoting import listen
+from librmq.wire.remoting._frames import VERSION, Frame, answer_to
 from librmq.wire.remoting._headers import RequestCode
-from librmq.wire.remoting.frames import VERSION, Frame, answer_to
 from tests.wire.fake_servers import FakeServer
 from tests.wire.stub import Stub, message
 

@@ -38,8 +38,8 @@ from librmq.protocol import (
 )
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting._codec import FORMS, heartbeat_frame, send_frame
+from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import RequestCode as Code
-from librmq.wire.remoting.frames import Frame
 from tests.reference import existing, jsonl
 from tests.wire.remoting_client import RawClient
 

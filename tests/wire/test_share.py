@@ -64,10 +64,10 @@ from librmq.protocol import (
     Unregister,
 )
 from librmq.testing import check_history
-from librmq.wire.remote.connection import Connection, EndedTogether, GiveUp
+from librmq.wire.remote._connection import Connection, EndedTogether, GiveUp
 from librmq.wire.remoting._codec import frame_of
+from librmq.wire.remoting._frames import Frame, FrameSocket, encode
 from librmq.wire.remoting._headers import RequestCode
-from librmq.wire.remoting.frames import Frame, FrameSocket, encode
 from librmq.wire.share import SharedBroker
 from librmq.wire.share_links import StoreOwner, StorePeer, connect_to_owner
 from librmq.wire.unix_sockets import (

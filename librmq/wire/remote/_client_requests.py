@@ -39,7 +39,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.wire.remote.connection import Transport
+from librmq.wire.remote._connection import Transport
 from librmq.wire.remoting._bodies import (
     messages_of,
     offsets_of,
@@ -49,6 +49,7 @@ from librmq.wire.remoting._bodies import (
     unwrapped,
     write_body,
 )
+from librmq.wire.remoting._frames import Frame, answer_to, from_fields
 from librmq.wire.remoting._headers import (
     REQUESTS,
     CheckTransactionHeader,
@@ -61,7 +62,6 @@ from librmq.wire.remoting._headers import (
     RequestCode,
     ResetOffsetHeader,
 )
-from librmq.wire.remoting.frames import Frame, answer_to, from_fields
 
 R = TypeVar("R")
 _log = EventLog("librmq.wire")

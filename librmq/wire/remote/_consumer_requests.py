@@ -33,7 +33,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.locks import Lock
-from librmq.wire.remote.connection import Transport
+from librmq.wire.remote._connection import Transport
 from librmq.wire.remoting._codec import (
     FORMS,
     frame_of,
@@ -44,8 +44,8 @@ from librmq.wire.remoting._codec import (
     receive_frame,
     refusal,
 )
+from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import HoldHeader, RequestCode
-from librmq.wire.remoting.frames import Frame
 
 SUSPEND_MS: Final = 15_000
 ANSWER_WITHIN_MS: Final = 30_000

@@ -41,6 +41,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remote._consumer_requests import ANSWER_WITHIN_MS, SUSPEND_MS
 from librmq.wire.remoting._codec import FORMS
+from librmq.wire.remoting._frames import Frame, version_name
 from librmq.wire.remoting._pop import (
     ack_frame,
     change_frame,
@@ -53,7 +54,6 @@ from librmq.wire.remoting._pop import (
     recall_frame,
     unsupported,
 )
-from librmq.wire.remoting.frames import Frame, version_name
 
 _AGAIN_MS: Final = 500
 _MOST_QUICK_ANSWERS: Final = 3

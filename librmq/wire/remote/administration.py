@@ -52,8 +52,8 @@ from librmq.protocol import (
 from librmq.store.format.broker_tables import topic_type
 from librmq.wire.remoting._bodies import by_queue, number_in, queue_data_of, read_body, rows_in, table_in, text_in
 from librmq.wire.remoting._codec import FORMS, check, frame_of
+from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import GroupAndTopicHeader, RequestCode, TopicNameHeader
-from librmq.wire.remoting.frames import Frame
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -27,7 +27,7 @@ from librmq.protocol.endpoint import SendsLater, Watchers
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote.connection import (
+from librmq.wire.remote._connection import (
     AccessKeys,
     Connections,
     Dial,
@@ -38,11 +38,11 @@ from librmq.wire.remote.connection import (
     is_held_here,
     split_address,
 )
-from librmq.wire.remote.remote_broker import MASTER, BrokerGroup, RemoteBroker
+from librmq.wire.remote._remote_broker import MASTER, BrokerGroup, RemoteBroker
 from librmq.wire.remoting._bodies import broker_addresses, read_body, route_of
 from librmq.wire.remoting._codec import frame_of, refusal
+from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import RequestCode, RouteOfTopicHeader, TopicOfClusterHeader
-from librmq.wire.remoting.frames import Frame
 
 _log = EventLog("librmq.wire")
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.wire.remoting.server import RemotingServer as RemotingServer
-    from librmq.wire.remoting.server import listen as listen
+    from librmq.wire.remoting._server import RemotingServer as RemotingServer
+    from librmq.wire.remoting._server import listen as listen
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.wire.remoting.server": ("RemotingServer", "listen"),
+            "librmq.wire.remoting._server": ("RemotingServer", "listen"),
         },
     )

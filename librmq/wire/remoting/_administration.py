@@ -42,6 +42,17 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting._bodies import group_clients_body, queue_key, read_body, subscription_row, write_body
+from librmq.wire.remoting._channels import (
+    Channel,
+    ClientChannel,
+    ClientChannels,
+    Handlers,
+    RemotingCall,
+    refused,
+    served,
+)
+from librmq.wire.remoting._consumer_requests import stored_ms
+from librmq.wire.remoting._frames import VERSION, Frame, to_fields
 from librmq.wire.remoting._headers import (
     ClientOfGroupHeader,
     ClientStatusHeader,
@@ -58,18 +69,7 @@ from librmq.wire.remoting._headers import (
     StatsOfHeader,
     TopicNameHeader,
 )
-from librmq.wire.remoting.channels import (
-    Channel,
-    ClientChannel,
-    ClientChannels,
-    Handlers,
-    RemotingCall,
-    refused,
-    served,
-)
-from librmq.wire.remoting.consumer_requests import stored_ms
-from librmq.wire.remoting.frames import VERSION, Frame, to_fields
-from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting._rates import Rates
 
 ADMINISTRATIVE: Final = frozenset(
     {

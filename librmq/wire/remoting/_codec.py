@@ -103,6 +103,7 @@ from librmq.wire.remoting._bodies import (
     unwrapped,
     write_body,
 )
+from librmq.wire.remoting._frames import VERSION, Frame, answer_form, form_pattern, from_fields, to_fields, version_name
 from librmq.wire.remoting._headers import (
     ERROR_FIELD,
     PULL_CODES,
@@ -127,7 +128,6 @@ from librmq.wire.remoting._headers import (
     SentHeader,
     StartedHeader,
 )
-from librmq.wire.remoting.frames import VERSION, Frame, answer_form, form_pattern, from_fields, to_fields, version_name
 
 _STATUSES: Final[dict[int, SendStatus]] = {code: status for status, code in SEND_CODES.items()}
 _ERRORS: Final[Mapping[str, type[BrokerError]]] = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from librmq.errors import MalformedError
-from librmq.wire.remoting.frames import HALF_PAIR, Frame, read_json
+from librmq.wire.remoting._frames import HALF_PAIR, Frame, read_json
 
 NUMBER: Final = r"\d{1,18}"
 PLAIN_TEXT: Final = r'[^"\\\x00-\x1f]*'

@@ -19,11 +19,11 @@ from librmq import Broker, ManualRunner
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.wire.certificates import self_signed
 from librmq.wire.remoting import RemotingServer
-from librmq.wire.remoting import consumer_requests as consuming_module
-from librmq.wire.remoting import server as server_module
+from librmq.wire.remoting import _consumer_requests as consuming_module
+from librmq.wire.remoting import _server as server_module
+from librmq.wire.remoting._frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting._headers import REQUESTS, ClientOfGroupHeader
 from librmq.wire.remoting._headers import RequestCode as Code
-from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
 from tests.reference import existing, jsonl
 from tests.wire.remoting_client import RawClient
 

@@ -17,13 +17,13 @@ from librmq.clock import ManualClock
 from librmq.files import MemoryFiles
 from librmq.protocol import SendMessage
 from librmq.runtime.runner import ManualRunner
+from librmq.wire.remoting._channels import Channel, answer_of, answering, tried
+from librmq.wire.remoting._consumer_requests import PULLS, Pulls
+from librmq.wire.remoting._frames import Frame, FrameReader, encode, from_fields, read_json, to_fields
 from librmq.wire.remoting._headers import PullHeader
 from librmq.wire.remoting._headers import RequestCode as Code
 from librmq.wire.remoting._known_headers import KnownFrame, KnownHeaders
-from librmq.wire.remoting.channels import Channel, answer_of, answering, tried
-from librmq.wire.remoting.consumer_requests import PULLS, Pulls
-from librmq.wire.remoting.frames import Frame, FrameReader, encode, from_fields, read_json, to_fields
-from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting._rates import Rates
 from tests.budget import many
 from tests.wire.remoting.test_plain_sends import ODD_FRAMES
 

@@ -19,15 +19,15 @@ from librmq.files import MemoryFiles
 from librmq.files.interface import Files
 from librmq.protocol import ResponseCode, SendMessage, SendTogether
 from librmq.runtime.runner import ManualRunner
+from librmq.wire.remoting._channels import Channel, answer_of, answering, tried
 from librmq.wire.remoting._codec import send_frame
+from librmq.wire.remoting._frames import Frame, FrameReader, encode, to_fields
 from librmq.wire.remoting._headers import REQUESTS, SendHeader
 from librmq.wire.remoting._headers import RequestCode as Code
 from librmq.wire.remoting._known_headers import KnownHeaders
-from librmq.wire.remoting.channels import Channel, answer_of, answering, tried
-from librmq.wire.remoting.frames import Frame, FrameReader, encode, to_fields
-from librmq.wire.remoting.rates import Rates
-from librmq.wire.remoting.sends import Sends
-from librmq.wire.remoting.server import RemotingServer
+from librmq.wire.remoting._rates import Rates
+from librmq.wire.remoting._sends import Sends
+from librmq.wire.remoting._server import RemotingServer
 from tests.budget import many
 from tests.file_seams import FailingFiles
 from tests.wire.remoting_client import RawClient

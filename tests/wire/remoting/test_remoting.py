@@ -14,10 +14,10 @@ from librmq.message.message import StoredMessage
 from librmq.protocol import Acknowledge, Receive
 from librmq.store import verify
 from librmq.wire.remoting import RemotingServer, listen
-from librmq.wire.remoting import server as server_module
+from librmq.wire.remoting import _server as server_module
+from librmq.wire.remoting._frames import Frame, encode
 from librmq.wire.remoting._headers import REQUESTS
 from librmq.wire.remoting._headers import RequestCode as Code
-from librmq.wire.remoting.frames import Frame, encode
 from tests.budget import many
 from tests.wire.remoting_client import RawClient
 

@@ -17,9 +17,9 @@ from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties
 from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting import RemotingServer, listen
+from librmq.wire.remoting._frames import Frame, encode
 from librmq.wire.remoting._headers import REQUESTS
 from librmq.wire.remoting._headers import RequestCode as Code
-from librmq.wire.remoting.frames import Frame, encode
 from tests.wire.remoting.conftest import BEGIN_MS
 from tests.wire.remoting_client import RawClient
 

@@ -48,6 +48,16 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import heartbeat_of, queue_key, write_body
 from librmq.wire.remoting._codec import FORMS, NAMED_ERRORS, NAMED_IN_SHARES, Form
+from librmq.wire.remoting._frames import (
+    Frame,
+    FrameSocket,
+    answer_to,
+    encode,
+    encode_answer,
+    from_fields,
+    to_fields,
+    to_text,
+)
 from librmq.wire.remoting._headers import (
     ERROR_FIELD,
     REQUESTS,
@@ -59,16 +69,6 @@ from librmq.wire.remoting._headers import (
     ResetOffsetHeader,
 )
 from librmq.wire.remoting._known_headers import KnownFrame
-from librmq.wire.remoting.frames import (
-    Frame,
-    FrameSocket,
-    answer_to,
-    encode,
-    encode_answer,
-    from_fields,
-    to_fields,
-    to_text,
-)
 
 _log = EventLog("librmq.wire")
 _MOST_TASKS: Final = 10_000

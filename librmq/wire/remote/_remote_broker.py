@@ -69,18 +69,18 @@ from librmq.runtime.locks import Lock
 from librmq.runtime.runner import NEVER, Runner, Step
 from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote._client_requests import ClientRequests, join, leave
+from librmq.wire.remote._connection import Connections, Transport
 from librmq.wire.remote._consumer_requests import HeldReceives, LongPulls
 from librmq.wire.remote._pop_receives import PopReceives
 from librmq.wire.remote.administration import ANSWERS, COMMIT_IGNORED
-from librmq.wire.remote.connection import Connections, Transport
 from librmq.wire.remoting._bodies import group_clients_of, read_body, table_in
 from librmq.wire.remoting._codec import FORMS, SentFrame, check, frame_of, heartbeat_frame, read_sent, send_frame
+from librmq.wire.remoting._frames import Frame, version_name
 from librmq.wire.remoting._headers import (
     ConsumerGroupHeader,
     RequestCode,
 )
 from librmq.wire.remoting._pop import unsupported
-from librmq.wire.remoting.frames import Frame, version_name
 
 # ---- delays: brokers of 4.9 have levels, those of 5.x a timer as well
 

@@ -24,7 +24,7 @@ from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, R
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, Inherited, Lock, RLock, if_free
 from librmq.wire.remoting._codec import read_plain_sent
-from librmq.wire.remoting.frames import Frame, FrameReader, FrameSocket, encode, limit_time
+from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode, limit_time
 
 T = TypeVar("T")
 

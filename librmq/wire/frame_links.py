@@ -1,7 +1,8 @@
-"""Requests of a test's processes as frames of 4.x over a connection, one turn at a time.
+"""A broker of this process as its clients see it over the wire: by frames of 4.x, one turn at a time.
 
-The client's half (`RemoteBroker`) and the server's half (`FrameAnswers`) are those of production. Only the threads are
-missing: a frame crosses the connection and is answered within the call, and what a server says later is a step.
+The client's half (`RemoteBroker`) and the server's half (`FrameAnswers`) are the usual ones. Only the threads are
+missing: a frame crosses the connection and is answered within the call, and what a server says later is a step. So a
+runner that a test moves by hand decides the order of all that happens.
 """
 
 from __future__ import annotations
@@ -13,19 +14,16 @@ from typing import Any, Final, Protocol
 
 from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError
-from librmq.protocol import (
-    ClientRemoved,
-    Endpoint,
-)
+from librmq.protocol import ClientRemoved, Endpoint
 from librmq.runtime.runner import Runner, Step
-from librmq.wire.remote.connection import Connections, Ended, EndedTogether, Requested, Transport
-from librmq.wire.remote.remote_broker import RemoteBroker
-from librmq.wire.remoting.channels import Channel, ClientChannels
-from librmq.wire.remoting.consumer_requests import ChannelReceives, Pulls
-from librmq.wire.remoting.frames import Frame, FrameReader, encode
-from librmq.wire.remoting.rates import Rates
-from librmq.wire.remoting.sends import SENDS
-from librmq.wire.remoting.server import FrameAnswers
+from librmq.wire.remote._connection import Connections, Ended, EndedTogether, Requested, Transport
+from librmq.wire.remote._remote_broker import RemoteBroker
+from librmq.wire.remoting._channels import Channel, ClientChannels
+from librmq.wire.remoting._consumer_requests import ChannelReceives, Pulls
+from librmq.wire.remoting._frames import Frame, FrameReader, encode
+from librmq.wire.remoting._rates import Rates
+from librmq.wire.remoting._sends import SENDS
+from librmq.wire.remoting._server import FrameAnswers
 
 _PIECE: Final = 32 << 10
 """Bytes that fit into the buffers of a connection."""
@@ -60,7 +58,7 @@ class _Cable:
             while missing:
                 received = target.recv(missing)
                 if not received:
-                    raise BrokerUnreachableError("the test has ended")
+                    raise BrokerUnreachableError("the connection was closed")
                 arrived += received
                 missing -= len(received)
         return bytes(arrived)
@@ -77,7 +75,7 @@ class _Server:
         rates = Rates()
         self.broker = broker
         self.sessions = ClientChannels(broker, lambda *_: None)
-        self.pulls = Pulls(broker, rates, ends_holds=False)  # otherwise a test would never be idle
+        self.pulls = Pulls(broker, rates, ends_holds=False)  # otherwise a runner by hand would never be idle
         self.answers = FrameAnswers(broker, self.sessions, self.pulls, ChannelReceives(broker), rates)
 
 
@@ -122,7 +120,7 @@ class _TurnChannel(Channel):
 class _TurnTransport:
     """A `Transport` whose requests are answered within the call."""
 
-    address = "the kit's server"
+    address = "the server of this process"
 
     def __init__(
         self,
@@ -194,7 +192,7 @@ class _TurnTransport:
 
 
 class FrameLinks:
-    """The links between processes and brokers of one test."""
+    """The links between processes and brokers under one runner."""
 
     def __init__(self, runner: Runner, *, is_shared: bool = False) -> None:
         """``is_shared`` takes the connections of processes that share a store."""

@@ -44,7 +44,9 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Step
 from librmq.wire.remoting._bodies import records_body
+from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting._codec import FORMS, parse_pull, parse_receive, pulled_remark, received_reply
+from librmq.wire.remoting._frames import Frame, answer_form, framed, from_fields, to_fields
 from librmq.wire.remoting._headers import (
     PULL_CODES,
     PULL_WAITS,
@@ -59,9 +61,7 @@ from librmq.wire.remoting._headers import (
 )
 from librmq.wire.remoting._known_headers import NUMBER, PLAIN_TEXT, HeaderPattern
 from librmq.wire.remoting._pop import PopRequests
-from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
-from librmq.wire.remoting.frames import Frame, answer_form, framed, from_fields, to_fields
-from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting._rates import Rates
 
 # ---- pulls, answered when there is a message or when the client's time is over
 

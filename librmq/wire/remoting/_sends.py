@@ -41,7 +41,17 @@ from librmq.protocol import (
 )
 from librmq.runtime.locks import Lock
 from librmq.scheduling.timer_config import DELIVER_MS
+from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting._codec import SENT_FORM, send_form, sent_reply
+from librmq.wire.remoting._frames import (
+    SMALL_NUMBERS,
+    Frame,
+    form_pattern,
+    framed,
+    from_fields,
+    json_header_end,
+    to_fields,
+)
 from librmq.wire.remoting._headers import (
     REQUESTS,
     PushedReplyHeader,
@@ -51,17 +61,7 @@ from librmq.wire.remoting._headers import (
     SentHeader,
 )
 from librmq.wire.remoting._known_headers import NUMBER, PLAIN_TEXT, TEXT, HeaderPattern, KnownFrame
-from librmq.wire.remoting.channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
-from librmq.wire.remoting.frames import (
-    SMALL_NUMBERS,
-    Frame,
-    form_pattern,
-    framed,
-    from_fields,
-    json_header_end,
-    to_fields,
-)
-from librmq.wire.remoting.rates import Rates
+from librmq.wire.remoting._rates import Rates
 
 # ---- fast paths
 

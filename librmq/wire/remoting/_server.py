@@ -42,6 +42,18 @@ from librmq.runtime.locks import Lock, critical
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting._administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting._bodies import broker_row, route_body, write_body
+from librmq.wire.remoting._channels import (
+    Channel,
+    ClientChannels,
+    Handlers,
+    RemotingCall,
+    answer_of,
+    answering,
+    refused,
+    served,
+)
+from librmq.wire.remoting._consumer_requests import PULLS, ChannelReceives, ConsumerRequests, Pulls, acknowledge_all
+from librmq.wire.remoting._frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
 from librmq.wire.remoting._headers import (
     AddedTopicsHeader,
     BrokerNameHeader,
@@ -55,20 +67,8 @@ from librmq.wire.remoting._headers import (
     WipedTopicsHeader,
 )
 from librmq.wire.remoting._known_headers import KnownHeaders
-from librmq.wire.remoting.channels import (
-    Channel,
-    ClientChannels,
-    Handlers,
-    RemotingCall,
-    answer_of,
-    answering,
-    refused,
-    served,
-)
-from librmq.wire.remoting.consumer_requests import PULLS, ChannelReceives, ConsumerRequests, Pulls, acknowledge_all
-from librmq.wire.remoting.frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
-from librmq.wire.remoting.rates import Rates
-from librmq.wire.remoting.sends import SENDS, Replies, Sends
+from librmq.wire.remoting._rates import Rates
+from librmq.wire.remoting._sends import SENDS, Replies, Sends
 from librmq.wire.unix_sockets import checked_credentials, host_of_process
 
 # ---- the name server
