@@ -16,7 +16,8 @@ from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError
 from librmq.protocol import ClientRemoved, Endpoint
 from librmq.runtime.runner import Runner, Step
-from librmq.wire.remote._connection import Connections, Ended, EndedTogether, Requested, Transport
+from librmq.wire.remote._connection import Ended, EndedTogether, Requested, Transport
+from librmq.wire.remote._connections import Connections
 from librmq.wire.remote._remote_broker import RemoteBroker
 from librmq.wire.remoting._channels import Channel, ClientChannels
 from librmq.wire.remoting._consumer_requests import ChannelReceives, Pulls

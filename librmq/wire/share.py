@@ -74,7 +74,8 @@ from librmq.runtime.threads import ThreadRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
 from librmq.wire.remote._client_requests import join, leave
-from librmq.wire.remote._connection import RequestNotSentError, is_held_here
+from librmq.wire.remote._connection import RequestNotSentError
+from librmq.wire.remote._connections import is_held_here
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
 from librmq.wire.unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
 

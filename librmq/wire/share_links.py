@@ -35,7 +35,8 @@ from librmq.protocol.endpoint import SendsLater
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote._connection import RequestNotSentError, dial_locally
+from librmq.wire.remote._connection import RequestNotSentError
+from librmq.wire.remote._dialing import dial_locally
 from librmq.wire.remote.remote_route import Notices, RemoteRoute
 from librmq.wire.remoting._frames import close_in_child
 from librmq.wire.remoting._server import RemotingServer

@@ -31,7 +31,7 @@ from librmq.message.properties import decode_properties
 from librmq.protocol import Route, TransactionState
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote import remote_route
-from librmq.wire.remote._connection import HostNames
+from librmq.wire.remote._dialing import HostNames
 from librmq.wire.remote.remote_route import LearntRoute
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.remoting._bodies import write_body

@@ -21,17 +21,10 @@ from librmq.protocol import PullMessage, PullStatus
 from librmq.runtime.locks import RLock
 from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote import _connection as connection
-from librmq.wire.remote._connection import (
-    Connection,
-    Connections,
-    Ended,
-    EndedTogether,
-    Requested,
-    Transport,
-    dial_by_tcp,
-    is_held_here,
-)
+from librmq.wire.remote._connection import Connection, Ended, EndedTogether, Requested, Transport
+from librmq.wire.remote._connections import Connections, is_held_here
 from librmq.wire.remote._consumer_requests import LongPulls
+from librmq.wire.remote._dialing import dial_by_tcp
 from librmq.wire.remote._remote_broker import RemoteBroker
 from librmq.wire.remoting._frames import Frame, FrameSocket, answer_to, encode
 from tests.interrupting import at_each_call

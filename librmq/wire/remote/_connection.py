@@ -9,22 +9,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import ipaddress
 import itertools
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
-from librmq.clock import Clock, SystemClock
+from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, RmqError
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Event, Inherited, Lock, RLock, if_free
+from librmq.runtime.locks import Event, Lock, if_free
 from librmq.wire.remoting._codec import read_plain_sent
-from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode, limit_time
+from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode
 
 T = TypeVar("T")
 
@@ -106,14 +103,6 @@ class Transport(Protocol):
 
 Requested = Callable[[Transport, Frame], None]
 """Gets a request of the server. Must not wait."""
-OpenSocket = Callable[[tuple[str, int], float], socket.socket]
-"""Opens a connection to host and port within a time in seconds. Raises `OSError`."""
-Dial = Callable[[str, Requested, Callable[[Transport], None]], Transport]
-"""Opens a connection to ``host:port``; ``lost(transport)`` is called once at its end.
-
-Raises:
-    BrokerUnreachableError: There is nothing at that address.
-"""
 
 
 # ---- access keys
@@ -149,122 +138,6 @@ class AccessKeys:
         fields[_SIGNATURE] = base64.b64encode(digest).decode()
 
 
-# ---- host names, looked up in threads, because a look-up has no time limit
-
-_FRESH_S: Final = 5.0
-"""So long a look-up counts, since the route of each topic names the same brokers."""
-_MOST_AT_ONCE: Final = 64
-
-
-class _Known:
-    __slots__ = ("begin_s", "ended", "error", "found", "is_late")
-
-    def __init__(self) -> None:
-        self.begin_s = 0.0
-        """When the last look-up began."""
-        self.found: tuple[str, ...] = ()
-        self.error: OSError | None = None
-        self.ended: threading.Event | None = None
-        """Set when the look-up under way ends; None if none is."""
-        self.is_late = False
-        """Whether a caller has waited in vain for the look-up under way."""
-
-
-class HostNames:
-    """Addresses by name, kept until a later look-up finds others. Thread-safe."""
-
-    def __init__(self, timeout_s: float, clock: Clock) -> None:
-        """Wait up to ``timeout_s`` for a look-up."""
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._lock = Lock()
-        self._known: dict[str, _Known] = {}
-
-    def resolve_all(self, addresses: Iterable[str]) -> None:
-        """Look up the names in ``host:port`` again, so that later connections need not wait for that.
-
-        Waits for all of them together up to the time of one look-up; what is not known by then is left to `resolve`.
-        """
-        rest_s = self._timeout_s
-        deadline = self._clock.monotonic() + rest_s
-        hosts = list(filter(self._is_old, dict.fromkeys(split_address(address)[0] for address in addresses)))
-        for begin in range(0, len(hosts), _MOST_AT_ONCE):
-            begun = [self._begin_lookup(host) for host in hosts[begin : begin + _MOST_AT_ONCE]]
-            for lookup, ended in begun:
-                if ended is not None:
-                    lookup.is_late = not self._clock.wait(ended, rest_s)
-                    rest_s = max(0.0, deadline - self._clock.monotonic())
-            if not rest_s:
-                return
-
-    def _is_old(self, host: str) -> bool:
-        lookup = self._known.get(host)
-        is_fresh = lookup is not None and 0 <= self._clock.monotonic() - lookup.begin_s < _FRESH_S
-        return not is_fresh and not _is_number(host)
-
-    def resolve(self, host: str) -> tuple[str, ...]:
-        """Return the addresses of a host: a number itself, or what was found of a name last.
-
-        Raises:
-            BrokerUnreachableError: The name is unknown, or its look-up takes too long.
-        """
-        if _is_number(host):
-            return (host,)
-        lookup = self._known.get(host)
-        if lookup is None or not lookup.found:
-            lookup = self._look_up(host)
-        if lookup.found:
-            return lookup.found
-        why = f"its look-up takes more than {self._timeout_s:.3g} s" if lookup.error is None else str(lookup.error)
-        raise BrokerUnreachableError(f"the host {host} can't be found: {why}")
-
-    def _look_up(self, host: str) -> _Known:
-        lookup, ended = self._begin_lookup(host)
-        if ended is not None:
-            lookup.is_late = not self._clock.wait(ended, self._timeout_s)
-        return lookup
-
-    def _begin_lookup(self, host: str) -> tuple[_Known, threading.Event | None]:
-        """Begin to look a name up, or join the look-up under way, and return its end; None after a wait in vain."""
-        with self._lock:
-            lookup = self._known.setdefault(host, _Known())
-            if lookup.ended is None:
-                ended = lookup.ended = threading.Event()
-                lookup.is_late, lookup.begin_s = False, self._clock.monotonic()
-                thread = threading.Thread(
-                    target=self._run_lookup, args=(host, lookup, ended), daemon=True, name=f"find {host}"
-                )
-                thread.start()
-            elif lookup.is_late:
-                return lookup, None
-            return lookup, lookup.ended
-
-    def _run_lookup(self, host: str, lookup: _Known, ended: threading.Event) -> None:
-        try:
-            rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            lookup.error = error if isinstance(error, OSError) else OSError(str(error))
-        else:
-            lookup.found, lookup.error = tuple(dict.fromkeys(str(row[4][0]) for row in rows)), None
-        with self._lock:
-            lookup.ended = None
-        ended.set()
-
-
-def split_address(address: str) -> tuple[str, str]:
-    """Return the host and the port of ``host:port``, where an IPv6 host may have brackets."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), port
-
-
-def _is_number(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
 _log = EventLog("librmq.wire")
 _clock: Final = SystemClock()
 _RECEIVED: Final = 256 << 10
@@ -276,7 +149,6 @@ _LOOK_S: Final = 0.001
 _MOST_OUTSTANDING: Final = 100_000
 _MOST_LATER: Final = 10_000
 """Requests for whose answers no thread waits."""
-_SILENT_S: Final = 180.0
 
 
 class _Waiter:
@@ -699,276 +571,3 @@ class Connection:
             else:
                 ended(self._has_ended())
         self._lost(self)
-
-
-def dial_by_tcp(
-    tls: ssl.SSLContext | None,
-    keys: AccessKeys | None,
-    timeout_s: float,
-    find: Callable[[str], tuple[str, ...]],
-    open_socket: OpenSocket = socket.create_connection,
-) -> Dial:
-    """Return a function that opens connections over TCP, with TLS and signed requests if wanted.
-
-    ``find`` returns the addresses of a host.
-    """
-
-    def connected_to(host: str, port: int) -> socket.socket:
-        *others, last = find(host)
-        for other in others:
-            with suppress(OSError):
-                return open_socket((other, port), timeout_s)
-        return open_socket((last, port), timeout_s)
-
-    def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
-        host, port = split_address(address)
-        try:
-            connected = connected_to(host, int(port))
-        except (OSError, ValueError, OverflowError) as error:
-            raise BrokerUnreachableError(f"{address} can't be reached: {error}") from error
-        stream = FrameSocket(connected, idle_s=_SILENT_S, send_s=timeout_s)
-        try:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connected.settimeout(None)
-            limit_time(connected, socket.SO_SNDTIMEO, timeout_s)
-            if tls is not None:
-                stream.begin_tls(tls, host)
-        except OSError as error:
-            stream.close()
-            raise BrokerUnreachableError(f"{address}: TLS has failed: {error}") from error
-        return _begin_reading(Connection(stream, address, keys, requested, lost, timeout_s))
-
-    return dial
-
-
-def dial_locally(connect: Callable[[], socket.socket], label: str, timeout_s: float) -> Dial:
-    """Return a function that opens connections to one process of this machine, whatever the address.
-
-    ``connect`` opens a socket, and raises `BrokerUnreachableError`; ``label`` names the process in errors.
-    """
-
-    def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
-        connected = connect()
-        limit_time(connected, socket.SO_SNDTIMEO, timeout_s)
-        stream = FrameSocket(connected, send_s=timeout_s)
-        return _begin_reading(Connection(stream, label, None, requested, lost, timeout_s))
-
-    return dial
-
-
-def _begin_reading(connection: Connection) -> Connection:
-    reader = threading.Thread(target=connection.read, name=f"librmq {connection.address}", daemon=True)
-    try:
-        reader.start()
-    except RuntimeError as error:
-        connection.close_unread()
-        raise BrokerUnreachableError(f"{connection.address} can't be read: no thread can start: {error}") from error
-    return connection
-
-
-# ---- the connections of one route
-
-_BACK_OFF_S: Final = (0.1, 5.0)
-_SHORT_S: Final = 1.0
-"""After a connection that ends sooner, the next one waits."""
-_PATIENCE_S: Final = 1.0
-_HANDLER: Final = "!"
-"""In place of a client id: the connection for signal handlers that interrupt a request on the one before."""
-_Key = tuple[str, str]
-
-
-class _Line:
-    __slots__ = ("is_dropped", "lock", "opened_at", "opening", "rest", "transport")
-
-    def __init__(self) -> None:
-        # Held while the connection is opened, so that the callers of one address open one connection and not many.
-        self.lock = Lock()
-        self.opening: Future[Transport] | None = None  # the last one in a thread of its own
-        self.transport: Transport | None = None
-        self.opened_at = 0.0
-        self.is_dropped = False
-        self.rest: _Rest | None = None
-
-
-class _Rest(NamedTuple):
-    """A time without a try after a connection that failed."""
-
-    until: float
-    back_off_s: float
-    why: BrokerUnreachableError
-
-
-def is_held_here(lock: RLock) -> bool:
-    """Return whether this thread holds a lock."""
-    try:
-        threading.Condition(lock).notify(0)
-    except RuntimeError:
-        return False
-    return True
-
-
-class Connections:
-    """The open connections. Thread-safe."""
-
-    def __init__(
-        self,
-        dial: Dial,
-        monotonic: Callable[[], float],
-        requested: Callable[[str, str, Transport, Frame], None],
-        lost: Callable[[str, str, Transport], None],
-        back_off_s: tuple[float, float] = _BACK_OFF_S,
-        is_hurried: Callable[[], bool] = lambda: False,
-        patience_s: float = _PATIENCE_S,
-        opened_late: Callable[[str, str], None] = lambda *_: None,
-    ) -> None:
-        """Open connections by ``dial``.
-
-        Args:
-            dial: Opens one.
-            monotonic: The time in seconds.
-            requested: Gets address, client id, connection and frame of a request of the server.
-            lost: Gets address, client id and connection at its end.
-            back_off_s: Seconds to wait after the first failure, and at most. No connection is tried meanwhile.
-            is_hurried: Whether others wait for the caller of `get`, because it holds the runner's lock.
-            patience_s: How long such a caller waits for a connection, which is opened in a thread of its own.
-            opened_late: Gets address and client id of a connection that opens after its caller has stopped waiting.
-        """
-        self._dial = dial
-        self._monotonic = monotonic
-        self._requested = requested
-        self._lost = lost
-        self._back_off_s = back_off_s
-        self._is_hurried = is_hurried
-        self._patience_s = patience_s
-        self._late = opened_late
-        self._is_closed = False
-        self._begin()
-        _inherited.add(self)
-
-    def _begin(self) -> None:
-        """Begin without connections, also in a forked child, where threads of the parent hold those of the parent."""
-        self._lock = Lock()
-        self._lines: dict[_Key, _Line] = {}
-        self._rests: dict[str, _Rest] = {}  # pauses of addresses that could not be reached
-
-    def get_open(self, address: str) -> Transport | None:
-        """Return the connection to an address for requests without a client, if it is open."""
-        line = self._lines.get((address, ""))
-        transport = None if line is None else line.transport
-        return transport if transport is not None and transport.is_open and not transport.is_interrupted else None
-
-    def get(self, address: str, client_id: str = "") -> Transport:
-        """Return the connection of a client to an address, or open it. An empty id is for requests without a client.
-
-        Raises:
-            BrokerUnreachableError: It can't be opened, or could not a moment ago; the route is closed; or others wait
-                for the caller, and the connection is not open yet.
-        """
-        key = address, client_id
-        line = self._lines.get(key)
-        if line is not None and (transport := line.transport) is not None and transport.is_open:
-            if not transport.is_interrupted or client_id.strip(_HANDLER):
-                return transport
-            return self.get(address, client_id + _HANDLER)
-        with self._lock:
-            if self._is_closed:
-                raise RequestNotSentError(f"{address}: the route was closed; make a new one with librmq.connect")
-            line = self._lines.setdefault(key, _Line())
-        return self._opened_aside(key, line) if self._is_hurried() else self._opened(key, line)
-
-    def _opened(self, key: _Key, line: _Line) -> Transport:
-        with line.lock:
-            if line.transport is not None and line.transport.is_open:
-                return line.transport
-            self._check_rested(line, key[0])
-            line.transport = self._open_connection(key, line)
-        if line.is_dropped or self._is_closed:
-            line.transport.close()
-        return line.transport
-
-    def _opened_aside(self, key: _Key, line: _Line) -> Transport:
-        """Open a connection in a thread, and wait a moment for it, but not again nor for a host that was down."""
-        address, opening, patience_s, is_first = key[0], line.opening, 0.0, False
-        if opening is None or opening.done():
-            self._check_rested(line, address)
-            patience_s = 0.0 if address in self._rests else self._patience_s
-            opening = Future()
-            aside = threading.Thread(
-                target=self._run_opening, args=(opening, key, line), name=f"librmq connect {address}", daemon=True
-            )
-            try:
-                aside.start()
-            except RuntimeError as error:
-                raise BrokerUnreachableError(f"{address} can't be reached: no thread can start: {error}") from error
-            line.opening = opening
-            is_first = True
-        try:
-            return opening.result(patience_s)
-        except TimeoutError:
-            if is_first:
-                opening.add_done_callback(lambda done: done.exception() is not None or self._late(*key))
-            raise BrokerUnreachableError(f"{address} is not connected yet: try again") from None
-
-    def _run_opening(self, opening: Future[Transport], key: _Key, line: _Line) -> None:
-        try:
-            opening.set_result(self._opened(key, line))
-        except BaseException as error:
-            # Pass every error on, Ctrl-C included: the callers wait for this result and raise it.
-            opening.set_exception(error)
-
-    def _check_rested(self, line: _Line, address: str) -> None:
-        for pause in (line.rest, self._rests.get(address)):
-            if pause is not None and self._monotonic() < pause.until:
-                raise RequestNotSentError(str(pause.why))
-
-    def _open_connection(self, key: _Key, line: _Line) -> Transport:
-        address, client_id = key
-        first_s, most_s = self._back_off_s
-
-        def requested(transport: Transport, frame: Frame) -> None:
-            self._requested(address, client_id, transport, frame)
-
-        def lost(transport: Transport) -> None:
-            # A server that accepts and hangs up must not be called in a loop, so an early end rests like a failed
-            # opening.
-            if not transport.was_interrupted and self._monotonic() - line.opened_at < _SHORT_S:
-                why = BrokerUnreachableError(f"the connection to {transport.address} ended soon after it was opened")
-                line.rest = _Rest(self._monotonic() + first_s, first_s, why)
-            self._lost(address, client_id, transport)
-
-        line.opened_at, line.rest = self._monotonic(), None
-        try:
-            opened = self._dial(address, requested, lost)
-        except BrokerUnreachableError as error:
-            before, now = self._rests.get(address), self._monotonic()
-            # If another client's try has failed meanwhile, its pause stands: doubling it for each client would grow
-            # with their number.
-            if before is None or now >= before.until:
-                back_off_s = first_s if before is None else min(most_s, 2 * before.back_off_s)
-                self._rests[address] = _Rest(now + back_off_s, back_off_s, error)
-            raise
-        self._rests.pop(address, None)
-        return opened
-
-    def drop(self, client_id: str, address: str) -> None:
-        """Close the connection of a client."""
-        with self._lock:
-            line = self._lines.pop((address, client_id), None)
-        if line is not None:
-            # The connection can be being opened at this moment; the mark lets that thread close it.
-            line.is_dropped = True
-            if line.transport is not None:
-                line.transport.close()
-
-    def close(self) -> None:
-        """Close all connections; no new one is opened."""
-        with self._lock:
-            self._is_closed = True
-            lines = list(self._lines.values())
-        for line in lines:
-            transport = line.transport
-            if transport is not None:
-                transport.close()
-
-
-_inherited: Final[Inherited[Connections]] = Inherited(Connections._begin)

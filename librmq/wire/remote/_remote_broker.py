@@ -69,7 +69,8 @@ from librmq.runtime.locks import Lock
 from librmq.runtime.runner import NEVER, Runner, Step
 from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote._client_requests import ClientRequests, join, leave
-from librmq.wire.remote._connection import Connections, Transport
+from librmq.wire.remote._connection import Transport
+from librmq.wire.remote._connections import Connections
 from librmq.wire.remote._consumer_requests import HeldReceives, LongPulls
 from librmq.wire.remote._pop_receives import PopReceives
 from librmq.wire.remote.administration import ANSWERS, COMMIT_IGNORED
