@@ -36,7 +36,7 @@ from librmq.protocol import (
     ResponseCode,
 )
 from librmq.wire.remote import RemoteRoute
-from librmq.wire.remote._connection import AccessKeys
+from librmq.wire.remote._dialing import AccessKeys
 from librmq.wire.remoting._bodies import group_clients_body, heartbeat_of, messages_of
 from librmq.wire.remoting._frames import Frame, answer_to, encode
 from librmq.wire.remoting._headers import RequestCode

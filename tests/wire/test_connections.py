@@ -173,7 +173,7 @@ def _left_to_callers(server: FakeServer) -> Connection:
     while True:  # its thread reads again after a while without callers
         opened.request(Frame(999), 30)
         for _ in range(100):
-            if opened._is_left and not opened._reading.locked():
+            if opened.answers.is_left and not opened.answers._reading.locked():
                 return opened
             threading.Event().wait(0.0001)
 
@@ -199,13 +199,13 @@ def test_a_caller_reads_its_own_answer_until_others_wait_too() -> None:
     keeping, by = Keeping(), list[int]()
     with FakeServer(keeping) as server:
         opened = _left_to_callers(server)
-        before = opened._own_reads
+        before = opened.answers._own_reads
         for _ in range(3):
             opened.request(Frame(999), 30)
-        assert opened._own_reads == before + 3
+        assert opened.answers._own_reads == before + 3
         reading = threading.Thread(target=opened.request, args=(Frame(999, body=b"keep"), 30))
         reading.start()
-        until(opened._waiting.locked)
+        until(opened.answers._waiting.locked)
         opened.send(Frame(999, body=b"keep"), lambda _: by.append(threading.get_ident()))
         until(lambda: len(keeping.kept) == 2)
         assert opened.request(Frame(999), 30).code == 0  # while another caller waits
@@ -392,10 +392,10 @@ def test_a_caller_whose_answer_another_thread_has_read_does_not_read(monkeypatch
 
     def wait_until_read(stream: FrameSocket, timeout_s: float) -> bool:
         if wait(stream, timeout_s):
-            before = opened._received
-            opened._is_left = False
-            opened._is_needed.set()
-            until(lambda: opened._received > before)
+            before = opened.answers.reads
+            opened.answers.is_left = False
+            opened.answers.stop()
+            until(lambda: opened.answers.reads > before)
             return True
         return False
 
@@ -476,7 +476,7 @@ def test_a_signal_handler_can_wait_for_other_threads(monkeypatch: pytest.MonkeyP
         other = threading.Thread(target=opened.request, args=(Frame(999, body=b"answer"), 30))
 
         def interrupt() -> None:
-            until(opened._waiting.locked)
+            until(opened.answers._waiting.locked)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
         def wait(*_: object) -> None:

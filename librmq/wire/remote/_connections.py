@@ -1,5 +1,7 @@
 """The connections of one route: one for each address and client, reopened with a back-off."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,8 +28,18 @@ _HANDLER: Final = "!"
 _Key = tuple[str, str]
 
 
+class _Pause(NamedTuple):
+    """A time without a try after a connection that failed."""
+
+    until: float
+    back_off_s: float
+    why: BrokerUnreachableError
+
+
 class _Line:
-    __slots__ = ("is_dropped", "lock", "opened_at", "opening", "rest", "transport")
+    """The connection of one client to one address, open or not."""
+
+    __slots__ = ("is_dropped", "lock", "opened_at", "opening", "pause", "transport")
 
     def __init__(self) -> None:
         # Held while the connection is opened, so that the callers of one address open one connection and not many.
@@ -36,15 +48,7 @@ class _Line:
         self.transport: Transport | None = None
         self.opened_at = 0.0
         self.is_dropped = False
-        self.rest: _Rest | None = None
-
-
-class _Rest(NamedTuple):
-    """A time without a try after a connection that failed."""
-
-    until: float
-    back_off_s: float
-    why: BrokerUnreachableError
+        self.pause: _Pause | None = None
 
 
 def is_held_here(lock: RLock) -> bool:
@@ -91,14 +95,14 @@ class Connections:
         self._patience_s = patience_s
         self._late = opened_late
         self._is_closed = False
-        self._begin()
+        self._remove_all()
         _inherited.add(self)
 
-    def _begin(self) -> None:
-        """Begin without connections, also in a forked child, where threads of the parent hold those of the parent."""
+    def _remove_all(self) -> None:
+        # A forked child starts without connections too, because threads of the parent hold the locks of the parent's.
         self._lock = Lock()
         self._lines: dict[_Key, _Line] = {}
-        self._rests: dict[str, _Rest] = {}  # pauses of addresses that could not be reached
+        self._pauses: dict[str, _Pause] = {}  # of addresses that could not be reached
 
     def get_open(self, address: str) -> Transport | None:
         """Return the connection to an address for requests without a client, if it is open."""
@@ -123,30 +127,30 @@ class Connections:
             if self._is_closed:
                 raise RequestNotSentError(f"{address}: the route was closed; make a new one with librmq.connect")
             line = self._lines.setdefault(key, _Line())
-        return self._opened_aside(key, line) if self._is_hurried() else self._opened(key, line)
+        return self._open_in_thread(key, line) if self._is_hurried() else self._open(key, line)
 
-    def _opened(self, key: _Key, line: _Line) -> Transport:
+    def _open(self, key: _Key, line: _Line) -> Transport:
         with line.lock:
             if line.transport is not None and line.transport.is_open:
                 return line.transport
-            self._check_rested(line, key[0])
-            line.transport = self._open_connection(key, line)
+            self._check_pauses(line, key[0])
+            line.transport = self._dial_for(key, line)
         if line.is_dropped or self._is_closed:
             line.transport.close()
         return line.transport
 
-    def _opened_aside(self, key: _Key, line: _Line) -> Transport:
+    def _open_in_thread(self, key: _Key, line: _Line) -> Transport:
         """Open a connection in a thread, and wait a moment for it, but not again nor for a host that was down."""
         address, opening, patience_s, is_first = key[0], line.opening, 0.0, False
         if opening is None or opening.done():
-            self._check_rested(line, address)
-            patience_s = 0.0 if address in self._rests else self._patience_s
+            self._check_pauses(line, address)
+            patience_s = 0.0 if address in self._pauses else self._patience_s
             opening = Future()
-            aside = threading.Thread(
+            thread = threading.Thread(
                 target=self._run_opening, args=(opening, key, line), name=f"librmq connect {address}", daemon=True
             )
             try:
-                aside.start()
+                thread.start()
             except RuntimeError as error:
                 raise BrokerUnreachableError(f"{address} can't be reached: no thread can start: {error}") from error
             line.opening = opening
@@ -160,17 +164,17 @@ class Connections:
 
     def _run_opening(self, opening: Future[Transport], key: _Key, line: _Line) -> None:
         try:
-            opening.set_result(self._opened(key, line))
+            opening.set_result(self._open(key, line))
         except BaseException as error:
             # Pass every error on, Ctrl-C included: the callers wait for this result and raise it.
             opening.set_exception(error)
 
-    def _check_rested(self, line: _Line, address: str) -> None:
-        for pause in (line.rest, self._rests.get(address)):
+    def _check_pauses(self, line: _Line, address: str) -> None:
+        for pause in (line.pause, self._pauses.get(address)):
             if pause is not None and self._monotonic() < pause.until:
                 raise RequestNotSentError(str(pause.why))
 
-    def _open_connection(self, key: _Key, line: _Line) -> Transport:
+    def _dial_for(self, key: _Key, line: _Line) -> Transport:
         address, client_id = key
         first_s, most_s = self._back_off_s
 
@@ -178,26 +182,26 @@ class Connections:
             self._requested(address, client_id, transport, frame)
 
         def lost(transport: Transport) -> None:
-            # A server that accepts and hangs up must not be called in a loop, so an early end rests like a failed
-            # opening.
+            # A server that accepts and hangs up must not be called in a loop, so an early end is followed by a pause
+            # like a failed opening.
             if not transport.was_interrupted and self._monotonic() - line.opened_at < _SHORT_S:
                 why = BrokerUnreachableError(f"the connection to {transport.address} ended soon after it was opened")
-                line.rest = _Rest(self._monotonic() + first_s, first_s, why)
+                line.pause = _Pause(self._monotonic() + first_s, first_s, why)
             self._lost(address, client_id, transport)
 
-        line.opened_at, line.rest = self._monotonic(), None
+        line.opened_at, line.pause = self._monotonic(), None
         try:
-            opened = self._dial(address, requested, lost)
+            transport = self._dial(address, requested, lost)
         except BrokerUnreachableError as error:
-            before, now = self._rests.get(address), self._monotonic()
+            before, now = self._pauses.get(address), self._monotonic()
             # If another client's try has failed meanwhile, its pause stands: doubling it for each client would grow
             # with their number.
             if before is None or now >= before.until:
                 back_off_s = first_s if before is None else min(most_s, 2 * before.back_off_s)
-                self._rests[address] = _Rest(now + back_off_s, back_off_s, error)
+                self._pauses[address] = _Pause(now + back_off_s, back_off_s, error)
             raise
-        self._rests.pop(address, None)
-        return opened
+        self._pauses.pop(address, None)
+        return transport
 
     def drop(self, client_id: str, address: str) -> None:
         """Close the connection of a client."""
@@ -220,4 +224,4 @@ class Connections:
                 transport.close()
 
 
-_inherited: Final[Inherited[Connections]] = Inherited(Connections._begin)
+_inherited: Final[Inherited[Connections]] = Inherited(Connections._remove_all)

@@ -1,5 +1,14 @@
-"""Opens connections: looks host names up, and connects over TCP or locally."""
+"""Opens connections: looks host names up, connects over TCP or locally, and signs requests with an access key.
 
+A signed request carries the key's name and an HMAC-SHA1 of its fields and body. Mirrors ``AclClientRPCHook`` and
+``AclUtils``.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
 import ipaddress
 import socket
 import ssl
@@ -9,14 +18,48 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.clock import Clock
-from librmq.errors import BrokerUnreachableError
+from librmq.errors import BrokerUnreachableError, ConfigError
 from librmq.runtime.locks import Lock
-from librmq.wire.remote._connection import AccessKeys, Connection, Requested, Transport
+from librmq.wire.remote._connection import Connection, Requested, Transport
 from librmq.wire.remote._connections import Dial
-from librmq.wire.remoting._frames import FrameSocket, limit_time
+from librmq.wire.remoting._frames import Frame, FrameSocket, limit_time
 
 OpenSocket = Callable[[tuple[str, int], float], socket.socket]
 """Opens a connection to host and port within a time in seconds. Raises `OSError`."""
+
+# ---- access keys
+
+_KEY: Final = "AccessKey"
+_TOKEN: Final = "SecurityToken"
+_SIGNATURE: Final = "Signature"
+_UNSIGNED: Final = frozenset((_SIGNATURE, "_UNIQUE_KEY_QUERY"))
+
+
+class AccessKeys:
+    """An access key with its secret, which signs requests. Thread-safe."""
+
+    def __init__(self, access_key: str, secret_key: str, security_token: str | None = None) -> None:
+        for name, value in (("access_key", access_key), ("secret_key", secret_key)):
+            if not value:
+                raise ConfigError(f"{name}: expected text, because a key has a name and a secret: found none")
+        self.access_key = access_key
+        self._secret = secret_key.encode()
+        self._token = security_token
+
+    def __repr__(self) -> str:
+        return f"AccessKeys({self.access_key!r})"
+
+    def sign(self, frame: Frame) -> None:
+        """Add key and signature to the fields of a request."""
+        fields = frame.fields
+        fields[_KEY] = self.access_key
+        if self._token is not None:
+            fields[_TOKEN] = self._token
+        signed = "".join(fields[name] for name in sorted(fields) if name not in _UNSIGNED).encode("utf-8", "replace")
+        digest = hmac.new(self._secret, signed + frame.body, hashlib.sha1).digest()
+        fields[_SIGNATURE] = base64.b64encode(digest).decode()
+
+
 # ---- host names, looked up in threads, because a look-up has no time limit
 
 _FRESH_S: Final = 5.0
@@ -24,16 +67,16 @@ _FRESH_S: Final = 5.0
 _MOST_AT_ONCE: Final = 64
 
 
-class _Known:
-    __slots__ = ("begin_s", "ended", "error", "found", "is_late")
+class _Lookup:
+    __slots__ = ("addresses", "ended", "error", "is_late", "started_s")
 
     def __init__(self) -> None:
-        self.begin_s = 0.0
-        """When the last look-up began."""
-        self.found: tuple[str, ...] = ()
+        self.started_s = 0.0
+        """When the last look-up started."""
+        self.addresses: tuple[str, ...] = ()
         self.error: OSError | None = None
         self.ended: threading.Event | None = None
-        """Set when the look-up under way ends; None if none is."""
+        """Set when the look-up under way ends; None if there is none."""
         self.is_late = False
         """Whether a caller has waited in vain for the look-up under way."""
 
@@ -46,59 +89,55 @@ class HostNames:
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = Lock()
-        self._known: dict[str, _Known] = {}
+        self._lookups: dict[str, _Lookup] = {}
 
     def resolve_all(self, addresses: Iterable[str]) -> None:
         """Look up the names in ``host:port`` again, so that later connections need not wait for that.
 
         Waits for all of them together up to the time of one look-up; what is not known by then is left to `resolve`.
         """
-        rest_s = self._timeout_s
-        deadline = self._clock.monotonic() + rest_s
+        left_s = self._timeout_s
+        deadline = self._clock.monotonic() + left_s
         hosts = list(filter(self._is_old, dict.fromkeys(split_address(address)[0] for address in addresses)))
-        for begin in range(0, len(hosts), _MOST_AT_ONCE):
-            begun = [self._begin_lookup(host) for host in hosts[begin : begin + _MOST_AT_ONCE]]
-            for lookup, ended in begun:
+        for start in range(0, len(hosts), _MOST_AT_ONCE):
+            under_way = [self._start_lookup(host) for host in hosts[start : start + _MOST_AT_ONCE]]
+            for lookup, ended in under_way:
                 if ended is not None:
-                    lookup.is_late = not self._clock.wait(ended, rest_s)
-                    rest_s = max(0.0, deadline - self._clock.monotonic())
-            if not rest_s:
+                    lookup.is_late = not self._clock.wait(ended, left_s)
+                    left_s = max(0.0, deadline - self._clock.monotonic())
+            if not left_s:
                 return
 
     def _is_old(self, host: str) -> bool:
-        lookup = self._known.get(host)
-        is_fresh = lookup is not None and 0 <= self._clock.monotonic() - lookup.begin_s < _FRESH_S
+        lookup = self._lookups.get(host)
+        is_fresh = lookup is not None and 0 <= self._clock.monotonic() - lookup.started_s < _FRESH_S
         return not is_fresh and not _is_number(host)
 
     def resolve(self, host: str) -> tuple[str, ...]:
-        """Return the addresses of a host: a number itself, or what was found of a name last.
+        """Return the addresses of a host: a number itself, or what the last look-up of a name has found.
 
         Raises:
             BrokerUnreachableError: The name is unknown, or its look-up takes too long.
         """
         if _is_number(host):
             return (host,)
-        lookup = self._known.get(host)
-        if lookup is None or not lookup.found:
-            lookup = self._look_up(host)
-        if lookup.found:
-            return lookup.found
+        lookup = self._lookups.get(host)
+        if lookup is None or not lookup.addresses:
+            lookup, ended = self._start_lookup(host)
+            if ended is not None:
+                lookup.is_late = not self._clock.wait(ended, self._timeout_s)
+        if lookup.addresses:
+            return lookup.addresses
         why = f"its look-up takes more than {self._timeout_s:.3g} s" if lookup.error is None else str(lookup.error)
         raise BrokerUnreachableError(f"the host {host} can't be found: {why}")
 
-    def _look_up(self, host: str) -> _Known:
-        lookup, ended = self._begin_lookup(host)
-        if ended is not None:
-            lookup.is_late = not self._clock.wait(ended, self._timeout_s)
-        return lookup
-
-    def _begin_lookup(self, host: str) -> tuple[_Known, threading.Event | None]:
-        """Begin to look a name up, or join the look-up under way, and return its end; None after a wait in vain."""
+    def _start_lookup(self, host: str) -> tuple[_Lookup, threading.Event | None]:
+        """Start to look a name up, or join the look-up under way; return its end, or None after a wait in vain."""
         with self._lock:
-            lookup = self._known.setdefault(host, _Known())
+            lookup = self._lookups.setdefault(host, _Lookup())
             if lookup.ended is None:
                 ended = lookup.ended = threading.Event()
-                lookup.is_late, lookup.begin_s = False, self._clock.monotonic()
+                lookup.is_late, lookup.started_s = False, self._clock.monotonic()
                 thread = threading.Thread(
                     target=self._run_lookup, args=(host, lookup, ended), daemon=True, name=f"find {host}"
                 )
@@ -107,13 +146,13 @@ class HostNames:
                 return lookup, None
             return lookup, lookup.ended
 
-    def _run_lookup(self, host: str, lookup: _Known, ended: threading.Event) -> None:
+    def _run_lookup(self, host: str, lookup: _Lookup, ended: threading.Event) -> None:
         try:
             rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             lookup.error = error if isinstance(error, OSError) else OSError(str(error))
         else:
-            lookup.found, lookup.error = tuple(dict.fromkeys(str(row[4][0]) for row in rows)), None
+            lookup.addresses, lookup.error = tuple(dict.fromkeys(str(row[4][0]) for row in rows)), None
         with self._lock:
             lookup.ended = None
         ended.set()
@@ -173,7 +212,8 @@ def dial_by_tcp(
         except OSError as error:
             stream.close()
             raise BrokerUnreachableError(f"{address}: TLS has failed: {error}") from error
-        return _begin_reading(Connection(stream, address, keys, requested, lost, timeout_s))
+        sign = None if keys is None else keys.sign
+        return Connection(stream, address, sign, requested, lost, timeout_s).begin_reading()
 
     return dial
 
@@ -188,16 +228,6 @@ def dial_locally(connect: Callable[[], socket.socket], label: str, timeout_s: fl
         connected = connect()
         limit_time(connected, socket.SO_SNDTIMEO, timeout_s)
         stream = FrameSocket(connected, send_s=timeout_s)
-        return _begin_reading(Connection(stream, label, None, requested, lost, timeout_s))
+        return Connection(stream, label, None, requested, lost, timeout_s).begin_reading()
 
     return dial
-
-
-def _begin_reading(connection: Connection) -> Connection:
-    reader = threading.Thread(target=connection.read, name=f"librmq {connection.address}", daemon=True)
-    try:
-        reader.start()
-    except RuntimeError as error:
-        connection.close_unread()
-        raise BrokerUnreachableError(f"{connection.address} can't be read: no thread can start: {error}") from error
-    return connection

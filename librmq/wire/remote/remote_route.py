@@ -27,9 +27,9 @@ from librmq.protocol.endpoint import SendsLater, Watchers
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
 from librmq.runtime.threads import ThreadRunner
-from librmq.wire.remote._connection import AccessKeys, Transport
+from librmq.wire.remote._connection import Transport
 from librmq.wire.remote._connections import Connections, Dial, is_held_here
-from librmq.wire.remote._dialing import HostNames, OpenSocket, dial_by_tcp, split_address
+from librmq.wire.remote._dialing import AccessKeys, HostNames, OpenSocket, dial_by_tcp, split_address
 from librmq.wire.remote._remote_broker import MASTER, BrokerGroup, RemoteBroker
 from librmq.wire.remoting._bodies import broker_addresses, read_body, route_of
 from librmq.wire.remoting._codec import frame_of, refusal
