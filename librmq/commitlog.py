@@ -92,7 +92,7 @@ class CommitLog(Closing, LogState):
         self._is_closed = False
         self._sequence = sequence
         self._mapped = sequence.mapped
-        self.file_size = sequence.file_size
+        self.file_size: int = sequence.file_size
         self.end: int = sequence.begin
         """Physical offset after the last record."""
         self._file_start = -1

@@ -189,7 +189,7 @@ class DedupListener:
         """
         options: dict[str, Any] = dict(settings)
         key, metrics, clock = options.pop("key", unique_id), options.pop("metrics", None), options.pop("clock", None)
-        self.config = DedupConfig().with_settings(options)
+        self.config: DedupConfig = DedupConfig().with_settings(options)
         if not group:
             raise ConfigError("group: expected the consumer group's name, found none")
         for name, function in (("listener", listener), ("key", key)):
@@ -200,7 +200,7 @@ class DedupListener:
         check_arguments("key: the function", key, "one message")
         self.listener = listener
         self.store = store
-        self.counts = DedupCounts()
+        self.counts: DedupCounts = DedupCounts()
         self._group = group
         self._application = self.config.application
         self._key: Callable[[Any], object] = key

@@ -80,7 +80,7 @@ class DownstreamDown(ReconsumeLater):
         self, reason: str = "", *, seconds: float | timedelta = 60, only_queue: bool = False, consumed: int = 0
     ) -> None:
         super().__init__(reason, consumed=consumed)
-        self.seconds = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
+        self.seconds: float = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
         if not 0 < self.seconds <= _LONGEST_REST_S:
             raise ValueError(f"seconds: expected more than 0, and a day at most, found {seconds!r}")
         self.only_queue = only_queue

@@ -61,7 +61,7 @@ class LifeCycle:
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self.state = State.CREATED
+        self.state: State = State.CREATED
 
     @property
     def is_running(self) -> bool:
@@ -204,13 +204,13 @@ class Client:
         self.host = host
         self.dead = False
         """Set when the simulated process of the client has died; its turns no longer run."""
-        self.has_stable_name = instance_name is not None
+        self.has_stable_name: bool = instance_name is not None
         number = next(_numbers)
         name = instance_name or f"{os.getpid()}#{int(self.runner.clock.monotonic() * 1e9) + number}"
-        self.client_id = f"{host[0]}@{name}" if self.site is None else f"{self.site}-{host[0]}@{name}"
+        self.client_id: str = f"{host[0]}@{name}" if self.site is None else f"{self.site}-{host[0]}@{name}"
         # The ids of a test are the same in each run; all others are random.
         if identity is None:
-            self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]))
+            self.unique_ids: UniqueIds = UniqueIds(self.runner.now_ms, _address(host[0]))
         else:
             maker = string_hash(f"{host[0]}@{maker_name}")
             self.unique_ids = UniqueIds(self.runner.now_ms, _address(host[0]), maker, first=0, process=1)
@@ -220,7 +220,7 @@ class Client:
         self._consumers: dict[str, Member] = {}
         self.replies: dict[str, Callable[[ReplyArrived], None]] = {}
         """Receivers of the replies to this client's requests, by correlation id."""
-        self.times_removed = 0
+        self.times_removed: int = 0
         """How often brokers have removed this client, and with it the pulls that they held."""
         self._joined_ms = 0
         self._registered: set[str] = set()  # the brokers that have this client's heartbeat

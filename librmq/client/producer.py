@@ -121,20 +121,22 @@ class Producer(Startable):
             TypeError: ``route`` is no route.
         """
         validate_group(group)
-        self.client = client_of(route, type(self).__name__, client, instance_name)
+        self.client: Client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
         config = ProducerConfig.of(config, settings)
         check_kind("metrics", metrics, Metrics)
         self.route = route
         topic = trace_topic(trace)
-        self.traces = None if topic is None else TraceWriter(self.client, group, topic, metrics, "PRODUCE")
+        self.traces: TraceWriter | None = (
+            None if topic is None else TraceWriter(self.client, group, topic, metrics, "PRODUCE")
+        )
         self.hooks: list[SendHook] = [*([] if self.traces is None else [self.traces.begin_send]), *hooks]
         self.metrics = metrics
         self._runner = route.runner
         self._routes = PublishRoutes(self.client, group, config.default_topic_queues)
         self._topics = self._routes.topics  # asked by every send
         self._life = LifeCycle(f"producer of group {group!r}")
-        self.sender = Sender(self._routes, config, self._life, self._start_or_refuse, self.hooks, metrics)
+        self.sender: Sender = Sender(self._routes, config, self._life, self._start_or_refuse, self.hooks, metrics)
         self._unwatch: Callable[[], None] | None = None
         self.config = config
 

@@ -99,7 +99,7 @@ class TraceWriter:
         self.client = client
         self.group = group
         self.topic = topic
-        self.dropped = 0
+        self.dropped: int = 0
         """Number of records that were not stored."""
         self._metrics = metrics
         self._runner = client.runner

@@ -68,7 +68,7 @@ class RoutedClient(Generic[C]):
         self._factory = factory
         self._lock = Lock()
         self._users: Counter[int] = Counter()
-        self.route = route
+        self.route: SiteRoute = route
         """The route of the client now."""
         self._current = factory(route)
 

@@ -82,7 +82,7 @@ class StoredMaster:
             NotAStoreError: The folder has no store.
             CorruptionError: The store is damaged.
         """
-        self.path = os.fspath(path)
+        self.path: str = os.fspath(path)
         self._files = files or DiskFiles()
         self._last_tables: tuple[bytes, CopiedTables] | None = None  # tables with the digest of their files
         self._store = MessageStore.open(self.path, read_only=True, files=self._files, clock=clock or SystemClock())

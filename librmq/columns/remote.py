@@ -77,8 +77,8 @@ class RemoteStore:
         if not isinstance(text, str) or not _URL.match(text):
             raise ConfigError(f"url: expected a URL such as s3://bucket/store, found {text!r:.80}")
         check_storage_options(storage_options)
-        self.url = url.rstrip("/")
-        self.storage_options = dict(storage_options or {})
+        self.url: str = url.rstrip("/")
+        self.storage_options: dict[str, Any] = dict(storage_options or {})
         """Arguments of the scheme's file system."""
         self._is_kept = True
         self._is_whole = False
@@ -88,9 +88,9 @@ class RemoteStore:
         self._root = ""
         self._sizes: dict[str, int] = {}
         self._blocks: dict[str, set[int]] = {}
-        self.fetched_bytes = 0
+        self.fetched_bytes: int = 0
         """Number of bytes that were fetched."""
-        self.requests = 0
+        self.requests: int = 0
         """Number of ranges that were fetched."""
 
     @classmethod

@@ -38,10 +38,10 @@ class ProcessQueue:
     __slots__ = ("_begun", "_bounds", "_largest", "_waiting", "lined_up", "queue", "size")
 
     def __init__(self, queue: MessageQueue) -> None:
-        self.queue = queue
-        self.size = 0
+        self.queue: MessageQueue = queue
+        self.size: int = 0
         """Total size of the stored bodies."""
-        self.lined_up = 0
+        self.lined_up: int = 0
         """The number of messages that were taken and wait for a listener, so they count as waiting."""
         self._waiting: deque[StoredMessage] = deque()
         self._begun: dict[int, DeliveredMessage] = {}
@@ -243,51 +243,51 @@ class AssignedQueue:
     )
 
     def __init__(self, queue: MessageQueue, next_offset: int, progress: int | None, pull: Step) -> None:
-        self.queue = queue
-        self.is_retry = queue.topic.startswith(RETRY_PREFIX)
-        self.label = f"{queue.topic}/{queue.broker_name}/{queue.queue_id}"
-        self.messages = ProcessQueue(queue)
-        self.next_offset = next_offset
+        self.queue: MessageQueue = queue
+        self.is_retry: bool = queue.topic.startswith(RETRY_PREFIX)
+        self.label: str = f"{queue.topic}/{queue.broker_name}/{queue.queue_id}"
+        self.messages: ProcessQueue = ProcessQueue(queue)
+        self.next_offset: int = next_offset
         """Queue offset of the next pull."""
-        self.pull = pull
+        self.pull: Step = pull
         self.notify: Callable[[], None] | None = None
         """Brokers call this when a held pull should be repeated."""
-        self.pulled_timestamp_ms = 0
-        self.lost = False
+        self.pulled_timestamp_ms: int = 0
+        self.lost: bool = False
         """Whether the last pull failed unexpectedly; none is running, and only a rebalance starts the next one."""
         self.endpoint: Endpoint | None = None
         """The broker of the last pull."""
         self.idle_since_ms: int | None = None
         """Time since which a pull is held while skipped messages are not yet part of the progress."""
-        self.throttled = False
+        self.throttled: bool = False
         """Whether pulling has stopped because too much is held."""
         self.progress = progress
         """The queue offset of the next message to consume; None before the first consumed message."""
         self.stored_progress = progress or None
         """The progress that was last read or stored; 0 can also be read where none is stored."""
-        self.may_be_passed = False
+        self.may_be_passed: bool = False
         """Whether another instance may have stored later progress: the former reader, since this one took the queue,
         or the next one, while this one releases it or the broker was away. Then it is read before any is stored."""
-        self.is_chosen = False
+        self.is_chosen: bool = False
         """Whether a call, or the queue's end, set the position, and no progress from there is stored yet: then it is
         stored even if the broker has later progress."""
-        self.settled_ms = 0
+        self.settled_ms: int = 0
         """By then the former reader has stored its progress, or the next one has taken the queue."""
-        self.released = False
+        self.released: bool = False
         """Whether the queue is released: nothing begins, and results of running listeners are ignored."""
-        self.locked = False
+        self.locked: bool = False
         """Whether the broker has locked the queue for this client."""
         self.lock_timestamp_ms: int | None = None
         """Time at which the broker last said so; None if it must be asked before the lock is trusted."""
-        self.owned_timestamp_ms = 0
+        self.owned_timestamp_ms: int = 0
         """Orderly: when the broker last confirmed this client's lock."""
-        self.delivering = False
+        self.delivering: bool = False
         """Orderly: whether a listener has a message of the queue, the queue waits for a listener, or it rests."""
-        self.running = False
+        self.running: bool = False
         """Orderly: whether a listener runs or is about to."""
-        self.since_ms = 0
+        self.since_ms: int = 0
         """Orderly: time since which listeners have run without a rest."""
-        self.release_until_ms = 0
+        self.release_until_ms: int = 0
         """Latest end of a listener that still runs in a released queue; then the next rebalance unlocks it."""
 
     def doubt_progress(self, settled_ms: int) -> None:

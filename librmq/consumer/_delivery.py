@@ -10,6 +10,7 @@ next begins without waiting for the others. Which messages begin next is for `we
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import threading
 from collections import deque
@@ -19,6 +20,7 @@ from functools import partial
 from threading import get_ident
 from typing import Any, Final
 
+from librmq.client.client import Client
 from librmq.client.observation import Observer, Operation, note_end
 from librmq.clock import moves_by_itself
 from librmq.consumer._assignment import AssignedQueue
@@ -32,6 +34,7 @@ from librmq.consumer._instance import (
 )
 from librmq.consumer._rebalancing import next_from_first
 from librmq.consumer._weights import Backlog, Pulled, batches_of
+from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.errors import ClientStateError
 from librmq.listener import DownstreamDown
@@ -39,7 +42,7 @@ from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult, ListenerCall, MessageModel
 from librmq.runtime.locks import Event
-from librmq.runtime.runner import Step, Work
+from librmq.runtime.runner import Runner, Step, Work
 
 Callback = Callable[[object, Exception | None], None]
 """Called after a listener, with its result or its exception."""
@@ -50,18 +53,18 @@ class Delivery:
 
     def __init__(self, consumer: PushInstance) -> None:
         self.consumer = consumer
-        self.config = consumer.config
+        self.config: ConsumerConfig = consumer.config
         """The present settings."""
-        self.runner = consumer.runner
+        self.runner: Runner = consumer.runner
         self.calls: dict[int, DeliveryCall] = {}
         """The listeners that run now, by thread."""
-        self.running = 0
+        self.running: int = 0
         """The listeners that run or are about to."""
-        self.started_ms = 0
+        self.started_ms: int = 0
         """The time of joining the group, the start of the grid on which timeouts are checked and locks renewed."""
-        self.counts = ConsumerCounts()
-        self.rests = Rests(consumer, self._resumed)
-        self.retries = Retries(consumer, self.counts)
+        self.counts: ConsumerCounts = ConsumerCounts()
+        self.rests: Rests = Rests(consumer, self._resumed)
+        self.retries: Retries = Retries(consumer, self.counts)
         self._ended: threading.Event | None = None
 
     def _resumed(self, now_ms: int) -> None:
@@ -311,14 +314,14 @@ class DeliveryCall(Work):
         assigned: AssignedQueue,
         messages: list[DeliveredMessage],
     ) -> None:
-        self.delivery = delivery
+        self.delivery: Delivery = delivery
         consumer = delivery.consumer
-        self.group = consumer.group
-        self.owner = consumer.client
-        self.loop = consumer.loop
-        self.listener = listener
-        self.assigned = assigned
-        self.messages = messages
+        self.group: str = consumer.group
+        self.owner: Client = consumer.client
+        self.loop: asyncio.AbstractEventLoop | None = consumer.loop
+        self.listener: Listener = listener
+        self.assigned: AssignedQueue = assigned
+        self.messages: list[DeliveredMessage] = messages
 
     def call(self) -> object:
         return self.delivery.call(self)

@@ -135,7 +135,7 @@ class LocalOffsets:
         """
         if os.path.basename(client_id) != client_id:
             raise ConfigError(f"instance_name: {client_id!r} can't be the name of a folder")
-        self.path = os.path.join(folder, client_id, group, "offsets.json")
+        self.path: str = os.path.join(folder, client_id, group, "offsets.json")
         self._files = files
         self._now_ms = now_ms
         self._process = os.getpid()

@@ -88,7 +88,7 @@ class Rebalancing:
         self._take = take
         self._release = release
         self._lock = lock
-        self.started_ms = 0
+        self.started_ms: int = 0
         self._created_ms = member.runner.now_ms()
         route = member.route
         # Rebalancing runs under the runner's lock, where a remote route must not wait for a name server.
@@ -99,7 +99,7 @@ class Rebalancing:
         self._is_reported = False
         self._brokers: frozenset[str] = frozenset()
         self._initial_queues: dict[str, frozenset[MessageQueue]] = {}
-        self.step = Step(f"{member.label} rebalance", self.run_due, member.client)
+        self.step: Step = Step(f"{member.label} rebalance", self.run_due, member.client)
 
     def start(self) -> None:
         """Note the existing queues, and rebalance immediately."""

@@ -158,7 +158,7 @@ class SimpleConsumer(Startable):
             TypeError: ``route`` is not a route.
         """
         validate_group(group)
-        self.client = client_of(route, type(self).__name__, client, instance_name)
+        self.client: Client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
         self.route = route
         self.runner: Runner = route.runner

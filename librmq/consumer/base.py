@@ -63,13 +63,13 @@ class Consumer(Startable, Generic[C]):
 
     def __init__(self, route: Route, group: str, config: C, client: Client | None, instance_name: str | None) -> None:
         validate_group(group)
-        self.client = client_of(route, type(self).__name__, client, instance_name)
+        self.client: Client = client_of(route, type(self).__name__, client, instance_name)
         self.group = group
         self._config = config
         self.route = route
         self.runner: Runner = route.runner
         name = self.client.client_id.partition("@")[2] if self.client.has_stable_name else ""
-        self.label = f"{group}@{name}" if name else group
+        self.label: str = f"{group}@{name}" if name else group
         """Group and instance, the same in each run."""
         self.subscriptions: dict[str, Subscription] = {}
         """By topic."""
@@ -77,19 +77,19 @@ class Consumer(Startable, Generic[C]):
         """Exact checks by topic, for subscriptions with tags."""
         self.assigned: dict[MessageQueue, AssignedQueue] = {}
         """The queues of this instance now, including released ones whose listener still runs."""
-        self.stopping = False
+        self.stopping: bool = False
         """Whether the instance is shutting down, so that nothing new begins."""
         self.offsets: Offsets
         self.metrics: Metrics | None = None
         self.recorder: ConsumerRecorder | None = None
         """Records queues and deliveries for a history, where the route asks for one."""
-        self.log = _log.with_fields(consumer=self.label, group=group)
-        self.states = StateLog(self.log, self.label)
-        self.rebalancing = Rebalancing(self, self._start_queue, self._release_queue, self._lock)
+        self.log: EventLog = _log.with_fields(consumer=self.label, group=group)
+        self.states: StateLog = StateLog(self.log, self.label)
+        self.rebalancing: Rebalancing = Rebalancing(self, self._start_queue, self._release_queue, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._leaving = False
         self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
-        self.started_ms = 0
+        self.started_ms: int = 0
         self._maximum_set_ms = 0
         self._maximum_of_group: int | None = None  # as a broker says; -1: the group's setting
         self._times_removed = self.client.times_removed

@@ -47,7 +47,7 @@ class DeliveredMessage(StoredMessage):
     def __init__(self, raw: bytes, queue: MessageQueue, queue_offset: int, bounds: tuple[int, int]) -> None:
         """``raw`` is a whole record; ``bounds`` are the minimum and maximum offset of the queue at the pull."""
         self.raw = raw
-        self.queue = queue
+        self.queue: MessageQueue = queue
         """The pulled queue; for a redelivery a queue of the group's retry topic."""
         self.queue_offset = queue_offset
         self.consume_start_timestamp_ms: int | None = None
@@ -150,7 +150,7 @@ class Listeners:
     def __init__(self) -> None:
         # Listeners by tag; None: all other messages of the topic.
         self._by_topic: dict[str, dict[str | None, Listener]] = {}
-        self.are_weighted = False
+        self.are_weighted: bool = False
         """Whether they have different weights."""
 
     def __contains__(self, topic: object) -> bool:
@@ -273,7 +273,7 @@ class TopicPredicate(Generic[M]):
         if not isinstance(predicate, WatchedPredicate):
             predicate = WatchedPredicate(predicate, clock=clock, budget=PREDICATE_BUDGET_S)
         self.topic = topic
-        self.watched = predicate
+        self.watched: WatchedPredicate[M] = predicate
         """The predicate with its counts."""
         self._group = group
         self._metrics = metrics

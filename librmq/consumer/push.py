@@ -94,7 +94,8 @@ class Fetcher:
         self._config = config
         self._interval_ms = round(config.pull_interval * 1000)
         self._max_span = NEVER if config.orderly else config.max_span
-        self.max_messages, self.max_bytes = config.max_held_messages, config.max_held_bytes
+        self.max_messages: int = config.max_held_messages
+        self.max_bytes: int = config.max_held_bytes
         if config.max_held_messages_of_topic is not None:
             self.max_messages = max(1, config.max_held_messages_of_topic // count)
         if config.max_held_bytes_of_topic is not None:
@@ -388,18 +389,20 @@ class PushConsumer(Consumer[ConsumerConfig]):
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
         topic = trace_topic(trace)
-        self.traces = None if topic is None else TraceWriter(self.client, group, topic, metrics, "CONSUME")
+        self.traces: TraceWriter | None = (
+            None if topic is None else TraceWriter(self.client, group, topic, metrics, "CONSUME")
+        )
         if self.traces is not None:
             timeout_ms = lambda: 1000 * self.config.consume_timeout  # noqa: E731
             self.hooks.insert(0, trace_calls(self.traces, self.runner.now_ms, timeout_ms))
-        self.listeners = Listeners()
+        self.listeners: Listeners = Listeners()
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.is_paused = False
+        self.is_paused: bool = False
         self._resets: list[list[tuple[AssignedQueue, int]]] = []
         self._subscribed: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
         self.predicates: list[tuple[str, WatchedPredicate[DeliveredMessage]]] = []
         """The predicates of its listeners, which count their answers, by topic."""
-        self.fetcher = Fetcher(self)
+        self.fetcher: Fetcher = Fetcher(self)
         self.delivery: Delivery = OrderlyDelivery(self) if self.config.orderly else ConcurrentDelivery(self)
 
     # ---- settings

@@ -56,7 +56,7 @@ class Watch:
         self._clients: dict[str, set[str]] = {}
         self._retries: dict[tuple[str, int], int] = {}  # start of the next round, by topic and queue id
         self._failing: set[str] = set()  # retry topics with messages that failed often
-        self.dead = False
+        self.dead: bool = False
         """Whether it was stopped; its turns no longer run."""
         self._step = Step(f"watch over {broker.name}", self._submit_round, self)
         runner = broker.runner

@@ -688,8 +688,8 @@ class TemporaryFolder:
     """A new folder, deleted by `delete` or at the end of the process that made it, but not by a forked child."""
 
     def __init__(self) -> None:
-        self.name = tempfile.mkdtemp(prefix="librmq-")
-        self.delete = weakref.finalize(self, _delete_folder, self.name, os.getpid())
+        self.name: str = tempfile.mkdtemp(prefix="librmq-")
+        self.delete: Callable[[], object] = weakref.finalize(self, _delete_folder, self.name, os.getpid())
 
 
 def _delete_folder(path: str, process: int) -> None:

@@ -62,12 +62,12 @@ class File:
     __slots__ = ("__weakref__", "_kept", "buffer", "descriptor", "path", "size", "writable")
 
     def __init__(self, path: str, buffer: Buffer, size: int, writable: bool, descriptor: int = -1) -> None:
-        self.path = path
-        self.buffer = buffer
-        self.size = size
-        self.writable = writable
+        self.path: str = path
+        self.buffer: Buffer = buffer
+        self.size: int = size
+        self.writable: bool = writable
         self._kept = _Descriptor(descriptor) if descriptor >= 0 else None
-        self.descriptor = descriptor
+        self.descriptor: int = descriptor
 
     def __repr__(self) -> str:
         return f"<File {self.path} {self.size} bytes>"

@@ -25,7 +25,7 @@ class MemoryFiles:
         self._folders: set[str] = {"", os.sep}
         self._locks: set[str] = set()
         self._guard = RLock()
-        self.disk_used_ratio = 0.0
+        self.disk_used_ratio: float = 0.0
         """Result of `used_ratio`, which tests can set; 0.0 stands for no disk."""
 
     def open(self, path: str, *, writable: bool = False, keep_descriptor: bool = False) -> File:

@@ -138,13 +138,13 @@ class MappedFileQueue:
             CorruptionError: A name is not a position, a position does not follow the one before, or a file has another
                 length.
         """
-        self.folder = folder
-        self.file_size = file_size
-        self.writable = writable
+        self.folder: str = folder
+        self.file_size: int = file_size
+        self.writable: bool = writable
         self._files = files
         self._pool = pool
         self._durable = durable
-        self.keeps_descriptors = durable
+        self.keeps_descriptors: bool = durable
         """Whether new mappings keep a descriptor open."""
         self.mapped: dict[int, File] = {}
         """The mapped files by start; for inspection only."""

@@ -67,13 +67,15 @@ class SqlDedupStore(TableStore):
                 f"{engine.url!r} with {engine.dialect.driver}, which needs an event loop; a guard calls its store in a "
                 "thread if the listener is a coroutine"
             )
-        self.engine = engine
+        self.engine: sqlalchemy.Engine = engine
         self.table = table
         driver: Any = engine.dialect.loaded_dbapi
         self._errors: Any = (SQLAlchemyError, driver.Error)
         self._statements = Autocommit(engine)
-        self.dialect = engine.dialect.name
-        self.statements = DedupStatements(table, "mysql" if self.dialect == "mariadb" else self.dialect)
+        self.dialect: str = engine.dialect.name
+        self.statements: DedupStatements = DedupStatements(
+            table, "mysql" if self.dialect == "mariadb" else self.dialect
+        )
         self._prefilter: SeenKeys | None = None
         self._claim_with = super().claim
         if engine.dialect.name in ("mysql", "mariadb"):

@@ -73,7 +73,7 @@ class Outbox:
     """
 
     def __init__(self, *, table: str = "rmq_outbox", clock: Clock | None = None) -> None:
-        self.table = check_name(table)
+        self.table: str = check_name(table)
         self._clock = clock
 
     def add(self, connection: Any, message: Message, *, order_key: str | None = None) -> None:
@@ -223,18 +223,18 @@ class OutboxSender:
         Raises:
             ConfigError: A setting is refused, an argument has a wrong type, or there is a kit, but not its clock.
         """
-        self.config = OutboxConfig().with_settings(settings)
+        self.config: OutboxConfig = OutboxConfig().with_settings(settings)
         if not callable(getattr(producer, "send", None)):
             raise ConfigError(f"expected a producer with send(message), found {type(producer).__name__}")
         if send_ordered is not None and not callable(send_ordered):
             raise ConfigError(f"send_ordered: expected a function of message and key, found {send_ordered!r:.100}")
-        self.table = check_name(table)
+        self.table: str = check_name(table)
         check_database(database)
-        self.sent = 0
+        self.sent: int = 0
         """Rows that this sender has sent and marked."""
-        self.failed = 0
+        self.failed: int = 0
         """Sends that were refused or raised."""
-        self.lost = 0
+        self.lost: int = 0
         """Rows that this sender sent after its claim had expired; another may have sent them too."""
         self._statements = Autocommit(database, holds=True)
         self._producer = producer

@@ -226,7 +226,7 @@ class DedupStatements:
         check_name(table)
         free = "held.expires_timestamp_ms <= :now_ms OR held.owner = :owner"
         # One statement decides and answers: a record that is not free keeps its values.
-        self.claim = (
+        self.claim: str = (
             f"INSERT INTO {table} AS held (dedup_key, state, owner, claims, expires_timestamp_ms) "
             "VALUES (:key, 0, :owner, 1, :expires_at_ms) ON CONFLICT (dedup_key) DO UPDATE SET "
             f"state = CASE WHEN {free} THEN 0 ELSE held.state END, "
@@ -236,13 +236,13 @@ class DedupStatements:
             "RETURNING CASE WHEN owner <> :owner THEN 2 + state WHEN claims > 1 THEN 1 ELSE 0 END"
         )
         mine = "dedup_key = :key AND owner = :owner AND expires_timestamp_ms > :now_ms"
-        self.finish = f"UPDATE {table} SET state = 1, expires_timestamp_ms = :expires_at_ms WHERE {mine}"
-        self.release = f"DELETE FROM {table} WHERE {mine} AND state = 0"
-        self.read = (
+        self.finish: str = f"UPDATE {table} SET state = 1, expires_timestamp_ms = :expires_at_ms WHERE {mine}"
+        self.release: str = f"DELETE FROM {table} WHERE {mine} AND state = 0"
+        self.read: str = (
             f"SELECT state, owner, expires_timestamp_ms FROM {table} "
             "WHERE dedup_key = :key AND expires_timestamp_ms > :now_ms"
         )
-        self.purge = delete_statement(table, "dedup_key", "expires_timestamp_ms <= :now_ms", dialect)
+        self.purge: str = delete_statement(table, "dedup_key", "expires_timestamp_ms <= :now_ms", dialect)
 
 
 class TableStore(Closing, ABC):
@@ -312,11 +312,11 @@ class SqliteDedupStore(TableStore):
             )
         if durability not in ("async", "sync"):
             raise ConfigError(f"durability: expected 'async' or 'sync', found {durability!r}")
-        self.statements = DedupStatements(table)
+        self.statements: DedupStatements = DedupStatements(table)
         self._lock = Lock()
         self._process = os.getpid()
         self._connection: sqlite3.Connection | None = None
-        self.path = os.fspath(path)
+        self.path: str = os.fspath(path)
         try:
             connection = sqlite3.connect(path, timeout=timeout, isolation_level=None, check_same_thread=False)
             try:

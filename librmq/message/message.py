@@ -261,8 +261,6 @@ class Message:
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in Message.__slots__)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         fields = {
             "properties": self.properties,

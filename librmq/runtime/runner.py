@@ -65,9 +65,9 @@ class Step:
     __slots__ = ("at", "label", "owner", "run_due")
 
     def __init__(self, label: str, run_due: Callable[[int], int | None], owner: Owner | None = None) -> None:
-        self.label = label
-        self.run_due = run_due
-        self.owner = owner
+        self.label: str = label
+        self.run_due: Callable[[int], int | None] = run_due
+        self.owner: Owner | None = owner
         self.at: int | None = None
 
     def go(self, runner: Runner) -> None:
@@ -112,12 +112,12 @@ class Work:
         loop: asyncio.AbstractEventLoop | None = None,
         about: Sequence[tuple[str, int]] = (),
     ) -> None:
-        self.label = label
-        self.call = call
-        self.done = done
-        self.owner = owner
-        self.loop = loop
-        self.about = about
+        self.label: str = label
+        self.call: Callable[[], object] = call
+        self.done: Callable[[Any, Exception | None], None] = done
+        self.owner: Owner | None = owner
+        self.loop: asyncio.AbstractEventLoop | None = loop
+        self.about: Sequence[tuple[str, int]] = about
 
     def go(self, runner: Runner) -> None:
         """Take the turn."""
@@ -144,7 +144,7 @@ class Runner:
             raise TypeError(f"clock: expected a Clock such as ManualClock(), found {clock!r:.80}")
         self.clock = clock
         self.now_ms = clock.now_ms
-        self.lock = RLock()
+        self.lock: RLock = RLock()
         self.ready: deque[Work] = deque()
         """Work that waits for a turn."""
         self.running: set[Work] = set()
@@ -310,8 +310,8 @@ class _TimePasses:
     owner: Owner | None = None
 
     def __init__(self, at: int, move_to: Callable[[int], None]) -> None:
-        self.at = at
-        self.label = "time"
+        self.at: int = at
+        self.label: str = "time"
         self._move_to = move_to
 
     def go(self, runner: Runner) -> None:
@@ -338,7 +338,7 @@ class ManualRunner(Runner):
     """
 
     def __init__(self, clock: ManualClock | None = None) -> None:
-        self.manual_clock = clock or ManualClock()
+        self.manual_clock: ManualClock = clock or ManualClock()
         super().__init__(self.manual_clock)
         self.paused: list[Work] = []
         """Paused work; only an explorer pauses any."""

@@ -164,15 +164,15 @@ class StoreHandle:
         """Tells retention which messages are not consumed."""
         self.recovered: list[Damage] = []
         self.view: ReadOnlyView | None = None
-        self.is_own = False
+        self.is_own: bool = False
         """Whether librmq made the store, not a broker; only known while it is open for writing."""
         self.closed: str | None = "was not opened"
         """The reason why no calls are accepted; None while they are."""
         self.temporary: TemporaryFolder | None = None
         """The folder to delete when the store is released."""
-        self.thread = HousekeepingThread(path, self._do_due_work, clock)
-        self.appender = Appender(clock, self._refusal, self.thread.wake)
-        self.copies = CopyWriter(self.appender)
+        self.thread: HousekeepingThread = HousekeepingThread(path, self._do_due_work, clock)
+        self.appender: Appender = Appender(clock, self._refusal, self.thread.wake)
+        self.copies: CopyWriter = CopyWriter(self.appender)
         self._bitmap_of = bitmap_of
         self._in_background = in_background
         self._file_lock: FileLock | None = None

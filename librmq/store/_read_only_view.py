@@ -215,7 +215,7 @@ class ReadOnlyView:
         self._bitmap_of = bitmap_of
         self._opened = opened
         self._moment = moment
-        self.derives_queues = derives_queues
+        self.derives_queues: bool = derives_queues
         self._guard = Lock()
         self._is_brief = True
         self._has_all_files = False

@@ -104,7 +104,7 @@ class Kit:
         self._clock_before = kit_clock.get()
         kit_clock.set(self.clock)
         open_kits.append(self.clock)
-        self.runner = runner or KitRunner(self.clock)
+        self.runner: KitRunner = runner or KitRunner(self.clock)
         self.runner.kit = self
         kept_for_later.set(self.runner.kept)
         self.start: StoreStart | None = start
@@ -122,9 +122,9 @@ class Kit:
         self._check = check
         self._expected: set[str] = set()
         self._history = History(self.clock.now_ms())
-        self.recorder = Recorder(self.clock.now_ms, self._history, describes_groups=False)
+        self.recorder: Recorder = Recorder(self.clock.now_ms, self._history, describes_groups=False)
         """Turns what clients and brokers do into the events of the history."""
-        self.process_table = ProcessTable(partial(Process, self), self.runner.choose)
+        self.process_table: ProcessTable = ProcessTable(partial(Process, self), self.runner.choose)
         self._unstarted: list[PushConsumer] = []
         self._producers: dict[tuple[str, str | None], Producer] = {}
         self._is_new = False
@@ -135,7 +135,9 @@ class Kit:
         """What runner, processes and replicas report to."""
         config = store_config or (SMALL_FILES if start is None else start.config)
         frames: Frames | None = "share" if over_share else "tcp" if over_tcp else None
-        self.network = Network(self.path, self.files, self.runner, broker_config, config, self._note_broker, frames)
+        self.network: Network = Network(
+            self.path, self.files, self.runner, broker_config, config, self._note_broker, frames
+        )
         self._watch_resets()
         self._test = self.process_table.make("test", lambda process: None)
         self._test.is_test = True

@@ -154,7 +154,7 @@ class Network:
         """The replicas from which processes read, one for each master. Another tuple after a change."""
         self._changed: dict[str, tuple[str, BrokerConfig]] = {}  # folder and settings, other than at first
         first = self._open()
-        self.table = RouteTable(first)
+        self.table: RouteTable = RouteTable(first)
         """The route that all processes use."""
         self.by_name: dict[str, Broker] = {first.name: first}
         """The brokers as they were opened last."""

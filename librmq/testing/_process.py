@@ -128,7 +128,7 @@ class Process(Route):
         """1 for the first, one more after each restart."""
         self.label: str = name if generation == 1 else f"{name}~{generation}"
         """Name and generation, the same in each run."""
-        self.dead = False
+        self.dead: bool = False
         """Whether it has died or was shut down."""
         self.is_test = False
         """Whether it is the test's own process, which no fault concerns."""

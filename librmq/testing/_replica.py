@@ -56,7 +56,7 @@ class KitReplica:
         """Copy the broker ``master_name``; ``name`` is the replica's end of their link."""
         self.name = name
         self.master_name = master_name
-        self.path = os.path.join(kit.path, "replicas", name)
+        self.path: str = os.path.join(kit.path, "replicas", name)
         """The folder of the copy."""
         self._link = _MasterLink(kit, master_name, name)
         self._kit = kit

@@ -138,7 +138,7 @@ class Evidence:
         self._scene = scene
         self._history = history
         history.about = self.about
-        self.facts = Facts(scene, history)
+        self.facts: Facts = Facts(scene, history)
         """What only the stores tell."""
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
         self._sent_to: set[str] = set()

@@ -287,7 +287,7 @@ class ServedKit(Closing):
         self._arguments = kit, self._endpoint, grpc, listening, changed, options
         kit.name_fixture("rmq_remoting" if grpc is None else "rmq_grpc")
         self._is_down = False
-        self.server = Ports(*self._arguments, None)
+        self.server: Ports = Ports(*self._arguments, None)
 
     def _endpoint(self, name: str) -> WireClient:
         with self.kit.runner.lock:
@@ -450,7 +450,7 @@ class ServedRemoting:
             kit.broker, listening=listening, creates_retry_topics=True, changed=changed, endpoints=self._endpoint
         )
         self.port: int = self._server.port
-        self.address = self._server.address
+        self.address: str = self._server.address
         self._ended = threading.Event()
         self._releaser = threading.Thread(target=self._release, name="librmq held pulls", daemon=True)
         self._releaser.start()

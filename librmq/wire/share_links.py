@@ -84,7 +84,7 @@ class SharedEndpoint:
     __slots__ = ("call",)
 
     def __init__(self, call: Callable[[Request[Any]], Any]) -> None:
-        self.call = call
+        self.call: Callable[[Request[Any]], Any] = call
 
 
 class _PeerEndpoint(SharedEndpoint, SendsLater):
@@ -99,12 +99,12 @@ class StoreOwner:
     def __init__(self, lock: FileLock, broker: Broker) -> None:
         """Serve a broker; ``lock`` is the one of the shared folder."""
         self.route = broker
-        self.name = broker.name
+        self.name: str = broker.name
         listening, self._files = listen_as_owner(broker.store.path, broker.store.files)
         self._lock = lock
         address = format_host(parse_host(broker.store.config.store_host))
-        self.server = RemotingServer(broker, listening=listening, advertise=address)
-        self.endpoint = SharedEndpoint(broker.call)
+        self.server: RemotingServer = RemotingServer(broker, listening=listening, advertise=address)
+        self.endpoint: SharedEndpoint = SharedEndpoint(broker.call)
         self._has_ended = False
 
     def endpoint_of(self, name: str) -> SharedEndpoint:
@@ -156,8 +156,8 @@ class StorePeer:
         self._lock_path = os.path.join(share_folder(path), "lock")
         self._take_over_stopped_s = take_over_stopped_s
         self._stopped_since_s: float | None = None
-        self.has_ended = Event()
-        self.is_silent = False
+        self.has_ended: Event = Event()
+        self.is_silent: bool = False
         """Whether a request had no answer, and the owner was not seen to run since."""
         self._link: tuple[Endpoint, SharedEndpoint] | None = None
         with ExitStack() as undo:
@@ -165,7 +165,8 @@ class StorePeer:
                 self._sentinel = undo.enter_context(connect_to(address, timeout_s))
             except BrokerUnreachableError as error:
                 # The owner may be stopped before it listens, or while others wait already for its answer.
-                self.process, self.label = 0, path
+                self.process: int = 0
+                self.label: str = path
                 with suppress(RmqError):
                     self.process = lock_process(self._lock_path) or 0
                 explained = self.explained(error)
@@ -184,7 +185,7 @@ class StorePeer:
             at_close = ExitStack()
             try:
                 with self._watching():
-                    self.route = RemoteRoute(
+                    self.route: RemoteRoute = RemoteRoute(
                         (self.label,),
                         runner,
                         dial_locally(partial(self._connect, address, timeout_s), self.label, timeout_s),
@@ -194,7 +195,7 @@ class StorePeer:
                         at_close=at_close,
                         is_shared=True,
                     )
-                self.name = self.route.broker_names()[0]
+                self.name: str = self.route.broker_names()[0]
             except (BrokerUnreachableError, IndexError) as error:  # without a broker while it closes
                 explained = self.explained(error)
                 self._wait_while_stopped(gives_up)

@@ -62,7 +62,7 @@ class _Connection:
 
     def __init__(self, route: Any, *, is_own: bool) -> None:
         self.route = route
-        self.producer = Producer(route, "django")
+        self.producer: Producer = Producer(route, "django")
         self._is_own = is_own
         self._topics: set[str] = set()
         self._lock = Lock()

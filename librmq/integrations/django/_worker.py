@@ -61,7 +61,7 @@ class Worker:
             threads: Number of tasks that run at a time.
             burst: Whether `run` ends when no task is due.
         """
-        self.id = f"{socket.gethostname()}-{os.getpid()}-{get_random_string(6)}"
+        self.id: str = f"{socket.gethostname()}-{os.getpid()}-{get_random_string(6)}"
         """Is among the ``worker_ids`` of each result."""
         self._backend = backend
         self._burst = burst

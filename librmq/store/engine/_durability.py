@@ -90,7 +90,7 @@ class GroupCommit:
 
         ``on_failure()`` is called once, when a flush has failed.
         """
-        self.flushed = flushed
+        self.flushed: int = flushed
         """Physical offset below which everything is on the device."""
         self.failure: StoreIOError | None = None
         """The first flush that failed; nothing unflushed is acknowledged after it."""
@@ -188,7 +188,7 @@ class Acknowledgement(Generic[_T]):
     __slots__ = ("_commit", "_end", "result")
 
     def __init__(self, result: _T, commit: GroupCommit, end: int) -> None:
-        self.result = result
+        self.result: _T = result
         """The place of the message."""
         self._commit = commit
         self._end = end
@@ -249,9 +249,9 @@ class Durability:
         self._catch_up = catch_up
         self._check_lock = check_lock
         self._marks = marks
-        self.commit = GroupCommit(self._flush_log, parts.log.end, on_failure)
+        self.commit: GroupCommit = GroupCommit(self._flush_log, parts.log.end, on_failure)
         """The log's part."""
-        self.settled = parts.log.end
+        self.settled: int = parts.log.end
         """Physical offset below which queues and index are on the device too."""
         self._derived_failure: StoreIOError | None = None  # a failure of queues or index, after which no flush counts
 
@@ -372,8 +372,8 @@ class Housekeeping(AlarmState):
         self._expire_at_ms: int | None = now_ms
         self._last_error = ""
         self._expired_end = -1  # the end of the log's files at the last check of expiry
-        self.alarm = -1
-        self.watched = sys.maxsize
+        self.alarm: int = -1
+        self.watched: int = sys.maxsize
         """An append that ends after this place calls the watchers; `alarm` is never beyond it."""
 
     def expire_soon(self) -> None:

@@ -110,17 +110,19 @@ class Appender(AppendState):
 
     def __init__(self, clock: Clock, refusal: Callable[[], Exception], wake: Callable[[], None]) -> None:
         """Take ``refusal()``, which returns why no append is accepted, and ``wake()``, which wakes housekeeping."""
-        self.lock = AppendLock(clock)
-        self.is_locked = self.lock.mutex.locked
-        self.accepts = False
+        self.lock: AppendLock = AppendLock(clock)
+        self.is_locked: Callable[[], bool] = self.lock.mutex.locked
+        self.accepts: bool = False
         """Whether appends are accepted."""
         self.parts: Parts | None = None
         self.lanes = {}
-        self.now_ms = clock.now_ms
+        self.now_ms: Callable[[], int] = clock.now_ms
         # The compiled append makes results and reads these two clocks itself.
-        self.system_now_ms = self.now_ms if type(clock) is SystemClock else None
-        self.manual_now_ms = self.now_ms if type(clock) is ManualClock else None
-        self.message_class, self.result_class, self.batch_fixed_size = Message, AppendResult, BATCH_FIXED_SIZE
+        self.system_now_ms: Callable[[], int] | None = self.now_ms if type(clock) is SystemClock else None
+        self.manual_now_ms: Callable[[], int] | None = self.now_ms if type(clock) is ManualClock else None
+        self.message_class: type[Message] = Message
+        self.result_class: type[AppendResult] = AppendResult
+        self.batch_fixed_size: int = BATCH_FIXED_SIZE
         self.host_bytes = host_bytes
         self.refusal = refusal
         self._wake = wake
@@ -146,7 +148,7 @@ class Appender(AppendState):
         self._max_body_size = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
         self._sync = config.durability == "sync"
-        self.is_usual = not self._sync
+        self.is_usual: bool = not self._sync
 
     def use_parts(self, parts: Parts, commit: GroupCommit, housekeeping: Housekeeping) -> None:
         """Write to these parts from now on."""

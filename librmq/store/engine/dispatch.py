@@ -115,15 +115,15 @@ class Lane(LaneState):
         self.queue_id = queue_id
         self.queue = queue
         encoded = topic.encode()
-        self.topic_field = bytes((len(encoded),)) + encoded
+        self.topic_field: bytes = bytes((len(encoded),)) + encoded
         """The topic in a record's form, with its length before it."""
-        self.prefix_hash = topic_hash(topic)
+        self.prefix_hash: int = topic_hash(topic)
         """Hash of ``topic#``, the start of the index hashes of the topic's keys."""
-        self.next_queue_offset = queue.max_offset
+        self.next_queue_offset: int = queue.max_offset
         """Queue offset of the next record."""
         self.pending: list[bytes] = []
         """Packed entries that are not in the queue yet; the last is that of ``next_queue_offset - 1``."""
-        self.pending_from = self.next_queue_offset
+        self.pending_from: int = self.next_queue_offset
         """Queue offset of the first of them, if there are any."""
 
 
@@ -158,13 +158,13 @@ class Dispatcher(DispatchState):
         self._indexing = False
         self.unflushed: set[ConsumeQueue] = set()
         """Queues written since a flush last took this set."""
-        self.entries = 0
+        self.entries: int = 0
         """Number of records dispatched since `unflushed` was last taken."""
-        self.dispatched_timestamp_ms = 0
+        self.dispatched_timestamp_ms: int = 0
         """Store time of the last record whose entry and keys are written."""
         self.writing_at = -1
         """Physical offset of the running append, -1 for none. If the next append finds one, a signal interrupted it."""
-        self.order = TimeOrder(0, 0)
+        self.order: TimeOrder = TimeOrder(0, 0)
         """How far the store times of dispatched records disagree; opening the log for writing replaces it."""
 
     def entries_a_queue(self) -> int:

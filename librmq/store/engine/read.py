@@ -111,7 +111,7 @@ class Transfer:
         memory = _UNKNOWN_MEMORY
         if hasattr(os, "sysconf"):
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self.memory = memory * config.memory_ratio // 100
+        self.memory: int = memory * config.memory_ratio // 100
         """A message counts as in memory if it begins at most this many bytes before the log's end."""
 
     def limits(self, log_end: int, physical_offset: int) -> tuple[int, int]:

@@ -389,8 +389,8 @@ class AppendLock:
 
     def make_locks(self) -> None:
         """Make new locks in a child process after a fork, because threads of the parent may hold the old ones."""
-        self.mutex = Lock()
-        self.flushing = RLock()
+        self.mutex: Lock = Lock()
+        self.flushing: RLock = RLock()
         """What a flush holds, and what replaces the parts that it flushes; taken before ``mutex``."""
         self.owner = 0
         """The thread that holds ``mutex`` where signal handlers can run; 0 without one."""
@@ -398,7 +398,7 @@ class AppendLock:
         self._never = threading.Event()
         self._last_thread = threading.get_ident()
         self._threads: set[int] = set()
-        self.crowd = 0
+        self.crowd: int = 0
         """Number of the next appends that make a pause, because several threads append."""
 
     def check_reentry(self) -> None:

@@ -98,11 +98,11 @@ class BrokerTables:
         self.unread: str | None = None
         """Why RocksDB, where the broker keeps tables, can't be read, and what to do; None if it was, or has none."""
         stored = self._stored_tables()
-        self.topics = self._table(
+        self.topics: ConfigTable = self._table(
             "topics.json", "topicConfigTable", partial(_check_numbers, _TOPIC_NUMBERS), stored.topics, versioned=True
         )
         """Rows as `topic_row` makes them, by topic."""
-        self.groups = self._table(
+        self.groups: ConfigTable = self._table(
             "subscriptionGroup.json",
             "subscriptionGroupTable",
             partial(_check_numbers, _GROUP_NUMBERS),
@@ -110,13 +110,13 @@ class BrokerTables:
             versioned=True,
         )
         """Rows as `group_row` makes them, by consumer group."""
-        self.database = tables_database(folder, files)
+        self.database: str | None = tables_database(folder, files)
         """The folder of a RocksDB that has the progress; None if the files here have it."""
-        self.offsets = self._offsets(stored.offsets)
+        self.offsets: ConfigTable = self._offsets(stored.offsets)
         """Queue offsets by queue id, by ``topic@group``; empty if `knows_progress` is false."""
-        self.delays = self._table("delayOffset.json", "offsetTable", _check_offsets)
+        self.delays: ConfigTable = self._table("delayOffset.json", "offsetTable", _check_offsets)
         """Queue offsets by delay level; empty if `knows_delays` is false."""
-        self.filter_table = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)
+        self.filter_table: ConfigTable = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)
         self._starts: ConfigTable | None = None
 
     @classmethod
@@ -423,12 +423,12 @@ class ConfigTable:
         self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows in the file's form
         self._left_out: list[Any] = []  # keys of rows that can't be written
         self._stored: bytes | None = None  # the content of the file, None if it is unreadable
-        self.is_stored = False
+        self.is_stored: bool = False
         """Whether the file, or its backup, has content."""
         self.replaced: str | None = None
         """What is wrong with the file in whose place its backup was read, and what that means."""
         self._document = self._load() if stored is None else self._load_stored(stored)
-        self.is_new = not self._document[name]
+        self.is_new: bool = not self._document[name]
         """Whether nothing was stored; a broker's own topics are always stored with the first one."""
 
     @cached_property

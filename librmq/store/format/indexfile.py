@@ -347,10 +347,10 @@ class IndexFile(Closing):
                 )
             slots, entries = shape
         check_geometry(slots, entries)
-        self.path = file.path
-        self.writable = file.writable
-        self.max_slots = slots
-        self.max_entries = entries
+        self.path: str = file.path
+        self.writable: bool = file.writable
+        self.max_slots: int = slots
+        self.max_entries: int = entries
         """A file holds one entry less, because the first is unused."""
         self._files = files
         self._file: File | None = None

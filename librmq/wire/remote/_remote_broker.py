@@ -184,7 +184,7 @@ class RemoteBroker:
             name_servers: Addresses, which clients report to a broker that asks.
         """
         self.name = name
-        self.address = address
+        self.address: str = address
         self._connections = connections
         self._runner = runner
         self._later = later

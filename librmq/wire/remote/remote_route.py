@@ -83,7 +83,7 @@ class NameServers:
     ) -> None:
         """``prepare`` is called with the brokers' addresses, before anything connects to it."""
         self._prepare = prepare
-        self.addresses = tuple(addresses)
+        self.addresses: tuple[str, ...] = tuple(addresses)
         self._connections = connections
         self._timeout_s = timeout_s
         self._at = 0
@@ -264,7 +264,7 @@ class RemoteRoute(AdministeredRoute):
             is_hurried=lambda: is_held_here(runner.lock),
             opened_late=self._late,
         )
-        self.name_servers = NameServers(addresses, self._connections, timeout_s, prepare)
+        self.name_servers: NameServers = NameServers(addresses, self._connections, timeout_s, prepare)
         self._watchers = Watchers()
         self._links: dict[str, _Link] = {}
         self._topics: dict[str, tuple[QueueData, ...]] = {}

@@ -516,7 +516,7 @@ class RemotingServer(Closing):
             allows_admin=allows_admin,
             others=self._of_processes(broker) if self._is_local else {},
         )
-        self.refused = 0
+        self.refused: int = 0
         """Connections that were closed because they sent no valid frames, or used more than their share."""
         self._accepted = 0
         self._is_open = self._is_accepting = True
