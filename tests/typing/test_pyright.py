@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+import librmq
 from tests.reference import CHECKOUT
 
 
@@ -59,3 +61,36 @@ def test_pyright_agrees_with_mypy(tmp_path: Path) -> None:
         reportUnusedFunction=False,
     )
     assert found == []
+
+
+UNTYPED = {
+    "librmq.columns": {"StoreDataset", "dataset"},  # a dataset of pyarrow, which has no types
+    "librmq.integrations.django": {"LibrmqBackend", "Worker"},  # a backend of Django, which has none either
+}
+"""Promised names that no annotation completes, because they stand on a class of a package without types."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("pyright") is None, reason="pyright is not installed: pip install 'librmq[dev]'")
+def test_types_of_promised_names_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a version promises has declared types throughout, so that no type checker has to infer any."""
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
+    promises: dict[str, list[str]] = import_module("api").promised()
+    promised = {f"{module}.{name}" for module in promises for name in {*promises[module]} - UNTYPED.get(module, set())}
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--verifytypes", "librmq"]
+    assert librmq.__file__ is not None
+    result = subprocess.run(
+        [*command, "--ignoreexternal", "--outputjson"],
+        env={**os.environ, "PYTHONPATH": str(Path(librmq.__file__).parent.parent)},  # it does not find an editable one
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not result.stdout.startswith("{"):
+        pytest.skip(f"pyright could not be set up: {result.stderr[-200:]}")
+    symbols = json.loads(result.stdout)["typeCompleteness"]["symbols"]
+    types = {name: symbol for symbol in symbols for name in (symbol["name"], *symbol.get("alternateNames", ()))}
+    assert sorted(promised - {*types}) == []
+    incomplete = [name for name in promised if not types[name]["isTypeKnown"] or types[name]["isTypeAmbiguous"]]
+    causes = [one for symbol in symbols for one in symbol["diagnostics"] if "missing type annotation" in one["message"]]
+    assert sorted(incomplete) == [], causes
