@@ -7,10 +7,10 @@ queue is read once for all groups.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import chain, groupby, repeat
+from functools import cache, cached_property, partial
+from itertools import accumulate, chain, compress, count, groupby, pairwise, repeat, starmap
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,7 +22,7 @@ from librmq.diagnosis.view import QueueProgress, Source, StoreView, View, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
 from librmq.java.json import NumberColumns
-from librmq.message.lag import deleted_unread, unread_and_lags, unread_from
+from librmq.message.lag import lag_terms, unread_from
 from librmq.message.topics import RETRY_PREFIX, is_own_group
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted
@@ -150,25 +150,6 @@ class TopicProgress(NamedTuple):
         """Return the row of each queue by its broker and number."""
         return dict(zip(zip(self.broker_names or repeat(""), self.queue_ids, strict=False), self.rows(), strict=True))
 
-    def sums(self) -> TopicLag:
-        """Return the sums over the queues."""
-        known = [
-            (begin, end, offset)
-            for begin, end, offset in zip(self.min_offsets, self.max_offsets, self.consumer_offsets, strict=True)
-            if offset is not None
-        ]
-        return TopicLag(
-            self.group,
-            self.topic,
-            len(self.queue_ids),
-            sum(self.lags),
-            max(self.lags, default=0),
-            min((time_ms for time_ms in self.oldest_ms if time_ms is not None), default=None),
-            len(self.queue_ids) - len(known),
-            sum(offset > end for _, end, offset in known),
-            sum(deleted_unread(offset, begin) for begin, _, offset in known),
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class Lag:
@@ -179,33 +160,27 @@ class Lag:
     now_ms: int | None
     """The time for computing ages."""
 
+    @cached_property
+    def _rows(self) -> _Rows:
+        return self.topics if isinstance(self.topics, _Rows) else _Rows.of(self.topics)
+
     def __len__(self) -> int:
-        if isinstance(self.topics, _Cells):
-            return len(self.topics.lags)
-        return sum(len(columns.queue_ids) for columns in self.topics)
+        return self._rows.bounds[-1]
 
     def __iter__(self) -> Iterator[QueueLag]:
-        if isinstance(self.topics, _Cells):
-            return self.topics.rows()
-        return chain.from_iterable(columns.rows() for columns in self.topics)
+        return self._rows.queue_lags()
 
     @property
     def total(self) -> int:
         """The sum of all lags."""
-        if isinstance(self.topics, _Cells):
-            return int(self.topics.lags.sum())
-        return sum(sum(columns.lags) for columns in self.topics)
+        return sum(topic_lag.lag for topic_lag in self.by_topic())
 
     def by_topic(self) -> list[TopicLag]:
         """Return the lag of each group in each topic, sorted by group and topic."""
-        if isinstance(self.topics, _Cells):
-            return self.topics.by_topic()
-        return [columns.sums() for columns in self.topics]
+        return self._rows.by_topic()
 
     def by_group(self) -> list[GroupLag]:
         """Return the lag of each group, sorted."""
-        if isinstance(self.topics, _Cells):
-            return self.topics.by_group()
         groups = groupby(self.by_topic(), key=itemgetter(0))
         return [_sums_of_group(group, list(topics)) for group, topics in groups]
 
@@ -267,45 +242,17 @@ def lag(
     """
     with viewed(source) as view:
         progress = view.progress_columns()
-        leaves_out = not includes_own and group is None
-        if progress is None:
-            topics = _few_topics(view, group, topic, times)
-            return Lag([row for row in topics if not (leaves_out and is_own_group(row.group))], view.now_ms)
-        if leaves_out:
+        if progress is None:  # numpy, whose import takes longer than few queues, is left out
+            time_at = cache(lambda queue, start: _times_of(view, queue, [start])[0]) if times else None
+            return Lag(_topics_of(view, group, topic, includes_own, time_at), view.now_ms)
+        if not includes_own and group is None:
             own = [number for number, name in enumerate(progress.names[1]) if is_own_group(name)]
             progress = progress.chosen(~np.isin(progress.parts[1], own))
         for at, name in enumerate((topic, group)):
             if name is not None:
                 names = progress.names[at]
                 progress = progress.chosen(progress.parts[at] == (names.index(name) if name in names else -1))
-        return Lag(_cells_of(view, progress, times), view.now_ms)
-
-
-def _few_topics(view: StoreView, group: str | None, topic: str | None, times: bool) -> Iterator[TopicProgress]:
-    """Yield the same as `_cells_of` without numpy, whose import would take longer; each message is read once."""
-    times_ms: dict[tuple[QueueName, int], int | None] = {}
-
-    def time_at(queue: QueueName, start: int) -> int | None:
-        if (queue, start) not in times_ms:
-            times_ms[queue, start] = _times_of(view, queue, [start])[0]
-        return times_ms[queue, start]
-
-    for (group_name, name), progress in sorted(view.progress.items()):
-        if group not in (None, group_name) or topic not in (None, name):
-            continue
-        queues = {queue: (offsets.start, offsets.stop) for (_, queue), offsets in view.queues(name).items()}
-        queues |= {queue: (0, 0) for queue, offset in progress.items() if queue not in queues and offset > 0}
-        if not queues:
-            continue
-        ids = sorted(queues)
-        begins, ends = zip(*map(queues.__getitem__, ids), strict=True)
-        offsets = list(map(progress.get, ids))
-        starts, lags = unread_and_lags(offsets, begins, ends)
-        oldest_ms = [
-            time_at((name, queue), start) if times and waiting else None
-            for queue, start, waiting in zip(ids, starts, lags, strict=True)
-        ]
-        yield TopicProgress(group_name, name, ids, begins, ends, offsets, lags, oldest_ms)
+        return Lag(_rows_of(view, progress, times), view.now_ms)
 
 
 def lag_of_view(
@@ -314,21 +261,40 @@ def lag_of_view(
     """Return the lag of the groups of a store or a cluster, as `lag` does."""
     if isinstance(view, StoreView):
         return lag(view, group=group, topic=topic, times=times, includes_own=includes_own)
+    return Lag(_topics_of(view, group, topic, includes_own, view.stored_at if times else None), None)
+
+
+def _topics_of(
+    view: View[Any],
+    group: str | None,
+    topic: str | None,
+    includes_own: bool,
+    time_at: Callable[[Any, int], int | None] | None,
+) -> list[TopicProgress]:
+    """Return the queues of each topic that a group has consumed; ``time_at`` returns the store time of a message."""
     groups = [name for name in view.groups if includes_own or not is_own_group(name)] if group is None else [group]
-    topics = ((name, *consumed) for name in groups for consumed in view.consumed(name, topic))
-    return Lag([_progress_in(view, *columns, times) for columns in topics], None)
+    return [
+        _progress_in(view, name, consumed_topic, queues, time_at)
+        for name in groups
+        for consumed_topic, queues in view.consumed(name, topic)
+        if queues
+    ]
 
 
 def _progress_in(
-    view: View[Any], group: str, topic: str, queues: Mapping[Any, QueueProgress], times: bool
+    view: View[Any],
+    group: str,
+    topic: str,
+    queues: Mapping[Any, QueueProgress],
+    time_at: Callable[[Any, int], int | None] | None,
 ) -> TopicProgress:
-    begins, ends, offsets = zip(*queues.values(), strict=True)
-    starts, lags = unread_and_lags(offsets, begins, ends)
+    begins, ends, offsets = map(list, zip(*queues.values(), strict=True))
+    firsts, lags, *_ = _terms(_filled(offsets, begins), begins, ends)
     oldest_ms = [
-        view.stored_at(queue, start) if times and waiting else None
-        for queue, start, waiting in zip(queues, starts, lags, strict=True)
+        time_at(queue, first) if time_at is not None and waiting else None
+        for queue, first, waiting in zip(queues, firsts, lags, strict=True)
     ]
-    ids, broker_names = [queue.queue_id for queue in queues], [view.broker_name(queue) for queue in queues]
+    ids, broker_names = [queue[-1] for queue in queues], [view.broker_name(queue) for queue in queues]
     return TopicProgress(group, topic, ids, begins, ends, offsets, lags, oldest_ms, broker_names)
 
 
@@ -337,84 +303,108 @@ def no_progress(group: str, topic: str) -> ConfigError:
     return ConfigError(f"group {group!r} has no progress in topic {topic!r}: `librmq groups` lists groups and topics")
 
 
-class _Cells(Sequence[TopicProgress]):
+class _Rows(Sequence[TopicProgress]):
     """The queues of each group and topic, as columns with an element for each of them.
 
-    Groups and topics have an element for each pair, whose queues begin at its start. The queues of a pair, and the
-    pairs of a group, are behind each other.
+    The columns are lists, or arrays where there are many queues. Groups and topics have an element for each pair, whose
+    queues are those between its bounds. The pairs of a group are behind each other.
     """
 
     def __init__(
-        self, groups: NDArray[Any], topics: NDArray[Any], starts: NDArray[Any], columns: Iterable[NDArray[Any]]
+        self, groups: Sequence[str], topics: Sequence[str], bounds: Sequence[int], columns: Sequence[Any]
     ) -> None:
+        """Take ids, begins, ends, offsets, whether these are unknown and so equal to the begins, and oldest times."""
         self._groups = groups
         self._topics = topics
-        self._starts = starts
-        self._columns = tuple(columns)
-        self._bounds = np.append(starts, len(self._columns[0]))
-        *_, self._begins, self._ends, self._offsets, self._is_known, self.lags, self._oldest_ms = self._columns
+        self.bounds = bounds
+        """The number of each pair's first queue, and that of all queues."""
+        self._ids, self._begins, self._ends, self._offsets, self._is_unknown, self._oldest_ms = columns
+
+    @classmethod
+    def of(cls, topics: Sequence[TopicProgress]) -> _Rows:
+        """Return the queues of some topics."""
+        groups, names, *columns = zip(*(queues[:8] for queues in topics), strict=True) if topics else [()] * 8
+        bounds = [0, *accumulate(map(len, columns[0]))]
+        ids, begins, ends, offsets, _, oldest_ms = (list(chain.from_iterable(column)) for column in columns)
+        is_unknown = [offset is None for offset in offsets]
+        oldest_ms = [_NEVER_MS if time_ms is None else time_ms for time_ms in oldest_ms]
+        return cls(groups, names, bounds, (ids, begins, ends, _filled(offsets, begins), is_unknown, oldest_ms))
+
+    @cached_property
+    def _terms(self) -> Sequence[Any]:
+        return _terms(self._offsets, self._begins, self._ends)
 
     @cached_property
     def _lists(self) -> list[list[Any]]:
         """The columns of `QueueLag` from the queue's number on."""
-        ids, begins, ends, offsets, is_known, lags, oldest = self._columns
-        progress: list[int | None] = offsets.tolist()
-        for place in np.flatnonzero(~is_known).tolist():
-            progress[place] = None
-        return [ids.tolist(), begins.tolist(), ends.tolist(), progress, lags.tolist(), _times(oldest)]
+        numbers = self._ids, self._begins, self._ends, self._offsets, self._terms[1]
+        ids, begins, ends, offsets, lags = map(_listed, numbers)
+        progress: list[int | None] = [*offsets]
+        for queue in compress(count(), _listed(self._is_unknown)):
+            progress[queue] = None
+        return [ids, begins, ends, progress, lags, _times(_listed(self._oldest_ms))]
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._groups)
 
     def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 (a number or a slice)
         if isinstance(place, slice):
             return list(self)[place]
         place = range(len(self))[place]
-        queues = slice(*self._bounds[place : place + 2])
+        queues = slice(*self.bounds[place : place + 2])
         return TopicProgress(self._groups[place], self._topics[place], *(column[queues] for column in self._lists))
 
     def __iter__(self) -> Iterator[TopicProgress]:
-        queues = list(map(slice, self._bounds[:-1].tolist(), self._bounds[1:].tolist()))
+        queues = list(starmap(slice, pairwise(self.bounds)))
         columns = (map(column.__getitem__, queues) for column in self._lists)
-        return map(TopicProgress, self._groups.tolist(), self._topics.tolist(), *columns)
+        return map(TopicProgress, self._groups, self._topics, *columns)
 
-    def rows(self) -> Iterator[QueueLag]:
+    def queue_lags(self) -> Iterator[QueueLag]:
         """Yield the row of each queue."""
-        names = (np.repeat(column, np.diff(self._bounds)).tolist() for column in (self._groups, self._topics))
+        names = (chain.from_iterable(map(repeat, column, self._counts())) for column in (self._groups, self._topics))
         return map(partial(tuple.__new__, QueueLag), zip(*names, *self._lists, strict=True))
 
     def by_topic(self) -> list[TopicLag]:
         """Return the sums of each group and topic."""
-        beyond = self._is_known & (self._offsets > self._ends)
-        expired = np.where(self._is_known, np.maximum(self._begins - np.maximum(self._offsets, 0), 0), 0)
-        before = (
-            self._groups,
-            self._topics,
-            np.diff(self._bounds),
-            np.add.reduceat(self.lags, self._starts),
-            np.maximum.reduceat(self.lags, self._starts),
-        )
-        oldest = _times(np.minimum.reduceat(self._oldest_ms, self._starts))
-        behind = (np.add.reduceat(column, self._starts, dtype=np.int64) for column in (~self._is_known, beyond))
-        after = (*behind, np.add.reduceat(expired, self._starts))
-        return list(map(TopicLag, *map(np.ndarray.tolist, before), oldest, *map(np.ndarray.tolist, after)))
+        _, lags, deleted, is_beyond = self._terms
+        columns: list[Sequence[Any]] = [self._groups, self._topics, self._counts()]
+        columns += [self._by_pair(sum, lags), self._by_pair(max, lags), _times(self._by_pair(min, self._oldest_ms))]
+        columns += [self._by_pair(sum, column) for column in (self._is_unknown, is_beyond, deleted)]
+        return [TopicLag(*row) for row in zip(*columns, strict=True)]
 
-    def by_group(self) -> list[GroupLag]:
-        """Return the sums of each group."""
-        firsts = np.flatnonzero(np.append(True, self._groups[1:] != self._groups[:-1])[: len(self)])
-        starts = self._starts[firsts]
-        topics = self._topics.tolist()
-        retries = {topic for topic in set(topics) if topic.startswith(RETRY_PREFIX)}
-        is_again = np.fromiter(map(retries.__contains__, topics), np.bool_)
-        lags = np.add.reduceat(self.lags, self._starts)
-        new, again = (np.add.reduceat(np.where(is_kind, lags, 0), firsts) for is_kind in (~is_again, is_again))
-        counts = np.diff(firsts, append=len(self)), np.diff(starts, append=len(self.lags))
-        columns = map(np.ndarray.tolist, (self._groups[firsts], *counts, new + again, new, again))
-        return list(map(GroupLag, *columns, _times(np.minimum.reduceat(self._oldest_ms, starts))))
+    def _counts(self) -> list[int]:
+        return [end - begin for begin, end in pairwise(self.bounds)]
+
+    def _by_pair(self, combine: Callable[[Sequence[int]], int], column: Any) -> list[int]:  # noqa: ANN401 (a column)
+        """Return the sum, maximum or minimum of a column for each group and topic."""
+        if isinstance(column, list):
+            return [combine(column[begin:end]) for begin, end in pairwise(self.bounds)]
+        ufunc = {sum: np.add, max: np.maximum, min: np.minimum}[combine]
+        numbers: list[int] = ufunc.reduceat(column, self.bounds[:-1], dtype=np.int64).tolist()
+        return numbers
 
 
-def _times(times_ms: NDArray[Any]) -> list[int | None]:
-    return [None if time_ms == _NEVER_MS else time_ms for time_ms in times_ms.tolist()]
+def _terms(offsets: Any, begins: Any, ends: Any) -> Sequence[Any]:  # noqa: ANN401 (columns)
+    """Return columns of first unread offsets, lags, deleted unread messages, and whether the progress is too large."""
+    if isinstance(offsets, list):
+        rows = [
+            (*lag_terms(offset, begin, end), offset > end)
+            for offset, begin, end in zip(offsets, begins, ends, strict=True)
+        ]
+        return [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
+    return *lag_terms(offsets, begins, ends, np.maximum), offsets > ends
+
+
+def _filled(offsets: Iterable[int | None], begins: Iterable[int]) -> list[int]:
+    return [begin if offset is None else offset for offset, begin in zip(offsets, begins, strict=True)]
+
+
+def _listed(column: Any) -> list[Any]:  # noqa: ANN401 (a column)
+    return column if isinstance(column, list) else column.tolist()
+
+
+def _times(times_ms: Iterable[int]) -> list[int | None]:
+    return [None if time_ms == _NEVER_MS else time_ms for time_ms in times_ms]
 
 
 def _sorted(names: list[str], places: NDArray[Any]) -> tuple[list[str], NDArray[Any]]:
@@ -425,7 +415,7 @@ def _sorted(names: list[str], places: NDArray[Any]) -> tuple[list[str], NDArray[
     return [names[place] for place in order], ranks[places]
 
 
-def _cells_of(view: StoreView, progress: NumberColumns, times: bool) -> _Cells:
+def _rows_of(view: StoreView, progress: NumberColumns, times: bool) -> _Rows:
     """Return the queues of each topic in which a group has progress, and the deleted ones where it has any."""
     topics, topic_of_row = _sorted(progress.names[0], progress.parts[0])
     groups, group_of_row = _sorted(progress.names[1], progress.parts[1])
@@ -434,7 +424,7 @@ def _cells_of(view: StoreView, progress: NumberColumns, times: bool) -> _Cells:
     group_of_pair, topic_of_pair = group_of_row[order], topic_of_row[order]
     is_last = np.diff(numbers[order], append=-1) != 0
     if not is_last.all():  # of rows with one name the last counts
-        return _cells_of(view, progress.chosen(is_last[np.argsort(order)]), times)
+        return _rows_of(view, progress.chosen(is_last[np.argsort(order)]), times)
     pair_of_row = np.empty_like(order)
     pair_of_row[order] = np.arange(len(order))
 
@@ -459,29 +449,31 @@ def _cells_of(view: StoreView, progress: NumberColumns, times: bool) -> _Cells:
     )
     exists = (topic_of_queue[queue_of_entry] == topic_of_entry) & (ids[queue_of_entry] == progress.keys)
     cell_of_entry = (starts - firsts[topic_of_pair])[pair_of_entry[exists]] + queue_of_entry[exists]
-    is_known = np.zeros(len(pair_of_cell), np.bool_)
-    is_known[cell_of_entry] = True
+    is_unknown = np.ones(len(pair_of_cell), np.bool_)
+    is_unknown[cell_of_entry] = False
     begin, end = begins[queue_of_cell], ends[queue_of_cell]
     offsets = begin.copy()
     offsets[cell_of_entry] = progress.values[exists]
-    unread = np.maximum(offsets, begin)
-    lags = np.maximum(end - unread, 0)
+    unread, lags, *_ = _terms(offsets, begin, end)
     oldest_ms = np.full(len(lags), _NEVER_MS)
     if times and lags.any():
         waiting = np.flatnonzero(lags)
         _read_times(view, [name for name, _ in queues], begins, ends, queue_of_cell, unread, oldest_ms, waiting)
-    columns = [pair_of_cell, ids[queue_of_cell], begin, end, offsets, is_known, lags, oldest_ms]
+    columns = [pair_of_cell, ids[queue_of_cell], begin, end, offsets, is_unknown, oldest_ms]
 
     of_deleted = (column[~exists].tolist() for column in (pair_of_entry, progress.keys, progress.values))
     deleted = {(pair, queue_id): offset for pair, queue_id, offset in zip(*of_deleted, strict=True)}
-    if more := [(*queue, 0, 0, offset, True, 0, _NEVER_MS) for queue, offset in deleted.items() if offset > 0]:
+    if more := [(*queue, 0, 0, offset, False, _NEVER_MS) for queue, offset in deleted.items() if offset > 0]:
         columns = [np.append(column, added) for column, added in zip(columns, zip(*more, strict=True), strict=True)]
         order = np.lexsort((columns[1], columns[0]))
         columns = [column[order] for column in columns]
     starts = np.flatnonzero(np.diff(columns[0], prepend=-1))
     pairs = columns[0][starts]  # those with any queue
-    names = (np.array(groups, np.object_)[group_of_pair[pairs]], np.array(topics, np.object_)[topic_of_pair[pairs]])
-    return _Cells(*names, starts, columns[1:])
+    group_names, topic_names = (
+        list(map(names.__getitem__, places[pairs].tolist()))
+        for names, places in ((groups, group_of_pair), (topics, topic_of_pair))
+    )
+    return _Rows(group_names, topic_names, [*starts.tolist(), len(columns[0])], columns[1:])
 
 
 def _read_times(

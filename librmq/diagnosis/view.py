@@ -404,12 +404,23 @@ class StoreView(Closing):
         return self.store.messages(*queue, offsets.start, offsets.stop)
 
     def consumed(self, group: str, topic: str | None = None) -> Iterator[tuple[str, dict[QueueName, QueueProgress]]]:
-        """Yield the topics in which a group has progress, sorted, or one of them, each with its queues."""
+        """Yield the topics in which a group has progress, sorted, or one of them, each with its queues.
+
+        Deleted queues in which the group has any progress are among them, without messages.
+        """
         for name in self._topics_by_group.get(group, ()):
             if topic in (None, name):
-                offset_of = self.progress[group, name].get
-                queues = self.queues(name).items()
-                yield name, {queue: QueueProgress(ids.start, ids.stop, offset_of(queue[1])) for queue, ids in queues}
+                progress, queues = self.progress[group, name], self.queues(name)
+                deleted = {(name, id): range(0) for id, at in progress.items() if at > 0 and (name, id) not in queues}
+                if deleted:
+                    queues = dict(sorted((queues | deleted).items()))
+                yield (
+                    name,
+                    {
+                        queue: QueueProgress(offsets.start, offsets.stop, progress.get(queue[1]))
+                        for queue, offsets in queues.items()
+                    },
+                )
 
     @cached_property
     def _topics_by_group(self) -> dict[str, list[str]]:

@@ -24,6 +24,7 @@ from librmq.integrations._kombu_receivers import (
     receiver_of_cluster,
     receiver_of_share,
 )
+from librmq.message.lag import queue_lag
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 
@@ -155,7 +156,7 @@ class KombuBroker:
             done = self.route.progress(self.group(topic), topic)
             bounds = self.route.queues(topic)
             return sum(
-                row.max_offset - max(row.min_offset, done[at].queue_offset if at in done else 0)
+                queue_lag(done[at].queue_offset if at in done else None, row.min_offset, row.max_offset)
                 for at, row in bounds.items()
             )
         return sum(self.route.lag(GROUP, name) for name in (topic, f"%RETRY%{GROUP}_{topic}"))

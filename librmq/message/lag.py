@@ -9,32 +9,45 @@ RocketMQ 4.9 counts a queue without progress from 0, and so includes messages th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+_Terms: TypeAlias = Any
+"""A number, or a column of them."""
+
+
+def lag_terms(
+    progress: _Terms, begin: _Terms, end: _Terms, greatest: Callable[[_Terms, _Terms], _Terms] = max, zero: _Terms = 0
+) -> tuple[_Terms, _Terms, _Terms]:
+    """Return the first unread offset, the lag, and the number of messages that were deleted before they were read.
+
+    A queue is given by its numbers, many queues by columns with an element for each, such as arrays of numpy or
+    columns of Spark. Where a group has no progress, ``progress`` is ``begin``. A progress below 0 counts as 0.
+
+    Args:
+        progress: The offset of the group's next message.
+        begin: The queue's first offset.
+        end: The offset of the queue's next message.
+        greatest: Returns the greater one of two numbers, or of two columns for each queue.
+        zero: The number 0 in a form that ``greatest`` takes.
+    """
+    first = greatest(progress, begin)
+    return first, greatest(end - first, zero), greatest(begin - greatest(progress, zero), zero)
 
 
 def unread_from(progress: int | None, begin: int) -> int:
     """Return the offset of the first message that a group has left to consume in a queue."""
-    return begin if progress is None or progress < begin else progress
+    first: int = lag_terms(begin if progress is None else progress, begin, begin)[0]
+    return first
 
 
 def queue_lag(progress: int | None, begin: int, end: int) -> int:
     """Return the number of messages that a group has left to consume in a queue."""
-    first = unread_from(progress, begin)
-    return end - first if end > first else 0
-
-
-def unread_and_lags(
-    progresses: Iterable[int | None], begins: Iterable[int], ends: Iterable[int]
-) -> tuple[list[int], list[int]]:
-    """Return `unread_from` and `queue_lag` of many queues."""
-    # Inline, because calls for each of 100,000 queues would take longer than all else.
-    firsts = [
-        begin if progress is None or progress < begin else progress
-        for progress, begin in zip(progresses, begins, strict=True)
-    ]
-    return firsts, [end - first if end > first else 0 for first, end in zip(firsts, ends, strict=True)]
+    lag: int = lag_terms(begin if progress is None else progress, begin, end)[1]
+    return lag
 
 
 def deleted_unread(progress: int | None, begin: int) -> int:
-    """Return the number of messages that were deleted before a group reached them; a progress below 0 counts as 0."""
-    return 0 if progress is None else max(0, begin - max(0, progress))
+    """Return the number of messages that were deleted before a group reached them."""
+    deleted: int = lag_terms(begin if progress is None else progress, begin, begin)[2]
+    return deleted

@@ -34,6 +34,7 @@ from librmq.columns.options import LARGEST_OFFSET, DataLossError, ReadOptions
 from librmq.columns.planned_store import PlannedStore
 from librmq.columns.planner import queue_parts
 from librmq.errors import ConfigError, RmqError
+from librmq.message.lag import queue_lag
 from librmq.spark._options import StreamLimits
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def stream_lags(progress: Any) -> list[StreamLag]:
     lags = []
     for source in json.loads(progress.json)["sources"] if hasattr(progress, "json") else progress["sources"]:
         ends, latest = (_offset_of(source.get(name)) for name in ("endOffset", "latestOffset"))
-        lags += [StreamLag(*key, max(0, end - ends.get(key, 0))) for key, end in (ends | latest).items()]
+        lags += [StreamLag(*key, queue_lag(ends.get(key), 0, end)) for key, end in (ends | latest).items()]
     return sorted(lags, key=lambda lag: (-lag.lag, lag))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from librmq.message.lag import deleted_unread, queue_lag, unread_and_lags, unread_from
+from librmq.message.lag import deleted_unread, lag_terms, queue_lag, unread_from
 
 CASES = [
     # progress, begin, end: first unread, lag, deleted unread
@@ -33,5 +34,7 @@ def test_a_queue(progress: int | None, begin: int, end: int, first: int, lag: in
 
 
 def test_many_queues() -> None:
-    progresses, begins, ends, firsts, lags, _ = zip(*CASES, strict=True)
-    assert unread_and_lags(progresses, begins, ends) == (list(firsts), list(lags))
+    _, begins, ends, *terms = map(np.array, zip(*CASES, strict=True))
+    progresses = np.array([begin if progress is None else progress for progress, begin, *_ in CASES])
+    for actual, expected in zip(lag_terms(progresses, begins, ends, np.maximum), terms, strict=True):
+        assert actual.tolist() == expected.tolist()

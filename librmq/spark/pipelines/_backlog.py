@@ -15,6 +15,7 @@ from librmq.diagnosis.whatif import Consumption, estimate
 from librmq.errors import AllocationError
 from librmq.message.dead_letter_cause import AT_ONCE, IN_ORDER, USED_UP
 from librmq.message.delays import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
+from librmq.message.lag import lag_terms
 from librmq.message.message import MessageQueue
 from librmq.message.properties import (
     PROPERTY_DEAD_LETTER_CAUSE,
@@ -57,21 +58,18 @@ def backlog(offsets: DataFrame, queues: DataFrame, messages: DataFrame) -> DataF
     where = ["store", "topic", "queueId"]
     consumed = offsets.select("topic", "group").distinct()
     held = queues.join(consumed, "topic").join(offsets, [*where, "group"], "left")
-    waiting = held.withColumn("next", F.greatest("offset", "minOffset"))  # greatest skips nulls
+    progress = F.coalesce("offset", "minOffset")
+    following, lag, lost = lag_terms(progress, F.col("minOffset"), F.col("maxOffset"), F.greatest, F.lit(0))
+    waiting = held.withColumn("next", following)
     first = messages.select(*where, F.col("queueOffset").alias("next"), F.col("storeTimestamp").alias("oldest"))
     newest = messages.groupBy("store").agg(F.max("storeTimestamp").alias("newest"))
-    lag = F.greatest(F.col("maxOffset") - F.col("next"), F.lit(0))
     age = F.unix_millis("newest") - F.unix_millis("oldest")
     return (
         waiting.join(first, [*where, "next"], "left")
         .join(newest, "store", "left")
         .select(
             "store", "group", "topic", "queueId", "minOffset", "maxOffset", "offset",
-            lag.alias("lag"),
-            F.when(F.col("offset") < F.col("minOffset"), F.col("minOffset") - F.greatest("offset", F.lit(0)))
-            .otherwise(F.lit(0))
-            .alias("lost"),
-            "oldest", "newest",
+            lag.alias("lag"), lost.alias("lost"), "oldest", "newest",
             F.coalesce(age / 1000, F.lit(0.0)).alias("ageSeconds"),
         )
     )  # fmt: skip
