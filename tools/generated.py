@@ -1,8 +1,9 @@
 """Tables of the documentation that come from the code: ``<!-- generated: commands -->`` in a page becomes one.
 
-The others are ``log lines``, ``metrics``, ``rows`` for the JSON lines of commands, ``settings librmq.TimerConfig`` for
-the fields of a class, ``format librmq.consumequeue`` for the files that a module draws in its docstring, and those of
-``facts``. In the README such a table stands up to ``<!-- end -->``, where ``python tools/generated.py`` writes it.
+The others are ``log lines``, ``metrics``, ``history events``, ``anomalies``, ``rows`` for the JSON lines of commands,
+``settings librmq.TimerConfig`` for the fields of a class, ``format librmq.consumequeue`` for the files that a module
+draws in its docstring, and those of ``facts``. In the README such a table stands up to ``<!-- end -->``, where
+``python tools/generated.py`` writes it.
 """
 
 from __future__ import annotations
@@ -192,6 +193,24 @@ def metrics_table() -> str:
     return facts.table(("name", "kind", "labels", "meaning"), rows)
 
 
+def events_table() -> str:
+    """Return the table of the events of a history: what each means, and its fields."""
+    rows = []
+    for name, event in importlib.import_module("librmq.testing.histories.events").EVENTS.items():
+        words = {field: f"`{field}` ({', '.join(f'`{word}`' for word in event.words[field])})" for field in event.words}
+        required, optional = (
+            ", ".join(words.get(field, f"`{field}`") for field in fields) for fields in (event.required, event.optional)
+        )
+        rows.append((f"`{name}`", event.meaning, required, optional))
+    return facts.table(("event", "meaning", "fields", "optional"), rows)
+
+
+def anomalies_table() -> str:
+    """Return the table of the anomalies of a history."""
+    kinds = importlib.import_module("librmq.testing.histories.anomalies").KINDS.items()
+    return facts.table(("anomaly", "it is one when"), [(f"`{kind}`", rule) for kind, rule in kinds])
+
+
 def settings_table(path: str) -> str:
     """Return the fields of a class, with their defaults and the docstrings below them."""
     module, _, name = path.rpartition(".")
@@ -230,6 +249,7 @@ def format_text(path: str) -> str:
 def fill(markdown: str, *, written: bool = False) -> str:
     """Return a page with its tables, in place of their marks; ``written``, with those that stand in it up to date."""
     tables = {"commands": command_tables, "log lines": log_tables, "metrics": metrics_table, "rows": row_schemas}
+    tables |= {"history events": events_table, "anomalies": anomalies_table}
     of_path = {"settings": settings_table, "format": format_text}
 
     def fill_mark(mark: re.Match[str]) -> str:

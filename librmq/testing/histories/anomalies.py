@@ -1,7 +1,7 @@
 """Anomalies of a history: what contradicts the promises of RocketMQ, with the events that show it.
 
-`docs/histories.md` lists them. A message that one kind names is left out of the kinds after it, so that a fault has one
-name. Each rule is said as plainly as it can be, over rows that are in order.
+A message that one kind names is left out of the kinds after it, so that a fault has one name. Each rule is said as
+plainly as it can be, over rows that are in order.
 """
 
 from __future__ import annotations
@@ -23,24 +23,41 @@ from librmq.testing.histories.events import (
     Send,
 )
 
-KINDS: Final = (
-    "phantom",
-    "aborted",
-    "offset-conflict",
-    "early",
-    "send-order",
-    "overlap",
-    "delivery-order",
-    "attempts",
-    "repeat",
-    "progress-ahead",
-    "progress-back",
-    "effect-twice",
-    "undecided",
-    "lost",
-)
-"""The kinds of anomalies, in the order in which they are looked for."""
-
+KINDS: Final = {
+    "phantom": "a message that was never sent was delivered, or is a dead letter",
+    "aborted": (
+        "a message was delivered although all its sends failed, its transaction was rolled back, or its commit had not "
+        "begun"
+    ),
+    "offset-conflict": "one place in a queue has two messages",
+    "early": "a message was delivered before its delivery time",
+    "send-order": (
+        "a process sent to a queue after another send had ended, but its offset is not above; a crash of the broker "
+        "excuses it"
+    ),
+    "overlap": (
+        "two deliveries of one queue ran at the same time in an ordered group; of a broadcasting one, in one process"
+    ),
+    "delivery-order": (
+        "an ordered group, or a process of a broadcasting one, went back in a queue without an assignment, reset or "
+        "crash in between"
+    ),
+    "attempts": "attempts of a message in a group skip a number, or reach `max_attempts`",
+    "repeat": (
+        "a message came again after a delivery that ends `ok`, and no retry, further send, assignment, revocation, "
+        "crash or reset explains it"
+    ),
+    "progress-ahead": "progress passed a message that had neither ended a delivery nor was a dead letter",
+    "progress-back": "progress fell without a crash or reset",
+    "effect-twice": "an effect happened again",
+    "undecided": "a group drained, and a half message for it has neither a decision nor a discard",
+    "lost": (
+        "a group drained, and an acknowledged message for it has neither a delivery with `ok` nor is a dead letter; a "
+        "reset after the send excuses it"
+    ),
+}
+"""The kinds of anomalies, in the order in which they are looked for, and what each is."""
+_RANKS: Final = {kind: rank for rank, kind in enumerate(KINDS)}
 _LARGEST_SHRUNK: Final = 60
 """Deliveries of a message up to which the evidence of a repeat is made as small as possible."""
 
@@ -96,7 +113,7 @@ def _order(anomaly: Anomaly) -> tuple[object, ...]:
     """Order anomalies by what they say, so that the order of lines decides only between those that say the same."""
     place = (anomaly.topic or "", anomaly.broker or "", anomaly.queue_id or 0, anomaly.queue_offset or 0)
     what = (str(anomaly.id), anomaly.group or "", place, anomaly.what)
-    return anomaly.at_ms, KINDS.index(anomaly.anomaly), what, anomaly.events
+    return anomaly.at_ms, _RANKS[anomaly.anomaly], what, anomaly.events
 
 
 class _Check:

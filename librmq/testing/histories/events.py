@@ -1,6 +1,6 @@
 """Events of a history: what a line may hold, and the rows that the rules judge.
 
-`docs/histories.md` describes the events. The ones that are frequent become tuples, because a million dicts would take
+`EVENTS` describes them. The ones that are frequent become tuples, because a million dicts would take
 more than a GiB.
 """
 
@@ -28,40 +28,57 @@ _BATCH: Final = 512
 _PLACE: Final = ("broker", "queue_id", "queue_offset")
 
 
-class _Schema(NamedTuple):
+class EventSchema(NamedTuple):
+    """What a line of a history may hold."""
+
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     words: Mapping[str, Sequence[str]] = {}
     """The values of fields that take one of a few words."""
+    meaning: str = ""
 
 
-_QUEUE_MARK: Final = _Schema(("process", "group", "topic", "broker", "queue_id", "at_ms"))
+_QUEUE_MARK: Final = ("process", "group", "topic", "broker", "queue_id", "at_ms")
 _OUTCOMES: Final = ("ok", "failed", "unknown")
-_SCHEMAS: Final[Mapping[str, _Schema]] = {
-    "send": _Schema(
+EVENTS: Final[Mapping[str, EventSchema]] = {
+    "send": EventSchema(
         ("process", "id", "topic", "begin_ms", "end_ms", "outcome"),
         (*_PLACE, "not_before_ms", "sharding_key", "half"),
         {"outcome": _OUTCOMES},
+        "one try of a producer. `failed`: nothing may be stored. With `ok` its place too, unless it is `half` (true) "
+        "or has a delivery time, `not_before_ms`. A resend is another one with the same `id`",
     ),
-    "end_transaction": _Schema(
+    "end_transaction": EventSchema(
         ("process", "id", "begin_ms", "end_ms", "decision", "outcome"),
         words={"outcome": _OUTCOMES, "decision": ("commit", "rollback")},
+        meaning="a producer ends its half message",
     ),
-    "discard": _Schema(("id", "at_ms")),
-    "deliver": _Schema(
+    "discard": EventSchema(("id", "at_ms"), meaning="the broker gave a half message up"),
+    "deliver": EventSchema(
         ("process", "group", "id", "topic", *_PLACE, "attempt", "begin_ms"),
         ("end_ms", "outcome", "stored_in"),
         {"outcome": ("ok", "retry", "died")},
+        "a listener's call, a line for each message of a batch. The first `attempt` is 0; without `end_ms` and "
+        "`outcome` it still runs; `stored_in` is the retry topic that it is read from",
     ),
-    "assign": _QUEUE_MARK,
-    "revoke": _QUEUE_MARK,
-    "commit": _Schema(("group", "topic", *_PLACE, "at_ms")),
-    "dead_letter": _Schema(("group", "id", "at_ms")),
-    "reset": _Schema(("group", "topic", "at_ms")),
-    "crash": _Schema(("at_ms",), ("process", "broker")),
-    "effect": _Schema(("name", "key", "process", "at_ms")),
-    "group": _Schema(("group", "topics"), ("ordered", "max_attempts", "selects", "broadcast")),
-    "drained": _Schema(("group", "at_ms")),
+    "assign": EventSchema(_QUEUE_MARK, meaning="a queue becomes the process's"),
+    "revoke": EventSchema(_QUEUE_MARK, meaning="a queue is taken from the process"),
+    "commit": EventSchema(("group", "topic", *_PLACE, "at_ms"), meaning="progress: the next offset to read"),
+    "dead_letter": EventSchema(("group", "id", "at_ms"), meaning="the group gave the message up"),
+    "reset": EventSchema(
+        ("group", "topic", "at_ms"),
+        meaning="also a seek, a skip, deletion by retention, and a first start that is not at the first message",
+    ),
+    "crash": EventSchema(
+        ("at_ms",), ("process", "broker"), meaning="a delivery of the process without an end died then"
+    ),
+    "effect": EventSchema(("name", "key", "process", "at_ms"), meaning="what must happen once"),
+    "group": EventSchema(
+        ("group", "topics"),
+        ("ordered", "max_attempts", "selects", "broadcast"),
+        meaning="at most one a group, or the same in each process's file; `selects`: ids that its filter accepts",
+    ),
+    "drained": EventSchema(("group", "at_ms"), meaning="nothing waits for the group any more"),
 }
 _NAMES: Final = frozenset(("process", "id", "topic", "broker", "group", "stored_in", "name", "key", "sharding_key"))
 _COUNTS: Final = frozenset(("queue_id", "queue_offset", "attempt", "max_attempts"))
@@ -172,9 +189,7 @@ class HistoryEvents:
         self.deliveries: list[Delivery] = []
         self.commits: list[Commit] = []
         self.ends: list[TransactionEnd] = []
-        self.marks: dict[str, list[Mark]] = {
-            kind: [] for kind, schema in _SCHEMAS.items() if "at_ms" in schema.required
-        }
+        self.marks: dict[str, list[Mark]] = {kind: [] for kind, schema in EVENTS.items() if "at_ms" in schema.required}
         """The other events by their kinds."""
         self.groups: dict[str, GroupRules] = {}
         """What is said of groups, by their names."""
@@ -374,7 +389,7 @@ class _Field(NamedTuple):
         return "a whole number" if type(value) is not int else f"a number from {self.smallest} to {_LARGEST}"
 
 
-def _field(name: str, schema: _Schema) -> _Field:
+def _field(name: str, schema: EventSchema) -> _Field:
     kinds: set[type] = {int}
     if name in schema.words:
         kinds = {str}
@@ -391,7 +406,7 @@ def _field(name: str, schema: _Schema) -> _Field:
 
 _FIELDS: Final = {
     kind: tuple(_field(name, schema) for name in (*schema.required, *schema.optional))
-    for kind, schema in _SCHEMAS.items()
+    for kind, schema in EVENTS.items()
 }
 
 
@@ -404,8 +419,8 @@ def problem_of(event: object) -> str | None:
     if fields is None:
         if "event" not in event:
             return "the field 'event' is missing"
-        near = nearest(kind, _SCHEMAS) if isinstance(kind, str) else None
-        hint = f"did you mean {near!r}?" if near is not None else f"expected one of {', '.join(_SCHEMAS)}"
+        near = nearest(kind, EVENTS) if isinstance(kind, str) else None
+        hint = f"did you mean {near!r}?" if near is not None else f"expected one of {', '.join(EVENTS)}"
         return f"unknown event {kind!r:.80}; {hint}"
     for field in fields:
         value = event.get(field.name)
