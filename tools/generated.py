@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import html
 import importlib
 import inspect
+import io
 import json
 import re
+import tempfile
 import textwrap
 import types
 import typing
@@ -33,6 +36,18 @@ _DRAWING = re.compile(r"(?:^    .*\n(?:\n+(?=    ))?)+", re.MULTILINE)
 _WRITES = re.compile(r"\b_?log\.(debug|info|warning|error|exception|log)$")
 _FIELD = re.compile(r"%\(_?(\w+)\)[.\d]*[sdfr]")
 _SHOWN = re.compile(r"{(\w+)}")
+_COLOUR = re.compile(r"(?:\x1b\[(\d+)m)?(.*?)(?:\x1b\[0m)?")
+_PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" xml:space="preserve">
+<title>The screen of librmq demo</title>
+<style>
+text {{ font: 20px SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #24292f; white-space: pre }}
+.c1 {{ font-weight: bold }}
+.c36 {{ fill: #0950a0 }}
+</style>
+<rect x="1" y="1" width="{inner_width}" height="{inner_height}" rx="8" fill="white" stroke="#d0d7de"/>
+{rows}
+</svg>
+"""
 VALUES: dict[int | str | None, str] = {None: "{}", "?": "[{}]", "*": "[{} ...]", "+": "{} [{} ...]"}
 """How the values of an argument are written, by its ``nargs``."""
 WORDLESS_LINES = {
@@ -261,8 +276,36 @@ def fill(markdown: str, *, written: bool = False) -> str:
     return _MARK.sub(fill_mark, markdown)
 
 
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def demo_screen() -> str:
+    """Run the demo of a shop, and return its screen with the colours of a terminal."""
+    demo = importlib.import_module("librmq.cli.demo")
+    screen = _Terminal()
+    with tempfile.TemporaryDirectory() as folder:
+        demo.tell_shop(demo.Screen(screen), folder, demo.PAGE)
+    return screen.getvalue()
+
+
+def drawn(screen: str) -> str:
+    """Return a picture of a terminal's screen, the same for the same text; its rows are those of the screen."""
+    colours = [_COLOUR.fullmatch(line) for line in screen.splitlines()]
+    rows = [(match[1] or "0", match[2]) for match in colours if match]
+    texts = [
+        f'<text class="c{colour}" x="20" y="{32 + 24 * row}" textLength="{12 * len(text)}">{html.escape(text)}</text>'
+        for row, (colour, text) in enumerate(rows)
+    ]
+    width, height = 40 + 12 * max(len(text) for _, text in rows), 32 + 24 * len(rows)
+    frame = {"width": width, "height": height, "inner_width": width - 2, "inner_height": height - 2}
+    return _PICTURE.format(**frame, rows="\n".join(texts))
+
+
 def main() -> None:
-    """Write the tables of ``facts`` into the README."""
+    """Write the tables of ``facts`` into the README, and the picture that it shows of the demo."""
+    (facts.CHECKOUT / "docs" / "pictures" / "demo.svg").write_text(drawn(demo_screen()), "utf-8")
     path = facts.CHECKOUT / "README.md"
     path.write_text(fill(path.read_text("utf-8"), written=True), "utf-8")
 

@@ -564,6 +564,21 @@ _TOOLS: Final = (
         output=OUTPUT,
     ),
     Command(
+        "demo", "demo", "show a shop at work, with its code; or kill a producer, and count", "kill --seed 1",
+        (
+            option(
+                "what", metavar="WHAT", nargs="?", choices=("shop", "kill"), default="shop",
+                help="shop: five steps with their code; kill: sends, kills, counts (shop)",
+            ),
+            option("--seed", metavar="N", help="kill: draws when the producer is killed (drawn, and shown)"),
+            option("--keep", metavar="FOLDER", help="work in this folder and leave it; the next run replaces it"),
+        ),
+        description="Shows what librmq is for, in a temporary folder, within half a minute. Each line of code runs as "
+        "it is shown. `kill` sends 10,000 messages while their producer is killed with -9, and counts them. The exit "
+        "status is 1 if one is lost.",
+        store=False, output=(),
+    ),
+    Command(
         "doctor", "diagnosis", "report what is installed: Python, core, Spark, Java", "",
         (option("--start", action="store_true", help="also start a session"), _MASTER),
         store=False, output=OUTPUT,

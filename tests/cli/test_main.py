@@ -329,8 +329,8 @@ def test_scripts_know_every_command(shell: Shell, name: str) -> None:
 
 
 NEEDS_SPARK = ("spark", "doctor")
-RUNS_ON = ("console", "serve")
-"""They run until they are stopped; other tests cover them."""
+ELSEWHERE = ("console", "demo", "serve")
+"""They run until they are stopped, or for seconds; other tests cover them."""
 NEEDS_ARROW = ("export", "import")
 NEEDS_JINJA = ("report",)
 FINDS_NOTHING = ("timers", "dead-letters", "expiring", "traces", "who")
@@ -357,7 +357,7 @@ def test_an_unknown_command_is_answered_with_a_near_one(shell: Shell) -> None:
 
 
 @many
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in (*NEEDS_SPARK, *RUNS_ON)])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in (*NEEDS_SPARK, *ELSEWHERE)])
 def test_the_example_in_the_help_of_a_command_runs(shell: Shell, name: str) -> None:
     if name in NEEDS_ARROW and find_spec("pyarrow") is None:
         pytest.skip("needs the extra arrow")

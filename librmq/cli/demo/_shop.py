@@ -1,0 +1,293 @@
+"""The story of a shop. Each step is a function; its code is shown, then run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Final
+
+import librmq
+from librmq import (
+    Broker,
+    CheckedMessage,
+    ManualRunner,
+    MemoryDedupStore,
+    Message,
+    MessageStore,
+    Producer,
+    PushConsumer,
+    StoredMessage,
+    TransactionProducer,
+    TransactionState,
+    select_by_hash,
+)
+from librmq.cli.demo._stage import Program, Screen, silent_log
+from librmq.clock import SystemClock
+from librmq.dedup import DedupListener
+
+if TYPE_CHECKING:
+    from librmq.testing import Kit
+
+Listener = Callable[..., None]
+
+PAGE: Final = "librmq demo --keep here, then librmq console here/shop"
+"""What shows the folder in a browser, where the demo has only a temporary one."""
+_KILLED_AT: Final = 400
+_OPENING_S: Final = 3600
+
+
+# --- what is shown and run
+
+
+def _sell(folder: str, first: int, log: Listener) -> None:
+    with Broker.open(folder) as broker, Producer(broker, "till") as till:
+        bill, mail = PushConsumer(broker, "bill"), PushConsumer(broker, "mail")
+        bill.subscribe("orders", lambda order: log("charged", order.json()))
+        mail.subscribe("orders", lambda order: log("mailed", order.json()))
+        with bill, mail:
+            for number in range(first, 1001):
+                log("sent", number, till.send("orders", json=number).status)
+            broker.join(timeout=60)  # until both groups have caught up
+
+
+def _open(folder: str) -> tuple[ManualRunner, Broker]:
+    runner = ManualRunner()  # a clock that the program moves, as in a test
+    broker = Broker.open(folder, runner=runner)
+    return runner, broker
+
+
+def _charge(runner: ManualRunner, broker: Broker, till: Producer, bank: _Bank, show: Listener) -> None:
+    bill = PushConsumer(broker, "bill", max_reconsume_times=2)
+    bill.subscribe("orders", bank.charge)  # raises: the bank opens in an hour
+    with bill:
+        till.send("orders", b"one coat", keys="o-7")
+        runner.advance(3_600_000)  # milliseconds
+        show(*broker.dead_letters("bill"))
+        broker.resend_dead_letters("bill")
+        runner.advance(1_000)
+
+
+def _wait(runner: ManualRunner, broker: Broker, till: Producer, bank: _Bank, show: Listener) -> None:
+    mail = PushConsumer(broker, "mail")
+    mail.subscribe("mails", show)
+    pay = TransactionProducer(broker, "pay", bank.check, execute=bank.pay)
+    with mail, pay:
+        pay.send_in_transaction(Message("mails", b"thank you", keys="o-8"))
+        till.send("mails", b"your coat is ready", delay=timedelta(days=1))
+        runner.advance(24 * 3_600_000)
+
+
+def test_the_reminder(rmq: Kit) -> None:
+    rmq.producer().send("mails", b"your coat", delay=timedelta(days=1))
+    rmq.advance(hours=24)
+    assert rmq.messages("mails")[0].text() == "your coat"
+
+
+def _select(runner: ManualRunner, broker: Broker, till: Producer, show: Listener) -> None:
+    fraud = PushConsumer(broker, "fraud")
+    fraud.subscribe("sales", show, sql="TAGS = 'card' AND total > 100")
+    with fraud:
+        for tag, total in ("card", "80"), ("card", "250"), ("cash", "900"):
+            till.send("sales", total, tags=tag, properties={"total": total})
+        runner.advance(1_000)
+
+
+def _keep_order(runner: ManualRunner, broker: Broker, till: Producer, note: Listener) -> None:
+    for name in "ann", "bob":
+        worker = PushConsumer(broker, "ship", instance_name=name, orderly=True)
+        worker.subscribe("boxes", partial(note, name))
+        worker.start()
+    for step, box in product(("packed", "sent", "delivered"), ("coat", "vest")):
+        till.send("boxes", f"{box} {step}", selector=select_by_hash, arg=box)
+    runner.advance(60_000)
+
+
+def _drop_duplicates(runner: ManualRunner, broker: Broker, till: Producer, show: Listener) -> None:
+    wrap = PushConsumer(broker, "wrap")
+    seen = MemoryDedupStore(clock=runner.clock)  # or SQLite, Django, Redis …
+    wrap.subscribe("gifts", DedupListener(show, seen, group="wrap", key=_key))
+    with wrap:
+        till.send("gifts", b"one scarf", keys="g-1")
+        till.send("gifts", b"one scarf", keys="g-1")  # a second click
+        runner.advance(1_000)
+
+
+def _join(folder: str) -> None:
+    with librmq.share(folder) as shop, Producer(shop, "till") as till:
+        for number in range(100):
+            till.send("orders", json=number)
+        print("the owner" if shop.is_owner else "a peer", flush=True)
+        input()  # until all have sent
+
+
+# --- what the steps call
+
+
+def _log(*words: object) -> None:
+    """Print a line in one write, so that lines of several threads do not mix."""
+    os.write(1, f"{' '.join(map(str, words))}\n".encode())
+
+
+def _key(message: StoredMessage) -> str:
+    return message.keys[0]
+
+
+class _Day:
+    """A day by the moved clock."""
+
+    def __init__(self, runner: ManualRunner) -> None:
+        self._runner = runner
+        self._begin_ms = runner.now_ms()
+
+    def seconds(self) -> int:
+        return (self._runner.now_ms() - self._begin_ms) // 1000
+
+    def print(self, text: str) -> None:
+        """Print a line after the time of the day."""
+        seconds = self.seconds()
+        hours = seconds // 3600
+        print(f"{f'{hours} h' if hours else f'{seconds} s':>4}  {text}")
+
+    def show(self, *messages: StoredMessage) -> None:
+        for message in messages:
+            cause = message.properties.get("DEAD_LETTER_CAUSE")
+            self.print(f"a dead letter: {cause}" if cause else f"{message.topic}: {message.text()}")
+
+
+class _Bank:
+    """A bank that opens after an hour of the day, and whose answers to payments are lost."""
+
+    def __init__(self, day: _Day) -> None:
+        self._day = day
+
+    def charge(self, order: StoredMessage) -> None:
+        if self._day.seconds() < _OPENING_S:
+            self._day.print("the listener raises ConnectionError")
+            raise ConnectionError("the bank is closed")
+        self._day.print(f"order {order.keys[0]} is charged")
+
+    def pay(self, payment: Message, _: object) -> TransactionState:
+        self._day.print(f"{payment.keys[0]} is paid, but the answer is lost")
+        return TransactionState.UNKNOWN
+
+    def check(self, payment: CheckedMessage) -> TransactionState:
+        self._day.print(f"the broker asks: {payment.keys[0]} is paid, so its message is delivered")
+        return TransactionState.COMMIT
+
+
+# --- the story
+
+
+def tell_shop(screen: Screen, folder: str, page: str) -> bool:
+    """Show and run the five steps in a folder, which is empty; return whether no order was lost.
+
+    Args:
+        screen: What shows them.
+        folder: The folder.
+        page: The command that shows the folder in a browser.
+    """
+    shop = os.path.join(folder, "shop")
+    screen.say("librmq in a shop. The code runs as it is shown; → is what it prints.")
+    with silent_log():
+        is_whole = _tell_selling(screen, shop)
+        _tell_a_day(screen, os.path.join(folder, "day"))
+        _tell_joining(screen, shop)
+    screen.answer(f"in a browser: {page}")
+    return is_whole
+
+
+def _tell_selling(screen: Screen, folder: str) -> bool:
+    screen.title("1  Send to a folder; two groups listen; kill -9 loses nothing")
+    screen.code(_sell)
+    lines: list[str] = []
+    charged = 0
+    with Program(__name__, "sell", folder, 1) as program:
+        for line in program.lines():
+            lines.append(line)
+            charged += line.startswith("charged")
+            if charged == _KILLED_AT:
+                program.kill()
+        program.end(is_killed=True)
+    screen.answer(f"killed with -9 when {_KILLED_AT} orders were charged; started again for the rest")
+    with Program(__name__, "sell", folder, 1 + _count(lines, "sent")) as program:
+        lines += program.lines()
+        program.end()
+    counts = [_count(lines, word) for word in ("sent", "charged", "mailed")]
+    is_whole = counts == [1000, 1000, 1000]
+    screen.answer("{:,} orders sent, {:,} charged, {:,} mailed: ".format(*counts) + _verdict(is_whole))
+    return is_whole
+
+
+def _count(lines: Iterable[str], word: str) -> int:
+    """Return how many different orders the program has logged with a word."""
+    return len({line for line in lines if line.startswith(word)})
+
+
+def _verdict(is_whole: bool) -> str:
+    return "none is lost" if is_whole else "SOME ARE LOST"
+
+
+def _tell_a_day(screen: Screen, folder: str) -> None:
+    from librmq.testing import Kit
+
+    screen.title("2  Retries, a dead letter with its cause, sent again")
+    runner, broker = screen.run(_open, folder)
+    with broker, Producer(broker, "till") as till:
+        day = _Day(runner)
+        screen.run(_charge, runner, broker, till, _Bank(day), day.show)
+
+        screen.title("3  A reminder for tomorrow, and a transaction that its check decides")
+        day = _Day(runner)
+        began = SystemClock().monotonic()
+        screen.run(_wait, runner, broker, till, _Bank(day), day.show)
+        with Kit() as rmq:
+            screen.run(test_the_reminder, rmq)
+        seconds = round(SystemClock().monotonic() - began)
+        screen.answer(f"passed; both days took {f'{seconds} s' if seconds else 'less than half a second'}")
+
+        screen.title("4  Filters; the order of a key; duplicates")
+        screen.run(_select, runner, broker, till, _Day(runner).show)
+        steps: dict[str, list[str]] = {}
+        screen.run(_keep_order, runner, broker, till, partial(_note, steps))
+        screen.answer("; ".join(f"{box} {', '.join(done)}" for box, done in sorted(steps.items())))
+        screen.run(_drop_duplicates, runner, broker, till, _Day(runner).show)
+
+
+def _note(steps: dict[str, list[str]], worker: str, message: StoredMessage) -> None:
+    box, step = message.text().split()
+    steps.setdefault(f"{worker}: {box}", []).append(step)
+
+
+def _tell_joining(screen: Screen, folder: str) -> None:
+    screen.title("5  Several processes, and a page that shows them")
+    screen.code(_join)
+    before = _stored(folder)
+    with ExitStack() as running:
+        programs = []
+        roles = []
+        for _ in range(3):
+            program = running.enter_context(Program(__name__, "join", folder))
+            programs.append(program)
+            roles.append(next(program.lines(), "gone"))
+        for program in reversed(programs):  # the owner ends last
+            program.end()
+    stored = _stored(folder) - before
+    screen.answer(f"the processes are {', '.join(roles)}; {stored} orders of theirs are there")
+
+
+def _stored(folder: str) -> int:
+    with MessageStore.open(folder, read_only=True) as store:
+        return sum(message.topic == "orders" for message in store)
+
+
+if __name__ == "__main__":
+    with silent_log():
+        if sys.argv[1] == "sell":
+            _sell(sys.argv[2], int(sys.argv[3]), _log)
+        else:
+            _join(sys.argv[2])

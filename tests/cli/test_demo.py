@@ -1,0 +1,145 @@
+"""``demo``: the screen is that of the picture in the README, and a producer that is killed loses nothing."""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from librmq.cli.demo import Program, Screen, demo_folder, prove_by_kills
+from librmq.errors import InputError
+from tests.cli.stand import Shell, Terminal
+from tests.reference import CHECKOUT
+
+PICTURE = CHECKOUT / "docs" / "pictures" / "demo.svg"
+
+
+def steps_of(screen: str) -> list[list[str]]:
+    """Return the lines of each step."""
+    return [step.splitlines() for step in re.split(r"\n(?=\d  )", screen)]
+
+
+@pytest.mark.slow
+def test_the_picture_is_the_screen(shell: Shell) -> None:
+    """If this fails, ``python tools/generated.py`` draws the picture again."""
+    answer = shell("demo")
+    assert (answer.status, answer.said) == (0, "")
+    drawn = [html.unescape(row) for row in re.findall(r"<text [^>]*>(.*)</text>", PICTURE.read_text("utf-8"))]
+    assert re.sub(r"took \d+ s$", "took less than half a second", answer.out, flags=re.MULTILINE).splitlines() == drawn
+
+
+def test_the_picture_fits_a_terminal() -> None:
+    drawn = [html.unescape(row) for row in re.findall(r"<text [^>]*>(.*)</text>", PICTURE.read_text("utf-8"))]
+    assert max(map(len, drawn)) <= 80
+    assert len(drawn) <= 82
+    for title, *lines in steps_of("\n".join(drawn))[1:]:
+        assert {line[:4].strip() for line in lines if line} == {"", "→"}, title
+
+
+def greet(name: str) -> str:
+    print(f"hello {name}")
+    return name
+
+
+def fail() -> None:
+    print("before")
+    raise LookupError
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_code_is_shown_run_and_answered(stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = stream()
+    assert Screen(shown).run(greet, "ann") == "ann"
+    code = '    print(f"hello {name}")'
+    assert shown.getvalue() == (f"\x1b[36m{code}\x1b[0m" if stream is Terminal else code) + "\n  → hello ann\n"
+
+
+def test_what_code_printed_before_an_error_is_shown() -> None:
+    shown = io.StringIO()
+    with pytest.raises(LookupError):
+        Screen(shown).run(fail)
+    assert shown.getvalue().endswith("  → before\n")
+
+
+def test_kills_in_the_middle_of_sends_lose_nothing(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    assert prove_by_kills(Screen(shown), str(tmp_path), 7, sends=300, kills=2)
+    screen = shown.getvalue()
+    assert "Seed: 7" in screen
+    counts = [int(count) for count in re.findall(r"run \d: .* after (\d+) accepted", screen)]
+    assert (len(counts), sum(counts)) == (3, 300)
+    assert "→ 300 orders accepted, 300 there, 0 lost" in screen
+
+
+def test_the_seed_is_for_kills_alone(shell: Shell) -> None:
+    answer = shell("demo", "--seed", 1)
+    assert (answer.status, answer.said) == (
+        2,
+        "librmq demo: --seed: it draws when a producer is killed, so it is for librmq demo kill\n",
+    )
+
+
+def test_a_folder_of_something_else_is_kept(shell: Shell) -> None:
+    (shell.folder / "mine").mkdir()
+    (shell.folder / "mine" / "README.txt").write_text("not to be lost", "utf-8")
+    answer = shell("demo", "--keep", "mine")
+    assert (answer.status, answer.out) == (2, "")
+    assert "mine holds something else: name a folder that is empty or does not exist" in answer.said
+    assert (shell.folder / "mine" / "README.txt").read_text("utf-8") == "not to be lost"
+
+
+def test_a_folder_that_a_demo_left_is_replaced(tmp_path: Path) -> None:
+    for _ in range(2):
+        with demo_folder(str(tmp_path / "kept")):
+            assert [path.name for path in (tmp_path / "kept").iterdir()] == ["README.txt"]
+            (tmp_path / "kept" / "shop").mkdir()
+
+
+def test_a_temporary_folder_is_removed() -> None:
+    with demo_folder(None) as folder:
+        assert os.path.isdir(folder)
+    assert not os.path.exists(folder)
+
+
+def test_a_folder_that_can_not_be_written_has_advice(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shell.folder / "file").touch()
+    answer = shell("demo", "--keep", "file/inside")
+    assert answer.status == 2
+    assert "name one by --keep FOLDER, or by TMPDIR" in answer.said
+    monkeypatch.setattr("tempfile.mkdtemp", no_folder)
+    answer = shell("demo", "kill")
+    assert (answer.status, answer.out) == (2, "")
+    assert "No space left on device" in answer.said
+    assert "name one by --keep FOLDER, or by TMPDIR" in answer.said
+
+
+def no_folder(*_: object, **__: object) -> str:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_program_that_fails_is_reported() -> None:
+    with Program("librmq", "queues", "nowhere") as program, pytest.raises(InputError, match=r"status 2: .*nowhere"):
+        program.end()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to one process")
+def test_ctrl_c_leaves_neither_folder_nor_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "librmq", "demo", "kill", "--seed", "1"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) as process:
+        assert process.stdout is not None
+        while "accepted" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
