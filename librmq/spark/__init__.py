@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from librmq.spark._functions import match_sql as match_sql
     from librmq.spark._functions import match_sql_5 as match_sql_5
     from librmq.spark._functions import match_tags as match_tags
+    from librmq.spark._incremental import run_incrementally as run_incrementally
     from librmq.spark._stream import StreamLag as StreamLag
     from librmq.spark._stream import stream_lags as stream_lags
-    from librmq.spark.results import run_incrementally as run_incrementally
-    from librmq.spark.results import write_result as write_result
     from librmq.spark.sessions import cause_of as cause_of
     from librmq.spark.sessions import register as register
     from librmq.spark.sessions import session as session
@@ -30,9 +29,9 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            "librmq.spark._incremental": ("run_incrementally",),
             "librmq.spark._functions": ("match_sql", "match_sql_5", "match_tags"),
             "librmq.spark._stream": ("StreamLag", "stream_lags"),
-            "librmq.spark.results": ("run_incrementally", "write_result"),
             "librmq.spark.sessions": ("cause_of", "register", "session"),
             "librmq.spark.stores": ("filters", "messages", "offsets", "queues"),
             "librmq.spark.stores_report": ("overview",),

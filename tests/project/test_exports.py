@@ -90,7 +90,7 @@ EXPORTS = {
     "librmq.protocol": "Endpoint LockQueues Request ResponseCode Route UnlockQueues",
     "librmq.spark": (
         "StreamLag cause_of filters match_sql match_sql_5 match_tags messages offsets overview queues register "
-        "run_incrementally session stream_lags write_result"
+        "run_incrementally session stream_lags"
     ),
     "librmq.wire.remote": "RemoteRoute connect",
 }

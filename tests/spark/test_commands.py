@@ -56,6 +56,11 @@ def test_pipelines_by_name(store: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert list(out.glob("*.parquet"))
     assert main(words) == 2
     assert "--overwrite" in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 0
+    assert main([*words, "--append"]) == 2
+    assert "holds one result, without runs" in capsys.readouterr().err
+    assert main([*words[:-1], str(store), "--overwrite"]) == 2
+    assert "holds no whole result of Spark" in capsys.readouterr().err
     for bad, text in (
         (["spark", "run", "backlogs", str(store)], "did you mean backlog"),
         (["spark", "run", "backlog", str(store), "--set", "x=1"], "no setting 'x'"),
@@ -63,6 +68,20 @@ def test_pipelines_by_name(store: Path, tmp_path: Path, capsys: pytest.CaptureFi
     ):
         assert main(bad) == 2
         assert text in capsys.readouterr().err
+
+
+@pytest.mark.spark
+def test_runs_are_kept_beside_each_other(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Even runs without rows, of which a partitioned one has no file."""
+    out = tmp_path / "out"
+    words = ["spark", "run", "backlog", str(store), "--out", str(out), "--append", "--partition-by", "topic"]
+    for more, number in (([], 1), (["--group", "other"], 0), ([], 1)):
+        assert main([*words, *more]) == 0
+        (row,) = rows(capsys)
+        assert (row["rows"], Path(row["out"]).parent) == (number, out)
+    whole = shared_session().read.parquet(str(out))
+    assert {"run", "topic"} < {*whole.columns}
+    assert whole.select("run", "topic").distinct().count() == 2
 
 
 @pytest.mark.spark

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 from librmq.cli._output import LimitReached, Output, complain, watching_bar
 from librmq.cli._selection import note_message, note_part, note_topic, read_ranges
 from librmq.cli._stores import is_url, local_copy, locate, open_view, storage_options
+from librmq.clock import SystemClock
 from librmq.diagnosis.findings import Finding, Thresholds
 from librmq.errors import CorruptionError, InputError, RmqError, StoreError
 from librmq.runtime.compiled_core import CORE_STATE
 from librmq.runtime.event_log import counted
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
     from librmq.commitlog import CommitLog
     from librmq.diagnosis.survey.model import Report
@@ -245,8 +246,8 @@ def spark(arguments: argparse.Namespace, output: Output) -> int:
 
 def _run_pipeline(arguments: argparse.Namespace, settings: dict[str, str], output: Output) -> LeftOut:
     """Run a pipeline, print its rows or how many it has written, and return what it left out."""
+    from librmq.spark import run_incrementally
     from librmq.spark.pipelines import LeftOut, left_out, run
-    from librmq.spark.results import has_files, run_incrementally, write_result
     from librmq.spark.stores import paths_of
 
     name, stores, out = arguments.name, arguments.stores, arguments.out
@@ -261,20 +262,38 @@ def _run_pipeline(arguments: argparse.Namespace, settings: dict[str, str], outpu
         output.row(row | ({"left_out": increment.left_out.places, "lost": increment.lost} if skips else {}))
         return increment.left_out
     frame = run(session, name, stores, settings)
-    if out is None:
+    written = None if out is None else _write(frame, arguments)
+    if written is None:
         for result in frame.toLocalIterator(prefetchPartitions=True):
             output.row(_plain(result.asDict(recursive=True)))
         output.flush()
-    else:
-        out = write_result(
-            frame, out, append=arguments.append, overwrite=arguments.overwrite, partition_by=partition_by
-        )
     # A second read: once the result is there.
     without = LeftOut.from_frame(left_out(session, name, stores, settings)) if skips else LeftOut()
-    if out is not None:
-        rows = session.read.parquet(out).count() if has_files(out) else 0
-        output.row({"pipeline": name, "rows": rows, "out": out} | ({"left_out": without.places} if skips else {}))
+    if written is not None:
+        output.row({"pipeline": name, **written} | ({"left_out": without.places} if skips else {}))
     return without
+
+
+def _write(frame: DataFrame, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Let Spark write a result to the folder of ``--out``; return the number of rows, and the folder that has them."""
+    from pyspark.sql import Observation
+    from pyspark.sql import functions as F  # noqa: N812 - the usual name
+
+    out = os.path.abspath(arguments.out)
+    has_result = os.path.exists(os.path.join(out, "_SUCCESS"))
+    if arguments.append:
+        if has_result:
+            raise InputError(f"{out} holds one result, without runs; append to another folder")
+        now = datetime.fromtimestamp(SystemClock().now_ms() / 1000, UTC)
+        out = os.path.join(out, f"run={now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z")
+    elif arguments.overwrite and os.path.lexists(out) and not has_result:
+        raise InputError(f"{out} holds no whole result of Spark, which --overwrite replaces: delete it")
+    elif not arguments.overwrite and os.path.lexists(out):
+        raise InputError(f"{out} exists (--overwrite replaces it, --append adds a run)")
+    counts = Observation()  # counts while Spark writes, because an empty result can have no file to read again
+    observed = frame.observe(counts, F.count(F.lit(1)).alias("rows"))
+    observed.write.mode("overwrite").partitionBy(*arguments.partition_by or ()).parquet(out)
+    return {"rows": counts.get["rows"], "out": out}
 
 
 def doctor(arguments: argparse.Namespace, output: Output) -> int:
