@@ -276,8 +276,9 @@ def test_the_tutorial_passes(pytester: pytest.Pytester) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", tutorial, re.MULTILINE | re.DOTALL)
     pytester.makepyfile(test_tutorial="\n".join(blocks))
     result = run(pytester, "-p", "no:cacheprovider")
-    result.assert_outcomes(passed=len(re.findall(r"^ *(?:async )?def test_", "".join(blocks), re.MULTILINE)))
-    result.stdout.fnmatch_lines(["*test_orders_are_booked_once_by_the_database: 200 runs*"])
+    tests = len(re.findall(r"^ *(?:async )?def test_", "".join(blocks), re.MULTILINE))
+    result.assert_outcomes(passed=tests - 1, xfailed=1)
+    result.stdout.fnmatch_lines(["*test_an_order_arrives_once: 100 runs*"])
 
 
 COROUTINES = """
