@@ -26,7 +26,7 @@ from librmq.errors import (
 )
 from librmq.java.lang import java_int
 from librmq.message import record
-from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC, parse_level
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import (
     PROPERTY_DELAY,
@@ -56,7 +56,6 @@ from librmq.scheduling.half_messages import (
     transaction_of,
 )
 from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.dispatch import parse_level
 from librmq.store.format import directory
 
 __all__ = ["CheckBack", "Checked", "FinalMessage", "HalfCheck", "TransactionConfig", "Transactions"]

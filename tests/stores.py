@@ -23,7 +23,7 @@ from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import PROPERTY_KEYS
 from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.dispatch import has_queue_entry, is_indexed
+from librmq.store.engine.derivation import has_queue_entry, is_indexed
 from librmq.store.engine.store_parts import QueueTable
 from tests.budget import some, step
 from tests.file_seams import Event, FailingFiles

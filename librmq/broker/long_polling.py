@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from sortedcontainers import SortedList
 
 from librmq.errors import BrokerError, FilterSyntaxError
+from librmq.message.delays import parse_level
 from librmq.message.properties import PROPERTY_DELAY, tags_code
 from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, Subscription
 from librmq.runtime.runner import Runner, next_on_grid
 from librmq.store import AppendResult
-from librmq.store.engine.dispatch import parse_level
 
 if TYPE_CHECKING:
     from librmq.filter import Registration, Registrations, SqlFilter, TagFilter

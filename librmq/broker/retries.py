@@ -17,7 +17,7 @@ from librmq.broker.handlers.in_flight import Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.dead_letter_cause import record_cause
-from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC, parse_level
 from librmq.message.ids import parse_host
 from librmq.message.properties import (
     PROPERTY_DELAY,
@@ -48,7 +48,6 @@ from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.dispatch import parse_level
 from librmq.store.engine.read import offset_at_place
 from librmq.store.format.documents import LetterIdentity, letter_identity, note_resent, resent_times
 

@@ -22,7 +22,7 @@ from librmq.message.delays import DelayLevels
 from librmq.message.ids import format_host
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_KEYS
-from librmq.store.engine.dispatch import derived_tags_code
+from librmq.store.engine.derivation import derived_tags_code
 
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue

@@ -357,7 +357,7 @@ def places_in(message: StoredMessage, topic: str) -> Iterator[tuple[int, int]]:
     if message.topic == topic:
         yield message.queue_id, message.queue_offset
     elif PROPERTY_INNER_MULTI_DISPATCH in message.properties:
-        from librmq.store.engine.dispatch import light_queues
+        from librmq.store.engine.derivation import light_queues
 
         for name, queue_id, queue_offset in light_queues(
             message.topic.encode(), message.queue_id, message.properties_raw

@@ -59,7 +59,7 @@ from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC
 from librmq.scheduling.timer_wheel import waiting_timers
 from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
 from librmq.store import MessageStore
-from librmq.store.engine.dispatch import derived_tags_code
+from librmq.store.engine.derivation import derived_tags_code
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format.broker_tables import BrokerTables

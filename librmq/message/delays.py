@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from librmq.errors import ConfigError, MessageIllegalError
+from librmq.java.lang import java_int
 
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 
@@ -97,3 +98,8 @@ def queue_id_of_level(level: int) -> int:
 def level_of_queue_id(queue_id: int) -> int:
     """Return the level of the messages in a queue of ``SCHEDULE_TOPIC_XXXX``."""
     return queue_id + 1
+
+
+def parse_level(text: str | None) -> int:
+    """Parse the delay level of a record; 0, no delay, for a text that is not a number of 32 bits."""
+    return 0 if text is None else java_int(text) or 0

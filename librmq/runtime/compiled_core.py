@@ -35,13 +35,13 @@ class Core:
     pull: Callable[..., Any] | None = None
     """The messages of queue entries (`librmq.store.engine.read`)."""
     key_hashes: Callable[..., Any] | None = None
-    """The hashes of the keys of many records (`librmq.store.engine.dispatch`)."""
+    """The hashes of the keys of many records (`librmq.store.engine.derivation`)."""
     spread: Callable[..., Any] | None = None
     """The physical offsets and times of records, for each of their keys (`librmq.store.format._keyindex`)."""
     put_entries: Callable[..., int] | None = None
     """Writes entries of an index file (`librmq.store.format.indexfile`)."""
     derive: Callable[..., Any] | None = None
-    """The entries and keys of many records (`librmq.store.engine.dispatch`)."""
+    """The entries and keys of many records (`librmq.store.engine.derivation`)."""
     checksums: Callable[..., Any] | None = None
     """The checksums of many bodies (`librmq.columns.decoding`)."""
 

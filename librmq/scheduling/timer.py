@@ -34,7 +34,7 @@ from librmq.errors import (
 from librmq.files.interface import Files
 from librmq.java.lang import java_int, java_long, string_hash
 from librmq.message import record
-from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.delays import SCHEDULE_TOPIC, parse_level
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, encode_properties
 from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC, validate_topic
@@ -56,7 +56,6 @@ from librmq.scheduling.timer_config import (
 )
 from librmq.scheduling.timer_wheel import TimerProgress, TimerSlots
 from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.timerfiles import DEFAULT, DELETE, ROLL, TimerCheckpoint, timer_log_size
 
 _log = EventLog("librmq.timer")

@@ -15,9 +15,9 @@ from librmq.errors import MessageIllegalError
 from librmq.files.interface import Files
 from librmq.java.lang import java_long
 from librmq.message import Message
+from librmq.message.delays import parse_level
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_DELAY
-from librmq.store.engine.dispatch import parse_level
 from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE, timer_log_size, wheel_size
 
 DELAY_SEC: Final = "TIMER_DELAY_SEC"

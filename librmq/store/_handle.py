@@ -34,7 +34,7 @@ from librmq.store._read_only_view import Moment, ReadOnlyView
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
 from librmq.store.engine.append import Appender
 from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
-from librmq.store.engine.dispatch import BitmapOf, Pending
+from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.read import Transfer
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueTable
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order

@@ -32,7 +32,8 @@ from librmq.message.record import INNER_BATCH, SYS_FLAG_AT
 from librmq.message.topics import validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.locks import RLock
-from librmq.store.engine.dispatch import Dispatcher, derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.engine.derivation import derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.store_parts import OpenQueue, Parts, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex

@@ -35,14 +35,12 @@ from librmq.message.properties import PROPERTY_INNER_NUM, find_keys_and_tags
 from librmq.message.record import FIXED_SIZE, INNER_BATCH
 from librmq.message.topics import validate_queue
 from librmq.store._live_tail import FLAG_AT, GLANCE, FollowedParts
-from librmq.store.engine.dispatch import (
+from librmq.store.engine.derivation import (
     MULTI_DISPATCH,
     Derivation,
-    Derived,
+    DerivedRecord,
     RawPending,
     key_block,
-    light_queues,
-    topic_hash,
 )
 from librmq.store.engine.store_parts import QueueTable
 from librmq.store.format import directory
@@ -276,8 +274,8 @@ class DerivedParts(FollowedParts):
                 if raw is None:
                     continue
                 last = place, raw
-                derived = derive(place, size, raw)
-                _, _, _, topic, queue_id, queue_offset, code, _, properties, _, _ = derived
+                record = derive(place, size, raw)
+                _, _, _, topic, queue_id, queue_offset, code, _, properties, _, _ = record
                 if code is not None:
                     queue = by_raw_name.get((topic, queue_id)) or self._queue(topic, queue_id)
                     if queue is None:
@@ -291,9 +289,9 @@ class DerivedParts(FollowedParts):
                         queue.collect(queue_offset, _pack(place, size, code))
                         changed.add(queue)
                     if MULTI_DISPATCH in properties:
-                        self._derive_light(derived)
+                        self._derive_light(record)
                 if self._has_keys:
-                    self._collect_keys(derived, raw)
+                    self._collect_keys(record, raw)
         finally:
             if last is not None:
                 self._last = last[0], last[1][:GLANCE]
@@ -306,11 +304,11 @@ class DerivedParts(FollowedParts):
             queue = self._by_raw_name[topic, queue_id] = self._queues.queue(java_decode(topic), queue_id)
         return queue
 
-    def _derive_light(self, derived: Derived) -> None:
-        place, size, _, topic, queue_id, _, code, _, properties, _, _ = derived
-        for name, light_id, queue_offset in light_queues(topic, queue_id, properties):
+    def _derive_light(self, record: DerivedRecord) -> None:
+        entry = _pack(record.physical_offset, record.size, record.tags_code)
+        for name, light_id, queue_offset in record.light_queues():
             queue = self._queues.queue(name, light_id)
-            queue.collect(queue_offset, _pack(place, size, code))
+            queue.collect(queue_offset, entry)
             self._changed.add(queue)
 
     def _publish(self, log_end: int) -> None:
@@ -322,10 +320,9 @@ class DerivedParts(FollowedParts):
 
     # ---- keys
 
-    def _collect_keys(self, derived: Derived, raw: bytes) -> None:
-        place, _, _, topic, _, _, _, stored, _, unique, keys = derived
-        prefix = topic_hash(topic)
-        self._keys.append((place, stored, prefix, unique, keys))
+    def _collect_keys(self, record: DerivedRecord, raw: bytes) -> None:
+        pending = place, stored, prefix, _, _ = record.pending()
+        self._keys.append(pending)
         if raw[FLAG_AT] & INNER_BATCH:
             with suppress(RecordError):
                 for message in inner_messages(StoredMessage(raw)):

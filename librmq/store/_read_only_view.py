@@ -42,7 +42,7 @@ from librmq.runtime.locks import Lock
 from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store._queues_in_memory import DerivedParts, DerivedQueue
 from librmq.store.condition import Condition, Wholeness, condition_of
-from librmq.store.engine.dispatch import BitmapOf
+from librmq.store.engine.derivation import BitmapOf
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable, ShortQueue
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order

@@ -45,7 +45,7 @@ from librmq.message.properties import (
     RESERVED_PROPERTIES,
 )
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, validate_queue
-from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables

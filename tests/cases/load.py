@@ -39,6 +39,7 @@ from librmq.files.disk import DiskFiles
 from librmq.filter.registrations import Registrations
 from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
+from librmq.message.delays import parse_level
 from librmq.message.message import Message, delayed_batch
 from librmq.message.properties import (
     PROPERTY_DELAY,
@@ -51,7 +52,6 @@ from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError
 from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.dispatch import parse_level
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.saved_state import delete_mark

@@ -18,7 +18,7 @@ from librmq.message.record import QUEUE_OFFSET_AT
 from librmq.runtime.locks import Lock
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine._durability import Acknowledgement
-from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.recovery.verify import verify
 from librmq.store.retention import Retention
 from tests.file_seams import CrashImages, Event, Image, RecordingFiles

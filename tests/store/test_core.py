@@ -27,7 +27,7 @@ from librmq.message.message import Message
 from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage, StoredRecords
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
-from librmq.store.engine.dispatch import key_block
+from librmq.store.engine.derivation import key_block
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import HEADER, IndexHeader, IndexWriter
 from librmq.store.recovery._queue_check import COMPARED
@@ -45,7 +45,11 @@ def needs_core(test: Any) -> Any:
 
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the store run its Python code."""
-    for module in ("message.frames", "store.engine.dispatch", "store.recovery.log_comparison"):
+    for module in (
+        "message.frames",
+        "store.engine.derivation",
+        "store.recovery.log_comparison",
+    ):
         monkeypatch.setattr(f"librmq.{module}.CORE", compiled_core.PURE)
 
 
@@ -562,7 +566,7 @@ def test_hashes_of_keys_are_equal(keys: list[tuple[int, str | None, str | None]]
     records = [(100 * n, 7 * n, prefix, stored(one), stored(two)) for n, (prefix, one, two) in enumerate(keys)]
     compiled = [array.tolist() for array in key_block(records)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("librmq.store.engine.dispatch.CORE", compiled_core.PURE)
+        patch.setattr("librmq.store.engine.derivation.CORE", compiled_core.PURE)
         assert [array.tolist() for array in key_block(records)] == compiled
 
 

@@ -60,7 +60,7 @@ def code(compiled: bool) -> Iterator[None]:
             patch.setattr(Appender, "append_usual", Appender.append)
             patch.setattr(Appender, "append_batch_usual", Appender.append_batch)
             patch.setattr(Appender, "append_waiting", None)
-            for module in ("engine.dispatch", "engine.read", "format.keyindex", "format.indexfile"):
+            for module in ("engine.derivation", "engine.read", "format._keyindex", "format.indexfile"):
                 patch.setattr(f"librmq.store.{module}.CORE", compiled_core.PURE)
             patch.setattr("librmq.message.frames.CORE", compiled_core.PURE)
         yield

@@ -26,8 +26,9 @@ from librmq.message.message import Message
 from librmq.message.record import Record, check_record, encode_record
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
-from librmq.store.engine import dispatch
-from librmq.store.engine.dispatch import Derivation, Dispatcher, derived_block, key_block, topic_hash
+from librmq.store.engine import derivation, dispatch
+from librmq.store.engine.derivation import Derivation, derived_block, key_block
+from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import IndexFile
 from tests.budget import examples
@@ -312,21 +313,21 @@ def test_records_define_the_same_together_as_one_by_one(
     for at, value in flips:
         buffer[at % log.end] = value
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "CORE", compiled_core.PURE)
+        patch.setattr(derivation, "CORE", compiled_core.PURE)
         block = derived_block(log, 0, log.end, most, check_body=check_body)
-        derivation, at, keys = Derivation(DelayLevels.parse("1s")), 0, []
+        derive, at, keys = Derivation(DelayLevels.parse("1s")).derive, 0, []
         queues: dict[tuple[bytes, int], tuple[int, bytes]] = {}
         while at < (0 if block is None else block.end):
             size = int.from_bytes(buffer[at : at + 4], "big")
-            derived = derivation.derive(at, size, buffer[at : at + size])
-            place, _, address, topic, queue_id, queue_offset, code, stored, _, unique, key = derived
-            assert place == address
+            record = derive(at, size, buffer[at : at + size])
+            assert record.physical_offset == record.address
             if check_body:
                 check_record(buffer, at, log.end, check_body=True)
-            first, entries = queues.setdefault((topic, queue_id), (queue_offset, b""))
-            assert queue_offset == first + len(entries) // ENTRY.size
-            queues[topic, queue_id] = first, entries + ENTRY.pack(at, size, code)
-            keys.append((at, stored, topic_hash(topic), unique, key))
+            name = record.topic, record.queue_id
+            first, entries = queues.setdefault(name, (record.queue_offset, b""))
+            assert record.queue_offset == first + len(entries) // ENTRY.size
+            queues[name] = first, entries + ENTRY.pack(at, size, record.tags_code)
+            keys.append(record.pending())
             at += size
         if block is not None:
             assert at == block.end
@@ -339,7 +340,7 @@ def test_usual_records_are_taken_together(store: MessageStore) -> None:
     send(store, 0, 100)
     for core in (compiled_core.CORE, compiled_core.PURE):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "CORE", core)
+            patch.setattr(derivation, "CORE", core)
             block = derived_block(store.log, 0, store.log.end, 90)
             assert block is not None
             assert len(block.keys.physical_offsets) == 90

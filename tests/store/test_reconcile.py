@@ -245,7 +245,7 @@ def found_by(way: str, queue_offsets: Sequence[int], changed: Sequence[tuple[int
         patch.setattr("librmq.store.recovery._queue_check.COMPARED", 4)
         patch.setattr("librmq.store.recovery.log_comparison._LEAST_APART", 1)
         if way == "arrays":
-            patch.setattr("librmq.store.engine.dispatch.CORE", compiled_core.PURE)
+            patch.setattr("librmq.store.engine.derivation.CORE", compiled_core.PURE)
         if way == "one by one":
             patch.setattr("librmq.store.recovery.log_comparison.derived_block", lambda *_, **_options: None)
         places = [parts.record(queue_offset) for queue_offset in queue_offsets]

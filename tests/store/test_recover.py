@@ -25,7 +25,7 @@ from librmq.message import record
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.engine.copies import CopyTarget
-from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import clear_leftovers

@@ -27,7 +27,7 @@ from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_queue
 from librmq.store import MessageStore
-from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.read import GetStatus
 from librmq.store.extraction import rescue
 from librmq.store.recovery import salvage

@@ -35,7 +35,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.delays import DelayLevels
 from librmq.message.frames import LogItem
 from librmq.message.message import StoredMessage
-from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.store_times import StoreTimes, noted_order
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import COMMITLOG

@@ -27,7 +27,7 @@ from librmq.message.topics import dead_letter_topic, is_user_topic, validate_cli
 from librmq.protocol import Route, SendStatus
 from librmq.protocol.client_requests import REPLAY_PRODUCER
 from librmq.store import MessageStore
-from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.derivation import has_queue_entry
 
 _TOGETHER: Final = 256  # messages
 _TOGETHER_BYTES: Final = 1 << 20

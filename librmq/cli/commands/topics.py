@@ -25,7 +25,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.properties import tags_code
 from librmq.message.topics import is_own_group, kind_of_topic
 from librmq.store import MessageStore
-from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 

@@ -37,7 +37,7 @@ from librmq.message.message import StoredMessage
 from librmq.message.properties import split_keys
 from librmq.message.topics import RETRY_PREFIX, is_user_topic
 from librmq.runtime.event_log import advance
-from librmq.store.engine.dispatch import has_queue_entry
+from librmq.store.engine.derivation import has_queue_entry
 
 if TYPE_CHECKING:
     from librmq.columns import ReaderKeywords

@@ -21,7 +21,7 @@ from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.files.interface import is_full
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE, check_batch, check_batch_size
-from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels, queue_id_of_level
+from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels, parse_level, queue_id_of_level
 from librmq.message.ids import Host, decode_host, encode_host, offset_message_id, parse_host
 from librmq.message.message import Message, StoredMessage, body_too_large, delayed_batch
 from librmq.message.properties import (
@@ -37,7 +37,8 @@ from librmq.message.topics import validate_topic
 from librmq.runtime.compiled_core import AppendState
 from librmq.runtime.locks import Lock, critical
 from librmq.store.engine._durability import GroupCommit, Housekeeping
-from librmq.store.engine.dispatch import Dispatcher, Lane, Pending, has_queue_entry, is_indexed, parse_level
+from librmq.store.engine.derivation import Pending, has_queue_entry, is_indexed
+from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.store_parts import AppendLock, Parts
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE

@@ -21,7 +21,8 @@ from librmq.message.properties import tags_code
 from librmq.message.record import crc32
 from librmq.runtime.locks import critical
 from librmq.store.engine.append import Appender, AppendResult
-from librmq.store.engine.dispatch import Derivation, Dispatcher, Lane, Pending, has_queue_entry, is_indexed
+from librmq.store.engine.derivation import Derivation, Pending, has_queue_entry, is_indexed
+from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.store_parts import Parts
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE

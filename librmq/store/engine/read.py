@@ -34,7 +34,7 @@ from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.message.stored_message import StoredRecords
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
-from librmq.store.engine.dispatch import Pending, key_hashes
+from librmq.store.engine.derivation import Pending, key_hashes
 from librmq.store.engine.store_parts import Parts, QueueName
 
 if TYPE_CHECKING:

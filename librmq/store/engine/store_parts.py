@@ -19,7 +19,8 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.delays import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.runtime.locks import Lock, RLock, critical
-from librmq.store.engine.dispatch import Dispatcher, Lane, derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.engine.derivation import derived_tags_code, has_queue_entry, is_indexed
+from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.checkpoint import Checkpoint

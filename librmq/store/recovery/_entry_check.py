@@ -15,7 +15,7 @@ from librmq.message import record
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties, tags_code
-from librmq.store.engine.dispatch import BitmapOf
+from librmq.store.engine.derivation import BitmapOf
 from librmq.store.engine.store_parts import QueueName
 
 _LONG: Final = struct.Struct(">q")

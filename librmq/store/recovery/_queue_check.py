@@ -18,7 +18,7 @@ from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.topics import LIGHT_PREFIX
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.dispatch import BitmapOf, topic_hash
+from librmq.store.engine.derivation import BitmapOf, topic_hash
 from librmq.store.engine.read import first_not_older, offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.recovery._entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at

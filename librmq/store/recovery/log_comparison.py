@@ -30,7 +30,7 @@ from librmq.message.properties import PROPERTY_INNER_NUM, split_keys
 from librmq.message.topics import LIGHT_PREFIX, validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
-from librmq.store.engine.dispatch import (
+from librmq.store.engine.derivation import (
     MULTI_DISPATCH,
     BitmapOf,
     Derivation,

@@ -24,7 +24,8 @@ from librmq.files.interface import Damage, Files, make_folders, numbered_files
 from librmq.files.rolling import MappingPool
 from librmq.message import record
 from librmq.message.delays import DelayLevels
-from librmq.store.engine.dispatch import BitmapOf, Dispatcher
+from librmq.store.engine.derivation import BitmapOf
+from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex

@@ -30,7 +30,7 @@ from librmq.message.batch import inner_messages, is_batch
 from librmq.message.delays import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import counted
-from librmq.store.engine.dispatch import MULTI_DISPATCH, Derivation, light_queues
+from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import PartFiles, QueueName
 from librmq.store.format import directory
@@ -307,9 +307,8 @@ class _QueuesOfLog:
         for place, size, raw in log.scan(check_body=False):
             if raw is None:
                 continue
-            derived = derivation.derive(place, size, raw)
-            _, _, _, topic, queue_id, queue_offset, code, _, properties, _, _ = derived
-            if code is None:
+            record = derivation.derive(place, size, raw)
+            if record.tags_code is None:
                 continue
             count = 1
             if is_batch(message := StoredMessage(raw)):
@@ -318,10 +317,9 @@ class _QueuesOfLog:
                 except RecordError:
                     continue
             for number in range(count):
-                self._add(java_decode(topic), queue_id, queue_offset + number, place, size)
-            if MULTI_DISPATCH in properties:
-                for name, light_id, light_offset in light_queues(topic, queue_id, properties):
-                    self._add(name, light_id, light_offset, place, size)
+                self._add(java_decode(record.topic), record.queue_id, record.queue_offset + number, place, size)
+            for name, light_id, light_offset in record.light_queues():
+                self._add(name, light_id, light_offset, place, size)
 
     def _add(self, topic: str, queue_id: int, queue_offset: int, place: int, size: int) -> None:
         columns = self._queues.setdefault((topic, queue_id), (array("q"), array("q"), array("q")))
