@@ -237,7 +237,7 @@ def unverified_damage(view: StoreView) -> Iterator[Finding]:
 
 def _missing_key_findings(view: StoreView) -> Iterator[Finding]:
     """Yield a finding if a part of the log has keys that the index lacks, as a broker's own recovery can leave it."""
-    from librmq.store.recovery.log_comparison import missing_keys
+    from librmq.store.recovery.missing_files import missing_keys
 
     store = view.store
     gap = missing_keys(store.index, store.log, store.levels)

@@ -17,7 +17,7 @@ from librmq.store.engine._durability import flush_all
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, set_abort
 from librmq.store.format.indexfile import FRESH, IndexFile
-from librmq.store.recovery.log_comparison import find_flaw
+from librmq.store.recovery._index_check import find_flaw
 from tests.crash.runs import assert_settled
 from tests.file_seams import CrashImages, FailingFiles, RecordingFiles
 from tests.stores import START_MS

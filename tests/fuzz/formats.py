@@ -122,7 +122,7 @@ def index(data: bytes) -> None:
     from librmq.errors import StoreError
     from librmq.store.format._keyindex import KeyIndex
     from librmq.store.format.indexfile import IndexFile, file_length
-    from librmq.store.recovery.log_comparison import find_flaw
+    from librmq.store.recovery._index_check import find_flaw
 
     length = file_length(8, 32)
     files = _files("/index", b"", 1)

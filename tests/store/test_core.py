@@ -48,7 +48,7 @@ def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         "message.frames",
         "store.engine.derivation",
-        "store.recovery.log_comparison",
+        "store.recovery._log_walk",
     ):
         monkeypatch.setattr(f"librmq.{module}.CORE", compiled_core.PURE)
 
@@ -141,10 +141,11 @@ def test_verdicts_are_equal(sizes: list[int], flips: list[tuple[str, int, int]],
     for compared in (16, COMPARED):
         with pytest.MonkeyPatch.context() as patch:
             without_core(patch)
-            patch.setattr(
-                "librmq.store.recovery.log_comparison.COMPARED", compared
-            )  # fewer, so that arrays are worth it
-            patch.setattr("librmq.store.recovery.log_comparison._LEAST_APART", 1)
+            for module in ("_log_walk", "_log_comparison", "_index_check"):
+                patch.setattr(
+                    f"librmq.store.recovery.{module}.COMPARED", compared
+                )  # fewer, so that arrays are worth it
+            patch.setattr("librmq.store.recovery._log_walk._LEAST_APART", 1)
             assert verify("/store", config, files) == compiled
 
 

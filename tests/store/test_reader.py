@@ -25,6 +25,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
 from librmq.store._live_tail import KEPT, LiveIndex, LiveQueue, LiveQueues
 from librmq.store._read_only_view import ReadOnlyView
+from librmq.store.engine.derivation import Derivation, DerivedRecord
 from librmq.store.engine.read import GetStatus
 from tests.budget import examples, many
 from tests.stores import (
@@ -890,6 +891,29 @@ def test_a_dead_store_is_shown_as_in_memory(pair: Pair) -> None:
 
 
 # ---------------------------------------------------------------------------------------- large stores after a crash
+
+
+def test_a_missing_queue_folder_lets_a_view_take_the_log_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one queue is made again; records of the others are passed over together and not read one by one."""
+    config = StoreConfig.tiny(commitlog_file_size=8 << 20, consumequeue_file_size=200_000, max_index_num=60_000)
+    with MessageStore.open(tmp_path, config, background=False) as store:
+        for number in range(120):
+            topic = f"T{number % 6}"
+            store.append_batch([Message(topic, b"x", keys=f"k{number}.{place}") for place in range(300)])
+        expected = [message.raw for message in store.messages("T2")]
+    shutil.rmtree(tmp_path / "consumequeue" / "T2")
+    derive, calls = Derivation.derive, []
+
+    def counted(self: Derivation, place: int, size: int, raw: bytes) -> DerivedRecord:
+        calls.append(place)
+        return derive(self, place, size, raw)
+
+    monkeypatch.setattr(Derivation, "derive", counted)
+    with MessageStore.open(tmp_path, read_only=True) as view:
+        assert [message.raw for message in view.messages("T2")] == expected
+    assert len(calls) < 12_000, "of 36,000: those at the ends of the index"
 
 
 def large(path: Path) -> None:

@@ -8,8 +8,9 @@ import random
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,8 @@ from librmq.message.record import (
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.format._keyindex import KeyIndex
+from librmq.store.recovery._log_comparison import Reconciliation, Scope
 from librmq.store.recovery._queue_check import GapError
-from librmq.store.recovery.log_comparison import Reconciliation
 from librmq.store.recovery.verify import verify
 from tests.budget import examples, many
 from tests.store.test_core import without_core
@@ -95,12 +96,19 @@ class Parts:
             self.record(number, "Other", properties_raw=b"p\x01" + b"x" * min(size, LOG_SIZE - 200))
             number += 1
 
-    def reconcile(self, begin: int = 0, *, repair: bool = True) -> list[Damage]:
+    def reconcile(
+        self,
+        begin: int = 0,
+        *,
+        repair: bool = True,
+        scope: Scope | None = None,
+        left_out: dict[tuple[str, int], int] | None = None,
+    ) -> list[Damage]:
         comparison = Reconciliation(
             log=self.log, queues=self.queues, open_queue=self.open_queue, index=self.index, levels=LEVELS,
-            repair=repair, has_ext=self.ext,
+            repair=repair, has_ext=self.ext, left_out={} if left_out is None else left_out,
         )  # fmt: skip
-        return list(comparison.run(begin))
+        return list(comparison.run(begin, scope))
 
     def entries(self, topic: str = "T", queue_id: int = 0) -> list[tuple[int, int]]:
         """Return queue offset and log position of each entry of a queue, without entries of lost messages."""
@@ -237,17 +245,25 @@ def test_a_gap_takes_no_record_of_a_topic_with_another_name(parts: Parts) -> Non
     parts.settled()
 
 
-def found_by(way: str, queue_offsets: Sequence[int], changed: Sequence[tuple[int, int]], has_entries: bool) -> object:
-    """Return what the repair of a log says and leaves: with the core, with arrays, or one record after the other."""
-    parts = Parts()
+@contextmanager
+def walking(way: str) -> Iterator[None]:
+    """Let comparisons take the log with the core, with arrays, or one record after the other."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("librmq.store.recovery.log_comparison.COMPARED", 4)  # so that arrays are worth it
-        patch.setattr("librmq.store.recovery._queue_check.COMPARED", 4)
-        patch.setattr("librmq.store.recovery.log_comparison._LEAST_APART", 1)
+        for module in ("_log_walk", "_log_comparison", "_index_check", "_queue_check"):
+            patch.setattr(f"librmq.store.recovery.{module}.COMPARED", 4)  # so that arrays are worth it
+        patch.setattr("librmq.store.recovery._log_walk._LEAST_APART", 1)
+        patch.setattr("librmq.store.recovery._log_walk._WORTH_BLOCK", 1)
         if way == "arrays":
             patch.setattr("librmq.store.engine.derivation.CORE", compiled_core.PURE)
         if way == "one by one":
-            patch.setattr("librmq.store.recovery.log_comparison.derived_block", lambda *_, **_options: None)
+            patch.setattr("librmq.store.recovery._log_walk.derived_block", lambda *_, **_options: None)
+        yield
+
+
+def found_by(way: str, queue_offsets: Sequence[int], changed: Sequence[tuple[int, int]], has_entries: bool) -> object:
+    """Return what the repair of a log says and leaves."""
+    parts = Parts()
+    with walking(way):
         places = [parts.record(queue_offset) for queue_offset in queue_offsets]
         if has_entries:
             parts.reconcile()
@@ -274,6 +290,38 @@ def test_changed_queue_offsets_are_corrected_alike(
     expected = found_by("one by one", range(first, first + count), changed, has_entries)
     assert found_by("arrays", range(first, first + count), changed, has_entries) == expected
     assert found_by("core", range(first, first + count), changed, has_entries) == expected
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.sampled_from("TUV"), min_size=1, max_size=40), st.integers(0, 40), st.booleans())
+def test_a_queue_without_files_is_made_again_alike(topics: list[str], begin: int, is_one_wrong: bool) -> None:
+    """All records of the lost queue are compared, and of the others those from one place on."""
+
+    def outcome(way: str) -> object:
+        parts, counts, places = Parts(), Counter[str](), []
+        with walking(way):
+            for topic in topics:
+                places.append(parts.record(counts[topic], topic))
+                counts[topic] += 1
+            parts.reconcile()
+            del parts.queues[topics[0], 0]
+            parts.files.delete(f"/queues/{topics[0]}")
+            place = places[begin % len(places)]
+            scope = Scope(place, frozenset([(topics[0], 0)]))
+            if is_one_wrong:
+                parts.log.patch(place + QUEUE_OFFSET_AT, struct.pack(">q", 1 << 40))
+            left_out: dict[tuple[str, int], int] = {}
+            try:
+                damages = parts.reconcile(scope=scope, left_out=left_out)
+            except GapError as gap:
+                return gap.name
+        if not is_one_wrong:
+            parts.settled()
+        return damages, left_out, [parts.entries(topic) for topic in counts]
+
+    expected = outcome("one by one")
+    assert outcome("arrays") == expected
+    assert outcome("core") == expected
 
 
 def test_keys_are_indexed_under_a_corrected_topic(parts: Parts) -> None:

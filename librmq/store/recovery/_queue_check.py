@@ -22,6 +22,7 @@ from librmq.store.engine.derivation import BitmapOf, topic_hash
 from librmq.store.engine.read import first_not_older, offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.recovery._entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
+from librmq.store.recovery._log_walk import COMPARED
 
 _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
@@ -29,8 +30,6 @@ _LARGEST_OFFSET: Final = 1 << 58
 _LARGEST_GAP: Final = 100_000  # most entries to fill in for missing records; with more, the queue starts again
 _SMALLEST: Final = record.FIXED_SIZE + 1
 """Bytes of a record with nothing but a topic of one character."""
-COMPARED: Final = 4096
-"""Number of entries compared together."""
 
 
 class GapError(Exception):
@@ -70,9 +69,8 @@ def _is_better_first(claimed: int, following: int, place: int) -> bool:
 class QueueCheck:
     """Comparison of one queue with its records, in the order of the log.
 
-    Entries collect in ``entries`` and are compared together. Most records take a short cut that
-    `Reconciliation.run` has inline: they have the queue offset ``expected``, which is impossible while the short cut is
-    closed.
+    Entries collect in ``entries`` and are compared together. Most records take a short cut that the caller has inline:
+    they have the queue offset ``expected``, which is impossible while the short cut is closed.
     """
 
     def __init__(
@@ -254,8 +252,18 @@ class QueueCheck:
         self._claimed = self.expected = queue_offset
         return True
 
+    def continues(self, queue_offset: int, physical_offset: int) -> bool:
+        """Return whether a record is the next one in the count, or begins it: `claim`."""
+        return queue_offset == self.expected or self.claim(queue_offset, physical_offset)
+
+    def count_excluded(self, entries: bytes) -> int:
+        """Return how many of a block's entries belong to records that the scope excludes from this queue."""
+        if ENTRY.unpack_from(entries)[0] >= self._begin:  # as nearly always
+            return 0
+        return int(np.searchsorted(np.frombuffer(entries, entry_dtype())["physical_offset"], self._begin))
+
     def take_entries(self, entries: bytes) -> None:
-        """Take the next records of the queue, which continue its count, like `Reconciliation.run` itself one by one."""
+        """Take the next records of the queue, which continue its count, together."""
         packed = [entries[at : at + ENTRY_SIZE] for at in range(0, len(entries), ENTRY_SIZE)]
         queue_offset, end = self.expected, self.expected + len(packed)
         while queue_offset == self.expected and queue_offset < end:
@@ -292,7 +300,7 @@ class QueueCheck:
         self._expect()
 
     def offer_light(self, queue_offset: int, entry: ExpectedEntry) -> None:
-        """Take the next record that names this light queue, like `Reconciliation.run` itself those of other queues."""
+        """Take the next record that names this light queue, by the short cut if it can."""
         if queue_offset != self.expected:
             self.offer_entry(queue_offset, entry)
             return

@@ -31,7 +31,7 @@ from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
-from librmq.store.recovery.log_comparison import UncleanQueues
+from librmq.store.recovery._unclean_queues import UncleanQueues
 from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings
 from librmq.store.recovery.saved_state import (
     Mark,

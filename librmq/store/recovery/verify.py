@@ -38,7 +38,8 @@ from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
-from librmq.store.recovery.log_comparison import Reconciliation, Scope, lacking_queues
+from librmq.store.recovery._log_comparison import Reconciliation, Scope
+from librmq.store.recovery.missing_files import lacking_queues
 from librmq.store.recovery.saved_state import judge_begin, read_closed_state
 
 _T = TypeVar("_T")

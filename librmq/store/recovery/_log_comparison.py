@@ -1,0 +1,354 @@
+"""Comparison of queues and key index with the log, and their repair.
+
+The log is the truth: each record defines the entry at its queue offset and its keys in the index. `Reconciliation`
+walks over the log once. Each record goes to three takers: `FieldCheck` corrects its fields, `QueueChecks` compares its
+entries and `IndexCheck` its keys. For recovery they rewrite what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Final
+
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
+from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError
+from librmq.files.interface import Damage
+from librmq.java.lang import java_decode
+from librmq.message import record as record_format
+from librmq.message.delays import DelayLevels
+from librmq.message.message import StoredMessage
+from librmq.message.properties import PROPERTY_INNER_NUM
+from librmq.message.topics import LIGHT_PREFIX, validate_queue
+from librmq.store.engine.derivation import BitmapOf, Derivation, DerivedBlock, DerivedRecord
+from librmq.store.engine.store_parts import OpenQueue, QueueName
+from librmq.store.format._keyindex import KeyIndex
+from librmq.store.recovery._entry_check import ExpectedEntry, Strays, misaddressed
+from librmq.store.recovery._index_check import IndexCheck, rebuild_index
+from librmq.store.recovery._log_walk import COMPARED, walk
+from librmq.store.recovery._queue_check import QueueCheck
+from librmq.store.recovery._unclean_queues import UncleanQueues
+
+_pack_entry: Final = ENTRY.pack
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Selection of the records to compare with their queues: those from physical offset ``begin`` on."""
+
+    begin: int
+    all_of: frozenset[QueueName] = frozenset()
+    """Queues whose records are all selected."""
+    since: Mapping[QueueName, int] = field(default_factory=dict)
+    """Begin of queues whose earlier records belong to a deleted topic, as physical offsets."""
+    absent_before: int = 0
+    """Physical offset below which records of queues without a folder are excluded, because the queue was deleted."""
+    known_topics: frozenset[str] = frozenset()
+    """The broker's topics: records of other topics are excluded if the queue has no folder. Empty: no such rule."""
+
+
+class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
+    """The checks of all queues, by queue id and topic in a record's form."""
+
+    def __init__(
+        self,
+        log: CommitLog,
+        queues: MutableMapping[tuple[str, int], ConsumeQueue],
+        open_queue: OpenQueue,
+        scope: Scope,
+        repair: bool,
+        bitmap_of: BitmapOf | None,
+        *,
+        has_ext: bool = True,
+        unclean: UncleanQueues | None = None,
+    ) -> None:
+        """Check ``queues``; `open_queue` makes missing ones.
+
+        Without ``has_ext`` a queue is checked after its last record, so that each is opened once. ``unclean`` reads
+        queues that were not opened, and hears of each check's end.
+        """
+        super().__init__()
+        self.puts_off = not has_ext
+        """Whether checks collect entries before they open their queue."""
+        self._unclean = unclean
+        self._bitmap_of = bitmap_of
+        self._log = log
+        self._queues = queues
+        self._open_queue = open_queue
+        self._scope = scope
+        self._repair = repair
+        self._new_queues: set[QueueName] = set()
+        self._by_name: dict[tuple[str, int], QueueCheck] = {}
+        self.strays = Strays()
+        """Records that may be those of another queue."""
+        self.renamed = False
+        """Whether the topic of a record was corrected, with which its keys were indexed."""
+        self.has_light = any(topic.startswith(LIGHT_PREFIX) for topic, _ in queues)
+        """Whether there are light queues, whose entries are those of records of other queues."""
+
+    def check_of(self, record: DerivedRecord) -> QueueCheck:
+        """Return the check of the queue that a record names, made at its first record.
+
+        Raises:
+            CorruptionError: There can be no such queue.
+        """
+        name = record.topic, record.queue_id
+        return self.get(name) or self._make(*name, record.physical_offset)
+
+    def take(self, record: DerivedRecord) -> None:
+        """Take the next record of the log."""
+        code = record.tags_code
+        if code is None:
+            return
+        check = self.check_of(record)
+        entry = _pack_entry(record.physical_offset, record.size, code)
+        if record.queue_offset == check.expected:  # as nearly always
+            check.expected += 1
+            check.entries.append(entry)
+            if len(check.entries) >= COMPARED:
+                check.take_over()
+        else:
+            check.offer_entry(record.queue_offset, ExpectedEntry(entry, record.store_timestamp_ms, record.properties))
+        if self.has_light:
+            for name, light_id, light_offset in record.light_queues():
+                light = self._make(name.encode(), light_id, record.physical_offset)
+                light.offer_light(light_offset, ExpectedEntry(entry, record.store_timestamp_ms, record.properties))
+
+    def take_block(self, block: DerivedBlock, keys: IndexCheck | None) -> bool:
+        """Take all records of a block, if they continue their queues and the index; otherwise take none of them."""
+        continued = []
+        for topic, queue_id, queue_offset, entries in block.queues:
+            first = ENTRY.unpack_from(entries)[0]
+            check = self.get((topic, queue_id)) or self._make(topic, queue_id, first)
+            # Records from before the scope of their queue are in most blocks where one queue alone lacks its files.
+            excluded = check.count_excluded(entries)
+            entries = entries[excluded * ENTRY_SIZE :]
+            if entries and not check.continues(queue_offset + excluded, ENTRY.unpack_from(entries)[0]):
+                return False
+            continued.append((check, excluded, entries))
+        if keys is not None and not keys.take_block(block.keys):
+            return False
+        for check, excluded, entries in continued:
+            check.left_out += excluded
+            if entries:
+                check.take_entries(entries)
+        return True
+
+    def _make(self, topic_raw: bytes, queue_id: int, physical_offset: int) -> QueueCheck:
+        topic = java_decode(topic_raw)
+        check = self._by_name.get((topic, queue_id))  # different malformed topics can be decoded alike
+        if check is None:
+            try:
+                validate_queue(topic, queue_id)
+            except MessageIllegalError as error:
+                path = self._log.sequence.path_at(physical_offset)
+                raise CorruptionError(path, physical_offset, "record", f"its queue is impossible: {error}") from None
+            check = self._new_check((topic, queue_id))
+        self[topic_raw, queue_id] = check
+        return check
+
+    def queue(self, name: QueueName) -> ConsumeQueue:
+        """Return the queue of that name, made if there is none."""
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._open_queue(*name)
+            if self._repair:
+                self._queues[name] = queue
+                self._new_queues.add(name)
+        return queue
+
+    def _new_check(self, name: QueueName) -> QueueCheck:
+        scope, absent = self._scope, name not in self._queues
+        begin = since = self._log.begin if name in scope.all_of else scope.begin
+        if name not in scope.all_of:
+            since = scope.since.get(name, scope.absent_before if absent else begin)
+            if absent and scope.known_topics and name[0] not in scope.known_topics:
+                since = self._log.end
+        is_complete = begin <= self._log.begin
+        check = QueueCheck(self, self._log, name, max(begin, since), is_complete, self._repair, self._bitmap_of)
+        self._by_name[name] = check
+        if not self.puts_off:
+            check.open_queue()
+        return check
+
+    def open_all(self) -> None:
+        """Check every queue now, because a record outside of one count can belong to any other."""
+        self.puts_off = False
+        for check in sorted(self._by_name.values(), key=lambda check: len(check.entries)):
+            check.open_queue()  # a single record first, because it can belong to another queue
+
+    def finish_queues(self) -> Iterator[QueueCheck]:
+        """Finish the checks of all queues after the last record, also of queues without records."""
+        for name in list(self._queues):
+            if name not in self._by_name:
+                self._new_check(name)
+        remaining = []
+        for check in self._by_name.values():
+            if self._agrees_unopened(check):
+                yield check
+            elif check.is_plain():
+                self._finish_check(check)
+                yield check
+            else:
+                remaining.append(check)
+        if remaining:
+            self.open_all()
+        # Checks that wait for another record come last, because their record can belong to another queue.
+        for check in sorted(remaining, key=lambda check: check.waits):
+            self._finish_check(check)
+            yield check
+
+    def _agrees_unopened(self, check: QueueCheck) -> bool:
+        """Return whether a queue need not be opened, because its bytes are what the records say."""
+        if self._unclean is None or check.is_queue_open:
+            return False
+        stored = self._unclean.read_stored(check.name)
+        state = None if stored is None else check.state_of(*stored)
+        if state is not None:
+            self._unclean.keep_unopened(check.name, state, check.first, check.entries)
+        return state is not None
+
+    def _finish_check(self, check: QueueCheck) -> None:
+        check.finish_queue()
+        if self._unclean is not None:
+            self._unclean.rewrite_entries(check.queue, check.first)
+
+    def remove_empty(self) -> None:
+        """Remove queues without a record of their own."""
+        for name in self._new_queues:
+            if self._queues[name].max_offset == 0:
+                del self._queues[name]
+
+
+class FieldCheck:
+    """Check of the fields that no checksum covers, and their correction with ``repair``, record by record."""
+
+    def __init__(self, log: CommitLog, checks: QueueChecks, levels: DelayLevels, *, repair: bool) -> None:
+        self._log = log
+        self._checks = checks
+        self._repair = repair
+        self._derive = Derivation(levels, self._note_batch).derive
+        self.damages: list[Damage] = []
+        """What was found since the caller last cleared the list."""
+        self.batches: dict[int, Damage] = {}
+        """Batches by place, because a record with a damaged flag is derived twice."""
+
+    def derive(self, place: int, size: int, raw: bytes) -> DerivedRecord:
+        """Return what the record at ``place`` defines, with its fields corrected.
+
+        Raises:
+            CorruptionError: It names a queue that can't be.
+            NotAStoreError: With ``repair``, it is a batch of messages.
+        """
+        record = self._derive(place, size, raw)
+        check = self._checks.check_of(record)
+        if record.address != place:
+            at = record_format.PHYSICAL_OFFSET_AT
+            self.damages.append(misaddressed(self._log, place, at, record.address, place, self._repair))
+        if record.tags_code is None:
+            entry = ExpectedEntry(_pack_entry(place, size, 0), record.store_timestamp_ms, record.properties)
+            if check.points_at(record.queue_offset, entry):
+                record = self._derive(place, size, self._correct_flag(place, raw))
+        return record
+
+    def _correct_flag(self, place: int, raw: bytes) -> bytes:
+        """Return a prepared or rollback record as its queue's entry proves it to be.
+
+        No broker dispatches such a record. One flipped bit turns a dispatched type into one of these two, so clearing
+        it restores the flag.
+        """
+        at, flag = record_format.SYS_FLAG_AT, StoredMessage(raw).sys_flag
+        expected = flag & ~record_format.TRANSACTION_PREPARED
+        field = expected.to_bytes(4, "big", signed=True)
+        if self._repair:
+            self._log.patch(place + at, field)
+        what = f"system flag: expected {expected}, found {flag}, of a record that has a queue entry"
+        self.damages.append(Damage(self._log.sequence.path_at(place), place, "record", what, len(field)))
+        return raw[:at] + field + raw[at + len(field) :]
+
+    def _note_batch(self, place: int, batch: StoredMessage) -> None:
+        path, number = self._log.sequence.path_at(place), batch.properties[PROPERTY_INNER_NUM]
+        what = f"a batch of {number} messages of RocketMQ 5, which the files of queues show as one"
+        if self._repair:
+            raise NotAStoreError(
+                f"{path}: at {place}: {what}: librmq reads such a store, and never writes to it. Copy its messages "
+                "with `librmq extract`"
+            )
+        self.batches[place] = Damage(path, place, "batch", what, batch.size)
+
+
+@dataclass(slots=True, kw_only=True)
+class Reconciliation:
+    """Comparison of queues and index with the records of a log. With ``repair`` differences are rewritten."""
+
+    log: CommitLog
+    queues: MutableMapping[QueueName, ConsumeQueue]
+    open_queue: OpenQueue
+    """Makes a missing queue."""
+    index: KeyIndex | None
+    """None leaves the index out."""
+    levels: DelayLevels
+    repair: bool
+    has_ext: bool = True
+    bitmap_of: BitmapOf | None = None
+    """Computes the bitmaps of rebuilt extension units."""
+    before_rebuild: Callable[[], None] | None = None
+    """Called before the index is rebuilt."""
+    unclean: UncleanQueues | None = None
+    bodies_from: int | None = None
+    """From here on, bodies are compared with their checksums."""
+    left_out: dict[QueueName, int] = field(default_factory=dict)
+    """How many records of each queue the scope excluded."""
+
+    def run(self, begin: int, scope: Scope | None = None) -> Iterator[Damage]:
+        """Walk over the log from ``begin`` on, and yield the differences; ``scope`` excludes records for the queues.
+
+        Raises:
+            GapError: A queue lacks entries from before ``begin``, and cannot be repaired from there.
+            CorruptionError: A record is unreadable or has an impossible queue.
+            NotAStoreError: With ``repair``, a record is a batch of messages.
+        """
+        log = self.log
+        begin = max(begin, log.begin)
+        checks = QueueChecks(
+            log, self.queues, self.open_queue, scope or Scope(begin), self.repair, self.bitmap_of,
+            has_ext=self.has_ext, unclean=self.unclean,
+        )  # fmt: skip
+        keys = None if self.index is None else IndexCheck(self.index, begin, log, begin <= log.begin, self.repair)
+        fields = FieldCheck(log, checks, self.levels, repair=self.repair)
+        in_blocks = not self.has_ext and not checks.has_light
+        bodies_from = log.end if self.bodies_from is None else max(begin, self.bodies_from)
+        for stretch in chain(
+            walk(log, begin, bodies_from, in_blocks=in_blocks),
+            walk(log, bodies_from, log.end, check_body=True, in_blocks=in_blocks),
+        ):
+            if stretch.block is not None and checks.take_block(stretch.block, keys):
+                continue
+            for item in stretch.records():
+                record = fields.derive(*item)
+                if fields.damages:
+                    # An error can end the walk, and what was corrected before it stays corrected.
+                    yield from fields.damages
+                    fields.damages.clear()
+                checks.take(record)
+                if keys is not None:
+                    keys.take(record)
+        yield from fields.batches.values()
+        yield from self._finish(checks, keys)
+
+    def _finish(self, checks: QueueChecks, keys: IndexCheck | None) -> Iterator[Damage]:
+        for check in checks.finish_queues():
+            if check.left_out:
+                self.left_out[check.name] = check.left_out
+            yield from check.damages
+        checks.remove_empty()
+        if self.index is None or keys is None:
+            return
+        keys.finish_index()
+        yield from keys.damages
+        if self.repair and (checks.renamed or not keys.sound):
+            if self.before_rebuild is not None:
+                self.before_rebuild()
+            rebuild_index(self.log, self.index, self.levels)

@@ -1,0 +1,119 @@
+"""The queues of a store after an unclean exit: those that the log agrees with are read without a mapping."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
+from librmq.files.interface import Files, FolderEntry
+from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
+from librmq.store.engine.read import offset_at_place
+from librmq.store.engine.store_parts import QueueName, QueueState
+from librmq.store.format import directory
+from librmq.store.recovery._log_walk import COMPARED
+
+# A small queue that is as the log says is read without a mapping, and left unopened. Mapping takes most of the time
+# that an opened queue costs, and a store can have many thousands.
+
+_LARGEST: Final = 1 << 16  # bytes of a file that are read at once; more are mapped
+_LARGEST_KEPT: Final = 1 << 10  # bytes of each file that are kept from its listing
+
+
+class UncleanQueues:
+    """The queues of the store in folder ``path``."""
+
+    def __init__(self, path: str, files: Files, file_size: int, pool: MappingPool) -> None:
+        self._path = path
+        self._files = files
+        self._file_size = file_size
+        self._pool = pool
+        self._path_read = ""
+        # The folder, and start and content of the only file, if it is one and was read.
+        self._listed: dict[QueueName, tuple[str, int | None, bytes | None]] = {}
+        self._left: set[str] = set()
+        self._written: set[str] = set()
+        self._overwritten: list[str] = []
+        self.states: dict[QueueName, QueueState] = {}
+        """Queues that agree with the log, and need not be opened."""
+        self.uncovered_from: int | None = None
+        """Place of the log from which on entries are written again; None: none are."""
+
+    def list_files(self, name: QueueName) -> None:
+        """List the files of a queue.
+
+        Raises:
+            CorruptionError: A file has a wrong name or length.
+        """
+        folder = directory.queue_folder(self._path, *name)
+        only = self._files.read_sole_file(folder, self._file_size, _LARGEST)
+        listed = self._files.list(folder) if only is None else [FolderEntry(only[0], self._file_size, False, True)]
+        starts = list_starts(folder, self._file_size, listed)
+        content = None if only is None or len(only[1]) > _LARGEST_KEPT else only[1]
+        self._listed[name] = folder, starts[0] if len(starts) == 1 else None, content
+
+    def has_begin_and_end(self, name: QueueName) -> bool:
+        """Return whether a queue that is not opened yet has its first file, and room for more entries in its last."""
+        folder, start, content = self._listed.get(name, ("", None, None))
+        if start != 0:
+            return False
+        end = self._file_size - ENTRY_SIZE
+        if content is not None:
+            return len(content) <= end
+        return not any(self._files.read_at(os.path.join(folder, file_name(0)), end, ENTRY_SIZE))
+
+    def pop_files(self, name: QueueName) -> MappedFileQueue | None:
+        """Return the files of a queue that is opened now; None if it was left as it is, or is not listed."""
+        if name not in self._listed:
+            return None
+        folder, *_ = self._listed.pop(name)
+        return MappedFileQueue(folder, self._file_size, self._files, self._pool)
+
+    def read_stored(self, name: QueueName) -> tuple[bytes, int] | None:
+        """Return the used bytes of a queue's only file and its first queue offset; None if it must be opened."""
+        folder, start, stored = self._listed.get(name, ("", None, None))
+        if start is None:
+            return None
+        self._path_read = f"{folder}{os.sep}{file_name(start)}"
+        if stored is None:
+            stored = self._files.read_used(self._path_read, _LARGEST)
+        return None if stored is None else (stored, start // ENTRY_SIZE)
+
+    def keep_unopened(self, name: QueueName, state: QueueState, first: int, entries: Sequence[bytes]) -> None:
+        """Leave the queue unopened that was read last, and write its last entries again if need be.
+
+        They begin at queue offset ``first``: the writer can have died before a flush, or after one that failed.
+        """
+        folder, start, _ = self._listed.pop(name)
+        assert start is not None
+        if entries and self.uncovered_from is not None and state.max_physic_offset > self.uncovered_from:
+            path = self._path_read
+            self._files.overwrite(path, first * ENTRY_SIZE - start, b"".join(entries))
+            self._overwritten.append(path)
+            self._written.add(folder)
+        self._left.add(folder)
+        self.states[name] = state
+
+    def rewrite_entries(self, queue: ConsumeQueue, first: int) -> None:
+        """Write entries of an opened queue again, as `keep_unopened` does; ``first`` is the first checked one."""
+        begin = self.uncovered_from
+        if begin is not None and queue.max_physic_offset > begin:
+            queue.write_again(first if queue.max_offset - first < COMPARED else offset_at_place(queue, begin))
+            self._written |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
+        queue.unmap_all()
+
+    def flush_overwritten(self) -> None:
+        """Flush the files of unopened queues that were written again."""
+        for path in self._overwritten:
+            self._files.flush(self._files.open(path, writable=True))
+
+    def folders(self, opened: Iterable[ConsumeQueue]) -> set[str]:
+        """Return the folders that can have unflushed names, those of ``opened`` queues among them."""
+        folders = set(self._left)
+        for queue in opened:
+            folders |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
+        folders = set(filter(self._files.is_folder, folders))  # files can have been deleted from it
+        for topic in map(os.path.dirname, self._written):
+            folders |= {topic, os.path.dirname(topic)}
+        return folders

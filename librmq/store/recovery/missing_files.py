@@ -1,0 +1,140 @@
+"""What the log says about files of queues and index that are missing.
+
+A missing file in the middle of a queue is refused where the queue is opened. A queue that lacks a file at an end looks
+whole, and so does an index that lacks one between two others. Only the log's records tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+from librmq.commitlog import CommitLog
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
+from librmq.errors import CorruptionError
+from librmq.files.interface import Files
+from librmq.message.delays import DelayLevels
+from librmq.message.topics import LIGHT_PREFIX
+from librmq.runtime import lazy_numpy as np
+from librmq.store.engine.derivation import Derivation, DerivedBlock, DerivedRecord
+from librmq.store.engine.store_parts import QueueName
+from librmq.store.format import directory
+from librmq.store.format._keyindex import KeyIndex
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.recovery._log_walk import walk
+
+_LARGEST_PLACE: Final = 1 << 63
+_MOST_BETWEEN: Final = 10_000  # records without keys between two index files
+
+
+def missing_keys(index: KeyIndex, log: CommitLog, levels: DelayLevels) -> tuple[int, int] | None:
+    """Return begin and end of the first part of the log between index files that has keys, None if there is none.
+
+    The recovery of RocketMQ 4.9 can leave one: it deletes index files that the checkpoint does not cover, and indexes
+    the log from a later place on. The call reads few records. A gap inside of a file it does not find.
+    """
+    derive = Derivation(levels).derive
+    begin, indexed = log.begin, -1
+    for file in index.files:
+        header = file.header
+        if header.index_count <= 1:
+            continue
+        records = log.scan(begin, min(header.begin_physical_offset, log.end), check_body=False)
+        with suppress(CorruptionError):  # `verify` reports it
+            for place, size, raw in itertools.islice(records, _MOST_BETWEEN):
+                if raw is not None and place != indexed and any(derive(place, size, raw)[-2:]):
+                    return place, header.begin_physical_offset
+        indexed = header.end_physical_offset
+        begin = max(begin, indexed)
+    return None
+
+
+def lacking_queues(
+    path: str,
+    files: Files,
+    log: CommitLog,
+    queues: Mapping[QueueName, ConsumeQueue],
+    levels: DelayLevels,
+    until: int,
+    has_begin_and_end: Callable[[QueueName], bool] = lambda _: False,
+) -> frozenset[QueueName]:
+    """Return the queues that lack a file with entries of records before physical offset ``until``.
+
+    A queue can lack its only file, its first ones or its last ones. Retention deletes first files, and a broker deletes
+    the folder of a queue with its topic, or when all its messages were deleted. So a queue without a folder counts only
+    if a group has progress in it, and if another queue of the topic has an older entry.
+    """
+    spans = {name: _unknown_spans(queues[name], log, until) for name in queues if not has_begin_and_end(name)}
+    with suppress(CorruptionError):  # a damaged table, which is reported where it is read
+        tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
+        topics = {topic for topic, _ in queues}
+        for (_, topic), offsets in tables.progress().items():
+            absent = {(topic, queue_id) for queue_id, at in offsets.items() if at > 0} - queues.keys()
+            if absent and topic in topics:
+                first = _first_place([queues[name] for name in queues if name[0] == topic])
+                spans.update({name: [(first, until)] for name in absent})
+    searched = {(topic.encode(), queue_id): spans for (topic, queue_id), spans in spans.items() if spans}
+    return frozenset((topic.decode(), queue_id) for topic, queue_id in _queues_with_records(log, searched, levels))
+
+
+def _unknown_spans(queue: ConsumeQueue, log: CommitLog, until: int) -> list[tuple[int, int]]:
+    """Return the spans of the log about which the files of a queue say nothing."""
+    begin, end = queue.stored_begin, queue.max_offset
+    if begin >= end:
+        return [(log.begin, until)]
+    spans = []
+    if begin and queue.min_offset == begin:  # no entry is of a deleted message
+        place, size, _ = ENTRY.unpack(queue.read(begin, 1))
+        if place > log.begin and size != HOLE_SIZE:
+            spans.append((log.begin, place))
+    if not end * ENTRY_SIZE % queue.file_size and queue.max_physic_offset < until:
+        spans.append((queue.max_physic_offset, until))
+    return spans
+
+
+def _first_place(queues: Iterable[ConsumeQueue]) -> int:
+    """Return the place of the first message of several queues, of which holes know nothing."""
+    firsts = [queue.entry(queue.min_offset) for queue in queues if queue.min_offset < queue.max_offset]
+    return min((entry.physical_offset for entry in firsts if entry is not None), default=_LARGEST_PLACE)
+
+
+_Spans = Mapping[tuple[bytes, int], Sequence[tuple[int, int]]]
+"""Parts of the log by queue, whose topic is as in a record."""
+
+
+def _queues_with_records(log: CommitLog, spans: _Spans, levels: DelayLevels) -> set[tuple[bytes, int]]:
+    """Return the queues that have a record in one of their spans of the log."""
+    with_records = set[tuple[bytes, int]]()
+    begin = min((begin for places in spans.values() for begin, _ in places), default=0)
+    end = max((end for places in spans.values() for _, end in places), default=0)
+    has_light = any(topic.startswith(LIGHT_PREFIX.encode()) for topic, _ in spans)
+    derive = Derivation(levels).derive
+    with suppress(CorruptionError):  # other damage, which is found where it is read
+        for stretch in walk(log, max(begin, log.begin), end, in_blocks=not has_light):
+            if stretch.block is not None:
+                with_records.update(_queues_of_block(stretch.block, spans))
+            else:
+                for item in stretch.records():
+                    with_records.update(_queues_of_record(derive(*item), spans))
+            if len(with_records) == len(spans):
+                break
+    return with_records
+
+
+def _queues_of_block(block: DerivedBlock, spans: _Spans) -> Iterator[tuple[bytes, int]]:
+    for topic, queue_id, _, entries in block.queues:
+        if (topic, queue_id) in spans:
+            places = np.frombuffer(entries, entry_dtype())["physical_offset"]
+            if any(((first <= places) & (places < last)).any() for first, last in spans[topic, queue_id]):
+                yield topic, queue_id
+
+
+def _queues_of_record(record: DerivedRecord, spans: _Spans) -> Iterator[tuple[bytes, int]]:
+    names = {(record.topic, record.queue_id)} if record.tags_code is not None else set()
+    names |= {(name.encode(), light_id) for name, light_id, _ in record.light_queues()}
+    for name in names & spans.keys():
+        if any(first <= record.physical_offset < last for first, last in spans[name]):
+            yield name
