@@ -23,6 +23,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain, count, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
@@ -44,6 +45,8 @@ _PART: Final = r'[^"@\\\x00-\x1f\ud800-\udfff]++'
 _ROW: Final = rf"""\s*+"{_PART}@{_PART}"\s*+:\s*+\{{{_PAIR}(?:,{_PAIR})*+\s*+\}}\s*+(?:,|(?=\}}))"""
 _ROWS: Final = re.compile(rf"(?:{_ROW}){{1,1024}}+".replace(r"\s", r"[ \t\r\n]"))
 _TO_SPACES: Final = bytes.maketrans(b":{},", b"    ")
+_OTHERWISE: Final = re.compile(r"[0-9]{19}|\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+"""Numbers that can have more than 64 bits, and halves of surrogate pairs: JSON in C takes both."""
 _LITERALS: Final = {"t": ("true", True), "f": ("false", False), "n": ("null", None)}
 _string_at: Final = json.JSONDecoder().raw_decode
 
@@ -150,7 +153,43 @@ def loads(text: str | bytes, *, rows_of: str | None = None) -> Any:  # noqa: ANN
             text = text.decode()
         except UnicodeDecodeError as error:
             raise MalformedError(f"byte {error.start} is not UTF-8") from None
+    # Most files are plain JSON, which the parser in C reads at once. It stops early in a table of progress, whose keys
+    # are numbers. So the text is searched for what it takes for something else only after it has read all of it.
+    with suppress(ValueError, RecursionError):
+        value = _decode(text)
+        if not _is_too_deep(value) and _OTHERWISE.search(text) is None:
+            return value
     return _Reader(text, rows_of).document()
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+_decode: Final = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse).decode
+
+
+def _is_too_deep(value: object) -> bool:
+    """Return whether objects and lists are nested deeper than `loads` allows."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 class _Reader:

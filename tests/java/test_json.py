@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from librmq.errors import MalformedError
 from librmq.java.json import NumberColumns, NumberRows, ObjectKey, dumps, loads
+from tests.budget import examples
 
 QUEUE = {"brokerName": "broker-a", "queueId": 0, "topic": "T"}
 
@@ -211,3 +216,52 @@ def test_tables_of_numbers_are_read_at_once_as_pair_by_pair() -> None:
     ):
         with pytest.raises(MalformedError):
             loads(wrong)
+
+
+TEXTS = (
+    st.sampled_from(['"a"', '"é"', '"\\u00e9"', '"\\ud83d\\ude00"', '"\\/"', '"\t"'])
+    | st.sampled_from(['"\\ud800"', '"\\uDFFF\\ud800"', '"\ud800"'])
+    | st.sampled_from(["0", "-0", "01", "1.5", "1.", "1e400", "-1E400", "1e-400", "NaN", "-Infinity", "true", "nul"])
+    | st.sampled_from([str(sign * limit - 1) for limit in (2**53, 10**18, 2**63, 10**19, 10**30) for sign in (1, -1)])
+    | st.text(max_size=5).map(json.dumps)
+)
+KEYS = st.sampled_from(['"a"', '"b"', '"\\u0061"', "1", "-7", '"1"', '{"a":1}'])
+SPACES = st.sampled_from(["", " ", "\n\t", "\x0b", "\u00a0"])
+DOCUMENTS = st.recursive(
+    TEXTS,
+    lambda inner: (
+        st.builds(lambda items, space: "[" + ("," + space).join(items) + "]", st.lists(inner, max_size=3), SPACES)
+        | st.builds(
+            lambda pairs, space: "{" + ",".join(f"{key}{space}:{value}" for key, value in pairs) + "}",
+            st.lists(st.tuples(KEYS, inner), max_size=3),
+            SPACES,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(DOCUMENTS)
+def test_plain_json_is_read_as_all_other_text_is(text: str) -> None:
+    """A key that is a number lets the whole text be read in the one way that knows such keys."""
+
+    def outcome(text: str) -> str:
+        try:
+            return repr(loads(text))
+        except MalformedError:
+            return "refused"
+
+    expected = outcome('{0:"","value":' + text + "}")
+    found = outcome(text)
+    assert expected == (found if found == "refused" else f"{{0: '', 'value': {found}}}")
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])
+def test_plain_json_is_as_deep_as_other_text(opening: str) -> None:
+    closing = opening.translate({ord("["): "]", ord("{"): "}", ord('"'): None, ord("a"): None, ord(":"): None})[::-1]
+    levels = opening.count("[") + opening.count("{")
+    most = 64 // levels
+    assert str(loads(opening * (most - 1) + "0" + closing * (most - 1))).count("0") == 1
+    with pytest.raises(MalformedError, match="less than 64 levels"):
+        loads(opening * (most + 1) + "0" + closing * (most + 1))
