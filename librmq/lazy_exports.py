@@ -72,15 +72,3 @@ def lazy_exports(
         return sorted({*vars(sys.modules[package]), *modules})
 
     return get_attribute, list_names, sorted(modules)
-
-
-def exported(package: str, name: str) -> object:
-    """Return an export of a package.
-
-    It serves a lower layer that makes an object of a higher one by its public name.
-
-    Raises:
-        KeyError: The package has not been imported.
-        AttributeError: The package does not export the name.
-    """
-    return getattr(sys.modules[package], name)

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Literal, ParamSpec, TypeVar
 
 from librmq.broker.groups import group_settings
 from librmq.broker.topics import check_topic_settings, refuse_own_topic
@@ -24,7 +24,6 @@ from librmq.errors import (
     MalformedError,
     MessageIllegalError,
 )
-from librmq.lazy_exports import exported
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import (
@@ -687,24 +686,14 @@ def _target(to: object) -> Literal["begin", "end"] | datetime | int:
     )
 
 
-class _Consumer(Protocol):
-    """The part of a pull consumer that `_consume_topic` needs."""
-
-    def subscribe(self, topic: str, *, tags: str | None = None, sql: str | None = None) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
-
-    def __iter__(self) -> Iterator[StoredMessage]: ...
-
-
 def _consume_topic(
     route: Route, topic: str, group: str, tags: str | None, sql: str | None, timeout: float
 ) -> Iterator[StoredMessage]:
     """Subscribe immediately; yield messages until none arrives for ``timeout`` seconds."""
-    make = cast("Callable[..., _Consumer]", exported("librmq", "PullConsumer"))  # lazy: it uses brokers
-    consumer = make(route, group, poll_timeout=timeout)
+    # The only import from a room above: every route offers `consume`, and a consumer needs a route.
+    from librmq.consumer import PullConsumer
+
+    consumer = PullConsumer(route, group, poll_timeout=timeout)
     consumer.subscribe(topic, tags=tags, sql=sql)
 
     def messages() -> Iterator[StoredMessage]:

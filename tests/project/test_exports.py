@@ -30,7 +30,6 @@ from librmq.client import TransactionProducer
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ConsumeQueue
 from librmq.idempotence import SqliteDedupStore
-from librmq.lazy_exports import exported
 from librmq.store import Checkpoint, KeyIndex
 from librmq.testing import Kit
 from tests.programs import run_program
@@ -139,16 +138,6 @@ def exported_names(package: str, path: Path) -> list[str]:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
         ]
         return [name for names in lists for name in names]
-
-
-def test_a_lower_layer_asks_for_a_public_name() -> None:
-    """`Broker.consume` returns a consumer, although the broker's modules do not import one."""
-    import_module("librmq")
-    assert exported("librmq", "PullConsumer") is import_module("librmq.consumer").PullConsumer
-    with pytest.raises(AttributeError, match="no attribute 'Member'"):
-        exported("librmq", "Member")
-    with pytest.raises(KeyError):
-        exported("librmq.nowhere", "hashing")
 
 
 NOT_LOADED = (
