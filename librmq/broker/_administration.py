@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from typing import Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from librmq.broker._context import BrokerContext
 from librmq.broker._transactions import BrokerTransactions
@@ -75,6 +75,17 @@ _MOST_UNKNOWN: Final = 1000
 _log = EventLog("librmq.broker")
 
 
+class Handlers(NamedTuple):
+    """The functions that answer requests, by class of request."""
+
+    free: Mapping[type[Any], Callable[[Any], object]]
+    """These read what any thread may read."""
+    locked: Mapping[type[Any], Callable[[Any], object]]
+    """These run under the runner's lock, on an open broker."""
+    durable: Mapping[type[Any], Callable[[Any], object]]
+    """These change tables under the lock; the changes are written before they are answered. A replica refuses them."""
+
+
 class Administration:
     """The tables and messages of one broker. Changes need the runner's lock."""
 
@@ -90,6 +101,21 @@ class Administration:
         self._locks = context.locks
         self._locks.noted_group = self._report_to_late_group
         self._known_queues: dict[str, dict[str, int]] = {}  # queues at the last lock, by topic that grew and group
+        self.handlers = Handlers(
+            {ViewMessage: self.view_message, QueryMessages: self.query_messages},
+            {
+                DescribeTopics: self.describe_topics,
+                DescribeGroups: self.describe_groups,
+                CleanUnusedTopics: self.clean_unused_topics,
+                DeleteExpiredFiles: self.delete_expired_files,
+            },
+            {
+                CreateTopic: self.create_topic,
+                DeleteTopic: self.delete_topic,
+                SetGroup: self.set_group,
+                DeleteGroup: self.delete_group,
+            },
+        )
 
     def create_topic(self, request: CreateTopic) -> None:
         """Make or change a topic. Growth that breaks the order of keys for a group is logged."""
@@ -227,6 +253,24 @@ class Progress:
         self._now_ms = context.runner.now_ms
         self.reset_hooks: list[ResetHook] = []
         self._unknown = 0  # groups and topics with progress, one of which did not exist
+        self.handlers = Handlers(
+            {
+                QueryOffset: self.query_offset,
+                MaxOffset: self.queue_end,
+                MinOffset: self.queue_begin,
+                QueueOffsetAt: self.queue_offset_at,
+            },
+            {
+                UpdateOffset: self.update,
+                ResetGroup: self.reset,
+                TopicGroups: self.groups,
+                DescribeQueues: self.describe_queues,
+                DescribeProgress: self.describe,
+                ConsumerOffsetsOf: self.stored,
+                MoveGroup: self.moved,
+            },
+            {},
+        )
 
     def query_offset(self, request: QueryOffset) -> int | None:
         """Return a group's stored progress; without any, 0 if the whole queue exists and counts as in memory."""

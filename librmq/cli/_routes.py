@@ -25,23 +25,15 @@ from librmq.files.disk import DiskFiles
 from librmq.files.memory import OverlayFiles
 from librmq.protocol import (
     CancelMessage,
-    ConsumerOffsetsOf,
     CreateTopic,
-    DescribeConnections,
-    DescribeGroups,
-    DescribeProgress,
-    DescribeQueues,
     DescribeTopics,
     Endpoint,
     MoveGroup,
     PullMessage,
-    QueryMessages,
     QueueData,
-    QueueOffsetAt,
+    ReadRequest,
     Request,
     ResendLetters,
-    TopicGroups,
-    ViewMessage,
 )
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
@@ -50,12 +42,6 @@ from librmq.wire.remote import RemoteRoute, connect
 from librmq.wire.remote.administration import tables
 from librmq.wire.share_links import connect_to_owner
 from librmq.wire.unix_sockets import share_folder
-
-_READS: Final = (
-    *(DescribeTopics, DescribeQueues, DescribeGroups, DescribeProgress, DescribeConnections, TopicGroups),
-    *(ConsumerOffsetsOf, PullMessage, QueryMessages, QueueOffsetAt, ViewMessage),
-)
-"""Requests that change nothing."""
 
 _VARIABLES: Final = {
     "accessKey": "LIBRMQ_ACCESS_KEY",
@@ -148,7 +134,7 @@ class DryRun:
         if isinstance(request, CreateTopic):
             queues, kind = (request.read_queues, request.write_queues), request.message_type or "MIXED"
             self._created[request.topic] = QueueData(self._name, *queues, request.permission, kind)
-        if type(request) not in _READS:
+        if not isinstance(request, ReadRequest | PullMessage):
             return {}
         answer: Any = self._broker.call(request)
         return {**answer, **self._created} if isinstance(request, DescribeTopics) else answer

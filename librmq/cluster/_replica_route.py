@@ -49,7 +49,7 @@ class _Pair:
         try:
             return self._call_master(request)
         except BrokerUnreachableError:
-            if kind not in REPLICA_READS or self._replica.dead:
+            if not issubclass(kind, REPLICA_READS) or self._replica.dead:
                 raise
             return self._replica.broker.call(request)
 

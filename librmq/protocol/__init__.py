@@ -8,51 +8,7 @@ request raises `BrokerError`. Mirrors the request headers of ``org.apache.rocket
 
 from __future__ import annotations
 
-from librmq.protocol._administration import MEMBERSHIP as MEMBERSHIP
-from librmq.protocol._administration import REPLICA_READS as REPLICA_READS
-from librmq.protocol._administration import CleanUnusedTopics as CleanUnusedTopics
-from librmq.protocol._administration import ConnectedClient as ConnectedClient
-from librmq.protocol._administration import ConsumeDirectly as ConsumeDirectly
-from librmq.protocol._administration import ConsumerOffsets as ConsumerOffsets
-from librmq.protocol._administration import ConsumerOffsetsOf as ConsumerOffsetsOf
-from librmq.protocol._administration import CopiedTables as CopiedTables
-from librmq.protocol._administration import CopyTables as CopyTables
-from librmq.protocol._administration import CreateTopic as CreateTopic
-from librmq.protocol._administration import DeleteExpiredFiles as DeleteExpiredFiles
-from librmq.protocol._administration import DeleteGroup as DeleteGroup
-from librmq.protocol._administration import DeleteTopic as DeleteTopic
-from librmq.protocol._administration import DescribeClients as DescribeClients
-from librmq.protocol._administration import DescribeConnections as DescribeConnections
-from librmq.protocol._administration import DescribeGroups as DescribeGroups
-from librmq.protocol._administration import DescribeInstance as DescribeInstance
-from librmq.protocol._administration import DescribeLog as DescribeLog
-from librmq.protocol._administration import DescribeProgress as DescribeProgress
-from librmq.protocol._administration import DescribeQueues as DescribeQueues
-from librmq.protocol._administration import DescribeTopics as DescribeTopics
-from librmq.protocol._administration import DirectlyConsumed as DirectlyConsumed
-from librmq.protocol._administration import DirectResult as DirectResult
-from librmq.protocol._administration import FollowLog as FollowLog
-from librmq.protocol._administration import GroupConnections as GroupConnections
-from librmq.protocol._administration import GroupProgress as GroupProgress
-from librmq.protocol._administration import GroupsBehind as GroupsBehind
-from librmq.protocol._administration import GroupSettings as GroupSettings
-from librmq.protocol._administration import HeldQueue as HeldQueue
-from librmq.protocol._administration import InstanceState as InstanceState
-from librmq.protocol._administration import LeaveLog as LeaveLog
-from librmq.protocol._administration import ListenerCall as ListenerCall
-from librmq.protocol._administration import LogBytes as LogBytes
-from librmq.protocol._administration import LogDescription as LogDescription
-from librmq.protocol._administration import MoveGroup as MoveGroup
-from librmq.protocol._administration import QueryMessages as QueryMessages
-from librmq.protocol._administration import QueueBounds as QueueBounds
-from librmq.protocol._administration import ResendLetters as ResendLetters
-from librmq.protocol._administration import ResentLetters as ResentLetters
-from librmq.protocol._administration import ResetGroup as ResetGroup
-from librmq.protocol._administration import ResetOffsets as ResetOffsets
-from librmq.protocol._administration import SaveProgress as SaveProgress
-from librmq.protocol._administration import SetGroup as SetGroup
-from librmq.protocol._administration import TopicDescription as TopicDescription
-from librmq.protocol._administration import ViewMessage as ViewMessage
+from librmq.protocol._administration import *  # noqa: F403 (its `__all__` names them)
 from librmq.protocol.client_requests import MAX_INVISIBLE_MS as MAX_INVISIBLE_MS
 from librmq.protocol.client_requests import MAX_RECEIVED as MAX_RECEIVED
 from librmq.protocol.client_requests import Acknowledge as Acknowledge
@@ -108,6 +64,7 @@ from librmq.protocol.endpoint import PERM_READ as PERM_READ
 from librmq.protocol.endpoint import PERM_WRITE as PERM_WRITE
 from librmq.protocol.endpoint import Endpoint as Endpoint
 from librmq.protocol.endpoint import QueueData as QueueData
+from librmq.protocol.endpoint import ReadRequest as ReadRequest
 from librmq.protocol.endpoint import Request as Request
 from librmq.protocol.endpoint import ResponseCode as ResponseCode
 from librmq.protocol.endpoint import Route as Route

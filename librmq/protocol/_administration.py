@@ -14,23 +14,26 @@ from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import TopicType, kind_of_topic
 from librmq.protocol.client_requests import (
     ChannelClosed,
-    CheckSubscription,
     ConsumeFrom,
-    ConsumerIds,
-    GroupSubscriptions,
     Heartbeat,
-    MaxOffset,
     MessageModel,
-    MinOffset,
-    QueryOffset,
-    QueueOffsetAt,
     Subscription,
-    TopicGroups,
     Unregister,
     UpdateOffset,
 )
-from librmq.protocol.endpoint import PERM_READ, PERM_WRITE, QueueData, Request, value
+from librmq.protocol.endpoint import PERM_READ, PERM_WRITE, QueueData, ReadRequest, Request, value
 from librmq.store.format.documents import LetterIdentity
+
+__all__ = [
+    "MEMBERSHIP", "REPLICA_READS", "CleanUnusedTopics", "ConnectedClient", "ConsumeDirectly", "ConsumerOffsets",
+    "ConsumerOffsetsOf", "CopiedTables", "CopyTables", "CreateTopic", "DeleteExpiredFiles", "DeleteGroup",
+    "DeleteTopic", "DescribeClients", "DescribeConnections", "DescribeGroups", "DescribeInstance", "DescribeLog",
+    "DescribeProgress", "DescribeQueues", "DescribeTopics", "DirectResult", "DirectlyConsumed", "FollowLog",
+    "GroupConnections", "GroupProgress", "GroupSettings", "GroupsBehind", "HeldQueue", "InstanceState", "LeaveLog",
+    "ListenerCall", "LogBytes", "LogDescription", "MoveGroup", "QueryMessages", "QueueBounds", "ResendLetters",
+    "ResentLetters", "ResetGroup", "ResetOffsets", "SaveProgress", "SetGroup", "TopicDescription", "ViewMessage",
+]  # fmt: skip
+"""What `librmq.protocol` has of this module."""
 
 
 @value
@@ -68,7 +71,7 @@ class DeleteExpiredFiles(Request[None]):
 
 
 @value
-class DescribeTopics(Request[Mapping[str, QueueData]]):
+class DescribeTopics(ReadRequest[Mapping[str, QueueData]]):
     """Return all topics of a broker by name, its own included."""
 
 
@@ -119,7 +122,7 @@ class QueueBounds(NamedTuple):
 
 
 @value
-class DescribeQueues(Request[Mapping[MessageQueue, QueueBounds]]):
+class DescribeQueues(ReadRequest[Mapping[MessageQueue, QueueBounds]]):
     """Return the queues of a topic with the bounds of their messages.
 
     Raises:
@@ -149,7 +152,7 @@ class GroupSettings:
 
 
 @value
-class DescribeGroups(Request[Mapping[str, GroupSettings]]):
+class DescribeGroups(ReadRequest[Mapping[str, GroupSettings]]):
     """Return the settings of all consumer groups, by name."""
 
 
@@ -172,7 +175,7 @@ class GroupProgress(NamedTuple):
 
 
 @value
-class DescribeProgress(Request[Mapping[MessageQueue, GroupProgress]]):
+class DescribeProgress(ReadRequest[Mapping[MessageQueue, GroupProgress]]):
     """Return a group's progress in a topic, or in all topics that it consumes or has progress in."""
 
     group: str
@@ -180,7 +183,7 @@ class DescribeProgress(Request[Mapping[MessageQueue, GroupProgress]]):
 
 
 @value
-class ConsumerOffsetsOf(Request[Mapping[int, int]]):
+class ConsumerOffsetsOf(ReadRequest[Mapping[int, int]]):
     """Return a group's stored progress in a topic, by queue id; queues without progress are omitted."""
 
     group: str
@@ -278,7 +281,7 @@ class GroupConnections:
 
 
 @value
-class DescribeConnections(Request["GroupConnections | None"]):
+class DescribeConnections(ReadRequest["GroupConnections | None"]):
     """Return the running instances of a consumer group; None if it has none."""
 
     group: str
@@ -304,14 +307,14 @@ class DeleteGroup(Request[None]):
 
 
 @value
-class ViewMessage(Request["StoredMessage | None"]):
+class ViewMessage(ReadRequest["StoredMessage | None"]):
     """Return the message at a physical offset."""
 
     physical_offset: int
 
 
 @value
-class QueryMessages(Request[tuple[StoredMessage, ...]]):
+class QueryMessages(ReadRequest[tuple[StoredMessage, ...]]):
     """Return the last messages of a topic with a key or unique id, in log order, at most 64."""
 
     topic: str
@@ -489,13 +492,7 @@ class ConsumeDirectly(Request[None]):
 
 # ---- replication
 
-REPLICA_READS: Final[frozenset[type[Request[Any]]]] = frozenset(
-    (
-        *(CheckSubscription, MaxOffset, MinOffset, QueueOffsetAt, QueryMessages, ViewMessage),
-        *(QueryOffset, UpdateOffset, ConsumerIds, GroupSubscriptions, TopicGroups),
-        *(DescribeTopics, DescribeQueues, DescribeGroups, DescribeProgress, DescribeConnections, ConsumerOffsetsOf),
-    )
-)
+REPLICA_READS: Final = (ReadRequest, UpdateOffset)
 """Requests that a replica answers while its master can't be reached; pulls have rules of their own."""
 MEMBERSHIP: Final[frozenset[type[Request[Any]]]] = frozenset((Heartbeat, Unregister, ChannelClosed))
 """Requests that a client sends to a master and its replicas."""

@@ -11,7 +11,7 @@ from librmq.errors import BrokerUnreachableError, MessageIllegalError, RmqError
 from librmq.message.ids import Host
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.topics import AUTO_CREATE_TOPIC
-from librmq.protocol.endpoint import Endpoint, Request, value
+from librmq.protocol.endpoint import Endpoint, ReadRequest, Request, value
 
 INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 """Producer group of the messages that consumers and tools send for a group."""
@@ -122,21 +122,21 @@ class ChannelClosed(Request[None]):
 
 
 @value
-class ConsumerIds(Request[tuple[str, ...]]):
+class ConsumerIds(ReadRequest[tuple[str, ...]]):
     """Return the ids of a group's clients, in any order."""
 
     group: str
 
 
 @value
-class GroupSubscriptions(Request[Mapping[str, Mapping[str, Subscription]]]):
+class GroupSubscriptions(ReadRequest[Mapping[str, Mapping[str, Subscription]]]):
     """Return the subscriptions of a group's clients, by client id and topic, from their heartbeats."""
 
     group: str
 
 
 @value
-class CheckSubscription(Request[None]):
+class CheckSubscription(ReadRequest[None]):
     """Check whether the broker can serve a subscription, before a consumer starts.
 
     Raises:
@@ -150,7 +150,7 @@ class CheckSubscription(Request[None]):
 
 
 @value
-class TopicGroups(Request["Mapping[str, ConsumerData | None]"]):
+class TopicGroups(ReadRequest["Mapping[str, ConsumerData | None]"]):
     """Return the groups that subscribe to a topic or have progress in it, with None if no instance runs."""
 
     topic: str
@@ -292,7 +292,7 @@ def cancel_request(sent: SentMessage) -> CancelMessage:
 
 
 @value
-class QueryOffset(Request["int | None"]):
+class QueryOffset(ReadRequest["int | None"]):
     """Return a group's stored progress in a queue, None if there is none.
 
     Without stored progress the answer is 0 if the queue's minimum is 0 and its first message counts as in memory.
@@ -340,7 +340,7 @@ class StartGroup(Request[StartOutcome]):
 
 
 @value
-class MaxOffset(Request[int]):
+class MaxOffset(ReadRequest[int]):
     """Return the queue offset of the next message."""
 
     topic: str
@@ -348,7 +348,7 @@ class MaxOffset(Request[int]):
 
 
 @value
-class MinOffset(Request[int]):
+class MinOffset(ReadRequest[int]):
     """Return the queue offset of the oldest message."""
 
     topic: str
@@ -356,7 +356,7 @@ class MinOffset(Request[int]):
 
 
 @value
-class QueueOffsetAt(Request[int]):
+class QueueOffsetAt(ReadRequest[int]):
     """Return the queue offset whose store time is nearest to ``timestamp_ms``."""
 
     topic: str

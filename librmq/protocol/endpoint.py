@@ -53,6 +53,12 @@ class Request(Generic[R]):
     __slots__ = ()
 
 
+class ReadRequest(Request[R]):
+    """A request that changes nothing: a dry run sends it, and a replica answers while its master can't be reached."""
+
+    __slots__ = ()
+
+
 # ---- endpoints and routes
 
 PERM_READ: Final = 4

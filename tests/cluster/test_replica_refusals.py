@@ -211,6 +211,8 @@ def test_a_replica_takes_no_writes() -> None:
         send(replica.broker, "T")
     with pytest.raises(BrokerError, match="takes no CreateTopic"):
         replica.broker.create_topic("T")
+    with pytest.raises(BrokerError, match="takes no DeleteGroup"):
+        replica.broker.delete_group("G")
     with pytest.raises(ReadOnlyError, match="is a replica of broker-a and takes no writes"):
         replica.store.append(Message("T", b"x"))
     with pytest.raises(ReplicaError, match="found a store of its own"):

@@ -36,19 +36,11 @@ from librmq.protocol import (
     CleanUnusedTopics,
     ConsumerData,
     ConsumerIds,
-    ConsumerOffsetsOf,
     CopyTables,
-    CreateTopic,
     DeleteExpiredFiles,
-    DeleteGroup,
-    DeleteTopic,
     DescribeClients,
     DescribeConnections,
-    DescribeGroups,
     DescribeLog,
-    DescribeProgress,
-    DescribeQueues,
-    DescribeTopics,
     EndTransaction,
     FollowLog,
     ForwardToDeadLetters,
@@ -57,13 +49,8 @@ from librmq.protocol import (
     Heartbeat,
     LeaveLog,
     LockQueues,
-    MaxOffset,
-    MinOffset,
     MoveGroup,
     PullMessage,
-    QueryMessages,
-    QueryOffset,
-    QueueOffsetAt,
     Receive,
     Request,
     ResendLetters,
@@ -74,13 +61,10 @@ from librmq.protocol import (
     SendMessage,
     SendReply,
     SendTogether,
-    SetGroup,
     StartGroup,
-    TopicGroups,
     UnlockQueues,
     Unregister,
     UpdateOffset,
-    ViewMessage,
 )
 from librmq.runtime.event_log import EventLog
 from librmq.store import MessageStore
@@ -97,7 +81,7 @@ _WRITES: Final = (
     *(SendMessage, SendTogether, SendBatch, SendReply, SendBack),
     *(CancelMessage, EndTransaction, LockQueues, UnlockQueues, MoveGroup, ResetGroup, StartGroup),
     *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
-    *(CreateTopic, DeleteTopic, CleanUnusedTopics, DeleteExpiredFiles, SetGroup, ResendLetters),
+    *(CleanUnusedTopics, DeleteExpiredFiles, ResendLetters),
     *(DescribeLog, FollowLog, LeaveLog, CopyTables),
 )
 """Requests that a replica refuses."""
@@ -246,38 +230,24 @@ class BrokerParts:
         answer(GroupSubscriptions, locked(clients.subscriptions))
         answer(LockQueues, locked(context.locks.lock_queues))
         answer(UnlockQueues, locked(context.locks.unlock_queues))
-        answer(QueryOffset, progress.query_offset)
-        answer(UpdateOffset, locked(progress.update))
-        answer(MaxOffset, progress.queue_end)
-        answer(MinOffset, progress.queue_begin)
-        answer(QueueOffsetAt, progress.queue_offset_at)
-        answer(ResetGroup, locked(progress.reset))
         answer(StartGroup, self._replicated(durable(progress.start)))
-        answer(TopicGroups, locked(progress.groups))
-        answer(DescribeTopics, locked(administration.describe_topics))
-        answer(DescribeGroups, locked(administration.describe_groups))
-        answer(DescribeQueues, locked(progress.describe_queues))
-        answer(DescribeProgress, locked(progress.describe))
         answer(DescribeClients, locked(lambda request: clients.connected()))
         answer(DescribeConnections, locked(lambda request: clients.connections(request.group)))
-        answer(ConsumerOffsetsOf, locked(progress.stored))
-        answer(MoveGroup, locked(progress.moved))
         answer(GroupsBehind, locked(self._groups_behind))
-        answer(CreateTopic, durable(administration.create_topic))
-        answer(DeleteTopic, durable(administration.delete_topic))
-        answer(CleanUnusedTopics, locked(administration.clean_unused_topics))
-        answer(DeleteExpiredFiles, locked(administration.delete_expired_files))
-        answer(SetGroup, durable(administration.set_group))
-        answer(DeleteGroup, durable(administration.delete_group))
-        answer(ViewMessage, administration.view_message)
-        answer(QueryMessages, administration.query_messages)
+        for free, under_lock, with_writing in (administration.handlers, progress.handlers):
+            for kind, handler in free.items():
+                answer(kind, handler)
+            for kind, handler in under_lock.items():
+                answer(kind, locked(handler))
+            for kind, handler in with_writing.items():
+                answer(kind, durable(handler))
         answer(DescribeLog, replication.describe)
         answer(FollowLog, replication.follow_log)
         answer(LeaveLog, replication.remove_replica)
         answer(CopyTables, locked(replication.snapshot_tables))
         master = context.config.replica_of
         if master is not None:
-            for kind in _WRITES:
+            for kind in (*_WRITES, *administration.handlers.durable):
                 self.by_request[kind] = partial(_refuse, context.name, master)
 
     def _groups_behind(self, request: GroupsBehind) -> tuple[str, ...]:

@@ -692,7 +692,7 @@ class BrokerGroup:
             return cast("R", self._pull(cast("PullMessage", request)))
         if kind in MEMBERSHIP:
             return self._call_all(request)
-        if kind in REPLICA_READS:
+        if issubclass(kind, REPLICA_READS):
             return self._first_answer(request)
         master = self._members.get(MASTER)
         if master is None:

@@ -23,22 +23,17 @@ from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
     CancelMessage,
-    CleanUnusedTopics,
     ConsumerData,
     CreateTopic,
-    DeleteExpiredFiles,
     DeleteGroup,
     DeleteTopic,
     DescribeProgress,
     DescribeQueues,
     GroupProgress,
-    QueryMessages,
+    ReadRequest,
     ResponseCode,
-    SetGroup,
     StartGroup,
-    TopicGroups,
     UpdateOffset,
-    ViewMessage,
 )
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remoting._bodies import group_clients_body, queue_key, read_body, subscription_row, write_body
@@ -51,6 +46,7 @@ from librmq.wire.remoting._channels import (
     refused,
     served,
 )
+from librmq.wire.remoting._codec import OPERATOR_FORMS
 from librmq.wire.remoting._consumer_requests import stored_ms
 from librmq.wire.remoting._frames import VERSION, Frame, to_fields
 from librmq.wire.remoting._headers import (
@@ -73,22 +69,17 @@ from librmq.wire.remoting._rates import Rates
 
 ADMINISTRATIVE: Final = frozenset(
     {
-        RequestCode.UPDATE_AND_CREATE_TOPIC,
         RequestCode.UPDATE_BROKER_CONFIG,
         RequestCode.PUT_KV_CONFIG,
         RequestCode.DELETE_KV_CONFIG,
-        RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP,
         RequestCode.WIPE_WRITE_PERM_OF_BROKER,
         RequestCode.ADD_WRITE_PERM_OF_BROKER,
-        RequestCode.DELETE_SUBSCRIPTIONGROUP,
-        RequestCode.DELETE_TOPIC_IN_BROKER,
         RequestCode.DELETE_TOPIC_IN_NAMESRV,
         RequestCode.INVOKE_BROKER_TO_RESET_OFFSET,
         RequestCode.CLONE_GROUP_OFFSET,
         RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE,
-        RequestCode.CLEAN_UNUSED_TOPIC,
-        RequestCode.DELETE_EXPIRED_COMMITLOG,
         RequestCode.CONSUME_MESSAGE_DIRECTLY,
+        *(form.code for kind, form in OPERATOR_FORMS.items() if not issubclass(kind, ReadRequest)),
     }
 )
 """Requests that change a broker for other clients, and are refused to clients on other machines."""
@@ -114,6 +105,7 @@ class AdminRequests:
         self._begin_ms = broker.runner.now_ms()
         self.handlers: Handlers = {
             RequestCode.QUERY_CONSUME_QUEUE: self._entries,
+            **served(broker.call, *OPERATOR_FORMS, CancelMessage, StartGroup),
             **served(self._change_table, CreateTopic, DeleteTopic, DeleteGroup),
             RequestCode.GET_ALL_TOPIC_CONFIG: self._topic_configs,
             RequestCode.GET_TOPIC_CONFIG: self._topic_config,
@@ -138,8 +130,6 @@ class AdminRequests:
             RequestCode.GET_BROKER_CONFIG: self._config,
             RequestCode.UPDATE_BROKER_CONFIG: self._check_settings,
             RequestCode.VIEW_BROKER_STATS_DATA: self._stats,
-            **served(broker.call, CancelMessage, QueryMessages, ViewMessage, CleanUnusedTopics, DeleteExpiredFiles),
-            **served(broker.call, SetGroup, StartGroup, TopicGroups),
         }
 
     # ---- messages

@@ -582,11 +582,35 @@ def _parse_resent(body: dict[str, Any]) -> ResentLetters:
 # ---- the table
 
 _C = RequestCode
+OPERATOR_FORMS: Final[Mapping[type[Any], Form]] = {
+    TopicGroups: _by_fields(TopicGroups, _C.QUERY_TOPIC_CONSUME_BY_WHO, "topic", _GROUPS),
+    CreateTopic: Form(_C.UPDATE_AND_CREATE_TOPIC, _write_topic, _NOTHING.read, _parse_topic, _NOTHING.reply),
+    DeleteTopic: _by_fields(DeleteTopic, _C.DELETE_TOPIC_IN_BROKER, "topic", _NOTHING),
+    CleanUnusedTopics: _by_fields(CleanUnusedTopics, _C.CLEAN_UNUSED_TOPIC, "", _NO_QUEUES),
+    DeleteExpiredFiles: _by_fields(DeleteExpiredFiles, _C.DELETE_EXPIRED_COMMITLOG, "", _NOTHING),
+    SetGroup: _by_body(
+        _C.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP,
+        lambda request: {**group_row(request.group), **request.settings},  # a broker replaces the whole row
+        _parse_group,
+        _NOTHING,
+    ),
+    DeleteGroup: _by_fields(
+        DeleteGroup, _C.DELETE_SUBSCRIPTIONGROUP, "group_name=group remove_offset=removes_progress", _NOTHING
+    ),
+    ViewMessage: _by_fields(ViewMessage, _C.VIEW_MESSAGE_BY_ID, "offset=physical_offset", _VIEWED),
+    QueryMessages: _by_fields(
+        QueryMessages,
+        _C.QUERY_MESSAGE,
+        "topic key max_num=max_messages begin_timestamp=begin_ms end_timestamp=end_ms is_unique",
+        _MESSAGES,
+    ),
+}
+"""By class of request: the broker answers these as they are, and one that changes something only on its own machine."""
 FORMS: Final[Mapping[type[Any], Form]] = {
+    **OPERATOR_FORMS,
     EndTransaction: Form(_C.END_TRANSACTION, _write_end, _NOTHING.read, _parse_end, _NOTHING.reply),
     Unregister: _by_fields(Unregister, _C.UNREGISTER_CLIENT, "client_id producer_group consumer_group", _NOTHING),
     ConsumerIds: _by_fields(ConsumerIds, _C.GET_CONSUMER_LIST_BY_GROUP, "consumer_group=group", _IDS),
-    TopicGroups: _by_fields(TopicGroups, _C.QUERY_TOPIC_CONSUME_BY_WHO, "topic", _GROUPS),
     QueryOffset: _by_fields(QueryOffset, _C.QUERY_CONSUMER_OFFSET, "consumer_group=group topic queue_id", _PROGRESS),
     UpdateOffset: _by_fields(
         UpdateOffset,
@@ -603,29 +627,9 @@ FORMS: Final[Mapping[type[Any], Form]] = {
     UnlockQueues: _locks(UnlockQueues, _C.UNLOCK_BATCH_MQ, _NOTHING),
     SendBack: Form(_C.CONSUMER_SEND_MSG_BACK, _write_send_back, _NOTHING.read, _parse_send_back, _NOTHING.reply),
     CheckSubscription: _by_body(_C.CHECK_CLIENT_CONFIG, _check_row, _parse_check, _NOTHING),
-    CreateTopic: Form(_C.UPDATE_AND_CREATE_TOPIC, _write_topic, _NOTHING.read, _parse_topic, _NOTHING.reply),
-    DeleteTopic: _by_fields(DeleteTopic, _C.DELETE_TOPIC_IN_BROKER, "topic", _NOTHING),
-    CleanUnusedTopics: _by_fields(CleanUnusedTopics, _C.CLEAN_UNUSED_TOPIC, "", _NO_QUEUES),
-    DeleteExpiredFiles: _by_fields(DeleteExpiredFiles, _C.DELETE_EXPIRED_COMMITLOG, "", _NOTHING),
-    SetGroup: _by_body(
-        _C.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP,
-        lambda request: {**group_row(request.group), **request.settings},  # a broker replaces the whole row
-        _parse_group,
-        _NOTHING,
-    ),
-    DeleteGroup: _by_fields(
-        DeleteGroup, _C.DELETE_SUBSCRIPTIONGROUP, "group_name=group remove_offset=removes_progress", _NOTHING
-    ),
-    ViewMessage: _by_fields(ViewMessage, _C.VIEW_MESSAGE_BY_ID, "offset=physical_offset", _VIEWED),
     CancelMessage: _by_fields(CancelMessage, _C.CANCEL_MESSAGE, "message_id topic dry_run", _CANCELLED),
     StartGroup: _by_fields(
         StartGroup, _C.START_GROUP, "group topic timestamp=timestamp_ms offset=queue_offset client_id", _STARTED
-    ),
-    QueryMessages: _by_fields(
-        QueryMessages,
-        _C.QUERY_MESSAGE,
-        "topic key max_num=max_messages begin_timestamp=begin_ms end_timestamp=end_ms is_unique",
-        _MESSAGES,
     ),
     ResetGroup: _by_fields(
         ResetGroup,
