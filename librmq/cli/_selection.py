@@ -41,8 +41,8 @@ def age_clock(stores: str | Sequence[str] | None, *times: str | float | None) ->
     paths = [stores] if isinstance(stores, str) else stores or ()
     if not any(isinstance(time, float) or (time is not None and _AGO.fullmatch(time)) for time in times):
         return SystemClock()
-    from librmq.diagnosis.formatting import moment
     from librmq.diagnosis.view import StoreView
+    from librmq.formatting import moment
 
     last_ms = []
     for path in paths:

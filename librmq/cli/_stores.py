@@ -587,7 +587,7 @@ def select_queues(topic: str, text: str | None, ids: Collection[int]) -> list[in
     if not bounds or any(bound != sorted(bound) for bound in bounds):
         raise InputError(f"--queue: expected queue ids such as 3, or 0,3,5-9, found {text!r:.80}")
     if any(queue_id not in ids for bound in bounds for queue_id in bound):
-        from librmq.diagnosis.findings import id_ranges
+        from librmq.formatting import id_ranges
 
         raise InputError(f"topic {topic!r} has no queue {text}: its queues are {id_ranges(ids)}")
     return sorted({queue_id for queue_id in ids if any(bound[0] <= queue_id <= bound[-1] for bound in bounds)})

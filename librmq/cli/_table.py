@@ -15,7 +15,7 @@ import rich.console
 import rich.table
 import rich.text
 
-from librmq.diagnosis.formatting import duration, size
+from librmq.formatting import duration, size
 from librmq.printable import printable
 
 Row = Mapping[str, Any]

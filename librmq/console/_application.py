@@ -22,8 +22,8 @@ from librmq.console._guard import Application, Authorize, Guard
 from librmq.console._pages import Pages
 from librmq.console._place import Place
 from librmq.console._tables import Page, Query
-from librmq.diagnosis.formatting import visible
 from librmq.errors import RmqError
+from librmq.formatting import visible
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.console")

@@ -18,8 +18,8 @@ from librmq.console._place import Place
 from librmq.console._tables import Cell, Query, Table, count, link, message_link
 from librmq.diagnosis import decide_half, plan_skip, skip
 from librmq.diagnosis.deadletters import letters_by_queue
-from librmq.diagnosis.formatting import moment, number, short
 from librmq.errors import BrokerError, ConfigError, RmqError
+from librmq.formatting import moment, number, short
 from librmq.message.message import StoredMessage
 from librmq.protocol import MoveGroup
 from librmq.runtime.event_log import EventLog

@@ -18,10 +18,11 @@ from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_
 from librmq.diagnosis import DeadLetterCause, Finding, diagnose, held_progress, pending_messages, story
 from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
 from librmq.diagnosis.disk_use import disk_use
-from librmq.diagnosis.formatting import duration, moment, number, rate, short, size
-from librmq.diagnosis.lag_report import Lag, lag_of_view
+from librmq.diagnosis.lag_report import Lag
+from librmq.diagnosis.lag_report import lag as lag_of
 from librmq.diagnosis.view import StoreView, TopicSummary, View, topic_summaries
 from librmq.errors import ConfigError, RmqError
+from librmq.formatting import duration, moment, number, rate, short, size
 from librmq.message.message import StoredMessage
 from librmq.message.topics import DEAD_LETTER_PREFIX, is_own_group, kind_of_topic
 from librmq.protocol import GroupConnections
@@ -85,9 +86,9 @@ class Pages:
 
     def _lag(self, view: View[Any], groups: Sequence[str]) -> Lag:
         if isinstance(view, StoreView):
-            return lag_of_view(view, times=False, includes_own=False)
+            return lag_of(view, times=False, includes_own=False)
         topics = [
-            part for group in groups for part in lag_of_view(view, group=group, times=False, includes_own=False).topics
+            part for group in groups for part in lag_of(view, group=group, times=False, includes_own=False).topics
         ]
         return Lag(topics, None)
 
@@ -245,9 +246,7 @@ class Pages:
             names = [group for group in view.groups if words in group.lower() and not is_own_group(group)]
             shown = names[begin : begin + ROWS]
             progress = {
-                row.group: row
-                for group in shown
-                for row in lag_of_view(view, group=group, includes_own=False).by_group()
+                row.group: row for group in shown for row in lag_of(view, group=group, includes_own=False).by_group()
             }
             letters = {group: sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values())) for group in shown}
             now_ms = view.now_ms if isinstance(view, StoreView) else query.clock.now_ms()
@@ -274,7 +273,7 @@ class Pages:
         with self.place.view() as view:
             if group not in view.groups:
                 raise ConfigError(f"there is no group {group!r}")
-            rows = list(islice(lag_of_view(view, group=group, includes_own=False), 10 * ROWS))
+            rows = list(islice(lag_of(view, group=group, includes_own=False), 10 * ROWS))
             letters = [letter for *_, letter in islice(letters_by_queue(view, group, view.resent_times), _LETTERS)]
             topics = sorted({row.topic for row in rows})
         held = []

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from librmq.console._place import Place
 from librmq.console._tables import Query
-from librmq.diagnosis.formatting import number
 from librmq.diagnosis.view import StoreView, View
 from librmq.errors import ConfigError
 from librmq.filter import SqlFilter, TagFilter
+from librmq.formatting import number
 from librmq.message.message import StoredMessage
 
 MESSAGES: Final = 25

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from librmq.clock import Clock
-from librmq.diagnosis.formatting import number
 from librmq.errors import ConfigError
+from librmq.formatting import number
 from librmq.message.message import StoredMessage
 
 

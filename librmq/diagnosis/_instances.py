@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple
 
 from librmq.broker import GroupConnections
 from librmq.broker.groups import TopicDifference, comparable, group_differences
-from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped, id_ranges, sample_evidence
-from librmq.diagnosis.formatting import duration
+from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped, sample_evidence
 from librmq.diagnosis.lag_report import Lag, QueueLag, is_uneven, lag
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
+from librmq.formatting import duration, id_ranges
 from librmq.message.message import StoredMessage
 from librmq.message.topics import RETRY_PREFIX, is_own_group
 from librmq.protocol import PERM_READ, HeldQueue, InstanceState, ListenerCall, MessageModel

@@ -19,14 +19,12 @@ from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE
 from librmq.diagnosis._instances import consistency_findings, stuck_findings
 from librmq.diagnosis.deadletters import dead_letter_findings, given_up
 from librmq.diagnosis.findings import (
-    NAMED,
     Finding,
     Thresholds,
     cut_evidence,
     sample_evidence,
     worst_first,
 )
-from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.kept_progress import kept_progress_findings
 from librmq.diagnosis.lag_report import lag, lag_findings
 from librmq.diagnosis.pending import half_findings, kind_of, never_read_topics
@@ -35,6 +33,7 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
 from librmq.files.rolling import file_name
 from librmq.filter.registrations import Registration
+from librmq.formatting import NAMED, duration
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE

@@ -24,9 +24,9 @@ from typing import Final, NamedTuple
 
 from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import HOLE_SIZE
-from librmq.diagnosis.formatting import duration, moment, number, percent, size
 from librmq.diagnosis.lag_report import lag
 from librmq.diagnosis.view import StoreView
+from librmq.formatting import duration, moment, number, percent, size
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
 from librmq.message.topics import TIMER_TOPIC, kind_of_topic
 from librmq.store.format import directory

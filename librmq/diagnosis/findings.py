@@ -87,22 +87,6 @@ def cut_evidence(is_cut: bool) -> dict[str, Any]:
     return {"cut": True} if is_cut else {}
 
 
-NAMED: Final = 20
-"""The most queues, or ranges of queue ids, that a finding names; it counts all."""
-
-
-def id_ranges(ids: Iterable[int]) -> str:
-    """Return queue ids for people and for ``--queue``, such as ``0,3,5-9``; of many ranges the first."""
-    ranges: list[list[int]] = []
-    for queue_id in sorted(ids):
-        if ranges and ranges[-1][1] == queue_id - 1:
-            ranges[-1][1] = queue_id
-        else:
-            ranges.append([queue_id, queue_id])
-    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges[:NAMED]]
-    return ",".join([*texts, *(["…"] if len(ranges) > NAMED else [])])
-
-
 _SIZES: Final = ("lag", "messages", "halves", "expired")
 
 

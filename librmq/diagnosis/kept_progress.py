@@ -25,10 +25,10 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 
 from librmq.consumequeue import HOLE_SIZE
-from librmq.diagnosis.findings import NAMED, Finding, Thresholds, cut_evidence, id_ranges
-from librmq.diagnosis.formatting import duration, moment
+from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError, MalformedError
+from librmq.formatting import NAMED, duration, id_ranges, moment
 from librmq.java import json as java_json
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message.topics import OFFSET_MOVED_TOPIC, RETRY_PREFIX, TIMER_TOPIC, is_own_group

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import accumulate, chain, compress, count, groupby, pairwise, repeat, starmap
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import PLACE, places_and_sizes
-from librmq.diagnosis.findings import Finding, Severity, Thresholds, cut_evidence, id_ranges
-from librmq.diagnosis.formatting import duration
-from librmq.diagnosis.view import QueueProgress, Source, StoreView, View, viewed
+from librmq.diagnosis.findings import Finding, Severity, Thresholds, cut_evidence
+from librmq.diagnosis.view import ClusterView, QueueProgress, Source, StoreView, View, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name
+from librmq.formatting import duration, id_ranges
 from librmq.java.json import NumberColumns
 from librmq.message.lag import lag_terms, unread_from
 from librmq.message.topics import RETRY_PREFIX, is_own_group
@@ -225,12 +225,17 @@ def rate_between(earlier: TopicProgress, later: TopicProgress, seconds: float) -
 
 
 def lag(
-    source: Source, *, group: str | None = None, topic: str | None = None, times: bool = True, includes_own: bool = True
+    source: Source | View[Any],
+    *,
+    group: str | None = None,
+    topic: str | None = None,
+    times: bool = True,
+    includes_own: bool = True,
 ) -> Lag:
     """Return the lag of each group in each queue of each topic with progress of the group.
 
     Args:
-        source: A running broker, the folder of a store, or a view of either.
+        source: A running broker, the folder of a store, or a view of either or of a cluster.
         group: Only this group.
         topic: Only this topic.
         times: Whether to look up the store times of the oldest unconsumed messages.
@@ -240,7 +245,9 @@ def lag(
         NotAStoreError: The folder holds no store.
         CorruptionError: A file is damaged.
     """
-    with viewed(source) as view:
+    if isinstance(source, ClusterView):
+        return Lag(_topics_of(source, group, topic, includes_own, source.stored_at if times else None), None)
+    with viewed(cast("Source", source)) as view:
         progress = view.progress_columns()
         if progress is None:  # numpy, whose import takes longer than few queues, is left out
             time_at = cache(lambda queue, start: _times_of(view, queue, [start])[0]) if times else None
@@ -253,15 +260,6 @@ def lag(
                 names = progress.names[at]
                 progress = progress.chosen(progress.parts[at] == (names.index(name) if name in names else -1))
         return Lag(_rows_of(view, progress, times), view.now_ms)
-
-
-def lag_of_view(
-    view: View[Any], *, group: str | None = None, topic: str | None = None, times: bool = True, includes_own: bool
-) -> Lag:
-    """Return the lag of the groups of a store or a cluster, as `lag` does."""
-    if isinstance(view, StoreView):
-        return lag(view, group=group, topic=topic, times=times, includes_own=includes_own)
-    return Lag(_topics_of(view, group, topic, includes_own, view.stored_at if times else None), None)
 
 
 def _topics_of(

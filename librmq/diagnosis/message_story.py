@@ -30,12 +30,12 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from librmq.diagnosis.deadletters import given_up
-from librmq.diagnosis.formatting import duration, moment
 from librmq.diagnosis.pending import check_times
 from librmq.diagnosis.pop import PopAcknowledgement, PopCheckPoint, PopEvent, ReceiveName, pop_events, pop_holds
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.filter.filters import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
+from librmq.formatting import duration, moment
 from librmq.message import record
 from librmq.message.dead_letter_cause import recorded_cause
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id

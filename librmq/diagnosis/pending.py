@@ -25,11 +25,11 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
 from librmq.diagnosis.findings import Finding, Thresholds, grouped
-from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.lag_report import QueueLag, lag
 from librmq.diagnosis.pop import PopHolds, pop_holds
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
+from librmq.formatting import duration
 from librmq.java.lang import java_int, java_long
 from librmq.message import record
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id

@@ -45,7 +45,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from librmq.diagnosis.findings import Finding, Thresholds, grouped
-from librmq.diagnosis.formatting import duration
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import (
     BodyCompressionError,
@@ -54,6 +53,7 @@ from librmq.errors import (
     MessageIllegalError,
     MissingExtraError,
 )
+from librmq.formatting import duration
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import RETRY_PREFIX, TIMER_TOPIC, receive_retry_topic, validate_topic

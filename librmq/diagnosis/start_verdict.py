@@ -32,12 +32,12 @@ from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.diagnosis._start_queues import QueuesAtStart
-from librmq.diagnosis.formatting import duration
-from librmq.diagnosis.formatting import size as size_text
 from librmq.errors import CorruptionError, MalformedError, RmqError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import Damage, Files, FolderEntry
 from librmq.files.memory import OverlayFiles
+from librmq.formatting import duration
+from librmq.formatting import size as size_text
 from librmq.java import json as java_json
 from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.record import MESSAGE_MAGIC, MESSAGE_MAGIC_V2
@@ -115,6 +115,17 @@ class StartVerdict(NamedTuple):
     """How many places ``librmq recover`` would change; None if it refuses the store, or the log is above 64 MiB."""
     reasons: list[StartReason]
     """Why not simply ``starts``, the worst first."""
+
+    def sentence(self, path: str) -> str:
+        """Return the verdict on the store in ``path`` for people."""
+        text = f"{path}: RocketMQ {self.version} {_DOES[self.broker]}; librmq {_DOES[self.librmq]}"
+        if self.recovery_file is None or self.recovery_bytes is None or self.broker == "refuses":
+            return text
+        text += f"; the broker reads {size_text(self.recovery_bytes)} from {self.recovery_file} on"
+        if self.read_s is None:
+            return text
+        pace = f"the {size_text(self.read_bytes_per_s)} a second that were just read"
+        return f"{text}, at least {duration(self.read_s)} at {pace}"
 
 
 def can_start(
@@ -576,15 +587,3 @@ _DOES: Final[dict[Start, str]] = {
     "loses": "starts, and loses something",
     "refuses": "refuses",
 }
-
-
-def start_sentence(path: str, verdict: StartVerdict) -> str:
-    """Return a verdict for people."""
-    sentence = f"{path}: RocketMQ {verdict.version} {_DOES[verdict.broker]}; librmq {_DOES[verdict.librmq]}"
-    if verdict.recovery_file is None or verdict.recovery_bytes is None or verdict.broker == "refuses":
-        return sentence
-    sentence += f"; the broker reads {size_text(verdict.recovery_bytes)} from {verdict.recovery_file} on"
-    if verdict.read_s is None:
-        return sentence
-    pace = f"the {size_text(verdict.read_bytes_per_s)} a second that were just read"
-    return f"{sentence}, at least {duration(verdict.read_s)} at {pace}"

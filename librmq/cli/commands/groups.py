@@ -28,11 +28,12 @@ from librmq.cli._stores import (
 )
 from librmq.clock import SystemClock
 from librmq.diagnosis import deadletters
-from librmq.diagnosis.formatting import moment
-from librmq.diagnosis.lag_report import GroupRate, Lag, TopicProgress, lag_of_view
+from librmq.diagnosis.lag_report import GroupRate, Lag, TopicProgress
+from librmq.diagnosis.lag_report import lag as lag_of
 from librmq.diagnosis.view import StoreView, View, group_summaries
 from librmq.errors import CorruptionError, InputError
 from librmq.files.disk import DiskFiles
+from librmq.formatting import moment
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, is_own_group
 from librmq.store.format import directory
@@ -78,7 +79,7 @@ def _lag_rows(view: View[Any], arguments: argparse.Namespace) -> Iterable[Any]:
             raise InputError("--by origin: expected a folder, because it reads the messages that wait")
         origins = waiting_origins(view, group=group, topic=topic)
         return (row for row in origins if _is_shown(row.group, arguments))
-    queue_lags = lag_of_view(view, group=group, topic=topic, includes_own=arguments.all)
+    queue_lags = lag_of(view, group=group, topic=topic, includes_own=arguments.all)
     if by == "queue":
         is_one_broker = isinstance(view, StoreView)
         rows = iter(queue_lags) if is_one_broker else chain.from_iterable(map(_queue_rows, queue_lags.topics))
@@ -162,7 +163,7 @@ def _lag_rates(arguments: argparse.Namespace, output: Output) -> None:
 
     def measure(view: View[Any]) -> Lag:
         own: bool = arguments.all
-        return lag_of_view(view, group=arguments.group, topic=arguments.topic, times=False, includes_own=own)
+        return lag_of(view, group=arguments.group, topic=arguments.topic, times=False, includes_own=own)
 
     def measure_again() -> Lag:
         with open_source(arguments) as view:

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, Final
 
 from librmq.cli._json_rows import parse_object
 from librmq.cli._output import Output, complain
-from librmq.diagnosis.formatting import visible
 from librmq.errors import InputError
+from librmq.formatting import visible
 from librmq.runtime.event_log import counted
 from librmq.testing.histories.anomalies import KINDS, Anomaly
 from librmq.testing.histories.events import HistoryEvents, span_of

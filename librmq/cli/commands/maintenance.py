@@ -64,7 +64,6 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
 def can_start(arguments: argparse.Namespace, output: Output) -> int:
     """Print whether a broker and librmq start on a store, then why; status 1 if one refuses or loses anything."""
     from librmq.diagnosis.start_verdict import can_start as judge
-    from librmq.diagnosis.start_verdict import start_sentence
 
     files, config = files_and_config(arguments)
     with log_bar("can-start", arguments.store, 1):
@@ -74,7 +73,7 @@ def can_start(arguments: argparse.Namespace, output: Output) -> int:
     for reason in verdict.reasons:
         output.row({"type": "reason", **reason._asdict()})
     output.close()
-    complain(f"note: {start_sentence(arguments.store, verdict)}")
+    complain(f"note: {verdict.sentence(arguments.store)}")
     return DAMAGED if {verdict.broker, verdict.librmq} & {"loses", "refuses"} else 0
 
 

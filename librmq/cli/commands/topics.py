@@ -16,10 +16,10 @@ from librmq.cli._output import Output, ProgressBar, complain, log_bar, watching_
 from librmq.cli._rows import entry_rows, queue_row
 from librmq.cli._selection import TOPICS, MessageQuery, near, note_topic_of, places_in, select
 from librmq.cli._stores import open_source, open_store, open_view, recorded_settings, report_cut
-from librmq.diagnosis.findings import id_ranges
 from librmq.diagnosis.view import StoreView, topic_summaries
 from librmq.errors import InputError
 from librmq.files.interface import Damage
+from librmq.formatting import id_ranges
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.properties import tags_code

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
-from librmq.diagnosis.formatting import duration, moment, number, percent, rate, short, size, span
 from librmq.diagnosis.survey._plots import Scale, area, bar, cells, columns
 from librmq.diagnosis.survey.model import (
     DELAY_BOUNDS_MS,
@@ -19,6 +18,7 @@ from librmq.diagnosis.survey.model import (
     Report,
     StoredTopic,
 )
+from librmq.formatting import duration, moment, number, percent, rate, short, size, span
 from librmq.message.delays import DEFAULT_LEVELS
 from librmq.message.topics import is_user_topic
 from librmq.runtime.event_log import counted

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
 from librmq.diagnosis.findings import grouped
-from librmq.diagnosis.formatting import duration, moment, number, size, visible
 from librmq.diagnosis.survey.model import Comparison, Report, ReportedFinding, compare
 from librmq.errors import MissingExtraError
+from librmq.formatting import duration, moment, number, size, visible
 from librmq.runtime.event_log import counted
 
 

@@ -1,12 +1,15 @@
-"""Formats numbers, durations, sizes and times for people."""
+"""Numbers, durations, sizes, times and ids of queues as texts for people."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Final
 
 UNKNOWN: Final = "unknown"
+NAMED: Final = 20
+"""The most queues, or ranges of queue ids, that a text names."""
 
 _DURATIONS: Final = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
@@ -76,6 +79,18 @@ def span(first_ms: int | None, last_ms: int | None) -> str:
     if first[:16] != last[:16]:
         first, last = first[:16], last[:16]
     return first if first == last else f"{first} – {last[11:] if first[:10] == last[:10] else last}"
+
+
+def id_ranges(ids: Iterable[int]) -> str:
+    """Return queue ids for people and for ``--queue``, such as ``0,3,5-9``; of many ranges the first."""
+    ranges: list[list[int]] = []
+    for queue_id in sorted(ids):
+        if ranges and ranges[-1][1] == queue_id - 1:
+            ranges[-1][1] = queue_id
+        else:
+            ranges.append([queue_id, queue_id])
+    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges[:NAMED]]
+    return ",".join([*texts, *(["…"] if len(ranges) > NAMED else [])])
 
 
 def short(text: str, longest: int = 64) -> str:
