@@ -8,10 +8,10 @@ from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.consumer._assignment import ProcessQueue as ProcessQueue
-    from librmq.consumer._instance import BlockedQueue as BlockedQueue
-    from librmq.consumer._instance import ConsumeContext as ConsumeContext
-    from librmq.consumer._instance import ConsumeHook as ConsumeHook
     from librmq.consumer._instance import ConsumerCounts as ConsumerCounts
+    from librmq.consumer._listener_calls import ConsumeContext as ConsumeContext
+    from librmq.consumer._listener_calls import ConsumeHook as ConsumeHook
+    from librmq.consumer._orderly import BlockedQueue as BlockedQueue
     from librmq.consumer._orderly import OrderlyResult as OrderlyResult
     from librmq.consumer._pull import PullConsumer as PullConsumer
     from librmq.consumer._simple import ReceivedMessage as ReceivedMessage
@@ -30,9 +30,10 @@ else:
             "librmq.consumer._assignment": ("ProcessQueue",),
             "librmq.consumer.config": ("ConsumerConfig", "PullConsumerConfig"),
             "librmq.consumer._tracks": ("MessageTrack", "TrackType", "message_tracks"),
-            "librmq.consumer._instance": ("BlockedQueue", "ConsumeContext", "ConsumeHook", "ConsumerCounts"),
+            "librmq.consumer._instance": ("ConsumerCounts",),
+            "librmq.consumer._listener_calls": ("ConsumeContext", "ConsumeHook"),
             "librmq.consumer.listeners": ("DeliveredMessage",),
-            "librmq.consumer._orderly": ("OrderlyResult",),
+            "librmq.consumer._orderly": ("BlockedQueue", "OrderlyResult"),
             "librmq.consumer._pull": ("PullConsumer",),
             "librmq.consumer.push": ("PushConsumer",),
             "librmq.consumer._simple": ("ReceivedMessage", "SimpleConsumer"),

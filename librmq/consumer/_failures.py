@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, TypeVar
 
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._instance import ConsumerCounts, Instance, PushInstance
+from librmq.consumer._instance import ConsumerCounts, Instance
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
@@ -97,7 +97,7 @@ def cause_of(error: Exception | None) -> str:
 class Retries:
     """Sends the failed messages of one consumer back, and logs each failure. Called under the runner's lock."""
 
-    def __init__(self, consumer: PushInstance, counts: ConsumerCounts) -> None:
+    def __init__(self, consumer: Instance, counts: ConsumerCounts) -> None:
         self._consumer = consumer
         self._counts = counts
         self._failures: Counter[tuple[type[Exception], str, int]] = Counter()

@@ -1,127 +1,165 @@
-"""A consumer instance: its interface for its parts, its state for diagnosis, and its gauges."""
+"""One instance of a consumer group: the state that its parts share, its description for diagnosis, and its gauges."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FrameType
-from typing import NamedTuple, Protocol
+from typing import Final
 
 from librmq.client.client import Client
 from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._offsets import Offsets
 from librmq.consumer.config import ConsumerConfig
-from librmq.consumer.listeners import DeliveredMessage, Listener, Listeners
+from librmq.consumer.listeners import DeliveredMessage
 from librmq.errors import RmqError
+from librmq.filter import TagFilter
 from librmq.message.lag import queue_lag
 from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import HeldQueue, InstanceState, ListenerCall, MaxOffset, Route, Subscription
 from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.runner import Runner
+from librmq.runtime.runner import Runner, Step, next_on_grid
+
+FIRST_SAVE_MS: Final = 10_000
+SAVE_INTERVAL_MS: Final = 5_000
+SETTLED_MS: Final = 1_000
+"""In this time the former reader of a queue stores its progress."""
+REOPENED_MS: Final = 3_000
+"""In this time the members of a group have shared its queues out at a broker that was away."""
+AWAY_MS: Final = 2 * REOPENED_MS
+"""After a pull that did not reach its broker: the time until the next pull, and then `REOPENED_MS`."""
+_LONGEST_FIRST_MS: Final = 60_000
+_CONCURRENT_TIMES: Final = 16
+
+_log = EventLog("librmq.consumer")
 
 
-class ConsumeContext(NamedTuple):
-    """A delivery, as passed to a hook."""
-
-    group: str
-    queue: MessageQueue
-    messages: Sequence[DeliveredMessage]
-    """What the listener is called with."""
-    listener: Listener
-    """The listener, and how it is called."""
+def next_from_first(now_ms: int, first_ms: int, interval_ms: int) -> int:
+    """Return the first time after ``now_ms`` on the grid that begins at ``first_ms`` with steps of ``interval_ms``."""
+    if first_ms - _LONGEST_FIRST_MS <= now_ms < first_ms:  # otherwise the clock was set back
+        return first_ms
+    return next_on_grid(now_ms, first_ms, interval_ms)
 
 
-ConsumeHook = Callable[[ConsumeContext], Callable[[object, Exception | None], None] | None]
-"""A function called before a listener; it returns a function that gets the listener's result or exception.
+class Instance:
+    """What the parts of one instance share: its identity, its queues, and the saving of its progress.
 
-An exception of a hook counts as a failure of the listener."""
+    It changes under the runner's lock. `librmq.consumer.base.Consumer` is the instance that its users see.
+    """
 
+    _config: ConsumerConfig
 
-class Instance(Hashable, Protocol):
-    """One instance of a group, as rebalancing and gauges see it."""
-
-    group: str
-    label: str
-    route: Route
-    runner: Runner
-    client: Client
-    metrics: Metrics | None
-    recorder: ConsumerRecorder | None
-    log: EventLog
-    states: StateLog
-    offsets: Offsets
-    subscriptions: dict[str, Subscription]
-    assigned: dict[MessageQueue, AssignedQueue]
-    stopping: bool
+    def __init__(self, route: Route, group: str, client: Client) -> None:
+        self.client: Client = client
+        self.group: str = group
+        self.route: Route = route
+        self.runner: Runner = route.runner
+        name = client.client_id.partition("@")[2] if client.has_stable_name else ""
+        self.label: str = f"{group}@{name}" if name else group
+        """Group and instance, the same in each run."""
+        self.subscriptions: dict[str, Subscription] = {}
+        """By topic."""
+        self.filters: dict[str, TagFilter] = {}
+        """Exact checks by topic, for subscriptions with tags."""
+        self.assigned: dict[MessageQueue, AssignedQueue] = {}
+        """The queues of this instance now, including released ones whose listener still runs."""
+        self.stopping: bool = False
+        """Whether the instance is shutting down, so that nothing new begins."""
+        self.started_ms: int = 0
+        """The time of joining the group, from which checks of timeouts and the renewal of locks count."""
+        self.offsets: Offsets
+        self.metrics: Metrics | None = None
+        self.recorder: ConsumerRecorder | None = None
+        """Records queues and deliveries for a history, where the route asks for one."""
+        self.log: EventLog = _log.with_fields(consumer=self.label, group=group)
+        self.states: StateLog = StateLog(self.log, self.label)
+        self._saving = Step(f"{self.label} save progress", self._save_due, client)
+        self._maximum_of_group: int | None = None  # as a broker says; -1: the group's setting
 
     @property
     def config(self) -> ConsumerConfig:
         """The settings."""
+        return self._config
+
+    @property
+    def max_reconsume_times(self) -> int | None:
+        """The redeliveries before a message becomes a dead letter: those of the instance that started last."""
+        maximum = self._maximum_of_group
+        return self.config.max_reconsume_times if maximum is None else None if maximum < 0 else maximum
+
+    @property
+    def max_redeliveries(self) -> int | None:
+        """The same for this instance's way of consuming; None without a limit, which only an orderly one has."""
+        maximum = self.max_reconsume_times
+        return _CONCURRENT_TIMES if maximum is None and not self.config.orderly else maximum
+
+    def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
+        """Make the state of a queue before taking it."""
+        label = f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}"
+        return AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
 
     @property
     def shares_queues(self) -> bool:
         """Whether rebalancing assigns the queues."""
+        return True
 
-    def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
-        """Make the state of a queue before taking it."""
-
-    def save_soon(self) -> None:
-        """Schedule the storing of progress."""
-
-
-class _Rebalancing(Protocol):
-    def wake(self) -> None: ...
-
-    def wake_on_grid(self) -> None: ...
-
-
-class _Fetcher(Protocol):
-    def resume_throttled(self, assigned: AssignedQueue, /) -> None: ...
-
-
-class PushInstance(Instance, Protocol):
-    """One instance of a group, as its deliveries see it."""
-
-    listeners: Listeners
-    hooks: list[ConsumeHook]
-    before_last_attempt: Callable[[DeliveredMessage], object] | None
-    loop: asyncio.AbstractEventLoop | None
-
-    @property
-    def max_reconsume_times(self) -> int | None:
-        """The redeliveries before a message becomes a dead letter; None: the group's setting."""
-
-    @property
-    def rebalancing(self) -> _Rebalancing:
-        """Assigns queues."""
-
-    @property
-    def fetcher(self) -> _Fetcher:
-        """Pulls the assigned queues."""
+    # ---- progress
 
     def progressed(self, assigned: AssignedQueue, progress: int) -> None:
         """Set the progress of a queue, which is stored soon."""
+        assigned.progress = progress
+        if self._saving.at is None:
+            self.save_soon()
+
+    def save_soon(self) -> None:
+        """Schedule the storing of progress: 10 s after the start, then every 5 s, and soon after a queue has moved."""
+        self.runner.wake(self._saving, self._next_save_ms(self.runner.now_ms()))
+
+    def _next_save_ms(self, now_ms: int) -> int:
+        due_ms = next_from_first(now_ms, self.started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
+        moved = any(assigned.may_be_passed for assigned in self.assigned.values())
+        return min(due_ms, now_ms + SETTLED_MS) if moved else due_ms
+
+    def _save_due(self, now_ms: int) -> int | None:
+        settled = [
+            assigned for assigned in self.assigned.values() if not now_ms < assigned.settled_ms <= now_ms + AWAY_MS
+        ]
+        is_complete = len(settled) == len(self.assigned)
+        if self.stopping or (self.offsets.save_soon(self._changed(settled)) and is_complete):
+            return None
+        return self._next_save_ms(now_ms)
+
+    def _save(self, queues: Iterable[AssignedQueue]) -> bool:
+        """Store unstored progress, and return whether all is stored."""
+        return self.offsets.save(self._changed(queues))
+
+    def _changed(self, queues: Iterable[AssignedQueue]) -> list[AssignedQueue]:
+        changed = [
+            assigned
+            for assigned in queues
+            if assigned.progress is not None
+            and assigned.progress != assigned.stored_progress
+            and not (assigned.is_chosen and assigned.progress > assigned.next_offset)  # reached before it was set back
+        ]
+        return [assigned for assigned in changed if self._may_store(assigned)]
+
+    def progress(self, topic: str | None = None) -> dict[MessageQueue, int]:
+        """Return the progress in the assigned queues, the queue offset of the next message to consume."""
+        with self.runner.lock:
+            return {
+                queue: assigned.progress
+                for queue, assigned in self.assigned.items()
+                if assigned.progress is not None and topic in (None, queue.topic)
+            }
+
+    def _may_store(self, assigned: AssignedQueue) -> bool:
+        """Return whether this instance may report the progress of a queue."""
+        return True
 
 
 # ---- state for diagnosis
-
-
-class BlockedQueue(NamedTuple):
-    """An orderly queue whose first message keeps failing."""
-
-    queue: MessageQueue
-    queue_offset: int
-    """The offset of the message."""
-    message_id: str
-    reconsume_times: int
-    """Failed attempts at the message."""
 
 
 @dataclass(slots=True)
@@ -191,54 +229,6 @@ def _held_queue(assigned: AssignedQueue) -> HeldQueue:
         assigned.locked,
         assigned.lock_timestamp_ms,
     )
-
-
-class RunningCall(Protocol):
-    """A call of a listener that is running."""
-
-    assigned: AssignedQueue
-
-    @property
-    def at_listener(self) -> Sequence[DeliveredMessage]:
-        """The messages that the listener has."""
-
-
-def listener_calls(running: Mapping[int, RunningCall], callers: Collection[CodeType]) -> tuple[ListenerCall, ...]:
-    """Return the listeners that threads are running, by the threads' ids, and where each stands.
-
-    ``callers`` have the code that calls listeners; a stack is shown from the last of them on.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    calls = []
-    for ident, call in dict(running).items():  # threads begin and end calls meanwhile
-        top: FrameType | None = frames.get(ident)
-        frame = top
-        while frame is not None and frame.f_code not in callers:
-            frame = frame.f_back
-        if top is None or frame is None or frame is top:  # the call has ended, or not begun
-            continue
-        stack = [
-            f"{entry.filename}:{entry.lineno} {entry.name}"
-            for entry in traceback.extract_stack(top, limit=_depth(top, frame))
-        ]
-        assigned, messages = call.assigned, call.at_listener
-        first = messages[0]
-        calls.append(
-            ListenerCall(
-                assigned.queue, first.queue_offset, first.message_id, len(messages), first.consume_start_timestamp_ms,
-                names.get(ident, str(ident)), tuple(stack),
-            )
-        )  # fmt: skip
-    return tuple(sorted(calls, key=lambda entry: (entry.queue, entry.queue_offset)))
-
-
-def _depth(top: FrameType, end: FrameType) -> int:
-    """Return the number of frames from ``top`` to ``end``, exclusive."""
-    depth, frame = 0, top
-    while frame is not end and frame.f_back is not None:
-        depth, frame = depth + 1, frame.f_back
-    return depth
 
 
 # ---- gauges

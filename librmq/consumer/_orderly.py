@@ -2,47 +2,50 @@
 
 ::
 
-    broker's lock      of group, queue and client; ends 60 s after it was last renewed
-    trusted            for 30 s after it was renewed, or until the broker is away, whose locks end with it; renewed on a
-                       grid of 20 s that begins 1 s after the start
     one call a queue   ``AssignedQueue.delivering``: nothing else of the queue begins
     consume lock       a queue is not released while its listener runs; if that takes over 1 s, the next rebalance
                        tries again
 
 After a failure below the maximum the queue pauses, and the listener is called again. At the maximum the client itself
-sends the message back, as a dead letter. Locks are renewed periodically only while messages are held, else at their
-next use. Mirrors ``ConsumeMessageOrderlyService``, ``RebalancePushImpl`` and ``MessageQueueLock``.
+sends the message back, as a dead letter. Mirrors ``ConsumeMessageOrderlyService`` and ``MessageQueueLock``;
+`librmq.consumer._broker_locks` has the locks.
 """
 
 from __future__ import annotations
 
 import enum
+import threading
 from collections import deque
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
 
 from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._delivery import Delivery, DeliveryCall
-from librmq.consumer._failures import suspension_ms
-from librmq.consumer._instance import BlockedQueue, PushInstance
-from librmq.consumer._rebalancing import next_from_first
+from librmq.consumer._broker_locks import LOCK_AGAIN_MS, BrokerLocks
+from librmq.consumer._failures import Rests, Retries, suspension_ms
+from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
+from librmq.consumer._rebalancing import Rebalancing
+from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.listeners import DeliveredMessage, Listener
-from librmq.errors import RmqError
 from librmq.listener import DownstreamDown
-from librmq.message.message import MessageQueue
-from librmq.protocol import LockQueues, MessageModel, UnlockQueues
+from librmq.message.message import MessageQueue, StoredMessage
+from librmq.protocol import MessageModel
 from librmq.runtime.runner import Step
 
-FIRST_RENEWAL_MS: Final = 1_000
-RENEWAL_MS: Final = 20_000
-TRUSTED_MS: Final = 30_000
-BROKER_LOCK_MS: Final = 60_000
-LOCK_AGAIN_MS: Final = 3_000
-UNLOCK_DELAY_MS: Final = 20_000
 WAIT_FOR_LISTENER_MS: Final = 1_000
 MAX_WITHOUT_REST_MS: Final = 60_000
 REST_MS: Final = 10
+
+
+class BlockedQueue(NamedTuple):
+    """An orderly queue whose first message keeps failing."""
+
+    queue: MessageQueue
+    queue_offset: int
+    """The offset of the message."""
+    message_id: str
+    reconsume_times: int
+    """Failed attempts at the message."""
 
 
 class OrderlyResult(enum.Enum):
@@ -56,185 +59,40 @@ class OrderlyResult(enum.Enum):
     """After a pause deliver everything since the last commit again, without counting a failure."""
 
 
-class OrderlyDelivery(Delivery):
-    """Delivery to listeners, queue by queue. Called under the runner's lock."""
+class OrderlyDelivery:
+    """Calls listeners queue by queue. Called under the runner's lock."""
 
-    def __init__(self, consumer: PushInstance) -> None:
-        super().__init__(consumer)
-        self._locks = self.config.lock_queues and self.config.model is MessageModel.CLUSTERING
+    def __init__(self, calls: ListenerCalls, rebalancing: Rebalancing, resume: Callable[[AssignedQueue], None]) -> None:
+        """``resume(assigned)`` pulls a throttled queue again if it holds little enough."""
+        instance = calls.instance
+        self.calls: ListenerCalls = calls
+        self.config: ConsumerConfig = instance.config
+        """The present settings."""
+        self.locks: BrokerLocks | None = None
+        """None without locks: any instance that has the queue consumes it."""
+        if self.config.lock_queues and self.config.model is MessageModel.CLUSTERING:
+            self.locks = BrokerLocks(instance, self._begin_queue)
+        self._instance = instance
+        self._runner = instance.runner
+        self._rebalancing = rebalancing
+        self._resume = resume
+        self._rests = Rests(instance, self._begin_waiting)
+        self._retries = Retries(instance, calls.counts)
         self._waiting: deque[AssignedQueue] = deque()  # for a listener
         self._resting: dict[MessageQueue, Step] = {}
-        self._unlocking: dict[MessageQueue, Step] = {}
-        self._renewing = Step(f"{consumer.label} locks", self._renew, consumer.client)
 
     @property
     def _suspend_ms(self) -> int:
         return round(self.config.suspend_time * 1000)
 
-    def max_times(self) -> int | None:
-        """Return the number of redeliveries before a message becomes a dead letter, None without a limit."""
-        return self.consumer.max_reconsume_times
+    def apply_settings(self, now_ms: int) -> None:
+        """Continue with the consumer's new settings."""
+        self.config = self._instance.config
+        self._begin_waiting(now_ms)
 
-    # ---- locks
-
-    def lock_queue(self, queue: MessageQueue) -> bool:
-        """Ask the broker for the lock of a queue, and return whether this client has it."""
-        if not self._locks:
-            return True
-        # Forget an unlock that is still to be sent: it would release the lock that is taken now.
-        self._unlocking.pop(queue, None)
-        return queue in self._ask_locks(queue.broker_name, frozenset((queue,)))
-
-    def _ask_locks(self, broker_name: str, queues: frozenset[MessageQueue]) -> frozenset[MessageQueue]:
-        """Ask a broker for the locks of its queues, and return those that this client has."""
-        request = LockQueues(self.consumer.group, self.consumer.client.client_id, queues)
-        return self.consumer.client.endpoint(broker_name).call(request)
-
-    def take_queue(self, assigned: AssignedQueue) -> None:
-        """Note that a queue was taken, for which `lock_queue` has just got the lock.
-
-        In a queue that the group has consumed, consumption begins after the next periodic lock, as in 4.9.
-        """
-        if not self._locks:
-            return
-        now_ms = self.runner.now_ms()
-        assigned.owned_timestamp_ms = now_ms
-        # The former reader stores its progress before it gives its lock back, so no reader can be behind this one.
-        assigned.may_be_passed = False
-        due_ms = self._renew_on_grid(now_ms)
-        if not assigned.progress:
-            assigned.locked, assigned.lock_timestamp_ms = True, now_ms
-        else:
-            self.consumer.log.info(
-                "%(consumer)s: begins to consume %(queue)s in %(wait_ms)d ms, when it locks its queues again",
-                queue=assigned.queue,
-                wait_ms=due_ms - now_ms,
-            )
-
-    def _renew_on_grid(self, now_ms: int) -> int:
-        """Schedule the next periodic lock, and return its time."""
-        due_ms = next_from_first(now_ms, self.started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
-        if self._renewing.at is None:
-            self.runner.wake(self._renewing, due_ms)
-        return due_ms
-
-    def _renew(self, now_ms: int) -> int | None:
-        """Lock all assigned queues or renew their locks, and begin with those that were not locked."""
-        consumer = self.consumer
-        if consumer.stopping:
-            return None
-        by_broker: dict[str, list[AssignedQueue]] = {}
-        for assigned in consumer.assigned.values():
-            by_broker.setdefault(assigned.queue.broker_name, []).append(assigned)
-        for broker_name, queues in by_broker.items():
-            try:
-                locked = self._ask_locks(broker_name, frozenset(assigned.queue for assigned in queues))
-            except RmqError as error:
-                consumer.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
-                continue
-            consumer.states.works(("lock", broker_name), f"locking queues at {broker_name}")
-            for assigned in queues:
-                self._apply_lock(assigned, assigned.queue in locked, now_ms)
-        if any(not assigned.locked or len(assigned.messages) for assigned in consumer.assigned.values()):
-            return next_from_first(now_ms, self.started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
-        return None
-
-    def _apply_lock(self, assigned: AssignedQueue, is_locked: bool, now_ms: int) -> None:
-        if not is_locked:
-            if assigned.locked:
-                self.consumer.log.warning(
-                    "%(consumer)s: the lock of %(queue)s is lost, so consumption stops until it is back",
-                    queue=assigned.queue,
-                )
-            assigned.locked = False
-            return
-        assigned.owned_timestamp_ms = now_ms
-        renewed_ms = assigned.lock_timestamp_ms
-        # The lock was not renewed in time, so another client can have consumed messages since then.
-        if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:
-            if assigned.running:
-                return  # apply the listener's result first
-            try:
-                self._find_position(assigned)
-            except RmqError as error:
-                self.consumer.log.warning(
-                    "%(consumer)s: no position is known in %(queue)s: %(error)s", queue=assigned.queue, error=error
-                )
-                assigned.locked = False
-                return
-        assigned.lock_timestamp_ms = now_ms
-        was_locked, assigned.locked = assigned.locked, True
-        if not was_locked and not assigned.released:
-            self.runner.wake(assigned.pull)
-            self._begin_queue(assigned, now_ms)
-
-    def _find_position(self, assigned: AssignedQueue) -> None:
-        """Continue at the group's progress if that is further."""
-        stored, first = self.consumer.offsets.read(assigned.queue), assigned.messages.first
-        present = assigned.next_offset if first is None else first
-        if stored is None:  # a new group, which has consumed nothing of what it holds
-            stored = present
-        position = stored if assigned.progress is None else max(stored, assigned.progress)
-        if assigned.progress is not None and position > assigned.progress:
-            assigned.progress = assigned.stored_progress = position
-        # Otherwise what is held stays, with its attempts: only messages that the group leaves out can precede it. The
-        # pull is not woken either. It asks for the lock itself, so one that the broker refuses would repeat at once.
-        if position > present:
-            assigned.messages.drop_all()
-            assigned.next_offset = position
-            self.runner.wake(assigned.pull)
-
-    def _has_lock(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Return whether the lock is trusted; renew it if it ran out while there was nothing to do."""
-        if not self._locks:
-            return True
-        if not assigned.locked:
-            self._renew_on_grid(now_ms)
-            return False
-        if assigned.lock_timestamp_ms is None or now_ms - assigned.lock_timestamp_ms > TRUSTED_MS:
-            if not self._renew_one(assigned, now_ms):
-                return False
-            if not assigned.locked:
-                self._renew_on_grid(now_ms)
-                return False
-        return True
-
-    def may_store(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Return whether this client may store the progress; after a minute without a lock others can be further."""
-        if not self._locks or now_ms - assigned.owned_timestamp_ms < BROKER_LOCK_MS:
-            return True
-        return self._renew_one(assigned, now_ms) and assigned.locked
-
-    def _renew_one(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Ask for the lock of one queue; return False if the broker cannot be asked."""
-        broker_name = assigned.queue.broker_name
-        try:
-            self._apply_lock(assigned, self.lock_queue(assigned.queue), now_ms)
-        except RmqError as error:
-            self.consumer.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
-            return False
-        self.consumer.states.works(("lock", broker_name), f"locking queues at {broker_name}")
-        return True
-
-    def may_pull(self, assigned: AssignedQueue, now_ms: int) -> bool:
-        """Return whether this client has the queue's lock."""
-        if self._has_lock(assigned, now_ms):
-            return True
-        # The broker could not be asked, so its last answer counts. Ask again soon.
-        if assigned.locked:
-            self.runner.wake(assigned.pull, now_ms + LOCK_AGAIN_MS)
-        return False
-
-    def _unlock(self, queue: MessageQueue) -> None:
-        request = UnlockQueues(self.consumer.group, self.consumer.client.client_id, frozenset((queue,)))
-        try:
-            self.consumer.client.endpoint(queue.broker_name).call(request)
-        except RmqError as error:
-            self.consumer.log.warning(
-                "%(consumer)s: could not release the lock of %(queue)s: %(error)s", queue=queue, error=error
-            )
-
-    # ---- release
+    def stop(self) -> threading.Event | None:
+        """Begin nothing more; return an event as `ListenerCalls.wait_for_end` does."""
+        return self.calls.wait_for_end()
 
     def release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Unlock a released queue; return False while its listener runs."""
@@ -244,44 +102,21 @@ class OrderlyDelivery(Delivery):
             return False
         if self._resting.pop(assigned.queue, None) is not None:
             assigned.delivering = False
-        if self._locks:
-            if assigned.messages.waiting:
-                self._unlock_later(assigned.queue, now_ms)
-            else:
-                self._unlock(assigned.queue)
+        if self.locks is not None:
+            self.locks.release(assigned, now_ms)
         return True
 
-    def _unlock_later(self, queue: MessageQueue, now_ms: int) -> None:
-        def unlock(now_ms: int) -> int | None:
-            if self._unlocking.pop(queue, None) is step and not self.consumer.stopping:
-                self._unlock(queue)
-            return None
+    def pulled(
+        self, assigned: AssignedQueue, messages: Sequence[StoredMessage], bounds: tuple[int, int], now_ms: int
+    ) -> None:
+        """Add pulled messages to a queue, and begin with them unless its listener runs.
 
-        step = Step(f"{self.consumer.label} unlock {queue.topic}/{queue.broker_name}/{queue.queue_id}", unlock)
-        step.owner = self.consumer.client
-        self._unlocking[queue] = step
-        self.runner.wake(step, now_ms + UNLOCK_DELAY_MS)
-
-    def release_locks(self) -> None:
-        """Release all locks except the locks of running listeners."""
-        if self._locks:
-            running = {assigned.queue for assigned in self.consumer.assigned.values() if assigned.running}
-            queues = {*self.consumer.assigned, *self._unlocking} - running
-            for broker_name in sorted({queue.broker_name for queue in queues}):
-                broker_queues = frozenset(queue for queue in queues if queue.broker_name == broker_name)
-                try:
-                    request = UnlockQueues(self.consumer.group, self.consumer.client.client_id, broker_queues)
-                    self.consumer.client.endpoint(broker_name).call(request)
-                except RmqError as error:
-                    self.consumer.log.warning("%(consumer)s: could not release locks: %(error)s", error=error)
-
-    # ---- delivery
-
-    def pulled(self, assigned: AssignedQueue, count: int, now_ms: int) -> None:
-        """Begin with messages added to a queue, unless its listener runs."""
-        if self._locks:
-            self._renew_on_grid(now_ms)
-        self._begin_queue(assigned, now_ms)
+        ``bounds`` are the minimum and maximum offset of the queue.
+        """
+        if assigned.messages.put(messages, *bounds):
+            if self.locks is not None:
+                self.locks.renew_on_grid(now_ms)
+            self._begin_queue(assigned, now_ms)
 
     def _begin_queue(self, assigned: AssignedQueue, now_ms: int) -> None:
         """Begin with the next messages of a queue, unless some are being delivered."""
@@ -292,18 +127,19 @@ class OrderlyDelivery(Delivery):
             self._begin_waiting(now_ms)
 
     def _begin_waiting(self, now_ms: int) -> None:
-        waiting, limit = self._waiting, 1 if self.rests.is_probing else self.config.threads
-        while waiting and self.running < limit and not self.consumer.stopping and not self.rests.is_whole:
+        calls, waiting, limit = self.calls, self._waiting, 1 if self._rests.is_probing else self.config.threads
+        while waiting and calls.running < limit and not self._instance.stopping and not self._rests.is_whole:
             assigned = waiting.popleft()
             if assigned.released:
                 assigned.delivering = False
-            elif not self._has_lock(assigned, now_ms):
+            elif self.locks is not None and not self.locks.holds(assigned, now_ms):
                 self._rest(assigned, LOCK_AGAIN_MS if assigned.locked else None)
             else:
-                messages = assigned.messages.take(self.batch_size(assigned))
+                messages = assigned.messages.take(calls.batch_size(assigned))
                 if messages:
                     assigned.running = True
-                    self.submit(assigned, messages)
+                    listener = calls.listener_for(assigned, messages[0])
+                    calls.submit(DeliveryCall(calls, self._apply_result, listener, assigned, messages))
                 else:
                     assigned.delivering = False
 
@@ -320,26 +156,23 @@ class OrderlyDelivery(Delivery):
                 self._begin_queue(assigned, now_ms)
             return None
 
-        step = Step(f"{self.consumer.label} resume {assigned.label}", resume, self.consumer.client)
+        step = Step(f"{self._instance.label} resume {assigned.label}", resume, self._instance.client)
         self._resting[assigned.queue] = step
-        self.runner.wake(step, self.runner.now_ms() + milliseconds)
+        self._runner.wake(step, self._runner.now_ms() + milliseconds)
 
-    def _resumed(self, now_ms: int) -> None:
-        self._begin_waiting(now_ms)
-
-    def apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
+    def _apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
         assigned, messages = call.assigned, call.messages
         assigned.running = False
-        now_ms = self.runner.now_ms()
-        if self.consumer.recorder is not None:
-            self._record(self.consumer.recorder, call, result, _has_failed(call.listener, result, error))
+        now_ms = self._runner.now_ms()
+        if self._instance.recorder is not None:
+            self._record(self._instance.recorder, call, result, _has_failed(call.listener, result, error))
         if assigned.released:
             self._done_after_release(assigned, messages, now_ms)
         else:
             rest_ms = self._apply(call, result, error)
             if assigned.throttled:
-                self.consumer.fetcher.resume_throttled(assigned)
+                self._resume(assigned)
             if rest_ms is None and now_ms - assigned.since_ms > MAX_WITHOUT_REST_MS:
                 rest_ms = REST_MS
             if rest_ms is not None:
@@ -353,23 +186,23 @@ class OrderlyDelivery(Delivery):
     def _done_after_release(self, assigned: AssignedQueue, messages: Iterable[DeliveredMessage], now_ms: int) -> None:
         assigned.delivering = False
         assigned.messages.remove(messages)
-        if assigned.release_until_ms and not self.consumer.stopping:
+        if assigned.release_until_ms and not self._instance.stopping:
             if now_ms <= assigned.release_until_ms:
                 if self.release_queue(assigned, now_ms):
-                    self.consumer.assigned.pop(assigned.queue, None)
-                    self.consumer.rebalancing.wake()
+                    self._instance.assigned.pop(assigned.queue, None)
+                    self._rebalancing.wake()
             else:
-                self.consumer.rebalancing.wake_on_grid()
+                self._rebalancing.wake_on_grid()
 
     def _apply(self, call: DeliveryCall, result: object, error: Exception | None) -> int | None:
         """Apply the result or the exception of a listener, and return the pause of the queue."""
         assigned, messages = call.assigned, call.messages
         if isinstance(error, DownstreamDown):
-            self.count_messages(assigned, len(messages), "downstream")
+            self.calls.count_messages(assigned, len(messages), "downstream")
             assigned.messages.put_back(messages)
-            return self.rests.begin_rest(error, assigned.queue)
-        if self.rests.is_probing or self.consumer.states.causes:
-            self.rests.succeeded()
+            return self._rests.begin_rest(error, assigned.queue)
+        if self._rests.is_probing or self._instance.states.causes:
+            self._rests.succeeded()
         if not _has_failed(call.listener, result, error):
             if result is OrderlyResult.HOLD:
                 return None
@@ -378,27 +211,27 @@ class OrderlyDelivery(Delivery):
                 return suspension_ms(None, self._suspend_ms)
             self._commit_messages(assigned, "success")
             return None
-        self.counts.failed += len(messages)
+        self.calls.counts.failed += len(messages)
         attempt = messages[0].reconsume_times + 1
-        if self.retries.send_exhausted(assigned, messages, error):
+        if self._retries.send_exhausted(assigned, messages, error):
             self._commit_messages(assigned, "later" if self.config.model is MessageModel.CLUSTERING else "dropped")
             return None
-        self.count_messages(assigned, len(messages), "suspend")
+        self.calls.count_messages(assigned, len(messages), "suspend")
         assigned.messages.put_back(messages)
         rest_ms = suspension_ms(error, self._suspend_ms)
         if attempt == 1:
-            self.retries.log_retry(
-                assigned, messages, 1, self.max_times(), f"the next comes in {rest_ms / 1000:g} s", error
+            self._retries.log_retry(
+                assigned, messages, 1, self._instance.max_redeliveries, f"the next comes in {rest_ms / 1000:g} s", error
             )
         self._log_blocked(assigned, messages[0])
         return rest_ms
 
     def _commit_messages(self, assigned: AssignedQueue, result: str) -> None:
-        self.counts.consumed += assigned.messages.begun
-        self.count_messages(assigned, assigned.messages.begun, result)
+        self.calls.counts.consumed += assigned.messages.begun
+        self.calls.count_messages(assigned, assigned.messages.begun, result)
         progress = assigned.messages.commit()
         if progress is not None:
-            self.consumer.progressed(assigned, progress)
+            self._instance.progressed(assigned, progress)
 
     @staticmethod
     def _record(recorder: ConsumerRecorder, call: DeliveryCall, result: object, has_failed: bool) -> None:
@@ -415,7 +248,7 @@ class OrderlyDelivery(Delivery):
     def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
         times = message.reconsume_times
         if times & (times - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
-            self.consumer.log.warning(
+            self._instance.log.warning(
                 "%(consumer)s: %(queue)s is blocked at %(queue_offset)d by %(message_id)s, which failed %(attempt)d "
                 "times",
                 queue=assigned.queue,
@@ -427,7 +260,7 @@ class OrderlyDelivery(Delivery):
     def blocked(self) -> list[BlockedQueue]:
         """Return the queues that pause because their first message fails."""
         queues = []
-        for assigned in self.consumer.assigned.values():
+        for assigned in self._instance.assigned.values():
             first = assigned.messages.peek()
             if isinstance(first, DeliveredMessage) and first.reconsume_times and assigned.queue in self._resting:
                 queues.append(BlockedQueue(assigned.queue, first.queue_offset, first.message_id, first.reconsume_times))

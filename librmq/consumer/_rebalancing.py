@@ -15,7 +15,7 @@ from typing import Final
 
 from librmq.client.allocation import own_share
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._instance import Instance
+from librmq.consumer._instance import SETTLED_MS, Instance, next_from_first
 from librmq.errors import RmqError
 from librmq.message.message import MessageQueue
 from librmq.message.topics import RETRY_PREFIX
@@ -30,30 +30,16 @@ from librmq.protocol import (
     QueueOffsetAt,
 )
 from librmq.runtime.event_log import counted
-from librmq.runtime.runner import Step, next_on_grid
+from librmq.runtime.runner import Step
 
 INTERVAL_MS: Final = 20_000
 PULL_IDLE_MS: Final = 120_000
-SETTLED_MS: Final = 1_000
-"""In this time the former reader of a queue stores its progress."""
-REOPENED_MS: Final = 3_000
-"""In this time the members of a group have shared its queues out at a broker that was away."""
-AWAY_MS: Final = 2 * REOPENED_MS
-"""After a pull that did not reach its broker: the time until the next pull, and then `REOPENED_MS`."""
-_LONGEST_FIRST_MS: Final = 60_000
 _HALF_AN_HOUR_MS: Final = 30 * 60_000
 _STARTS: Final = {
     ConsumeFrom.FIRST: "at the first message",
     ConsumeFrom.LAST: "at the end",
     ConsumeFrom.TIMESTAMP: "at the first message stored since consume_from_timestamp_ms",
 }
-
-
-def next_from_first(now_ms: int, first_ms: int, interval_ms: int) -> int:
-    """Return the first time after ``now_ms`` on the grid that begins at ``first_ms`` with steps of ``interval_ms``."""
-    if first_ms - _LONGEST_FIRST_MS <= now_ms < first_ms:  # otherwise the clock was set back
-        return first_ms
-    return next_on_grid(now_ms, first_ms, interval_ms)
 
 
 def readable_queues(topic: str, route: Iterable[QueueData]) -> list[MessageQueue]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from librmq.client.traces import TraceWriter, is_traced
 from librmq.consumer._failures import is_requested, outcome
-from librmq.consumer._instance import ConsumeContext, ConsumeHook
+from librmq.consumer._listener_calls import ConsumeContext, ConsumeHook
 from librmq.consumer.listeners import DeliveredMessage
 from librmq.message.properties import PROPERTY_KEYS
 from librmq.message.traces import TRACE_REGION, SubAfter, SubBefore, result_code

@@ -9,24 +9,22 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from librmq.broker.groups import comparable
 from librmq.client.allocation import refuse_differences
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
-from librmq.client.recorder import ConsumerRecorder
 from librmq.config import to_seconds
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._instance import instance_state
-from librmq.consumer._offsets import BrokerOffsets, LocalOffsets, Offsets
-from librmq.consumer._rebalancing import AWAY_MS, REOPENED_MS, SETTLED_MS, Rebalancing, next_from_first, readable_queues
+from librmq.consumer._instance import REOPENED_MS, Instance, instance_state
+from librmq.consumer._offsets import BrokerOffsets, LocalOffsets
+from librmq.consumer._rebalancing import Rebalancing, readable_queues
 from librmq.consumer.config import ConsumerConfig, fixed_because
 from librmq.consumer.listeners import check_at_brokers, make_subscription
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, RmqError
 from librmq.filter import TagFilter
 from librmq.message.message import MessageQueue
 from librmq.message.topics import retry_topic, validate_group
-from librmq.metrics import Metrics
 from librmq.protocol import (
     ConsumerData,
     ConsumerIds,
@@ -42,56 +40,28 @@ from librmq.protocol import (
     SaveProgress,
     Subscription,
 )
-from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.runner import Runner, Step, aside_by
+from librmq.runtime.runner import aside_by
 
 C = TypeVar("C", bound=ConsumerConfig)
 R = TypeVar("R")
 
-FIRST_SAVE_MS: Final = 10_000
-SAVE_INTERVAL_MS: Final = 5_000
 
-_log = EventLog("librmq.consumer")
-
-
-class Consumer(Startable, Generic[C]):
+class Consumer(Instance, Startable, Generic[C]):
     """One instance of a consumer group. Its state changes under the runner's lock."""
 
+    _config: C
     kind: str
     """``push`` or ``pull``."""
     answers_checks = False
 
     def __init__(self, route: Route, group: str, config: C, client: Client | None, instance_name: str | None) -> None:
         validate_group(group)
-        self.client: Client = client_of(route, type(self).__name__, client, instance_name)
-        self.group = group
+        super().__init__(route, group, client_of(route, type(self).__name__, client, instance_name))
         self._config = config
-        self.route = route
-        self.runner: Runner = route.runner
-        name = self.client.client_id.partition("@")[2] if self.client.has_stable_name else ""
-        self.label: str = f"{group}@{name}" if name else group
-        """Group and instance, the same in each run."""
-        self.subscriptions: dict[str, Subscription] = {}
-        """By topic."""
-        self.filters: dict[str, TagFilter] = {}
-        """Exact checks by topic, for subscriptions with tags."""
-        self.assigned: dict[MessageQueue, AssignedQueue] = {}
-        """The queues of this instance now, including released ones whose listener still runs."""
-        self.stopping: bool = False
-        """Whether the instance is shutting down, so that nothing new begins."""
-        self.offsets: Offsets
-        self.metrics: Metrics | None = None
-        self.recorder: ConsumerRecorder | None = None
-        """Records queues and deliveries for a history, where the route asks for one."""
-        self.log: EventLog = _log.with_fields(consumer=self.label, group=group)
-        self.states: StateLog = StateLog(self.log, self.label)
         self.rebalancing: Rebalancing = Rebalancing(self, self._start_queue, self._release_queue, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._leaving = False
-        self._saving = Step(f"{self.label} save progress", self._save_due, self.client)
-        self.started_ms: int = 0
         self._maximum_set_ms = 0
-        self._maximum_of_group: int | None = None  # as a broker says; -1: the group's setting
         self._times_removed = self.client.times_removed
         route.noted_consumer(self)
 
@@ -133,29 +103,13 @@ class Consumer(Startable, Generic[C]):
     def _settings_changed(self) -> None:
         """Apply new settings to what is running. Under the lock."""
 
-    # ---- queues
-
-    def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
-        """Make the state of a queue before taking it."""
-        label = f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}"
-        return AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
-
     # ---- what push and pull do differently
-
-    @property
-    def shares_queues(self) -> bool:
-        """Whether rebalancing assigns the queues."""
-        return True
 
     def _start_queue(self, assigned: AssignedQueue) -> None:
         raise NotImplementedError
 
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         self._save((assigned,))
-        return True
-
-    def _may_store(self, assigned: AssignedQueue) -> bool:
-        """Return whether this instance may report the progress of a queue."""
         return True
 
     def _lock(self, queue: MessageQueue) -> bool:
@@ -355,55 +309,6 @@ class Consumer(Startable, Generic[C]):
         """Shut down without blocking the event loop."""
         return await self.runner.offload(functools.partial(self.shutdown, timeout))
 
-    # ---- progress
-
-    def progressed(self, assigned: AssignedQueue, progress: int) -> None:
-        """Set the progress of a queue, which is stored soon."""
-        assigned.progress = progress
-        if self._saving.at is None:
-            self.save_soon()
-
-    def save_soon(self) -> None:
-        """Schedule the storing of progress: 10 s after the start, then every 5 s, and soon after a queue has moved."""
-        self.runner.wake(self._saving, self._next_save_ms(self.runner.now_ms()))
-
-    def _next_save_ms(self, now_ms: int) -> int:
-        due_ms = next_from_first(now_ms, self.started_ms + FIRST_SAVE_MS, SAVE_INTERVAL_MS)
-        moved = any(assigned.may_be_passed for assigned in self.assigned.values())
-        return min(due_ms, now_ms + SETTLED_MS) if moved else due_ms
-
-    def _save_due(self, now_ms: int) -> int | None:
-        settled = [
-            assigned for assigned in self.assigned.values() if not now_ms < assigned.settled_ms <= now_ms + AWAY_MS
-        ]
-        is_complete = len(settled) == len(self.assigned)
-        if self.stopping or (self.offsets.save_soon(self._changed(settled)) and is_complete):
-            return None
-        return self._next_save_ms(now_ms)
-
-    def _save(self, queues: Iterable[AssignedQueue]) -> bool:
-        """Store unstored progress, and return whether all is stored."""
-        return self.offsets.save(self._changed(queues))
-
-    def _changed(self, queues: Iterable[AssignedQueue]) -> list[AssignedQueue]:
-        changed = [
-            assigned
-            for assigned in queues
-            if assigned.progress is not None
-            and assigned.progress != assigned.stored_progress
-            and not (assigned.is_chosen and assigned.progress > assigned.next_offset)  # reached before it was set back
-        ]
-        return [assigned for assigned in changed if self._may_store(assigned)]
-
-    def progress(self, topic: str | None = None) -> dict[MessageQueue, int]:
-        """Return the progress in the assigned queues, the queue offset of the next message to consume."""
-        with self.runner.lock:
-            return {
-                queue: assigned.progress
-                for queue, assigned in self.assigned.items()
-                if assigned.progress is not None and topic in (None, queue.topic)
-            }
-
     # ---- what brokers ask
 
     def consumer_data(self) -> ConsumerData | None:
@@ -421,12 +326,6 @@ class Consumer(Startable, Generic[C]):
             maximum,
             self._maximum_set_ms,
         )
-
-    @property
-    def max_reconsume_times(self) -> int | None:
-        """The redeliveries before a message becomes a dead letter: those of the instance that started last."""
-        maximum = self._maximum_of_group
-        return self.config.max_reconsume_times if maximum is None else None if maximum < 0 else maximum
 
     def answer(self, request: Request[R], /) -> R:
         """Answer a broker's request; under the runner's lock."""

@@ -18,15 +18,11 @@ from librmq.client.client import Client
 from librmq.client.traces import TraceWriter, trace_topic
 from librmq.config import check_arguments, check_kind
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._delivery import ConcurrentDelivery, Delivery, consume_directly
-from librmq.consumer._instance import (
-    BlockedQueue,
-    ConsumeHook,
-    instance_state,
-    show_gauges,
-)
-from librmq.consumer._orderly import OrderlyDelivery
-from librmq.consumer._rebalancing import AWAY_MS, REOPENED_MS
+from librmq.consumer._broker_locks import BrokerLocks
+from librmq.consumer._concurrent import ConcurrentDelivery
+from librmq.consumer._instance import AWAY_MS, REOPENED_MS, instance_state, show_gauges
+from librmq.consumer._listener_calls import ConsumeHook, ListenerCalls, consume_directly
+from librmq.consumer._orderly import BlockedQueue, OrderlyDelivery
 from librmq.consumer._traces import trace_calls
 from librmq.consumer._weights import check_weight
 from librmq.consumer.base import Consumer
@@ -139,7 +135,7 @@ class Fetcher:
                 self._count_pull("flow_controls", assigned)
                 return None
             try:
-                if not consumer.delivery.may_pull(assigned, now_ms):
+                if consumer.locks is not None and not consumer.locks.may_pull(assigned, now_ms):
                     return None
                 progress = self._progress_to_store(assigned)
                 endpoint = assigned.endpoint = consumer.client.endpoint(queue.broker_name)
@@ -187,7 +183,7 @@ class Fetcher:
         """
         consumer = self._consumer
         if (
-            consumer.delivery.running
+            consumer.calls.running
             or assigned.next_offset != max_offset - 1
             or assigned.pull.at is not None
             or assigned.released
@@ -198,16 +194,16 @@ class Fetcher:
             or self.is_full(assigned)
         ):
             return None
-        delivery, now_ms = consumer.delivery, consumer.runner.now_ms()
+        delivery, now_ms = consumer.concurrent, consumer.runner.now_ms()
         try:
-            if not delivery.try_begin(assigned, raw, (min_offset, max_offset), now_ms):
+            if delivery is None or not delivery.try_begin(assigned, raw, (min_offset, max_offset), now_ms):
                 return None
             assigned.next_offset = max_offset
             assigned.pulled_timestamp_ms = now_ms
             if consumer.metrics is not None:
                 self._count_pull("pulls", assigned, PullStatus.FOUND)
         except BaseException:  # Ctrl-C in the main thread: the queue is taken again, with all that it has begun
-            delivery.count_running()
+            consumer.calls.count_running()
             assigned.lost, assigned.pulled_timestamp_ms = True, 0
             consumer.rebalancing.wake()
             raise
@@ -250,11 +246,8 @@ class Fetcher:
         tag_filter = self._consumer.filters.get(assigned.queue.topic)
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
-        delivery, bounds = self._consumer.delivery, (response.min_offset, response.max_offset)
-        if len(messages) != 1 or not delivery.try_begin(assigned, messages[0].raw, bounds, now_ms):
-            count = assigned.messages.put(messages, *bounds)
-            if count:
-                delivery.pulled(assigned, count, now_ms)
+        bounds = response.min_offset, response.max_offset
+        self._consumer.delivery.pulled(assigned, messages, bounds, now_ms)
         if not response.is_held or self.is_full(assigned):
             return now_ms + self._interval_ms
         return self._handle_hold(assigned, response, now_ms)
@@ -385,7 +378,6 @@ class PushConsumer(Consumer[ConsumerConfig]):
             check_arguments("hooks: the function", hook, "a ConsumeContext")
         if before_last_attempt is not None:
             check_arguments("before_last_attempt: the function", before_last_attempt, "one message")
-        self.before_last_attempt = before_last_attempt
         check_kind("metrics", metrics, Metrics)
         self.metrics = metrics
         topic = trace_topic(trace)
@@ -395,15 +387,25 @@ class PushConsumer(Consumer[ConsumerConfig]):
         if self.traces is not None:
             timeout_ms = lambda: 1000 * self.config.consume_timeout  # noqa: E731
             self.hooks.insert(0, trace_calls(self.traces, self.runner.now_ms, timeout_ms))
-        self.listeners: Listeners = Listeners()
-        self.loop: asyncio.AbstractEventLoop | None = None
+        self.calls: ListenerCalls = ListenerCalls(self, self.hooks, before_last_attempt)
+        self.listeners: Listeners = self.calls.listeners
         self.is_paused: bool = False
         self._resets: list[list[tuple[AssignedQueue, int]]] = []
         self._subscribed: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
         self.predicates: list[tuple[str, WatchedPredicate[DeliveredMessage]]] = []
         """The predicates of its listeners, which count their answers, by topic."""
         self.fetcher: Fetcher = Fetcher(self)
-        self.delivery: Delivery = OrderlyDelivery(self) if self.config.orderly else ConcurrentDelivery(self)
+        self.locks: BrokerLocks | None = None
+        """The locks of its queues, if it is orderly and uses them."""
+        self.concurrent: ConcurrentDelivery | None = None
+        self.orderly: OrderlyDelivery | None = None
+        self.delivery: ConcurrentDelivery | OrderlyDelivery
+        """The one of both that chooses what the listeners get next, and applies their results."""
+        if self.config.orderly:
+            self.delivery = self.orderly = OrderlyDelivery(self.calls, self.rebalancing, self.fetcher.resume_throttled)
+            self.locks = self.orderly.locks
+        else:
+            self.delivery = self.concurrent = ConcurrentDelivery(self.calls, self.fetcher.resume_throttled)
 
     # ---- settings
 
@@ -538,10 +540,15 @@ class PushConsumer(Consumer[ConsumerConfig]):
                 else:  # tags of other listeners of the topic too
                     self._set_subscription(*self._subscription(topic, " || ".join(sorted(all_tags)), None))
                 self._subscribed.append((topic, function, options))
-                self.delivery.line_up()
+                self._line_up()
             return function
 
         return register if listener is None else register(listener)
+
+    def _line_up(self) -> None:
+        """Let the messages that wait go to the present listeners; orderly ones find theirs when they begin."""
+        if self.concurrent is not None:
+            self.concurrent.line_up()
 
     def subscribe_like(self, other: PushConsumer) -> None:
         """Subscribe the listeners of another consumer."""
@@ -556,7 +563,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             self._subscribed = [entry for entry in self._subscribed if entry[0] != topic]
             self.predicates = [entry for entry in self.predicates if entry[0] != topic]
             self.filters.pop(topic, None)
-            self.delivery.line_up()
+            self._line_up()
             if self.is_running:
                 self.client.beat()
                 self.rebalancing.wake()
@@ -570,11 +577,10 @@ class PushConsumer(Consumer[ConsumerConfig]):
     def _join_group(self) -> None:
         if self.listeners.are_async:
             try:
-                self.loop = asyncio.get_running_loop()
+                self.calls.loop = asyncio.get_running_loop()
             except RuntimeError:
-                self.loop = None
+                self.calls.loop = None
         super()._join_group()
-        self.delivery.start()
         if self.metrics is not None:
             show_gauges(self, self.metrics)
 
@@ -594,7 +600,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
                 self.traces.close()
         if not in_time:
             with self.runner.lock:
-                running, cancelled = self.delivery.running, self.delivery.cancel_listeners()
+                running, cancelled = self.calls.running, self.calls.cancel()
             self.log.warning(
                 "%(consumer)s: %(running)d listeners still run after the shutdown, and %(cancelled)d of them, "
                 "coroutines, were cancelled",
@@ -611,7 +617,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
             if self.assigned.get(assigned.queue) is assigned:
                 assigned.choose(queue_offset)
                 self._save((assigned,))
-        self.delivery.release_locks()
+        if self.locks is not None:
+            self.locks.release_all()
 
     def pause(self) -> None:
         """Stop pulling; pulled messages are still delivered."""
@@ -628,28 +635,30 @@ class PushConsumer(Consumer[ConsumerConfig]):
     # ---- queues
 
     def _lock(self, queue: MessageQueue) -> bool:
-        return self.delivery.lock_queue(queue)
+        return self.locks is None or self.locks.lock(queue)
 
     def _start_queue(self, assigned: AssignedQueue) -> None:
         self.fetcher.share_limits()
         if assigned.progress is not None:
             self.progressed(assigned, assigned.progress)
-        self.delivery.take_queue(assigned)
+        if self.locks is not None:
+            self.locks.note_taken(assigned)
         self.fetcher.start(assigned)
 
     def _changed(self, queues: Iterable[AssignedQueue]) -> list[AssignedQueue]:
-        self.delivery.settle()
+        if self.concurrent is not None:
+            self.concurrent.settle()
         return super()._changed(queues)
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
         # While a reset waits, listeners of the queue's earlier messages end. Their progress must not be stored over the
         # chosen one.
         is_reset = any(queue is assigned for reset in self._resets for queue, _ in reset)
-        return not is_reset and self.delivery.may_store(assigned, self.runner.now_ms())
+        return not is_reset and (self.locks is None or self.locks.may_store(assigned, self.runner.now_ms()))
 
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         super()._release_queue(assigned, now_ms)
-        return self.delivery.release_queue(assigned, now_ms)
+        return self.orderly is None or self.orderly.release_queue(assigned, now_ms)
 
     def store(self, assigned: AssignedQueue) -> bool:
         """Store the progress of one queue now, and return whether it is stored."""
@@ -690,12 +699,11 @@ class PushConsumer(Consumer[ConsumerConfig]):
         self.runner.wake(step, self.runner.now_ms() + RESET_MS)
 
     def _state(self) -> InstanceState:
-        delivery = self.delivery
         return instance_state(
             self,
             self.kind,
-            listeners=delivery.listener_calls(),
-            running=delivery.running,
+            listeners=self.calls.shown(),
+            running=self.calls.running,
             is_paused=self.is_paused,
             started_ms=self.started_ms,
         )
@@ -703,7 +711,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
     def answer(self, request: Request[R], /) -> R:
         """Answer a broker's request; under the runner's lock."""
         if isinstance(request, ConsumeDirectly):
-            return cast("R", consume_directly(self, request))
+            return cast("R", consume_directly(self.calls, request))
         result = super().answer(request)
         if isinstance(request, ConsumerOffsets) and request.with_passed:
             result = cast("R", self.progress(request.topic) | self._passed(request.topic))
@@ -720,4 +728,4 @@ class PushConsumer(Consumer[ConsumerConfig]):
     def blocked_queues(self) -> list[BlockedQueue]:
         """Return the orderly queues paused by a failing first message, with its number of failures."""
         with self.runner.lock:
-            return self.delivery.blocked()
+            return [] if self.orderly is None else self.orderly.blocked()

@@ -73,7 +73,7 @@ def test_failures_are_dropped(one_queue: Kit) -> None:
     send(one_queue, "a")
     one_queue.advance(hours=1)
     assert bodies(one_queue) == ["a"]
-    assert consumer.delivery.counts.dropped == 1
+    assert consumer.calls.counts.dropped == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"offsetTable":{"a":1}}', '{"offsetTable":3}'])

@@ -154,7 +154,7 @@ def test_returning_nothing_can_count_as_a_failure(one_queue: Kit) -> None:
     consumer.subscribe("t", must_return=True)(lambda message: next(answers))
     send(one_queue, "a")
     one_queue.advance(hours=1)
-    assert (consumer.delivery.counts.delivered, consumer.delivery.counts.consumed) == (3, 1)
+    assert (consumer.calls.counts.delivered, consumer.calls.counts.consumed) == (3, 1)
 
 
 def test_as_many_listeners_at_once_as_threads(one_queue: Kit) -> None:
@@ -344,7 +344,7 @@ def test_the_smallest_that_is_not_consumed_holds_the_progress(one_queue: Kit) ->
     send(one_queue, "stuck", *map(str, range(9)))
     one_queue.advance(seconds=19)
     assert len(bodies(one_queue)) == 10
-    assert (consumer.delivery.running, consumer.delivery.counts.consumed) == (1, 9)
+    assert (consumer.calls.running, consumer.calls.counts.consumed) == (1, 9)
     assert consumer.progress()[T0] == 0
     one_queue.advance(seconds=1)
     assert consumer.progress()[T0] == 10
@@ -505,13 +505,13 @@ def test_reset_of_a_running_group(one_queue: Kit) -> None:
 
 
 def test_a_failing_shutdown_still_leaves_the_group(one_queue: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    consumer = subscribed(one_queue)
+    consumer = subscribed(one_queue, orderly=True)
     one_queue.run_until_idle()
 
     def oops() -> None:
         raise RuntimeError("oops")
 
-    monkeypatch.setattr(consumer.delivery, "release_locks", oops)
+    monkeypatch.setattr(consumer.locks, "release_all", oops)
     with pytest.raises(RuntimeError, match="oops"):
         consumer.shutdown()
     assert one_queue.broker.call(ConsumerIds("g")) == ()

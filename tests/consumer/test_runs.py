@@ -12,7 +12,7 @@ from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.clock import ManualClock
 from librmq.consumer import DeliveredMessage, PushConsumer
-from librmq.consumer._delivery import LOOK_MS, ConcurrentDelivery
+from librmq.consumer._concurrent import LOOK_MS, ConcurrentDelivery
 from librmq.errors import NotIdleError
 from librmq.listener import DownstreamDown
 from librmq.message.message import MessageQueue
@@ -77,7 +77,7 @@ def test_a_run_is_one_turn(party: Party) -> None:
     party.start(lambda message: None)
     party.runner.advance(1000)
     assert party.seen == list(range(10))
-    counts = party.consumer.delivery.counts
+    counts = party.consumer.calls.counts
     assert (party.progress, counts.delivered, counts.consumed) == (10, 10, 10)
 
 
@@ -89,7 +89,7 @@ def test_a_failure_ends_a_run_and_only_its_message_goes_back(party: Party) -> No
     party.start(on(4, fail))
     party.runner.advance(60_000)
     assert party.seen == [*range(10), 4]
-    counts = party.consumer.delivery.counts
+    counts = party.consumer.calls.counts
     assert (party.progress, counts.delivered, counts.consumed, counts.failed) == (10, 11, 10, 1)
 
 
@@ -116,7 +116,7 @@ def test_others_get_what_a_slow_listener_has_not_begun(party: Party) -> None:
     party.start(on(4, wait), threads=2)
     party.runner.advance(1000)
     assert inside == [(list(range(10)), 4)]
-    assert (party.progress, party.consumer.delivery.counts.delivered) == (10, 10)
+    assert (party.progress, party.consumer.calls.counts.delivered) == (10, 10)
 
 
 def test_one_thread_keeps_what_its_listener_has_not_begun(party: Party) -> None:
@@ -163,7 +163,7 @@ def test_ctrl_c_at_the_begin_of_a_run_blocks_no_message(
     with pytest.raises(KeyboardInterrupt):
         party.runner.advance(1000)
     party.runner.advance(60_000)
-    assert (party.seen, party.progress, consumer.delivery.running) == (list(range(10)), 10, 0)
+    assert (party.seen, party.progress, consumer.calls.running) == (list(range(10)), 10, 0)
     assert consumer.shutdown()
 
 
@@ -179,7 +179,7 @@ def test_the_message_at_the_listener_is_shown(party: Party) -> None:
     shown: list[tuple[int, int, bool]] = []
 
     def show() -> None:
-        for call in party.consumer.delivery.listener_calls():
+        for call in party.consumer.calls.shown():
             shown.append((call.queue_offset, call.messages, "test_runs" in call.stack[0]))
 
     party.start(on(4, show))

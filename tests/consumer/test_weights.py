@@ -267,13 +267,13 @@ def test_threads_begin_a_paid_message_next() -> None:
         assert at_work.acquire(timeout=30)
         put = consumer.delivery.pulled
 
-        def pulled(assigned: AssignedQueue, count: int, now_ms: int) -> None:
-            put(assigned, count, now_ms)
+        def pulled(assigned: AssignedQueue, *more: Any) -> None:
+            put(assigned, *more)
             if assigned.messages.end == 901:
                 arrived.set()
 
         with broker.runner.lock:
-            consumer.delivery.pulled = pulled  # type: ignore[method-assign]
+            consumer.delivery.pulled = pulled  # type: ignore[method-assign, assignment]
         producer.send("t", b"x", tags="paid")
         assert arrived.wait(30)
         turn.release()

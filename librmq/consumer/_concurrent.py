@@ -1,0 +1,452 @@
+"""Concurrent consumption: listeners run in parallel, in any order.
+
+``threads`` is the number of running listeners: when one ends, the next begins without waiting for the others. Which
+messages begin next is for `weights.Backlog` to say. Mirrors ``ConsumeMessageConcurrentlyService``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from librmq.clock import moves_by_itself
+from librmq.consumer._assignment import AssignedQueue
+from librmq.consumer._failures import REDELIVERY_MS, Rests, Retries, outcome
+from librmq.consumer._instance import next_from_first
+from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
+from librmq.consumer._weights import Backlog, Pulled, batches_of
+from librmq.consumer.config import ConsumerConfig
+from librmq.consumer.listeners import DeliveredMessage, Listener
+from librmq.listener import DownstreamDown
+from librmq.message.message import StoredMessage
+from librmq.protocol import MessageModel
+from librmq.runtime.runner import Step
+
+RUN: Final = 32
+"""The most messages of a run. Listeners count as fast when so many end in `RUN_S`."""
+RUN_S: Final = 0.001
+LOOK_MS: Final = 5
+"""Time between two looks at a run, the interpreter's switch interval. A slow run is seen twice, or follows another that
+was seen."""
+EXPIRED_LEVEL: Final = 3
+MAX_EXPIRED: Final = 16
+
+
+class Run(DeliveryCall):
+    """Calls of a fast listener, one after the other in one thread, whose results are applied together.
+
+    The thread takes the messages from an iterator, without the runner's lock. Others take the remaining ones from it
+    under the lock. Each message comes to one of them, because a step of the iterator is atomic. The thread counts a
+    message as begun only after it has it, so what precedes the last one that was counted has ended.
+    """
+
+    __slots__ = ("_begun", "_remaining", "_settled", "is_seen")
+
+    def __init__(
+        self,
+        calls: ListenerCalls,
+        apply_result: Callable[[Any, object, Exception | None], None],
+        listener: Listener,
+        assigned: AssignedQueue,
+        messages: list[DeliveredMessage],
+    ) -> None:
+        super().__init__(calls, apply_result, listener, assigned, messages)
+        self._remaining = iter(messages)
+        self._begun = self._settled = 0
+        self.is_seen = False
+        """Whether it has been looked at, so that it takes long if it is seen again."""
+
+    def call_listener(self, with_hooks: Callable[[list[DeliveredMessage]], object] | None) -> object:
+        """Call the listener for one message after the other, up to one that is not consumed."""
+        function, must_return = self.listener.function, self.listener.must_return
+        assigned, result = self.assigned, None
+        for message in self._remaining:
+            self._begun += 1
+            result = function(message) if with_hooks is None else with_hooks([message])
+            if result is not None and inspect.iscoroutine(result):
+                break
+            if (must_return and result is not True) or assigned.released:
+                break
+        return result
+
+    @property
+    def at_listener(self) -> list[DeliveredMessage]:
+        """The message that the listener has, or had last."""
+        return self.messages[max(self._begun - 1, 0) : self._begun]
+
+    @property
+    def ended(self) -> list[DeliveredMessage]:
+        """What the listener has consumed, and is not settled yet."""
+        return self.messages[self._settled : max(self._begun - 1, self._settled)]
+
+    def settle(self, ended: list[DeliveredMessage]) -> None:
+        """Note that the first of what has ended is part of the progress."""
+        self._settled += len(ended)
+
+    def take_remaining(self) -> list[DeliveredMessage]:
+        """Return what the listener has not got, which it does not get any more."""
+        return list(self._remaining)
+
+
+class ConcurrentDelivery:
+    """Calls listeners in parallel, in the order of the pulled messages. Called under the runner's lock."""
+
+    def __init__(self, calls: ListenerCalls, resume: Callable[[AssignedQueue], None]) -> None:
+        """``resume(assigned)`` pulls a throttled queue again if it holds little enough."""
+        instance = calls.instance
+        self.calls: ListenerCalls = calls
+        self.config: ConsumerConfig = instance.config
+        """The present settings."""
+        self._instance = instance
+        self._runner = instance.runner
+        self._resume = resume
+        self._rests = Rests(instance, self._resumed)
+        self._retries = Retries(instance, calls.counts)
+        self._backlog = Backlog()
+        self._postponed: deque[tuple[int, Pulled]] = deque()
+        self._resting: list[Pulled] = []
+        # The run under way. The other threads are free meanwhile; if it is slow, they get what it has not begun.
+        self._run: Run | None = None
+        self.is_fast: bool = False
+        """Whether listeners end so fast that they get runs."""
+        self._was_run_seen = False
+        self._ended_calls = 0  # since this time:
+        self._count_began = 0.0
+        self._watching = Step(f"{instance.label} slow listener", self._divide_slow_run, instance.client)
+        self._expiring = Step(f"{instance.label} consume timeout", self._expire, instance.client)
+        self._redelivery = Step(f"{instance.label} deliver again", self._deliver_postponed, instance.client)
+
+    @property
+    def _timeout_ms(self) -> int:
+        return max(1, round(self.config.consume_timeout * 1000))
+
+    def apply_settings(self, now_ms: int) -> None:
+        """Continue with the consumer's new settings."""
+        self.config = self._instance.config
+        self.line_up()
+        self._begin_waiting(now_ms)
+        # The timeout can be shorter now than when the step was planned, so plan it again from the new one.
+        if self._expiring.at is not None:
+            self._runner.wake(self._expiring, next_from_first(now_ms, self._instance.started_ms, self._timeout_ms))
+
+    def stop(self) -> threading.Event | None:
+        """Begin nothing more, also not of a run; return an event as `ListenerCalls.wait_for_end` does."""
+        if self._run is not None:
+            self._divide(self._run)
+        return self.calls.wait_for_end()
+
+    # ---- what begins next
+
+    def pulled(
+        self, assigned: AssignedQueue, messages: Sequence[StoredMessage], bounds: tuple[int, int], now_ms: int
+    ) -> None:
+        """Add pulled messages to a queue, and begin them as far as threads are free.
+
+        ``bounds`` are the minimum and maximum offset of the queue.
+        """
+        if len(messages) == 1 and self.try_begin(assigned, messages[0].raw, bounds, now_ms):
+            return
+        count = assigned.messages.put(messages, *bounds)
+        if count:
+            self._enqueue(Pulled(assigned, count))
+            self._begin_waiting(now_ms)
+
+    def _enqueue(self, pulled: Pulled, *, is_first: bool = False) -> None:
+        """Add messages to the backlog: by listener if these have weights."""
+        is_weighted = self.calls.listeners.are_weighted
+        if pulled.messages is None and not is_weighted:
+            self._backlog.append(pulled, 1, is_first=is_first)
+            return
+        self._take(pulled)
+        by_listener: dict[int, tuple[Listener, list[DeliveredMessage]]] = {}
+        for message in pulled.messages or ():
+            listener = self.calls.listener_for(pulled.assigned, message)
+            by_listener.setdefault(id(listener), (listener, []))[1].append(message)
+        batches = [
+            (batch, (listener.weight or 1) if is_weighted else 1)
+            for listener, messages in by_listener.values()
+            for batch in batches_of(pulled.assigned, messages, self.config.batch_size if listener.as_list else 1)
+        ]
+        # Each batch that goes first stands before the one added last, so add them from the end to keep their order.
+        for batch, weight in reversed(batches) if is_first else batches:
+            self._backlog.append(batch, weight, is_first=is_first)
+
+    def _take(self, pulled: Pulled) -> None:
+        """Take the messages from their queue, so that they can overtake others."""
+        if pulled.messages is None:
+            pulled.messages = pulled.assigned.messages.take(pulled.count)
+            pulled.assigned.messages.lined_up += len(pulled.messages)
+
+    def line_up(self) -> None:
+        """Arrange the messages that wait by the present listeners and settings."""
+        backlog = self._backlog.take_all()
+        if self.calls.listeners.are_weighted:
+            for pulled in self._resting:
+                self._take(pulled)
+        former: Pulled | None = None
+        for pulled in backlog:
+            if former is not None and former.assigned is pulled.assigned and former.messages and pulled.messages:
+                former.messages += pulled.messages  # batches of another size
+                continue
+            if former is not None:
+                self._enqueue(former)
+            former = None if pulled.assigned.released else pulled
+        if former is not None:
+            self._enqueue(former)
+
+    def try_begin(self, assigned: AssignedQueue, raw: bytes, bounds: tuple[int, int], now_ms: int) -> bool:
+        """Add and begin a message if nothing precedes it: the fast path of a consumer that keeps up.
+
+        Return False, and do nothing, if it has to be `pulled`.
+        """
+        calls = self.calls
+        if self._backlog.lanes or calls.running >= self.config.threads or self._instance.stopping:
+            return False
+        if self._rests.is_probing or assigned.queue in self._rests:
+            return False
+        begun = assigned.messages.put_and_take(raw, bounds)
+        if begun is None:
+            return False
+        begun.consume_start_timestamp_ms = now_ms
+        calls.submit(DeliveryCall(calls, self._apply_result, calls.listener_for(assigned, begun), assigned, [begun]))
+        self._watch_timeouts(now_ms)
+        return True
+
+    def _begin_waiting(self, now_ms: int) -> None:
+        calls, backlog, limit = self.calls, self._backlog, 1 if self._rests.is_probing else self.config.threads
+        if self._instance.stopping:
+            backlog.lanes.clear()
+            return
+        lanes = backlog.lanes
+        while lanes and calls.running < limit and self._run is None and not self._rests.is_whole:
+            # Without weights the first message in order is next, and asking the lanes for their turns is left out.
+            first = lanes[1][0] if len(lanes) == 1 and 1 in lanes else backlog.first()
+            assigned = first.assigned
+            # A released queue's messages stay in the backlog until their turn: searching them at the release would take
+            # as long as the backlog.
+            if assigned.released:
+                backlog.remove(first)
+                continue
+            if assigned.queue in self._rests:
+                backlog.remove(first)
+                self._resting.append(first)
+                continue
+            run_listener = None
+            if first.messages is not None:
+                messages = first.messages
+                assigned.messages.lined_up -= len(messages)
+                backlog.remove(first)
+                backlog.charge(first.weight, len(messages))
+            else:
+                count, run_listener = first.count, self._run_listener(assigned) if self.is_fast else None
+                batch = calls.batch_size(assigned) if run_listener is None else RUN
+                messages = assigned.messages.take(count if count < batch else batch)
+                first.count = count = count - len(messages)
+                if count <= 0 or not messages:
+                    backlog.remove(first)
+                if not messages:
+                    continue
+            for message in messages:
+                message.consume_start_timestamp_ms = now_ms
+            if run_listener is None or len(messages) == 1:
+                listener = calls.listener_for(assigned, messages[0])
+                calls.submit(DeliveryCall(calls, self._apply_result, listener, assigned, messages))
+            else:
+                if self._watching.at is None:
+                    self._runner.wake(self._watching, now_ms + LOOK_MS)
+                self._run = Run(calls, self._apply_result, run_listener, assigned, messages)
+                calls.submit(self._run)
+            self._watch_timeouts(now_ms)
+
+    def _watch_timeouts(self, now_ms: int) -> None:
+        if self._expiring.at is None:
+            self._runner.wake(self._expiring, next_from_first(now_ms, self._instance.started_ms, self._timeout_ms))
+
+    def _apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
+        """Apply the result or the exception of a listener, and begin what waits for a free thread."""
+        assigned, messages = call.assigned, call.at_listener
+        consumed, error = outcome(call.listener, len(messages), result, error)
+        if isinstance(call, Run):
+            self._end_run(call)
+        if self._instance.recorder is not None:
+            self._instance.recorder.ends(messages, consumed)
+        # The result for a released queue is dropped: its messages belong to the queue's next reader, and progress or a
+        # retry from here would count as that reader's.
+        if messages and not assigned.released:
+            if isinstance(error, DownstreamDown):
+                self._rest(assigned, messages[consumed:], error)
+                messages = messages[:consumed]
+            elif self._rests.is_probing or self._instance.states.causes:
+                self._rests.succeeded()
+            if messages:
+                self._apply(assigned, messages, consumed, error)
+        if self._backlog.lanes:
+            if not self.is_fast:
+                self._count_ended()
+            self._begin_waiting(self._runner.now_ms())
+
+    # ---- runs of fast listeners
+
+    def _count_ended(self) -> None:
+        """Note that a listener has ended while messages wait; if many did in a short time, runs begin."""
+        self._ended_calls += 1
+        if self._ended_calls >= RUN:
+            now, began = self._runner.clock.monotonic(), self._count_began
+            self._ended_calls, self._count_began = 0, now
+            # By hand, and in a history, each call is a turn of its own.
+            is_by_hand = not moves_by_itself(self._runner.clock)
+            self.is_fast = now - began < RUN_S and not is_by_hand and self._instance.recorder is None
+
+    def _run_listener(self, assigned: AssignedQueue) -> Listener | None:
+        """Return the listener of all messages of a queue, None if it can't have a run of them."""
+        listener = None if self._rests.is_probing else self.calls.listeners.sole_listener(assigned.queue.topic)
+        return None if listener is None or listener.as_list or listener.is_async else listener
+
+    def _end_run(self, run: Run) -> None:
+        if self._run is run:
+            self._run = None
+            self.is_fast, self._was_run_seen = not (run.is_seen and self._was_run_seen), run.is_seen
+        self._divide(run)
+
+    def _divide_slow_run(self, now_ms: int) -> int | None:
+        """Look at the run under way; let all threads have what a slow one has not begun."""
+        run = self._run
+        if run is None:
+            return None
+        if not run.is_seen:
+            run.is_seen = True
+            return now_ms + LOOK_MS
+        self._run, self.is_fast = None, False
+        self.calls.count_running()  # Ctrl-C can have come between the count of the run and its submission
+        self._divide(run)
+        self._begin_waiting(now_ms)
+        return None
+
+    def _divide(self, run: Run) -> None:
+        """Apply the results of a run up to now, and let what it has not begun wait again."""
+        rest = run.take_remaining()
+        self.calls.counts.delivered -= len(rest)
+        if not run.assigned.released:
+            self._settle(run)
+            if rest:
+                self._begin_later(run.assigned, rest)
+
+    def settle(self) -> None:
+        """Apply the results of all listeners that have ended, before progress is stored."""
+        if self._run is not None:
+            self._settle(self._run)
+
+    def _settle(self, run: Run) -> None:
+        ended = run.ended
+        if ended:
+            self._apply(run.assigned, ended, len(ended), None)
+            run.settle(ended)
+
+    def _begin_later(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
+        """Let messages that were taken from their queue wait again, before all others."""
+        for message in messages:
+            message.consume_start_timestamp_ms = None
+        assigned.messages.lined_up += len(messages)
+        self._enqueue(Pulled(assigned, len(messages), messages), is_first=True)
+
+    # ---- rests
+
+    def _rest(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: DownstreamDown) -> None:
+        """Keep messages to begin again after a rest, without counting a failure."""
+        messages = [message for message in messages if assigned.messages.holds(message)]  # none that went back
+        self.calls.count_messages(assigned, len(messages), "downstream")
+        if messages:
+            self._begin_later(assigned, messages)
+        self._rests.begin_rest(error, assigned.queue)
+
+    def _resumed(self, now_ms: int) -> None:
+        for pulled in reversed(self._resting):
+            self._enqueue(pulled, is_first=True)
+        self._resting.clear()
+        self._begin_waiting(now_ms)
+
+    def _apply(
+        self, assigned: AssignedQueue, messages: list[DeliveredMessage], consumed: int, error: Exception | None
+    ) -> None:
+        self.calls.counts.consumed += consumed
+        if self._instance.metrics is not None:
+            self.calls.count_messages(assigned, consumed, "success")
+        ended: Sequence[DeliveredMessage] = messages
+        if consumed < len(messages):
+            failed = messages[consumed:]
+            self.calls.counts.failed += len(failed)
+            self.calls.count_messages(
+                assigned, len(failed), "later" if self.config.model is MessageModel.CLUSTERING else "dropped"
+            )
+            # One that exceeded consume_timeout has been sent back, and would come twice.
+            failed = [message for message in failed if assigned.messages.holds(message)]
+            unaccepted = (
+                self._retries.send_back(assigned, failed, error, self._instance.max_redeliveries) if failed else []
+            )
+            if unaccepted:
+                ended = [message for message in messages if message not in unaccepted]
+                self._postpone(assigned, unaccepted)
+        progress = assigned.messages.remove(ended)
+        if progress is not None and (assigned.progress is None or progress > assigned.progress):
+            self._instance.progressed(assigned, progress)
+        if assigned.throttled:
+            self._resume(assigned)
+
+    # ---- messages that could not be sent back
+
+    def _postpone(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
+        for message in messages:
+            message.count_failure()
+            message.consume_start_timestamp_ms = None  # it is not in a listener
+        # All of them wait for the same time, so the deque is in order of the due times.
+        due_ms = self._runner.now_ms() + REDELIVERY_MS
+        assigned.messages.lined_up += len(messages)
+        for batch in batches_of(assigned, messages, self.calls.batch_size(assigned)):
+            self._postponed.append((due_ms, batch))
+        self._runner.wake(self._redelivery, self._postponed[0][0])
+
+    def _deliver_postponed(self, now_ms: int) -> int | None:
+        while self._postponed and self._postponed[0][0] <= now_ms:
+            self._enqueue(self._postponed.popleft()[1])
+        self._begin_waiting(now_ms)
+        return self._postponed[0][0] if self._postponed else None
+
+    # ---- consume timeout
+
+    def _expire(self, now_ms: int) -> int | None:
+        """Send back the first messages of each queue that a listener has had for longer than the consume timeout."""
+        if self._instance.stopping:
+            return None
+        self.settle()
+        for assigned in list(self._instance.assigned.values()):
+            for _ in range(MAX_EXPIRED):
+                first = assigned.messages.first_started()
+                started_ms = None if first is None else first.consume_start_timestamp_ms
+                if first is None or assigned.released or started_ms is None or now_ms - started_ms <= self._timeout_ms:
+                    break
+                self._instance.log.warning(
+                    "%(consumer)s: the listener exceeds consume_timeout on %(queue)s at %(queue_offset)d: "
+                    "the message goes back",
+                    queue=assigned.queue,
+                    queue_offset=first.queue_offset,
+                )
+                cause = f"the listener has had it for over {self.config.consume_timeout:g} s"
+                sent = self._retries.send_one_back(assigned, first, EXPIRED_LEVEL, cause)
+                if sent is False:
+                    break
+                if self._instance.recorder is not None:
+                    self._instance.recorder.ends((first,), 0)
+                if sent is not None and sent.is_dead:
+                    self._retries.log_dead_letter(assigned, first, TimeoutError(cause))
+                # Progress moves with the next message that ends, or here if the queue is empty now.
+                assigned.messages.remove((first,))
+                if assigned.throttled:
+                    self._resume(assigned)
+                elif not len(assigned.messages):
+                    self._runner.wake(assigned.pull)
+        if any(assigned.messages.begun for assigned in self._instance.assigned.values()):
+            return next_from_first(now_ms, self._instance.started_ms, self._timeout_ms)
+        return None

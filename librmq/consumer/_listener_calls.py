@@ -1,0 +1,380 @@
+"""Calls of listeners, with hooks, spans, metrics and counts around them.
+
+A call has three steps: messages are claimed under the runner's lock, the listener runs without it, and its outcome is
+applied under it. Other turns, such as a rebalance, can come between the steps, so each looks whether the queue was
+released meanwhile. `librmq.consumer._concurrent` and `librmq.consumer._orderly` choose what to call next, and apply the
+outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar, copy_context
+from functools import partial
+from threading import get_ident
+from types import FrameType
+from typing import Any, NamedTuple
+
+from librmq.client.observation import Observer, Operation, note_end
+from librmq.consumer._assignment import AssignedQueue
+from librmq.consumer._failures import cause_of, is_requested, outcome
+from librmq.consumer._instance import ConsumerCounts, Instance
+from librmq.consumer.listeners import DeliveredMessage, Listener, Listeners
+from librmq.errors import ClientStateError
+from librmq.message.message import MessageQueue
+from librmq.metrics import Metrics
+from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult, ListenerCall, MessageModel
+from librmq.runtime.locks import Event
+from librmq.runtime.runner import Work
+
+Callback = Callable[[object, Exception | None], None]
+"""Called after a listener, with its result or its exception."""
+
+
+class ConsumeContext(NamedTuple):
+    """A delivery, as passed to a hook."""
+
+    group: str
+    queue: MessageQueue
+    messages: Sequence[DeliveredMessage]
+    """What the listener is called with."""
+    listener: Listener
+    """The listener, and how it is called."""
+
+
+ConsumeHook = Callable[[ConsumeContext], Callable[[object, Exception | None], None] | None]
+"""A function called before a listener; it returns a function that gets the listener's result or exception.
+
+An exception of a hook counts as a failure of the listener."""
+
+
+class DeliveryCall(Work):
+    """A call of a listener. Its label and subject are computed on demand, because most are never shown."""
+
+    __slots__ = ("apply_result", "assigned", "calls", "group", "listener", "messages")
+
+    def __init__(
+        self,
+        calls: ListenerCalls,
+        apply_result: Callable[[Any, object, Exception | None], None],
+        listener: Listener,
+        assigned: AssignedQueue,
+        messages: list[DeliveredMessage],
+    ) -> None:
+        """``apply_result(call, result, error)`` gets the outcome, under the lock."""
+        instance = calls.instance
+        self.calls: ListenerCalls = calls
+        self.apply_result = apply_result
+        self.group = instance.group
+        self.owner = instance.client
+        self.loop = calls.loop
+        self.listener = listener
+        self.assigned = assigned
+        self.messages = messages
+
+    def call(self) -> object:
+        return self.calls.call(self)
+
+    def call_listener(self, with_hooks: Callable[[list[DeliveredMessage]], object] | None) -> object:
+        """Call the listener, by ``with_hooks(messages)`` unless that is None."""
+        if with_hooks is not None:
+            return with_hooks(self.messages)
+        return self.listener.function(self.messages if self.listener.as_list else self.messages[0])
+
+    @property
+    def at_listener(self) -> list[DeliveredMessage]:
+        """What the listener has, or had last."""
+        return self.messages
+
+    def done(self, result: object, error: Exception | None) -> None:
+        self.calls.ended()
+        self.apply_result(self, result, error)
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return f"{self.calls.instance.label} {self.assigned.label} {self.messages[0].queue_offset}"
+
+    @property
+    def about(self) -> Sequence[tuple[str, int]]:  # type: ignore[override]
+        broker_name = self.assigned.queue.broker_name
+        return [(broker_name, message.physical_offset) for message in self.at_listener]
+
+
+class ListenerCalls:
+    """The calls of one consumer's listeners. Called under the runner's lock, except for `call`."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        hooks: list[ConsumeHook],
+        before_last_attempt: Callable[[DeliveredMessage], object] | None,
+    ) -> None:
+        """``hooks`` are called around each call, ``before_last_attempt(message)`` before the last one of a message."""
+        self.instance: Instance = instance
+        self.listeners: Listeners = Listeners()
+        self.hooks: list[ConsumeHook] = hooks
+        self.before_last_attempt: Callable[[DeliveredMessage], object] | None = before_last_attempt
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """Runs coroutine listeners; None: a loop of the runner's own."""
+        self.running: int = 0
+        """The listeners that run or are about to."""
+        self.counts: ConsumerCounts = ConsumerCounts()
+        self._by_thread: dict[int, DeliveryCall] = {}
+        self._all_ended: threading.Event | None = None
+
+    # ---- which call
+
+    def batch_size(self, assigned: AssignedQueue) -> int:
+        """Return the largest batch for one call: one message if the queue's messages have different listeners."""
+        size = self.instance.config.batch_size
+        if size > 1 and not self.listeners.share_batches(assigned.queue.topic, assigned.is_retry):
+            return 1
+        return size
+
+    def listener_for(self, assigned: AssignedQueue, message: DeliveredMessage) -> Listener:
+        """Return the listener of a message; it fails if this instance does not subscribe to a redelivery's topic."""
+        topic = message.topic if assigned.is_retry else assigned.queue.topic
+        listener = self.listeners.listener_for(topic, message)
+        if listener is None and assigned.is_retry:
+            listener = self.listeners.dead_letter_listener(message)
+        return listener or _missing_listener(topic)
+
+    def submit(self, call: DeliveryCall) -> None:
+        """Let the runner make a call as soon as a thread is free."""
+        self.running += 1
+        self.counts.delivered += len(call.messages)
+        self.instance.runner.submit(call)
+
+    def ended(self) -> None:
+        """Note that a call has ended."""
+        self.running -= 1
+        if self._all_ended is not None and not self.running:
+            self._all_ended.set()
+
+    def count_running(self) -> None:
+        """Count the listeners again that run or are about to, after an interrupted `submit`."""
+        works = {*self.instance.runner.ready, *self.instance.runner.running}
+        self.running = sum(isinstance(work, DeliveryCall) and work.calls is self for work in works)
+
+    def wait_for_end(self) -> threading.Event | None:
+        """Return an event that is set when all listeners have ended, None if none runs."""
+        if not self.running:
+            return None
+        self._all_ended = Event()
+        return self._all_ended
+
+    def cancel(self) -> int:
+        """Cancel the coroutine listeners that still run; return their number."""
+        cancelled = 0
+        for work in list(self.instance.runner.running):
+            if isinstance(work, DeliveryCall) and work.calls is self and hasattr(work, "cancel"):
+                work.cancel()
+                cancelled += 1
+        return cancelled
+
+    # ---- the call
+
+    def call(self, call: DeliveryCall) -> object:
+        """Call the listener, without the lock."""
+        if call.assigned.released:
+            # The queue went to another reader while this call waited for a thread. Its result would be ignored, and the
+            # other reader delivers the message, so the listener is not called.
+            return None
+        calls, thread = self._by_thread, get_ident()
+        # A listener that moves time in a test runs other listeners in its own thread, so calls of one thread can nest.
+        outer = calls.get(thread)
+        calls[thread] = call
+        instance = self.instance
+        try:
+            if instance.recorder is not None:
+                instance.recorder.begins(call.assigned.queue, call.messages)
+            observer = instance.client.observer
+            is_observed = observer is not None and observer.is_active()
+            if is_observed or self.hooks or instance.metrics is not None or self.before_last_attempt is not None:
+                return call.call_listener(partial(self._call_with_hooks, call.listener, call.assigned))
+            return call.call_listener(None)
+        finally:
+            if outer is None:
+                del calls[thread]
+            else:
+                calls[thread] = outer
+
+    def _call_with_hooks(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
+        # The call has a context of its own, so what a hook sets in it ends with the call.
+        before = copy_context()
+        context = before.copy()
+        result, callbacks = context.run(self._call_in_context, listener, assigned, messages)
+        if inspect.iscoroutine(result):
+            changes = [(variable, value) for variable, value in context.items() if before.get(variable) is not value]
+            return _after(result, callbacks, changes)
+        for callback in callbacks:
+            callback(result, None)
+        return result
+
+    def _call_in_context(
+        self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]
+    ) -> tuple[object, list[Callback]]:
+        """Call the hooks, then the listener; return its result, and what is to be called with the result in the end."""
+        instance = self.instance
+        max_times = instance.max_redeliveries
+        if self.before_last_attempt is not None and max_times is not None:
+            for message in messages:
+                if message.reconsume_times >= max_times:
+                    self.before_last_attempt(message)
+        context = ConsumeContext(instance.group, assigned.queue, tuple(messages), listener)
+        callbacks = [callback for hook in self.hooks if (callback := hook(context)) is not None]
+        if instance.metrics is not None:
+            callbacks.append(self._stopwatch(messages[0].topic, instance.metrics))
+        observer = instance.client.observer
+        if observer is not None and observer.is_active():
+            callbacks.append(self._observe(observer, listener, assigned, messages))
+        try:
+            result = listener.function(messages if listener.as_list else messages[0])
+        except Exception as error:
+            for callback in callbacks:
+                callback(None, error)
+            raise
+        return result, callbacks
+
+    def _observe(
+        self, observer: Observer, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]
+    ) -> Callback:
+        instance = self.instance
+        ended = observer.begins(
+            Operation(
+                "process",
+                instance.client,
+                instance.group,
+                messages[0].topic,
+                messages,
+                assigned.queue.broker_name,
+                assigned.queue.queue_id,
+                listener.as_list,
+                "clustering" if instance.config.model is MessageModel.CLUSTERING else "broadcasting",
+                instance.max_redeliveries,
+            )
+        )
+
+        def callback(result: object, error: Exception | None) -> None:
+            consumed, failure = outcome(listener, len(messages), result, error)
+            note_end(ended, consumed, failure)
+
+        return callback
+
+    def _stopwatch(self, topic: str, metrics: Metrics) -> Callback:
+        clock, group = self.instance.runner.clock, self.instance.group
+        begin = clock.monotonic()
+        return lambda result, error: metrics.count(
+            "consume_seconds", clock.monotonic() - begin, topic=topic, group=group
+        )
+
+    def count_messages(self, assigned: AssignedQueue, count: int, result: str) -> None:
+        """Count messages by their result."""
+        if count and self.instance.metrics is not None:
+            topic, group = assigned.queue.topic, self.instance.group
+            self.instance.metrics.count("consumed", count, topic=topic, group=group, result=result)
+
+    # ---- for diagnosis
+
+    def shown(self) -> tuple[ListenerCall, ...]:
+        """Return the listeners that threads run now, and where each stands: its stack, without the callers here."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        frames = sys._current_frames()
+        calls = []
+        for ident, call in dict(self._by_thread).items():  # a copy, because threads begin and end calls meanwhile
+            callers = type(call).call_listener.__code__, ListenerCalls._call_in_context.__code__
+            top: FrameType | None = frames.get(ident)
+            frame = top
+            while frame is not None and frame.f_code not in callers:
+                frame = frame.f_back
+            if top is None or frame is None or frame is top:  # the call has ended, or not begun
+                continue
+            stack = [
+                f"{entry.filename}:{entry.lineno} {entry.name}"
+                for entry in traceback.extract_stack(top, limit=_depth(top, frame))
+            ]
+            assigned, messages = call.assigned, call.at_listener
+            first = messages[0]
+            calls.append(
+                ListenerCall(
+                    assigned.queue, first.queue_offset, first.message_id, len(messages),
+                    first.consume_start_timestamp_ms, names.get(ident, str(ident)), tuple(stack),
+                )
+            )  # fmt: skip
+        return tuple(sorted(calls, key=lambda entry: (entry.queue, entry.queue_offset)))
+
+
+def _depth(top: FrameType, end: FrameType) -> int:
+    """Return the number of frames from ``top`` to ``end``, exclusive."""
+    depth, frame = 0, top
+    while frame is not end and frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+async def _after(
+    result: Awaitable[object], callbacks: list[Callback], changes: list[tuple[ContextVar[Any], Any]]
+) -> object:
+    """Await a listener in the context that its hooks have made."""
+    for variable, value in changes:
+        variable.set(value)
+    try:
+        value = await result
+    except Exception as error:
+        for callback in callbacks:
+            callback(None, error)
+        raise
+    for callback in callbacks:
+        callback(value, None)
+    return value
+
+
+def _missing_listener(topic: str) -> Listener:
+    def fail(messages: object) -> None:
+        raise LookupError(
+            f"this instance has no listener for topic {topic!r}: subscribe all instances of a group to the same topics"
+        )
+
+    return Listener(fail, False, False, False)
+
+
+# ---- consumption for a broker
+
+
+def consume_directly(calls: ListenerCalls, request: ConsumeDirectly) -> None:
+    """Run the listener of a message in parallel with others, and pass the result to the request's ``ended``.
+
+    Mirrors ``consumeMessageDirectly``.
+
+    Raises:
+        ClientStateError: The consumer is shutting down, or has no listener for the message.
+    """
+    instance, stored = calls.instance, request.message
+    queue = MessageQueue(stored.topic, request.broker_name, stored.queue_id)
+    message = DeliveredMessage(stored.raw, queue, stored.queue_offset, (0, stored.queue_offset + 1))
+    listener = calls.listeners.listener_for(message.topic, message)
+    if instance.stopping or listener is None:
+        why = "it is shutting down" if instance.stopping else f"it has no listener for topic {message.topic!r}"
+        raise ClientStateError(f"{instance.label} can't consume message {message.message_id} directly: {why}")
+    begin_ms = message.consume_start_timestamp_ms = instance.runner.now_ms()
+
+    def done(result: object, error: Exception | None) -> None:
+        direct_result, remark = DirectResult.SUCCESS, None
+        consumed, error = outcome(listener, 1, result, error)
+        if error is not None:
+            direct_result = DirectResult.LATER if is_requested(error) else DirectResult.THROW_EXCEPTION
+            remark = cause_of(error)
+        elif not consumed:
+            direct_result = DirectResult.RETURN_NULL if result is None else DirectResult.LATER
+        took_ms = max(0, instance.runner.now_ms() - begin_ms)
+        request.ended(DirectlyConsumed(direct_result, instance.config.orderly, took_ms, remark))
+
+    argument: Any = [message] if listener.as_list else message
+    label = f"{instance.label} consumes {message.message_id} directly"
+    work = Work(label, lambda: listener.function(argument), done, instance.client, loop=calls.loop)
+    instance.runner.submit(work)
