@@ -1,64 +1,93 @@
-"""Write a page about the stores of the first part of the demo: what to look at, lag, rates, damage.
+"""The last step of the demo: the filter of a consumer as a column of Spark, and a report on the folders of the shop.
 
-    python examples/demo_report.py [FOLDER]      (./demo runs it after examples/demo_store.py, which makes FOLDER)
+    python examples/demo_report.py [FOLDER] [--small]      (./demo runs it last; librmq demo --keep makes FOLDER)
 
-Leaves ``report.html``, which opens offline, and the same as ``report.json`` in FOLDER. Needs ``pip install
-'librmq[cli,report,arrow]'``, and neither Spark nor Java.
+``--small`` leaves out Spark. Leaves ``report.html``, which opens offline, and ``report.json`` in FOLDER. Needs ``pip
+install 'librmq[cli,report,spark,jvm]'``.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from rich.rule import Rule
-from rich.text import Text
-
-from demo_screen import CONSOLE, code, draw, run_part, say, step, table
+from demo_store import run_part
+from librmq.cli.demo import Screen
 from librmq.diagnosis import render_page, report
 
-STORES = ("broker", "continued", "damaged")
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def select(spark: SparkSession, stores: list[str]) -> None:
+    from librmq.spark import match_sql
+
+    messages = spark.read.format("rocketmq").load(stores)
+    large = messages.where(match_sql("properties", "TAGS = 'card' AND total > 100"))
+    print(*(f"{row.topic}: {row.body.decode()}" for row in large.collect()))
+
+
+def look(stores: list[str], page: Path) -> None:
+    found = report(stores, title="The folders of the shop")
+    page.write_text(render_page(found), encoding="utf-8")
+    for finding in found.findings:
+        print(f"{finding.severity}: {finding.subject}: {finding.what}")
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="demo_report", description="Writes a page about stores.")
+    parser = argparse.ArgumentParser(prog="demo_report", description="Shows a filter in Spark, and writes a report.")
     parser.add_argument("folder", nargs="?", default="demo-output", type=Path, help="of the first part (demo-output)")
-    folder = Path(os.path.abspath(parser.parse_args(arguments).folder))
-    stores = [str(folder / name) for name in STORES]
+    parser.add_argument("--small", action="store_true", help="without Spark")
+    chosen = parser.parse_args(arguments)
+    stores = [str(chosen.folder / name) for name in ("shop", "day")]
     if not all(os.path.isdir(store) for store in stores):
-        print(f"{folder} lacks the stores of the first part: run examples/demo_store.py first.", file=sys.stderr)
+        print(f"{chosen.folder} lacks the folders of the shop: run librmq demo --keep first.", file=sys.stderr)
         return 2
-    step(8, "A report on one page")
-    code("found = report([broker, continued, damaged])", "render_page(found), found.to_json()")
-    page = folder / "report.html"
+    screen, page = Screen(sys.stdout), chosen.folder / "report.html"
     try:
-        found = report(stores, title="The stores of the demo")
-        page.write_text(render_page(found), encoding="utf-8")
+        if chosen.small:
+            screen.title("7  A report")
+        else:
+            screen.title("7  The same filter in Spark, and a report")
+            show_spark(screen, stores)
+        screen.run(look, stores, page)
     except (ImportError, OSError) as error:  # a package is missing or half installed, or the disk is full
-        print(f"There is no report: {error}", file=sys.stderr)
+        print(f"The demo ends here: {error}", file=sys.stderr)
         return 2
+    screen.answer(f"{page} is the page, with lag, rates, retries and delays")
+    return 0
+
+
+def show_spark(screen: Screen, stores: list[str]) -> None:
+    from librmq.spark import register, session
+
+    screen.code(select)
+    before = signal.getsignal(signal.SIGINT)
+    # A Java that is interrupted while it starts would run forever.
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
-        page.with_suffix(".json").write_text(found.to_json(), encoding="utf-8")
-    except OSError as error:
-        print(f"The report is in {page}, but report.json could not be written: {error}", file=sys.stderr)
-        return 2
-    say("What to look at, worst first, as the page begins:")
-    made = table("severity", "store", "finding")
-    for one in found.findings:
-        made.add_row(one.severity, one.store, Text(one.what))
-    draw(made)
-    say(
-        f"[bold]{page}[/bold] also shows lag, rates, retries, dead letters, delays, skew, pending messages and "
-        "retention, with plots. Open it in a browser; it needs no network."
-    )
-    command = Path(sys.executable).parent / "librmq"
-    code(f"{command} report {' '.join(stores)} --out {page}")
-    CONSOLE.print()
-    CONSOLE.print(Rule(style="cyan"))
-    return 0 if [one.is_sound for one in found.stores] == [True, True, False] else 1
+        spark = session("librmq demo", "local[*]", {"spark.sql.shuffle.partitions": "2"})
+        signal.signal(signal.SIGINT, interrupt)  # in place of PySpark's
+        if interrupts:
+            interrupt()
+        spark.sparkContext.setLogLevel("ERROR")
+        register(spark)
+        screen.call(select, spark, stores)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupt(*_: object) -> NoReturn:
+    """End at Ctrl-C without the tracebacks that PySpark and Py4J log when their connection is interrupted."""
+    logging.disable()
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

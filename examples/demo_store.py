@@ -1,6 +1,6 @@
 """Open a real broker's store, search it, append to it, die on purpose, recover and verify.
 
-    python examples/demo_store.py [FOLDER]      (or ./demo [FOLDER], which makes the environment first)
+    python examples/demo_store.py [FOLDER]      (or ./demo --store [FOLDER], which makes the environment first)
 
 The store is the one in ``tests/data``, which a RocketMQ 4.9.4 broker wrote. The demo unpacks it to FOLDER
 (``demo-output`` by default) and leaves it there, so that you can try the ``librmq`` command. Needs rich: ``pip install
@@ -17,23 +17,38 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from itertools import count
 from pathlib import Path
+from typing import NoReturn
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
 from rich.progress import track
 from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 
-from demo_screen import CONSOLE, answers, code, draw, run_part, say, step, table
 from librmq import ManualClock, Message, MessageStore, StoredMessage
+from librmq.cli.demo import replace_folder
 from librmq.commitlog import CommitLog
+from librmq.errors import InputError
 from librmq.files import Damage, DiskFiles
 from librmq.store import recognise, verify
 
+if isinstance(sys.stdout, TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # if the output is not UTF-8
+CONSOLE = Console(highlight=False)
+CONSOLE.width = min(CONSOLE.width, 120)
 ARCHIVE = Path(__file__).resolve().parent.parent / "tests" / "data" / "store-basic.tar.xz"
-ABOUT = "Made by examples/demo_store.py, which replaces this folder on each run."
+ABOUT = """
+broker/     as a RocketMQ 4.9.4 broker left it
+continued/  a copy with appended messages, recovered after a kill
+damaged/    a copy with one changed bit in the log
+"""
 TOPIC, KEY = "OrderTopic", "key14"
 WANTED = 600  # acknowledged messages before the writer is killed
 TORN = 60  # bytes of an incomplete record
@@ -47,8 +62,10 @@ def main(arguments: Sequence[str]) -> int:
     folder: Path = chosen.folder
     if chosen.write_from_ms is not None:
         write_until_killed(folder, chosen.write_from_ms)
-    if not may_be_replaced(folder):
-        print(f"{folder} holds something else: name a folder that is empty or does not exist.", file=sys.stderr)
+    try:
+        replace_folder(folder, ABOUT)
+    except (InputError, OSError) as error:
+        print(error, file=sys.stderr)
         return 2
     broker, continued, damaged = folder / "broker", folder / "continued", folder / "damaged"
 
@@ -162,28 +179,8 @@ def main(arguments: Sequence[str]) -> int:
 # ------------------------------------------------------------------------------------------------- what is done
 
 
-def may_be_replaced(folder: Path) -> bool:
-    """Return whether the folder is missing, empty, or left by the demo, so that replacing it loses nothing."""
-    if not folder.is_dir():
-        return not folder.exists()
-    about = folder / "README.txt"
-    return not any(folder.iterdir()) or (about.is_file() and about.read_bytes().startswith(ABOUT.encode()))
-
-
 def unpack(folder: Path) -> None:
     """Unpack the broker's store to ``folder/broker``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    about = folder / "README.txt"  # first, so that the next run may replace what an interrupted one leaves
-    about.write_text(
-        f"{ABOUT}\n\nbroker/     as a RocketMQ 4.9.4 broker left it\ncontinued/  a copy with appended messages, "
-        "recovered after a kill\ndamaged/    a copy with one changed bit in the log\n",
-        encoding="utf-8",
-    )
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path != about:
-            path.unlink()
     with tarfile.open(ARCHIVE, "r:xz") as archive:
         for member in archive:
             inside = Path(member.name).parts
@@ -252,6 +249,48 @@ def change_a_byte(path: Path, message: StoredMessage) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ what is shown
+
+
+def step(number: int, title: str) -> None:
+    CONSOLE.print()
+    CONSOLE.print()
+    CONSOLE.print(Rule(f"[bold cyan]{number}[/bold cyan]  [bold]{title}[/bold]", align="left", style="dim"))
+
+
+def say(text: str) -> None:
+    CONSOLE.print(Padding(text, (1, 2, 0, 2), expand=False))
+
+
+def code(*lines: str) -> None:
+    CONSOLE.print()
+    for line in lines:
+        CONSOLE.print(Text(f"    {line}", style="green"), soft_wrap=True)
+
+
+def answers(*rows: tuple[bool, str]) -> None:
+    made = Table.grid(padding=(0, 1))
+    for good, text in rows:
+        made.add_row("[bold green]yes[/]" if good else "[bold red]NO[/]", text)
+    draw(made)
+
+
+def table(*columns: str) -> Table:
+    """Return an empty table; columns that begin with # hold numbers, and the last one takes the remaining width."""
+    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", border_style="dim")
+    for name in columns:
+        number = name.startswith("#")
+        last = name == columns[-1]
+        made.add_column(
+            name.lstrip("#"),
+            justify="right" if number else "left",
+            no_wrap=not last,
+            overflow="ellipsis" if not last else "fold",
+        )
+    return made
+
+
+def draw(made: Table) -> None:
+    CONSOLE.print(Padding(made, (1, 0, 0, 4), expand=False))
 
 
 def show_files(path: Path) -> None:
@@ -344,6 +383,14 @@ def shown(path: Path) -> str:
     """Return a path relative to the current folder if possible."""
     path = Path(os.path.abspath(path))
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def run_part(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Run a part of the demo as a program; Ctrl-C ends it with status 130 and without a traceback."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ STAMP = VENV / "librmq-stamp.json"
 """What the environment was made for; while that has not changed, nothing is installed."""
 LOGS = VENV / "log"
 
-SMALL_DEMO_EXTRAS = frozenset({"cli", "report"})
-DEMO_EXTRAS = frozenset({"arrow", "cli", "compression", "jvm", "report", "spark"})
+SMALL_DEMO_EXTRAS = frozenset({"cli", "console", "report"})
+DEMO_EXTRAS = SMALL_DEMO_EXTRAS | {"arrow", "compression", "jvm", "spark"}
 QUICK_EXTRAS = frozenset(
     {"arrow", "bloom", "cli", "compression", "console", "dev", "fast", "grpc"}
     | {"metrics", "redis", "remote", "report", "sql", "test"}
@@ -313,28 +313,37 @@ def uv_variables() -> dict[str, str]:
 
 
 def demo(arguments: Sequence[str]) -> int:
-    """Show stores and a report, then the same stores on Spark unless small; return the exit status."""
-    is_small = "--small" in arguments
-    words = [word for word in arguments if word != "--small"]
+    """Tell the story of a shop, at its end on Spark unless small, or show a broker's store; return the exit status."""
+    words = argparse.ArgumentParser(prog="demo", description="librmq at work in a shop, and on Spark.")
+    kind = words.add_mutually_exclusive_group()
+    kind.add_argument("--small", action="store_true", help="leave out Spark (450 MB)")
+    kind.add_argument("--store", action="store_true", help="the long look at a broker's directory instead")
+    words.add_argument("folder", nargs="?", default="demo-output", help="the folder to make (demo-output)")
+    chosen = words.parse_args(arguments)
+    folder: str = chosen.folder
 
-    def show(*names: str) -> int:
-        statuses = (run([PYTHON, EXAMPLES / f"{name}.py", *words], Path.cwd()) for name in names)
+    def show(*parts: Sequence[str | Path]) -> int:
+        statuses = (run([PYTHON, "-P", *part], Path.cwd()) for part in parts)
         return next((status for status in statuses if status), 0)
 
+    store, broker, report = ([EXAMPLES / f"demo_{name}.py", folder] for name in ("store", "broker", "report"))
+    shop = ["-m", "librmq", "demo", "--keep", folder]
     prepare(SMALL_DEMO_EXTRAS)
-    if is_small:
-        return show("demo_store", "demo_report")
-    if not frozenset(read_stamp()["extras"]) >= DEMO_EXTRAS:
-        print("Spark (450 MB) is installed meanwhile.", flush=True)
-        with Beside("packages", [sys.executable, Path(__file__).resolve(), "packages"]) as installing:
-            if status := show("demo_store"):
-                return status
-            if status := installing.wait():  # before the report, which would import packages that are half installed
-                show("demo_report")
-                print("The part on Spark is left out: its installation failed, for the reason printed above.")
-                return status
-        return show("demo_report", "demo_spark")
-    return show("demo_store", "demo_report", "demo_spark")
+    if chosen.store:
+        return show(store)
+    if chosen.small:
+        return show(shop, broker, [*report, "--small"])
+    if frozenset(read_stamp()["extras"]) >= DEMO_EXTRAS:
+        return show(shop, broker, report)
+    print("Spark (450 MB) is installed meanwhile.", flush=True)
+    with Beside("packages", [sys.executable, Path(__file__).resolve(), "packages"]) as installing:
+        if status := show(shop, broker):
+            return status
+        if status := installing.wait():  # before the report, which would import packages that are half installed
+            show([*report, "--small"])
+            print("The part on Spark is left out: its installation failed, for the reason printed above.")
+            return status
+    return show(report)
 
 
 def packages(_: Sequence[str]) -> int:

@@ -174,23 +174,8 @@ def test_message_logic_is_tested_by_unittest() -> None:
     assert "Ran 1 test" in child.stderr
 
 
-def test_the_demo_replaces_what_an_interrupted_one_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    demo = example("demo_store")
-    (tmp_path / "broker").mkdir()
-    (tmp_path / "README.txt").write_text(demo.ABOUT, encoding="utf-8")
-
-    def interrupted(folder: Path, **_: object) -> None:
-        (folder / "README.txt").unlink(missing_ok=True)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo.shutil, "rmtree", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        demo.unpack(tmp_path)
-    assert demo.may_be_replaced(tmp_path)
-
-
 def test_ctrl_c_logs_no_traceback_of_spark() -> None:
-    demo = example("demo_spark")
+    demo = example("demo_report")
     try:
         with pytest.raises(KeyboardInterrupt):
             demo.interrupt()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import runpy
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from librmq import MessageStore
+from librmq import Message, MessageStore, StoreConfig
 from tests.reference import CHECKOUT, reference
 
 pytestmark = pytest.mark.spark
@@ -100,20 +99,19 @@ def _utc(timestamp_ms: int) -> Any:
     return datetime.fromtimestamp(timestamp_ms / 1000, UTC)
 
 
-def test_the_second_part_of_the_demo(
+def test_the_last_step_of_the_demo(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("jinja2")
     shared_session()
-    for name in ("broker", "continued"):
-        shutil.copytree(store("store-basic"), tmp_path / name, copy_function=shutil.copyfile)
+    for name, total in ("shop", "80"), ("day", "250"):
+        with MessageStore.open(tmp_path / name, StoreConfig.tiny()) as opened:
+            opened.append(Message("sales", total.encode(), tags="card", properties={"total": total}))
     monkeypatch.syspath_prepend(CHECKOUT / "examples")
-    main = runpy.run_path(str(CHECKOUT / "examples" / "demo_spark.py"))["main"]
+    main = runpy.run_path(str(CHECKOUT / "examples" / "demo_report.py"))["main"]
     before = signal.getsignal(signal.SIGINT)
     assert main([str(tmp_path)]) == 0
     assert signal.getsignal(signal.SIGINT) is before
-    out = capsys.readouterr().out
-    assert " NO " not in out
-    assert out.count("yes ") == 2
-    assert "<svg" in (tmp_path / "report-spark.html").read_text("utf-8")
-    assert main([str(tmp_path / "nothing")]) == 2
+    assert "  → sales: 250\n" in capsys.readouterr().out
+    assert "<svg" in (tmp_path / "report.html").read_text("utf-8")
+

@@ -28,23 +28,24 @@ def _read(folder: str) -> list[int]:
 
 def prove_by_kills(screen: Screen, folder: str, seed: int, *, sends: int = SENDS, kills: int = KILLS) -> bool:
     """Send numbers, kill the producer, start it behind the last accepted number; return whether all are there."""
-    screen.say(f"A producer sends {sends:,} orders, and is killed with -9 {kills} times. Seed: {seed}")
+    screen.say(f"A producer sends {sends:,} orders, and kill -9 ends it in the middle. Seed: {seed}")
     screen.code(_send)
     random = Random(seed)
-    accepted = 0
-    for life in range(1, kills + 2):
-        # Drawn for each life, because a program runs on for a moment before the kill takes effect.
-        killed_after = random.randint(1, sends // (kills + 1)) if life <= kills else sends
-        begin = accepted
-        with silent_log(), Program(__name__, folder, accepted + 1, sends) as program:
+    accepted = runs = killed = 0
+    while accepted < sends:
+        # Drawn for each run, because a program runs on for a moment before the kill takes effect.
+        killed_after = random.randint(1, sends // (kills + 1)) if killed < kills else sends
+        runs, begin = runs + 1, accepted
+        with Program(__name__, folder, accepted + 1, sends) as program:
             for line in program.lines():
                 accepted = int(line)
-                if accepted - begin == killed_after and life <= kills:
+                if accepted - begin == killed_after and killed < kills:
                     program.kill()
-            program.end(is_killed=life <= kills)
-        end = "killed" if life <= kills else "ended by itself"
-        screen.answer(f"run {life}: {end} after {accepted - begin:,} accepted orders")
-    orders = screen.run(_read, folder)
+            is_killed = program.end()
+        killed += is_killed
+        screen.answer(f"run {runs}: {'killed' if is_killed else 'ended'} after {accepted - begin:,} accepted orders")
+    with silent_log():
+        orders = screen.run(_read, folder)
     lost = set(range(1, accepted + 1)) - set(orders)
     is_sound = verify(folder).sound
     screen.answer(f"{accepted:,} orders accepted, {len(set(orders)):,} there, {len(lost):,} lost")

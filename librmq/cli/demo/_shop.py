@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from itertools import product
+from itertools import count, product
 from typing import TYPE_CHECKING, Final
 
 import librmq
@@ -128,9 +129,17 @@ def _join(folder: str) -> None:
 # --- what the steps call
 
 
-def _log(*words: object) -> None:
-    """Print a line in one write, so that lines of several threads do not mix."""
-    os.write(1, f"{' '.join(map(str, words))}\n".encode())
+class _Log:
+    """A log on standard output; its process is killed when so many orders are charged, in the middle of a send."""
+
+    def __init__(self, killed_at: int) -> None:
+        self._killed_at = killed_at
+        self._charges = count(1)
+
+    def __call__(self, *words: object) -> None:
+        os.write(1, f"{' '.join(map(str, words))}\n".encode())  # in one write, because several threads log
+        if words[0] == "charged" and next(self._charges) == self._killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _key(message: StoredMessage) -> str:
@@ -202,23 +211,17 @@ def tell_shop(screen: Screen, folder: str, page: str) -> bool:
 
 
 def _tell_selling(screen: Screen, folder: str) -> bool:
-    screen.title("1  Send to a folder; two groups listen; kill -9 loses nothing")
+    screen.title("1  Send to a folder; two groups listen; kill -9 loses nothing", is_apart=False)
     screen.code(_sell)
-    lines: list[str] = []
-    charged = 0
-    with Program(__name__, "sell", folder, 1) as program:
-        for line in program.lines():
-            lines.append(line)
-            charged += line.startswith("charged")
-            if charged == _KILLED_AT:
-                program.kill()
-        program.end(is_killed=True)
+    with Program(__name__, "sell", folder, 1, _KILLED_AT) as program:
+        lines = [*program.lines()]
+        is_killed = program.end()
     screen.answer(f"killed with -9 when {_KILLED_AT} orders were charged; started again for the rest")
-    with Program(__name__, "sell", folder, 1 + _count(lines, "sent")) as program:
+    with Program(__name__, "sell", folder, 1 + _count(lines, "sent"), 0) as program:
         lines += program.lines()
         program.end()
     counts = [_count(lines, word) for word in ("sent", "charged", "mailed")]
-    is_whole = counts == [1000, 1000, 1000]
+    is_whole = is_killed and counts == [1000, 1000, 1000]
     screen.answer("{:,} orders sent, {:,} charged, {:,} mailed: ".format(*counts) + _verdict(is_whole))
     return is_whole
 
@@ -288,6 +291,6 @@ def _stored(folder: str) -> int:
 if __name__ == "__main__":
     with silent_log():
         if sys.argv[1] == "sell":
-            _sell(sys.argv[2], int(sys.argv[3]), _log)
+            _sell(sys.argv[2], int(sys.argv[3]), _Log(killed_at=int(sys.argv[4])))
         else:
             _join(sys.argv[2])

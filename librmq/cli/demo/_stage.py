@@ -27,7 +27,8 @@ ABOUT: Final = "Made by a demo of librmq, which replaces this folder on each run
 """The begin of ``README.txt`` in the folder of a demo."""
 _TITLE: Final = "1"
 _CODE: Final = "36"
-_SIGKILL: Final = -9
+_KILLED: Final = -9
+"""The status of a program that ``kill -9`` has ended."""
 
 
 class Screen:
@@ -44,9 +45,10 @@ class Screen:
         self._stream.write(f"\x1b[{style}m{line}\x1b[0m\n" if style and self._is_coloured else f"{line}\n")
         self._stream.flush()
 
-    def title(self, line: str) -> None:
-        """Print an empty line and the title of a step."""
-        self.say("")
+    def title(self, line: str, *, is_apart: bool = True) -> None:
+        """Print the title of a step, behind an empty line if it stands apart."""
+        if is_apart:
+            self.say("")
         self.say(line, _TITLE)
 
     def answer(self, line: str) -> None:
@@ -65,6 +67,10 @@ class Screen:
     def run(self, function: Callable[P, T], *arguments: P.args, **settings: P.kwargs) -> T:
         """Show the lines of a function, call it, and show what it prints."""
         self.code(function)
+        return self.call(function, *arguments, **settings)
+
+    def call(self, function: Callable[P, T], *arguments: P.args, **settings: P.kwargs) -> T:
+        """Call a function, and show what it prints."""
         printed = io.StringIO()
         try:
             with redirect_stdout(printed):
@@ -107,16 +113,17 @@ class Program:
         """Kill it by ``kill -9``."""
         self._process.kill()
 
-    def end(self, *, is_killed: bool = False) -> None:
-        """Send it an empty line, and wait for its end.
+    def end(self) -> bool:
+        """Send it an empty line, wait for its end, and return whether ``kill -9`` has ended it.
 
         Raises:
             InputError: It failed; the error has the last line that it printed.
         """
         _, errors = self._process.communicate("\n")
-        if self._process.returncode != (_SIGKILL if is_killed else 0):
+        if self._process.returncode not in (0, _KILLED):
             last = (errors.splitlines() or ["it printed no error"])[-1]
             raise InputError(f"a program of the demo ended with status {self._process.returncode}: {last}")
+        return self._process.returncode == _KILLED
 
 
 @contextmanager
