@@ -322,17 +322,17 @@ def demo(arguments: Sequence[str]) -> int:
     chosen = words.parse_args(arguments)
     folder: str = chosen.folder
 
-    def show(*parts: Sequence[str | Path]) -> int:
+    def show(*parts: Words) -> int:
         statuses = (run([PYTHON, "-P", *part], Path.cwd()) for part in parts)
         return next((status for status in statuses if status), 0)
 
-    store, broker, report = ([EXAMPLES / f"demo_{name}.py", folder] for name in ("store", "broker", "report"))
-    shop = ["-m", "librmq", "demo", "--keep", folder]
+    store, broker, report = ((EXAMPLES / f"demo_{name}.py", folder) for name in ("store", "broker", "report"))
+    shop = ("-m", "librmq", "demo", "--keep", folder)
     prepare(SMALL_DEMO_EXTRAS)
     if chosen.store:
         return show(store)
     if chosen.small:
-        return show(shop, broker, [*report, "--small"])
+        return show(shop, broker, (*report, "--small"))
     if frozenset(read_stamp()["extras"]) >= DEMO_EXTRAS:
         return show(shop, broker, report)
     print("Spark (450 MB) is installed meanwhile.", flush=True)
@@ -340,7 +340,7 @@ def demo(arguments: Sequence[str]) -> int:
         if status := show(shop, broker):
             return status
         if status := installing.wait():  # before the report, which would import packages that are half installed
-            show([*report, "--small"])
+            show((*report, "--small"))
             print("The part on Spark is left out: its installation failed, for the reason printed above.")
             return status
     return show(report)

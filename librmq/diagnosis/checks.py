@@ -345,31 +345,41 @@ def _filter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+_TOPICS_NAMED: Final = 3
+"""Topics that the subject of a finding about several names."""
+
+
 def _clock_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
-    """Yield the topics with messages whose producers' clocks were far from the broker's."""
+    """Yield one finding for all messages whose producers' clocks were far from the broker's."""
     topics = [topic for topic in view.topics if is_user_topic(topic)]
+    looked_at, most_s = 0, 0.0
+    hosts: Counter[str] = Counter()
+    late: Counter[str] = Counter()
     for topic in topics:
-        looked_at = 0
-        late_s: list[float] = []
-        hosts: Counter[str] = Counter()
         for message in newest(view, topic, max(_FEWEST, limits.sampled // len(topics))):
             looked_at += 1
             seconds = (message.store_timestamp_ms - message.born_timestamp_ms) / 1000
             if abs(seconds) > limits.clock_s and kind_of(message) == "plain":
-                late_s.append(seconds)
+                most_s = max(most_s, seconds, key=abs)
                 hosts[message.born_host[0]] += 1
-        if late_s:
-            most_s = max(late_s, key=abs)
-            yield Finding(
-                "born-far-from-stored", limits.severity_of(topic), f"topic {topic}",
-                f"{counted(len(late_s), 'message')} of the newest {looked_at:,}: more than {duration(limits.clock_s)} "
-                f"from birth to storing, up to {duration(abs(most_s))}{', born in the future' * (most_s < 0)}, most "
-                f"often on host {hosts.most_common(1)[0][0]}.",
-                {"messages": len(late_s), **sample_evidence(looked_at, view.message_count(topic)), "most_s": most_s,
-                 "hosts": dict(hosts.most_common(NAMED)), **cut_evidence(len(hosts) > NAMED)},
-                "Check the clock of that host, unless these messages were imported, replayed, or sent with a time of "
-                "their own.",
-            )  # fmt: skip
+                late[topic] += 1
+    if late:
+        severities = {limits.severity_of(topic) for topic in late}
+        named = [topic for topic, _ in late.most_common(_TOPICS_NAMED)]
+        more = f" and {len(late) - len(named)} more" * (len(late) > len(named))
+        # One for the store, because a wrong clock, or an import, concerns every topic that a producer sends to.
+        yield Finding(
+            "born-far-from-stored", "error" if "error" in severities else "warning",
+            f"topic{'s' * (len(late) > 1)} {', '.join(named)}{more}",
+            f"{counted(late.total(), 'message')} of the newest {looked_at:,}: more than {duration(limits.clock_s)} "
+            f"from birth to storing, up to {duration(abs(most_s))}{', born in the future' * (most_s < 0)}, most "
+            f"often on host {hosts.most_common(1)[0][0]}.",
+            {"messages": late.total(), **sample_evidence(looked_at, sum(map(view.message_count, topics))),
+             "most_s": most_s, "topics": dict(late.most_common(NAMED)), "hosts": dict(hosts.most_common(NAMED)),
+             **cut_evidence(max(len(late), len(hosts)) > NAMED)},
+            "Check the clock of that host, unless these messages were imported, replayed, or sent with a time of "
+            "their own.",
+        )  # fmt: skip
 
 
 def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:

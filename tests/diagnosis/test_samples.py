@@ -110,6 +110,17 @@ def test_messages_born_far_from_their_store_time(tmp_path: Path, hours: int, is_
         assert (evidence["messages"], evidence["looked_at"], evidence["most_s"]) == (1, 3, -hours * 3600)
 
 
+def test_a_wrong_clock_is_one_finding_for_all_topics(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "store", SMALL, clock=ManualClock(START_MS)) as store:
+        for topic, hours in ("orders", 3), ("bills", 5), ("bills", 5), ("mails", 0):
+            store.append(Message(topic, b"x"), born_timestamp_ms=START_MS - hours * HOUR_MS)
+    (found,) = [finding for finding in diagnose(tmp_path / "store") if finding.kind == "born-far-from-stored"]
+    assert (found.subject, found.severity) == ("topics bills, orders", "warning")
+    assert found.evidence["topics"] == {"bills": 2, "orders": 1}
+    assert (found.evidence["messages"], found.evidence["looked_at"], found.evidence["most_s"]) == (3, 4, 5 * 3600)
+    assert diagnose(tmp_path / "store", Thresholds(topics=frozenset({"orders"})))[0].severity == "error"
+
+
 def test_retries_in_topics_without_progress(tmp_path: Path) -> None:
     def fail(message: object) -> None:
         raise ReconsumeLater
