@@ -76,8 +76,8 @@ class OrderService:
         self.timeouts.subscribe("order-timeouts", self.cancel_if_unpaid)
 
     def start(self) -> None:
-        """Join the groups."""
-        for client in (self.producer, self.payments, self.timeouts):
+        """Join the groups, and begin to send the outbox."""
+        for client in (self.producer, self.payments, self.timeouts, self.sender):
             client.start()
 
     def shutdown(self) -> None:
@@ -120,7 +120,7 @@ class OrderService:
 
 
 def make_app(database: str = "sqlite:///orders.db", path: str = "order-data", broker: Broker | None = None) -> FastAPI:
-    """Make the application with a share of ``path``; a test passes its own broker, and sends the outbox itself."""
+    """Make the application with a share of ``path``; a test passes its own broker."""
     metrics = Metrics()
     registry = CollectorRegistry()
     export_to_prometheus(metrics, registry)
@@ -130,8 +130,6 @@ def make_app(database: str = "sqlite:///orders.db", path: str = "order-data", br
         own = librmq.share(path, metrics=metrics) if broker is None else broker
         service = OrderService(sqlalchemy.create_engine(database), own, metrics)
         service.start()
-        if broker is None:
-            service.sender.start()
         app.state.broker, app.state.service = own, service
         yield
         service.shutdown()

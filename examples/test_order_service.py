@@ -19,7 +19,7 @@ from librmq.testing import Kit, ServedKit
 
 
 class Shop:
-    """The service in a test: it sends its outbox when the test says so."""
+    """The service in a test, with a database of its own."""
 
     def __init__(self, rmq: Kit, folder: Path) -> None:
         self.database = sqlalchemy.create_engine(f"sqlite:///{folder}/orders.db")
@@ -33,7 +33,6 @@ class Shop:
 
     def place(self, number: str) -> None:
         self.service.place(number, "coat")
-        self.service.sender.run_due(self.rmq.clock.now_ms())
         self.rmq.run_until_idle()
 
     def causes(self) -> list[str]:
@@ -89,7 +88,6 @@ def test_a_crash_loses_no_message_of_the_outbox(rmq: Kit, shop: Shop) -> None:
     rmq.consumer("warehouse").subscribe("orders", lambda message: None)
     shop.service.place("o-1", "coat")
     rmq.crash(shop.process)  # the order is committed, and nothing is sent yet
-    shop.service.sender.run_due(rmq.clock.now_ms())
     rmq.advance(minutes=31)
     assert len(rmq.delivered("warehouse")) == 1
 

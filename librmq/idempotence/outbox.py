@@ -28,11 +28,13 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, Unpack
+from weakref import WeakSet
 
 from librmq.client.observation import keep_context
 from librmq.client.producer import Producer
-from librmq.clock import Clock, present_clock
+from librmq.clock import Clock, moves_by_itself, present_clock
 from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
 from librmq.idempotence._autocommit import Autocommit
@@ -46,7 +48,7 @@ from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import critical
-from librmq.runtime.runner import kept_for_later
+from librmq.runtime.runner import BackgroundTurns, Runner, kept_for_later
 
 _log = EventLog("librmq.outbox")
 
@@ -120,6 +122,9 @@ class Outbox:
         )
         if (keep := kept_for_later.get()) is not None:
             keep(message.properties[PROPERTY_UNIQUE_KEY])
+        for sender in list(_by_hand):
+            if sender.table == self.table:
+                sender.wake()
 
     async def add_async(self, connection: Any, message: Message, *, order_key: str | None = None) -> None:
         """Do as `add`, in a SQLAlchemy ``AsyncSession`` or ``AsyncConnection``."""
@@ -184,6 +189,8 @@ class OutboxKeywords(TypedDict, total=False):
     keep_sent: float | timedelta
 
 
+_by_hand: WeakSet[OutboxSender] = WeakSet()
+"""Started senders whose clock is moved by hand: `Outbox.add` wakes them."""
 _COLUMNS: Final = ", ".join(_Row._fields)
 _WAITS: Final = "state + 0 = 0"
 """Of rows that are named by their ids: in this form SQLite does not read all rows of the state instead."""
@@ -195,7 +202,8 @@ class OutboxSender:
     """Sends the rows of an outbox, oldest first. A sender belongs to one thread; any number of senders share a table.
 
     A refused row is tried again after 1 s, 2 s, … up to a minute, without limit. `start` starts a thread that sends;
-    without it, call `run_due`.
+    without it, call `run_due`. If the clock of the producer's runner is moved by hand, as in a kit, there is no thread:
+    moving the clock sends what is due.
     """
 
     def __init__(
@@ -246,7 +254,8 @@ class OutboxSender:
             clock = producer.client.runner.clock
         self._clock = clock or present_clock("OutboxSender")
         self._purge_at_ms = self._next_purge_ms()
-        self._background: Background | None = None
+        self._background: Background | BackgroundTurns | None = None
+        self._search_until_ms = 0
         self._closing = False
         self._is_checked = False
         self._is_out_of_reach = False
@@ -300,7 +309,7 @@ class OutboxSender:
         self._is_checked = True
 
     def start(self) -> OutboxSender:
-        """Start a thread that sends; `shutdown` ends it.
+        """Start a thread that sends, or turns of a runner whose clock is moved by hand; `shutdown` ends it.
 
         A database that fails now is logged, and tried again.
 
@@ -320,8 +329,34 @@ class OutboxSender:
             finally:
                 self._statements.close()
             with critical:  # so that `shutdown` always finds the thread
-                self._background = Background(self._run_in_thread, self._clock, "librmq-outbox")
+                self._background = self._begin_in_background()
         return self
+
+    def _begin_in_background(self) -> Background | BackgroundTurns:
+        """Begin to send by the runner of a producer whose clock is moved by hand, or else by a thread."""
+        if isinstance(self._producer, Producer):
+            client, runner = self._producer.client, self._producer.client.runner
+            if runner.clock is self._clock and not moves_by_itself(self._clock):
+                _by_hand.add(self)
+                self._search_until_ms = self._clock.now_ms() + self._claim_ms + self._poll_ms
+                label = f"{client.client_id} outbox {self.table}"
+                return BackgroundTurns(partial(self._run_by_hand, runner), runner, label, client)
+        return Background(self._run_in_thread, self._clock, "librmq-outbox")
+
+    def _run_by_hand(self, runner: Runner, now_ms: int) -> int | None:
+        """Send rows that are due; return when to look again.
+
+        Only other turns, and the test, change the table. So that hours pass in the time of their events, the table is
+        searched at each poll only while a claim or a pause may end, and otherwise with the next turn that has a time.
+        """
+        failed = self.failed
+        due = self._run_in_thread(now_ms)
+        if due is None or self.failed > failed:
+            self._search_until_ms = self._clock.now_ms() + _LAST_DELAY_MS + self._poll_ms
+        if due is None or due <= self._search_until_ms:
+            return due
+        other = runner.next_due_ms()
+        return None if other is None else max(due, other)
 
     def _run_in_thread(self, now_ms: int) -> int | None:
         try:
@@ -347,6 +382,7 @@ class OutboxSender:
     def wake(self) -> None:
         """Let the thread look for rows now instead of at its next poll; call this after a commit."""
         if self._background is not None:
+            self._search_until_ms = self._clock.now_ms() + self._claim_ms
             self._background.wake()
 
     def shutdown(self) -> bool:

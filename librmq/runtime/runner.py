@@ -263,6 +263,12 @@ class Runner:
     def _signal(self, at: int) -> None:
         """Note that a step is due at ``at``."""
 
+    def next_due_ms(self) -> int | None:
+        """Return when the next step is due, None if nothing is scheduled."""
+        with self.lock:
+            top = self._top()
+            return None if top is None else top.at
+
     def _top(self) -> Step | None:
         """Return the step that is due first. Entries of steps that were woken earlier, or have run, are outdated."""
         heap = self._heap
@@ -301,6 +307,39 @@ def aside_by(runner: Runner, label: str, owner: Owner, wake: Callable[[int], Non
         runner.submit(Work(label, wait, ended, owner))
 
     return aside
+
+
+class BackgroundTurns:
+    """Calls a step when it is due or woken, as `Background` does, in turns of a runner in place of a thread."""
+
+    def __init__(self, step: Callable[[int], int | None], runner: Runner, label: str, owner: Owner) -> None:
+        """Make the step due at once; it runs without the runner's lock, and dies with its owner."""
+        self._call = step
+        self._runner = runner
+        self._owner = owner
+        self._stopped = False
+        self._step = Step(label, self._begin, owner)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the step run now."""
+        with self._runner.lock:
+            if not self._stopped:
+                self._runner.wake(self._step)
+
+    def stop(self) -> None:
+        """Begin the step no more."""
+        self._stopped = True
+
+    def _begin(self, now_ms: int) -> None:
+        if not self._stopped:
+            self._runner.submit(Work(self._step.label, lambda: self._call(now_ms), self._end, self._owner))
+
+    def _end(self, due: int | None, error: Exception | None) -> None:
+        if error is not None:
+            raise error
+        if due is not None and not self._stopped:
+            self._runner.wake(self._step, due)
 
 
 class _TimePasses:
@@ -458,12 +497,6 @@ class ManualRunner(Runner):
                 f"still running after {_PATIENCE_S} s of real time: {', '.join(labels[:5])}, waiting at "
                 f"{', '.join(places[:5])}: time stands until listeners end, so they can't wait for later messages"
             )
-
-    def next_due_ms(self) -> int | None:
-        """Return when the next step is due, None if nothing is scheduled."""
-        with self.lock:
-            top = self._top()
-            return None if top is None else top.at
 
     def _take_turns(self, until_ms: int) -> None:
         if type(self).pick is ManualRunner.pick:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from librmq.testing._kit import UnsoundStoreError as UnsoundStoreError
     from librmq.testing._kit_runner import Elapsed as Elapsed
     from librmq.testing._kit_runner import NotAwaitedError as NotAwaitedError
-    from librmq.testing._kit_runner import ProcessStateError as ProcessStateError
     from librmq.testing._process import Process as Process
     from librmq.testing._process import ProcessDied as ProcessDied
+    from librmq.testing._process import ProcessStateError as ProcessStateError
     from librmq.testing.evidence import UndeliveredWarning as UndeliveredWarning
     from librmq.testing.evidence import UnknownGroupError as UnknownGroupError
     from librmq.testing.exploring._exploration import Exploration as Exploration
@@ -44,8 +44,8 @@ else:
             "librmq.testing.histories._history": ("DeliveryAttempt", "History", "HistoryLine"),
             "librmq.testing.histories._verdict": ("HistoryAnomalyError",),
             "librmq.testing._kit": ("Kit", "UnsoundStoreError"),
-            "librmq.testing._kit_runner": ("Elapsed", "NotAwaitedError", "ProcessStateError"),
-            "librmq.testing._process": ("Process", "ProcessDied"),
+            "librmq.testing._kit_runner": ("Elapsed", "NotAwaitedError"),
+            "librmq.testing._process": ("Process", "ProcessDied", "ProcessStateError"),
             "librmq.testing._drills": ("one_cluster", "run_drill"),
             "librmq.testing.served": ("ServedKit",),
         },

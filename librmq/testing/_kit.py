@@ -27,9 +27,9 @@ from librmq.message.message import MessageQueue, StoredMessage
 from librmq.runtime.runner import kept_for_later
 from librmq.testing._faults import Faults
 from librmq.testing._from_store import DEFAULT_NOW_MS, FOLDER, GroupNames, StoreStart
-from librmq.testing._kit_runner import Driver, Elapsed, KitRunner, ProcessStateError, ProcessTable, current_work
+from librmq.testing._kit_runner import Driver, Elapsed, KitRunner, ProcessTable, current_work
 from librmq.testing._network import SMALL_FILES, Frames, Network, broker_names
-from librmq.testing._process import A_PROCESS, ConsumerArguments, Process
+from librmq.testing._process import A_PROCESS, ConsumerArguments, Process, ProcessStateError
 from librmq.testing._replica import KitReplica, open_replica
 from librmq.testing.evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing.histories._history import DeliveryAttempt, History

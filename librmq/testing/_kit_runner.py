@@ -22,7 +22,7 @@ from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.runtime.runner import ManualRunner, Step, Turn, Work
 from librmq.testing._faults import Faults
 from librmq.testing._network import KitParts
-from librmq.testing._process import A_PROCESS, LIBRARY, Process, ProcessDied
+from librmq.testing._process import A_PROCESS, LIBRARY, Process, ProcessDied, ProcessStateError
 
 LONGEST_CHAIN = 1_000
 
@@ -457,10 +457,6 @@ def _own_traceback(error: BaseException) -> TracebackType | None:
 
 
 # ---- processes
-
-
-class ProcessStateError(RuntimeError):
-    """A process cannot do what the test asks: it has ended, cannot start, or makes the call in its own listener."""
 
 
 class ProcessTable:

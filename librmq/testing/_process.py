@@ -95,6 +95,10 @@ class _Observer(Protocol):
     def ended_in_background(self, result: object, error: Exception | None) -> None: ...
 
 
+class ProcessStateError(RuntimeError):
+    """A process cannot do what the test asks: it has ended, cannot start, or makes the call in its own listener."""
+
+
 class _Kit(KitParts, Protocol):
     @property
     def runner(self) -> Runner: ...
@@ -183,8 +187,14 @@ class Process(Route):
     def background(self, call: Callable[[], Any], label: str = "background") -> None:
         """Run a function later, like a thread of this process, unless the process dies first.
 
-        A process that is dead runs nothing: after a crash use the one that `Kit.crash` has returned.
+        Raises:
+            ProcessStateError: The process is dead: after a crash use the one that `Kit.crash` has returned.
         """
+        if self.dead:
+            raise ProcessStateError(
+                f"{self.label} is dead, so it runs nothing: call `background` of the process that rmq.crash or "
+                "rmq.restart has returned"
+            )
         runner = self._kit.runner
         with runner.lock:
             runner.submit(Work(f"{self.label} {label}", call, self._kit.observer.ended_in_background, self))

@@ -12,8 +12,9 @@ from librmq.cluster.sites import check_site, site_of
 from librmq.errors import BrokerUnreachableError, ConfigError, ReplicaError
 from librmq.message.message import StoredMessage
 from librmq.protocol import LogBytes, Request
-from librmq.testing._kit_runner import KitRunner, ProcessStateError
+from librmq.testing._kit_runner import KitRunner
 from librmq.testing._network import KitParts
+from librmq.testing._process import ProcessStateError
 from librmq.testing.evidence import KitObserver
 
 # ---- the link to the master

@@ -22,9 +22,9 @@ from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, is_user_topic, retry_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.testing._faults import Faults
-from librmq.testing._kit_runner import KitRunner, ProcessStateError, current_work
+from librmq.testing._kit_runner import KitRunner, current_work
 from librmq.testing._network import KitParts
-from librmq.testing._process import Process
+from librmq.testing._process import Process, ProcessStateError
 from librmq.testing.histories._history import Call, DeliveryAttempt, History, show
 from librmq.testing.histories._verdict import Facts, Scene
 

@@ -272,3 +272,65 @@ def test_without_a_clock_that_can_be_found_the_error_says_what_to_pass() -> None
         assert Context().run(sender.run_due, 0) == rmq.clock.now_ms() + 5_000  # the clock of its route
     for call in calls[2:]:
         Context().run(call)
+
+
+# --- a sender that is started, under a clock that the test moves
+
+
+def add(connect: Callable[[], sqlite3.Connection], *bodies: bytes) -> None:
+    with closing(connect()) as database:
+        for body in bodies:
+            Outbox().add(database, Message("orders", body))
+        database.commit()
+
+
+@pytest.fixture
+def connect(tmp_path: Path) -> Callable[[], sqlite3.Connection]:
+    with closing(sqlite3.connect(tmp_path / "shop.db")) as database:
+        upgrade_tables(database)
+    return lambda: sqlite3.connect(tmp_path / "shop.db")
+
+
+def test_advance_sends_what_a_started_sender_has_to_send(rmq: Kit, connect: Callable[[], sqlite3.Connection]) -> None:
+    rmq.consumer("billing").subscribe("orders", lambda message: None)
+    with OutboxSender(connect, rmq.producer()).start() as sender:
+        assert sender.start() is sender
+        add(connect, b"o-1")
+        rmq.run_until_idle()
+        assert [one.body for one in rmq.delivered("billing")] == [b"o-1"]
+        rmq.advance(hours=8)
+        add(connect, b"o-2", b"o-3")
+        rmq.advance(seconds=1)
+        assert [one.body for one in rmq.delivered("billing")] == [b"o-1", b"o-2", b"o-3"]
+    add(connect, b"o-4")
+    rmq.advance(hours=1)
+    assert len(rmq.messages("orders")) == 3
+
+
+def test_a_started_sender_tries_again_what_was_refused(rmq: Kit, connect: Callable[[], sqlite3.Connection]) -> None:
+    rmq.faults.refuse_send("orders", busy=True)
+    with OutboxSender(connect, rmq.producer()).start() as sender:
+        add(connect, b"o-1")
+        rmq.run_until_idle()
+        assert (sender.sent, sender.failed) == (0, 1)
+        rmq.advance(seconds=2)
+        assert (sender.sent, [message.body for message in rmq.messages("orders")]) == (1, [b"o-1"])
+
+
+def test_a_started_sender_dies_with_its_process(rmq: Kit, connect: Callable[[], sqlite3.Connection]) -> None:
+    """What the dead one had claimed is sent by its successor, when the claim is over."""
+    senders = []
+
+    def shop(broker: Process) -> None:
+        senders.append(OutboxSender(connect, broker.producer()).start())
+
+    process = rmq.app("shop", shop)
+    rmq.run_until_idle()
+    process = rmq.crash(process) or process
+    add(connect, b"o-1")
+    rmq.advance(minutes=2)
+    assert [sender.sent for sender in senders] == [0, 1]
+    rmq.crash(process, restart=False)
+    add(connect, b"o-2")
+    rmq.advance(hours=1)
+    assert [sender.sent for sender in senders] == [0, 1]

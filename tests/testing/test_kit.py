@@ -871,6 +871,8 @@ def test_background_work_dies_with_its_process(rmq: Kit) -> None:
     rmq.crash(process)
     rmq.run_until_idle()
     assert done == ["shop~2"]
+    with pytest.raises(ProcessStateError, match=r"shop is dead.* that rmq\.crash or rmq\.restart has returned"):
+        process.background(lambda: None)
 
 
 # ---- applications as in production

@@ -8,8 +8,7 @@ import pytest
 
 from librmq import BrokerUnreachableError, ConfigError, select_by_hash
 from librmq.client.allocation import allocate_by_site
-from librmq.testing import Kit, explore
-from librmq.testing._kit_runner import ProcessStateError
+from librmq.testing import Kit, ProcessStateError, explore
 from tests.histories import check_drained
 
 

@@ -12,8 +12,7 @@ from librmq.broker import BrokerConfig
 from librmq.broker._replication import Replication
 from librmq.client.sender import SendResult
 from librmq.protocol import SendStatus
-from librmq.testing import Kit, explore
-from librmq.testing._kit_runner import ProcessStateError
+from librmq.testing import Kit, ProcessStateError, explore
 
 MINUTE = 60
 
