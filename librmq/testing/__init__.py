@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.testing._drills import one_cluster as one_cluster
+    from librmq.testing._deployments import one_cluster as one_cluster
+    from librmq.testing._drills import Drill as Drill
+    from librmq.testing._drills import DrillReport as DrillReport
     from librmq.testing._drills import run_drill as run_drill
     from librmq.testing._faults import Faults as Faults
     from librmq.testing._kit import Kit as Kit
@@ -46,7 +48,8 @@ else:
             "librmq.testing._kit": ("Kit", "UnsoundStoreError"),
             "librmq.testing._kit_runner": ("Elapsed", "NotAwaitedError"),
             "librmq.testing._process": ("Process", "ProcessDied", "ProcessStateError"),
-            "librmq.testing._drills": ("one_cluster", "run_drill"),
+            "librmq.testing._deployments": ("one_cluster",),
+            "librmq.testing._drills": ("Drill", "DrillReport", "run_drill"),
             "librmq.testing.served": ("ServedKit",),
         },
     )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from html import escape
-from typing import Final, Literal, NamedTuple, get_args
+from typing import NamedTuple, Self
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.client.allocation import allocate_by_site
@@ -18,22 +17,17 @@ from librmq.client.recorded_route import RecordedRoute
 from librmq.client.recorder import Event, Recorder
 from librmq.cluster import Cluster, Replica, ReplicaRoute, RoutedClient, RouteTable, SiteRoute, SiteRouter, site_of
 from librmq.cluster.replica import ReplicaConfig
-from librmq.cluster.sites import check_site
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import ConfigError, RmqError
 from librmq.files.memory import MemoryFiles
 from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
+from librmq.testing._deployments import Deployment, check_deployment
 from librmq.testing.histories._history import History
 from librmq.testing.histories.anomalies import Anomaly, check_history
 
 # ---- results
-
-_COLOURS: Final = ("#1b6ca8", "#2e9e5b", "#b8860b", "#8e44ad", "#16a085", "#7f5539", "#5c6bc0", "#ad1457")
-_WIDTH, _LEFT, _EDGE, _TOP, _LANE = 400, 44, 8, 76, 110  # little wider than a phone
-_SITES_IN_ROW: Final = 4
-_HALO: Final = 'stroke="white" stroke-width="4" paint-order="stroke"'
 
 
 class TimelineRow(NamedTuple):
@@ -124,269 +118,12 @@ class DrillReport:
             )
         return "\n".join(rows)
 
-    # ---- picture
-
-    def svg(self) -> str:
-        """Return a picture: what each site's consumers got from where, then lag and refused sends, with the events."""
-        lanes = [*self.sites, "lag", "refused"]
-        top = self._top()
-        bottom = top + _LANE * len(lanes) + 30
-        height = bottom + 17 * len(self.events) + 10
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" '
-            f'width="{_WIDTH}" height="{height}" font-size="12">',
-            f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-            f'<text x="{_EDGE}" y="18" font-size="15">{escape(self.name)}: messages per minute</text>',
-        ]
-        parts += self._legend()
-        parts += self._marks(bottom)
-        for number, lane in enumerate(lanes):
-            parts += self._lane(lane, top + _LANE * number)
-        return "\n".join([*parts, "</svg>"]) + "\n"
-
-    def _top(self) -> int:
-        """Return the place below the legend, which can have several rows, and the numbers of the events."""
-        return _TOP + 16 * ((len(self.sites) - 1) // _SITES_IN_ROW)
-
-    def _x(self, minute: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _EDGE) * minute / max(1, len(self.minutes))
-
-    def _legend(self) -> list[str]:
-        parts = []
-        for number, site in enumerate(self.sites):
-            row, column = divmod(number, _SITES_IN_ROW)
-            x, y = _EDGE + 96 * column, 28 + 16 * row
-            parts.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{_COLOURS[number % len(_COLOURS)]}"/>')
-            parts.append(f'<text x="{x + 14}" y="{y + 10}">from {escape(site)}</text>')
-        return parts
-
-    def _lane(self, lane: str, top: int) -> list[str]:
-        if lane in self.sites:
-            title = f"consumed at {lane}"
-            stacks = [[minute.consumed[lane, site] for site in self.sites] for minute in self.minutes]
-            colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(self.sites))]
-        elif lane == "lag":
-            title, colours = "waiting at the end of the minute", ["#c77700"]
-            stacks = [[minute.lag] for minute in self.minutes]
-        else:
-            title, colours = "sends refused", ["#c0392b"]
-            stacks = [[minute.refused] for minute in self.minutes]
-        highest = max((sum(stack) for stack in stacks), default=0)
-        high, base = _LANE - 40, top + _LANE - 14
-        width = (_WIDTH - _LEFT - _EDGE) / max(1, len(stacks))
-        parts = [
-            f'<text x="{_LEFT}" y="{top + 14}" {_HALO}>{escape(title)}</text>',
-            f'<line x1="{_LEFT}" y1="{base}" x2="{_WIDTH - _EDGE}" y2="{base}" stroke="#888"/>',
-            f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>',
-        ]
-        if highest:
-            parts.append(f'<text x="{_LEFT - 6}" y="{base - high + 8}" text-anchor="end">{highest:,}</text>')
-        for minute, stack in enumerate(stacks):
-            y = float(base)
-            for count, colour in zip(stack, colours, strict=True):
-                if count:
-                    tall = high * count / highest
-                    y -= tall
-                    parts.append(
-                        f'<rect x="{self._x(minute):.1f}" y="{y:.1f}" width="{max(0.5, width - 1):.1f}" '
-                        f'height="{tall:.1f}" fill="{colour}"/>'
-                    )
-        return parts
-
-    def _marks(self, bottom: int) -> list[str]:
-        """Return the numbered lines of the events, the list of events, and the axis."""
-        parts, numbers = [], []
-        for number, row in enumerate(self.events):
-            x, y = self._x(row.minute), self._top() - 22 + 11 * (number % 2)
-            parts.append(f'<path d="M{x:.1f} {y + 2}V{bottom - 28}" stroke="#333" stroke-dasharray="2 3"/>')
-            numbers.append(f'<text x="{x:.1f}" y="{y}" font-size="11" text-anchor="middle" {_HALO}>{number + 1}</text>')
-            caption = f"{number + 1}  minute {row.minute:g}, {row.what}"
-            parts.append(f'<text x="{_EDGE}" y="{bottom + 14 + 17 * number}">{escape(caption)}</text>')
-        for minute in range(0, len(self.minutes) + 1, max(1, len(self.minutes) // 6)):
-            parts.append(f'<text x="{self._x(minute):.1f}" y="{bottom - 12}" text-anchor="middle">{minute}</text>')
-        return parts + numbers  # after all lines, whose neighbours would strike them through
-
 
 def _part(count: int, total: int) -> str:
     return f"{count:,} ({100 * count / total:.0f} %)" if count and total else f"{count:,}"
 
 
-# ---- deployments over sites, and the script of their failures
-
-Verb = Literal[
-    "lose consumers",
-    "return consumers",
-    "lose brokers",
-    "return brokers",
-    "destroy disks",
-    "lose site",
-    "return site",
-    "cut link",
-    "heal link",
-]
-
-
-class Fault(NamedTuple):
-    """One line of a script: at this minute, a part of a site fails or returns."""
-
-    minute: float
-    verb: Verb
-    site: str
-
-
-Script = Sequence[Fault | tuple[float, Verb, str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
-    """Clusters, their sites, and how a site chooses its cluster."""
-
-    name: str
-    title: str
-    clusters: Mapping[str, Sequence[str]]
-    """The sites at which each cluster has brokers."""
-    homes: Mapping[str, str]
-    """The cluster that each site uses."""
-    brokers: int = 2
-    """Number of brokers that a cluster has at each of its sites."""
-    consumers: int = 2
-    """Number of consumers at each site; all are in one group."""
-    switched: Literal["never", "by hand", "by probe", "by promotion"] = "never"
-    """How a site changes to another cluster in an outage; by promotion, replicas take their masters' places."""
-    replicas: Mapping[str, str] = field(default_factory=dict)
-    """The site at which the brokers of a cluster have replicas."""
-    replication: Literal["async", "sync"] = "async"
-    """Whether sends wait for replicas, as in `BrokerConfig`."""
-    replica_lag_s: float = 0.05
-    """Time after which a replica gets messages that no send waits for."""
-    moves_consumers: bool = False
-    """Whether consumers change to another cluster too."""
-    operator_minutes: float = 5
-    """Minutes until an operator switches manually, or promotes replicas."""
-
-
-_TWO: Final = ("hz", "sh")
-
-
-def one_cluster(sites: Sequence[str] = _TWO) -> Deployment:
-    """One cluster over all sites; producers and consumers prefer their own site."""
-    return Deployment(
-        name="one cluster",
-        title="one cluster over all sites",
-        clusters={"main": tuple(sites)},
-        homes=dict.fromkeys(sites, "main"),
-    )
-
-
-def one_active(sites: Sequence[str] = _TWO) -> Deployment:
-    """A cluster at each site. All clients use the first one; an operator switches to the second one manually."""
-    return Deployment(
-        name="one active",
-        title="a cluster at each site, one of them active, switched by hand",
-        clusters={site: (site,) for site in sites},
-        homes=dict.fromkeys(sites, sites[0]),
-        switched="by hand",
-        moves_consumers=True,
-    )
-
-
-def one_active_replicated(
-    sites: Sequence[str] = _TWO, *, replication: Literal["async", "sync"] = "async"
-) -> Deployment:
-    """A cluster at the first site, whose brokers have replicas at the second; an operator promotes these manually."""
-    return Deployment(
-        name=f"one active, {'sync ' * (replication == 'sync')}replicas",
-        title="a cluster at one site, with replicas at another",
-        clusters={sites[0]: (sites[0],)},
-        homes=dict.fromkeys(sites, sites[0]),
-        replicas={sites[0]: sites[1]},
-        replication=replication,
-        switched="by promotion",
-    )
-
-
-def two_active(sites: Sequence[str] = _TWO) -> Deployment:
-    """A cluster at each site, which the site's clients always use."""
-    return Deployment(
-        name="all active",
-        title="a cluster at each site, each active for its site",
-        clusters={site: (site,) for site in sites},
-        homes={site: site for site in sites},
-    )
-
-
-def two_active_routed(sites: Sequence[str] = _TWO) -> Deployment:
-    """A cluster at each site, and a router that directs a site's producers elsewhere while its cluster is down."""
-    return Deployment(
-        name="all active, routed",
-        title="a cluster at each site, and a router that probes",
-        clusters={site: (site,) for site in sites},
-        homes={site: site for site in sites},
-        switched="by probe",
-    )
-
-
-def presets(sites: Sequence[str] = _TWO) -> tuple[Deployment, ...]:
-    """Return the five deployments that are usually compared."""
-    return (
-        one_cluster(sites),
-        one_active(sites),
-        one_active_replicated(sites),
-        two_active(sites),
-        two_active_routed(sites),
-    )
-
-
-def outages(site: str = "hz") -> tuple[Fault, ...]:
-    """Return the script of an hour in which one site loses its consumers, then its brokers, then everything."""
-    return (
-        Fault(5, "lose consumers", site),
-        Fault(12, "return consumers", site),
-        Fault(20, "lose brokers", site),
-        Fault(30, "return brokers", site),
-        Fault(40, "lose site", site),
-        Fault(50, "return site", site),
-    )
-
-
-def disk_loss(sites: Sequence[str] = _TWO) -> tuple[Fault, ...]:
-    """Return a script of half an hour in which the first site loses its brokers' disks while no consumer runs.
-
-    The brokers return with empty disks, unless replicas have taken their places.
-    """
-    return (
-        *(Fault(5, "lose consumers", site) for site in sites),
-        Fault(10, "destroy disks", sites[0]),
-        Fault(16, "return brokers", sites[0]),
-        *(Fault(20, "return consumers", site) for site in sites),
-    )
-
-
-def check_script(deployment: Deployment, script: Script, minutes: float) -> list[Fault]:
-    """Return the failures in a script, ordered by time.
-
-    Raises:
-        ConfigError: A verb or site is unknown, a minute is outside the drill, or the deployment is impossible.
-    """
-    for site, cluster in deployment.homes.items():
-        check_site(site)
-        if cluster not in deployment.clusters:
-            raise ConfigError(f"site {site!r}: no cluster serves it: found {cluster!r}")
-    for cluster, site in deployment.replicas.items():
-        if cluster not in deployment.clusters or site in deployment.clusters[cluster]:
-            raise ConfigError(f"replicas: expected another site than those of a cluster, found {cluster!r} at {site!r}")
-    if deployment.brokers < 1 or deployment.consumers < 1:
-        raise ConfigError("deployment: expected at least one broker and one consumer at each site")
-    faults = [Fault(*row) for row in script]
-    for fault in faults:
-        if fault.verb not in get_args(Verb):
-            raise ConfigError(f"script: unknown verb {fault.verb!r}; expected one of {', '.join(get_args(Verb))}")
-        if fault.site not in deployment.homes:
-            raise ConfigError(f"script: unknown site {fault.site!r}; expected one of {', '.join(deployment.homes)}")
-        if not 0 <= fault.minute <= minutes:
-            raise ConfigError(f"script: minute {fault.minute:g} is outside the drill of {minutes:g} minutes")
-    return sorted(faults, key=lambda fault: fault.minute)
-
+# ---- a drill
 
 _TOPIC = "orders"
 _GROUP = "billing"
@@ -395,43 +132,23 @@ _SETTLE_MINUTES = 10
 _QUEUES = 4
 
 
-def run_drill(
-    deployment: Deployment, script: Script | None = None, *, minutes: int = 60, rate: float = 1.0
-) -> DrillReport:
-    """Run a deployment for ``minutes`` of its own clock, with ``rate`` orders a second at each site.
+class Drill:
+    """A deployment at work, with the verbs of a script: it lets time pass, and parts of a site fail or return.
 
-    Users of a lost site use the next one. At the end everything but destroyed disks returns, and messages that are not
-    consumed within ten more minutes count as lost. By default the first site fails according to `outages`.
-
-    Raises:
-        ConfigError: The script or the deployment is impossible.
+    Each verb raises a `ConfigError` for a site that the deployment does not have.
     """
-    if minutes < 1 or not 0 < rate <= 1_000:
-        raise ConfigError(
-            f"drill: expected 1 minute or more and 1,000 orders a second at most, found {minutes}, {rate}"
-        )
-    sites = list(deployment.homes)
-    faults = check_script(deployment, outages(sites[0]) if script is None else script, minutes)
-    with _Drill(deployment, minutes) as drill:
-        tick_ms = round(1000 / rate)
-        end_ms = drill.begin_ms + minutes * _MINUTE_MS
-        drill.plan(faults)
-        while drill.runner.now_ms() < end_ms:
-            drill.do_due()
-            for site in sites:
-                drill.send(site)
-            drill.runner.advance(min(tick_ms, end_ms - drill.runner.now_ms()))
-        drill.settle()
-        return drill.report
 
-
-class _Drill:
-    def __init__(self, deployment: Deployment, minutes: int) -> None:
-        self.deployment = deployment
-        self.runner = ManualRunner()
-        self.begin_ms = self.runner.now_ms()
-        self.report = DrillReport(deployment.name, tuple(deployment.homes), [Minute() for _ in range(minutes)])
-        self._history = History(self.begin_ms)
+    def __init__(self, deployment: Deployment, rate: float) -> None:
+        """Use `run_drill`, which also settles the drill at its end."""
+        check_deployment(deployment)
+        if not 0 < rate <= 1_000:
+            raise ConfigError(f"rate: expected 1,000 orders a second at most, and some, found {rate}")
+        self.deployment: Deployment = deployment
+        self.runner: ManualRunner = ManualRunner()
+        self._begin_ms = self.runner.now_ms()
+        self._tick_ms = round(1000 / rate)
+        self.report: DrillReport = DrillReport(deployment.name, tuple(deployment.homes))
+        self._history = History(self._begin_ms)
         self._recorder = Recorder(self.runner.now_ms, self._history)
         self._closing = ExitStack()
         self._due: list[tuple[int, Callable[[], None]]] = []
@@ -476,9 +193,9 @@ class _Drill:
         for site in deployment.homes:
             self._return_consumers(site)
         self.runner.advance(1_000)
-        self.begin_ms = self.runner.now_ms()
+        self._begin_ms = self.runner.now_ms()
 
-    def __enter__(self) -> _Drill:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -520,7 +237,7 @@ class _Drill:
         minute.consumed[site, where] += 1
         report.longest_wait_s = max(report.longest_wait_s, (now_ms - self._sent_ms[message.body]) / 1000)
 
-    def send(self, users_of: str) -> None:
+    def _send(self, users_of: str) -> None:
         """Send an order for a user of a site: there or, if the site is lost, at the next one."""
         sites = list(self.deployment.homes)
         at = sites.index(users_of)
@@ -541,18 +258,82 @@ class _Drill:
         minute.sent[site, where] += 1
         report.sends_across += where != site
 
-    # ---- script
+    # ---- verbs of a script
 
-    def plan(self, faults: list[Fault]) -> None:
-        for fault in faults:
-            self._at(fault.minute, partial(self._fail, fault))
+    def run(self, *, minutes: float) -> None:
+        """Let time pass, in which users of each site order."""
+        end_ms = self.runner.now_ms() + round(minutes * _MINUTE_MS)
+        for _ in range(len(self.report.minutes), -(-(end_ms - self._begin_ms) // _MINUTE_MS)):
+            self.report.minutes.append(Minute())
+        while self.runner.now_ms() < end_ms:
+            self._do_due()
+            for site in self.deployment.homes:
+                self._send(site)
+            self.runner.advance(min(self._tick_ms, end_ms - self.runner.now_ms()))
+
+    def lose_consumers(self, site: str) -> None:
+        """Kill the consumers of a site."""
+        self._note_verb(site, "lose consumers")
+        self._lose_consumers(site)
+
+    def return_consumers(self, site: str) -> None:
+        """Start new consumers in place of those that a site has lost."""
+        self._note_verb(site, "return consumers")
+        self._return_consumers(site)
+
+    def lose_brokers(self, site: str) -> None:
+        """Kill the brokers of a site, whose disks remain."""
+        self._note_verb(site, "lose brokers")
+        self._lose_brokers(site)
+
+    def return_brokers(self, site: str) -> None:
+        """Start the brokers of a site again: on their disks, or on empty ones where these are destroyed."""
+        self._note_verb(site, "return brokers")
+        self._return_brokers(site)
+
+    def destroy_disks(self, site: str) -> None:
+        """Kill the brokers of a site, and lose their disks."""
+        self._note_verb(site, "destroy disks")
+        self._lose_brokers(site)
+        self._destroyed.update(name for _, name in self._brokers_at(site))
+
+    def lose_site(self, site: str) -> None:
+        """Kill the brokers and consumers of a site; its users order at the next one."""
+        self._note_verb(site, "lose site")
+        self._lose_brokers(site)
+        self._lose_consumers(site)
+        self._dark.add(site)
+
+    def return_site(self, site: str) -> None:
+        """Start the brokers and consumers of a site again, at which its users order."""
+        self._note_verb(site, "return site")
+        self._return_brokers(site)
+        self._return_consumers(site)
+        self._dark.discard(site)
+
+    def cut_link(self, site: str) -> None:
+        """Cut all links between a site and others."""
+        self._note_verb(site, "cut link")
+        self._link(site, is_cut=True)
+
+    def heal_link(self, site: str) -> None:
+        """Restore all links between a site and others."""
+        self._note_verb(site, "heal link")
+        self._link(site, is_cut=False)
+
+    def _note_verb(self, site: str, what: str) -> None:
+        if site not in self.deployment.homes:
+            raise ConfigError(f"script: unknown site {site!r}; expected one of {', '.join(self.deployment.homes)}")
+        self._note(f"{site}: {what}")
+
+    # ---- what happens by time
 
     def _at(self, minute: float, call: Callable[[], None]) -> None:
-        self._due.append((self.begin_ms + round(minute * _MINUTE_MS), call))
+        self._due.append((self._begin_ms + round(minute * _MINUTE_MS), call))
         self._due.sort(key=lambda event: event[0])
 
-    def do_due(self) -> None:
-        """Apply the failures that are due, and record switches and the lag."""
+    def _do_due(self) -> None:
+        """Let operators do what is due, and record switches and the lag."""
         while self._due and self._due[0][0] <= self.runner.now_ms():
             self._due.pop(0)[1]()
         self._note_switches()
@@ -562,41 +343,40 @@ class _Drill:
 
     def _note_switches(self) -> None:
         for switch in self._router.switches[self._switches_reported :]:
-            minute = (switch.at_ms - self.begin_ms) / _MINUTE_MS
+            minute = (switch.at_ms - self._begin_ms) / _MINUTE_MS
             self._note(f"{switch.site} switches from {switch.before} to {switch.after}: {switch.why}", minute)
         self._switches_reported = len(self._router.switches)
 
     def _note(self, what: str, minute: float | None = None) -> None:
-        at = (self.runner.now_ms() - self.begin_ms) / _MINUTE_MS if minute is None else minute
+        at = (self.runner.now_ms() - self._begin_ms) / _MINUTE_MS if minute is None else minute
         self.report.events.append(TimelineRow(round(at, 2), what))
 
     def _minute(self) -> Minute:
-        number = (self.runner.now_ms() - self.begin_ms) // _MINUTE_MS
+        """Return the present minute; the last one, too, for what comes after the end of the script."""
+        number = (self.runner.now_ms() - self._begin_ms) // _MINUTE_MS
         return self.report.minutes[min(max(0, number), len(self.report.minutes) - 1)]
 
-    def _fail(self, fault: Fault) -> None:
-        self._note(f"{fault.site}: {fault.verb}")
-        site, (lost, what) = fault.site, fault.verb.split(" ")
-        is_lost = lost in ("lose", "cut", "destroy")
-        if what in ("brokers", "site", "disks"):
-            for cluster, name in self._brokers_at(site):
-                if is_lost and not cluster.broker(name).dead:
-                    self._recorder.broker_crashed(name)
-                    cluster.crash(name)
-                if what == "disks":
-                    self._destroyed.add(name)
-                elif not is_lost and cluster.broker(name).dead:
-                    self._reopen(cluster, name)
-            act = {"by hand": self._router.redirect, "by promotion": self._promote}.get(self.deployment.switched)
-            if act is not None:
-                at = (self.runner.now_ms() - self.begin_ms) / _MINUTE_MS + self.deployment.operator_minutes
-                self._at(at, act)
-        if what in ("consumers", "site"):
-            (self._lose_consumers if is_lost else self._return_consumers)(site)
-        if what == "site":
-            (self._dark.add if is_lost else self._dark.discard)(site)
-        if what == "link":
-            self._link(site, is_cut=is_lost)
+    # ---- brokers
+
+    def _lose_brokers(self, site: str) -> None:
+        for cluster, name in self._brokers_at(site):
+            if not cluster.broker(name).dead:
+                self._recorder.broker_crashed(name)
+                cluster.crash(name)
+        self._call_operator()
+
+    def _return_brokers(self, site: str) -> None:
+        for cluster, name in self._brokers_at(site):
+            if cluster.broker(name).dead:
+                self._reopen(cluster, name)
+        self._call_operator()
+
+    def _call_operator(self) -> None:
+        """Let an operator look at the brokers some minutes later, where the deployment has one."""
+        act = {"by hand": self._router.redirect, "by promotion": self._promote}.get(self.deployment.switched)
+        if act is not None:
+            at = (self.runner.now_ms() - self._begin_ms) / _MINUTE_MS + self.deployment.operator_minutes
+            self._at(at, act)
 
     def _brokers_at(self, site: str) -> Iterator[tuple[Cluster, str]]:
         for cluster in self._clusters.values():
@@ -701,7 +481,11 @@ class _Drill:
 
     def settle(self) -> None:
         """Record the lag at the end, let everything return, count what is never consumed, and check the history."""
-        self.do_due()
+        if not self.report.minutes:
+            raise ConfigError(
+                "script: no time passed: call drill.run(minutes=…) before, between and after the failures"
+            )
+        self._do_due()
         for site in self.deployment.homes:
             for cluster, name in self._brokers_at(site):
                 if cluster.broker(name).dead:
@@ -714,3 +498,61 @@ class _Drill:
         self._recorder.add_event("drained", group=_GROUP, at_ms=self.runner.now_ms())
         self.report.history = self._history.events
         self.report.anomalies = check_history(self.report.history)
+
+
+# ---- scripts
+
+Script = Callable[[Drill], object]
+"""A function that lets time pass and parts of a deployment fail, by the verbs of a `Drill`."""
+
+
+def outages(drill: Drill) -> None:
+    """Let, within an hour, the first site lose its consumers, then its brokers, then everything."""
+    site = next(iter(drill.deployment.homes))
+    drill.run(minutes=5)
+    drill.lose_consumers(site)
+    drill.run(minutes=7)
+    drill.return_consumers(site)
+    drill.run(minutes=8)
+    drill.lose_brokers(site)
+    drill.run(minutes=10)
+    drill.return_brokers(site)
+    drill.run(minutes=10)
+    drill.lose_site(site)
+    drill.run(minutes=10)
+    drill.return_site(site)
+    drill.run(minutes=10)
+
+
+def disk_loss(drill: Drill) -> None:
+    """Let, within half an hour, the first site lose its brokers' disks while no consumer runs.
+
+    The brokers return with empty disks, unless replicas have taken their places.
+    """
+    first, *_ = sites = list(drill.deployment.homes)
+    drill.run(minutes=5)
+    for site in sites:
+        drill.lose_consumers(site)
+    drill.run(minutes=5)
+    drill.destroy_disks(first)
+    drill.run(minutes=6)
+    drill.return_brokers(first)
+    drill.run(minutes=4)
+    for site in sites:
+        drill.return_consumers(site)
+    drill.run(minutes=10)
+
+
+def run_drill(deployment: Deployment, script: Script = outages, *, rate: float = 1.0) -> DrillReport:
+    """Run a script on a deployment with a clock of its own, and ``rate`` orders a second at each site.
+
+    Users of a lost site use the next one. At the end everything but destroyed disks returns, and messages that are not
+    consumed within ten more minutes count as lost.
+
+    Raises:
+        ConfigError: The script or the deployment is impossible.
+    """
+    with Drill(deployment, rate) as drill:
+        script(drill)
+        drill.settle()
+        return drill.report

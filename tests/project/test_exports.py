@@ -82,8 +82,8 @@ EXPORTS = {
         "retry_topic split_batch"
     ),
     "librmq.testing": (
-        "Anomaly DeliveryAttempt Elapsed Exploration Faults History HistoryAnomalyError HistoryLine Kit "
-        "NotAwaitedError Process ProcessDied ProcessStateError ServedKit UndeliveredWarning UnknownGroupError "
+        "Anomaly DeliveryAttempt Drill DrillReport Elapsed Exploration Faults History HistoryAnomalyError HistoryLine "
+        "Kit NotAwaitedError Process ProcessDied ProcessStateError ServedKit UndeliveredWarning UnknownGroupError "
         "UnsoundStoreError check_history explore one_cluster run_drill"
     ),
     "librmq.protocol": "Endpoint LockQueues Request ResponseCode Route UnlockQueues",
