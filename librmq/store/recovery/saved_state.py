@@ -16,16 +16,16 @@ the log had reached, until retention deletes a file, or a recovery has reported 
 The second is the mark of a flush: after a kill, recovery begins at its last record. It promises that log, queues and
 index have everything of the records before ``log_end``. It can't hide a loss:
 
-- It comes last, when log, queues, index and checkpoint have reached the device, in this order. A kill undoes no write, so
-  all that was written before a mark is there with it.
+- It comes last, when log, queues, index and checkpoint have reached the device, in this order. A kill undoes no
+  write, so all that was written before a mark is there with it.
 - It counts once: opening for writing deletes it, durably, before any file changes.
-- It counts where it was written, until a restart: it names the start of the system (Linux only) and the folder. Stores
-  with extension units have no marks.
+- It counts where it was written, until a restart: it names the start of the system (Linux only) and the folder.
+  Stores with extension units have no marks.
 - The files must agree: the log's begin and last record, the number of index files and the last entry of each, and the
-  last entry of each file of a queue. What was deleted, put back from an older copy, or recovered by a broker contradicts
-  this; then the recovery starts again without the mark.
-- It is withdrawn by a close, before retention deletes a file of the log, and where queues, index or checkpoint could not
-  be flushed.
+  last entry of each file of a queue. What was deleted, put back from an older copy, or recovered by a broker
+  contradicts this; then the recovery starts again without the mark.
+- It is withdrawn by a close, before retention deletes a file of the log, and where queues, index or checkpoint could
+  not be flushed.
 """
 
 from __future__ import annotations
