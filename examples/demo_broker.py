@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from demo_store import append_in_a_process_that_dies, run_part, unpack
 from librmq import MessageStore
-from librmq.cli.demo import Screen, silent_log
+from librmq.cli.demo import Screen
 
 
 def look(broker: Path, killed: Path, accepted: set[int]) -> None:
@@ -35,8 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     appended = append_in_a_process_that_dies(killed, messages[-1].store_timestamp_ms + 60_000)
     screen = Screen(sys.stdout)
     screen.title("6  The directory of a RocketMQ 4.9.4 broker, and a writer killed in it")
-    with silent_log():
-        screen.run(look, broker, killed, {*appended, *(message.physical_offset for message in messages)})
+    logging.getLogger("librmq").addHandler(logging.NullHandler())  # the screen shows the same
+    screen.run(look, broker, killed, {*appended, *(message.physical_offset for message in messages)})
     return 0
 
 

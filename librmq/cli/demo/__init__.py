@@ -2,6 +2,6 @@
 
 from librmq.cli.demo._kill import prove_by_kills
 from librmq.cli.demo._shop import PAGE, tell_shop
-from librmq.cli.demo._stage import Program, Screen, demo_folder, replace_folder, silent_log
+from librmq.cli.demo._stage import Program, Screen, demo_folder, replace_folder
 
-__all__ = ["PAGE", "Program", "Screen", "demo_folder", "prove_by_kills", "replace_folder", "silent_log", "tell_shop"]
+__all__ = ["PAGE", "Program", "Screen", "demo_folder", "prove_by_kills", "replace_folder", "tell_shop"]

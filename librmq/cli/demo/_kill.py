@@ -7,7 +7,8 @@ from random import Random
 from typing import Final
 
 from librmq import Broker, Producer
-from librmq.cli.demo._stage import Program, Screen, silent_log
+from librmq.cli.demo._stage import Program, Screen
+from librmq.runtime.event_log import held_back
 from librmq.store import verify
 
 SENDS: Final = 10_000
@@ -44,7 +45,7 @@ def prove_by_kills(screen: Screen, folder: str, seed: int, *, sends: int = SENDS
             is_killed = program.end()
         killed += is_killed
         screen.answer(f"run {runs}: {'killed' if is_killed else 'ended'} after {accepted - begin:,} accepted orders")
-    with silent_log():
+    with held_back():
         orders = screen.run(_read, folder)
     lost = set(range(1, accepted + 1)) - set(orders)
     is_sound = verify(folder).sound
@@ -56,5 +57,5 @@ def prove_by_kills(screen: Screen, folder: str, seed: int, *, sends: int = SENDS
 
 
 if __name__ == "__main__":
-    with silent_log():
+    with held_back():
         _send(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -27,9 +27,10 @@ from librmq import (
     TransactionState,
     select_by_hash,
 )
-from librmq.cli.demo._stage import Program, Screen, silent_log
+from librmq.cli.demo._stage import Program, Screen
 from librmq.clock import SystemClock
 from librmq.dedup import DedupListener
+from librmq.runtime.event_log import held_back
 
 if TYPE_CHECKING:
     from librmq.testing import Kit
@@ -202,7 +203,7 @@ def tell_shop(screen: Screen, folder: str, page: str) -> bool:
     """
     shop = os.path.join(folder, "shop")
     screen.say("librmq in a shop. The code runs as it is shown; → is what it prints.")
-    with silent_log():
+    with held_back():
         is_whole = _tell_selling(screen, shop)
         _tell_a_day(screen, os.path.join(folder, "day"))
         _tell_joining(screen, shop)
@@ -289,7 +290,7 @@ def _stored(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    with silent_log():
+    with held_back():
         if sys.argv[1] == "sell":
             _sell(sys.argv[2], int(sys.argv[3]), _Log(killed_at=int(sys.argv[4])))
         else:

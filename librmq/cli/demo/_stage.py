@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import logging
 import os
 import shutil
 import subprocess
@@ -124,21 +123,6 @@ class Program:
             last = (errors.splitlines() or ["it printed no error"])[-1]
             raise InputError(f"a program of the demo ended with status {self._process.returncode}: {last}")
         return self._process.returncode == _KILLED
-
-
-@contextmanager
-def silent_log() -> Iterator[None]:
-    """Let librmq log nothing in the block: the screen shows the same."""
-    log = logging.getLogger("librmq")
-    before = log.disabled, log.propagate, log.level
-    handler = logging.NullHandler()
-    log.addHandler(handler)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.disabled, log.propagate, log.level = before
 
 
 def may_be_replaced(folder: Path) -> bool:
