@@ -20,7 +20,17 @@ from contextlib import suppress
 from typing import Final, Self
 
 from librmq import consumequeue_entries as stored_entries
-from librmq.consumequeue_entries import BLOCK, ENTRY, ENTRY_SIZE, HOLE_SIZE, PLACE, Entries, QueueEntry, entry_dtype
+from librmq.consumequeue_entries import (
+    BLOCK,
+    ENTRY,
+    ENTRY_SIZE,
+    HOLE_SIZE,
+    PLACE,
+    Entries,
+    QueueEntry,
+    entry_dtype,
+    places_and_sizes,
+)
 from librmq.consumequeue_ext import EXT_FILE_SIZE, ConsumeQueueExt, ExtUnit, is_ext_address
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files.disk import DiskFiles
@@ -44,6 +54,8 @@ __all__ = [
 FILE_SIZE: Final = 300_000 * ENTRY_SIZE
 """Length of a file in a 4.9 broker's store, in bytes."""
 _RECOVERED_FILES: Final = 3
+_READ_TOGETHER: Final = 64
+"""Entries that a search for a message reads at a time."""
 _pack = ENTRY.pack
 
 
@@ -178,6 +190,15 @@ class ConsumeQueue(Closing):
         if queue_offset + count < end:
             end = queue_offset + count
         return self._raw(queue_offset * ENTRY_SIZE, end * ENTRY_SIZE)
+
+    def first_place(self, queue_offset: int) -> int:
+        """Return the physical offset of the first message with an entry from ``queue_offset`` on; -1 without one."""
+        while raw := self.read(queue_offset, _READ_TOGETHER):
+            for place, size in zip(*places_and_sizes(raw), strict=True):
+                if size != HOLE_SIZE:
+                    return place if size > 0 else -1
+            queue_offset += len(raw) // ENTRY_SIZE
+        return -1
 
     def blocks(self, begin: int | None = None, end: int | None = None) -> Iterator[tuple[int, Entries]]:
         """Yield the entries from ``begin`` to ``end`` as ``(queue offset of the first, array)``.

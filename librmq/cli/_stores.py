@@ -179,7 +179,7 @@ def _counts_receives(store: RemoteStore, arguments: argparse.Namespace) -> bool:
 
 def _fetch_times(store: RemoteStore, arguments: argparse.Namespace) -> None:
     """Fetch the records whose store times a command prints, all at once."""
-    from librmq.diagnosis.lag_report import first_place, lag
+    from librmq.diagnosis.lag_report import lag
     from librmq.diagnosis.view import StoreView
 
     with StoreView.open(store.path) as view:
@@ -193,7 +193,7 @@ def _fetch_times(store: RemoteStore, arguments: argparse.Namespace) -> None:
             for name, state in view.ranges.items():
                 entries |= {(name, state.min_offset), (name, state.max_offset - 1)}
         places = {
-            first_place(view.store.queues[name], queue_offset)
+            view.store.queues[name].first_place(queue_offset)
             for name, queue_offset in entries
             if queue_offset < view.ranges[name].max_offset
         }

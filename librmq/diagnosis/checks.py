@@ -85,14 +85,6 @@ def _damage_findings(view: StoreView, check: bool | None) -> Iterator[Finding]:
         yield finding if view.store.queues.has_files else finding._replace(next_step=_SALVAGE)
 
 
-def refused_store(path: str) -> Finding | None:
-    """Return what `verify` finds in a store that cannot be opened, or whose tables cannot be read; None if nothing."""
-    from librmq.store.recovery.verify import verify
-
-    places = verify(path).damage
-    return damage_finding(f"store {path}", places, path) if places else None
-
-
 def verified_damage(view: StoreView) -> list[Damage]:
     """Return what `verify` finds, but for the missing begin of the log, which is a finding of its own.
 
@@ -445,30 +437,42 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
 
     Raises:
         NotAStoreError: The folder holds no store.
-        CorruptionError: A file is damaged in a way that no crash explains; ``librmq verify`` says more.
+        CorruptionError: A file is damaged in a way that no crash explains. Of a folder that `verify` finds damaged, the
+            damage is the only finding.
     """
     limits = thresholds or Thresholds()
-    with viewed(source) as view:
-        group_lag = lag(view)
-        return worst_first(
-            [
-                *_damage_findings(view, check),
-                *_missing_log_findings(view),
-                *_progress_findings(view),
-                *_unlisted_topic_findings(view),
-                *lag_findings(view, limits, group_lag),
-                *consistency_findings(view, limits, group_lag),
-                *stuck_findings(view, limits, group_lag),
-                *dead_letter_findings(view, limits),
-                *half_findings(view, limits),
-                *pop_findings(view, limits),
-                *kept_progress_findings(view, limits),
-                *_filter_findings(view, limits),
-                *_clock_findings(view, limits),
-                *_retry_findings(view, limits),
-                *_never_read_findings(view, limits),
-            ]
-        )
+    try:
+        with viewed(source) as view:
+            return worst_first(_all_findings(view, limits, check))
+    except CorruptionError:  # a store that cannot be opened, or whose tables cannot be read
+        if not isinstance(source, str | os.PathLike):
+            raise
+        from librmq.store import verify
+
+        path = os.fspath(source)
+        places = verify(path).damage
+        if not places:
+            raise
+        return [damage_finding(f"store {path}", places, path)]
+
+
+def _all_findings(view: StoreView, limits: Thresholds, check: bool | None) -> Iterator[Finding]:
+    group_lag = lag(view)
+    yield from _damage_findings(view, check)
+    yield from _missing_log_findings(view)
+    yield from _progress_findings(view)
+    yield from _unlisted_topic_findings(view)
+    yield from lag_findings(view, limits, group_lag)
+    yield from consistency_findings(view, limits, group_lag)
+    yield from stuck_findings(view, limits, group_lag)
+    yield from dead_letter_findings(view, limits)
+    yield from half_findings(view, limits)
+    yield from pop_findings(view, limits)
+    yield from kept_progress_findings(view, limits)
+    yield from _filter_findings(view, limits)
+    yield from _clock_findings(view, limits)
+    yield from _retry_findings(view, limits)
+    yield from _never_read_findings(view, limits)
 
 
 # ---- design

@@ -14,8 +14,8 @@ from itertools import accumulate, chain, compress, count, groupby, pairwise, rep
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
-from librmq.consumequeue_entries import PLACE, places_and_sizes
+from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE
+from librmq.consumequeue_entries import PLACE
 from librmq.diagnosis.findings import Finding, Severity, Thresholds, cut_evidence
 from librmq.diagnosis.view import ClusterView, QueueProgress, Source, StoreView, View, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _NEVER_MS: Final = (1 << 63) - 1
-_AT_ONCE: Final = 64  # entries
 
 
 class QueueLag(NamedTuple):
@@ -503,7 +502,7 @@ def _times_of(view: StoreView, name: QueueName, offsets: list[int]) -> list[int 
     places = None if view.store.queues.is_open(name) else _places_in_unopened(view, name, offsets)
     if places is None:
         queue = view.store.queues[name]
-        places = [first_place(queue, offset) for offset in offsets]
+        places = [queue.first_place(offset) for offset in offsets]
     return store_times_at(view.store.log, places)
 
 
@@ -526,16 +525,6 @@ def _places_in_unopened(view: StoreView, name: QueueName, starts: list[int]) -> 
         return None
     entries = [PLACE.unpack_from(file.buffer, start * ENTRY_SIZE - begin) for start in starts]
     return [place for place, _ in entries] if all(0 < size != HOLE_SIZE for _, size in entries) else None
-
-
-def first_place(queue: ConsumeQueue, queue_offset: int) -> int:
-    """Return the physical offset of the first message with an entry from ``queue_offset`` on; -1 without one."""
-    while raw := queue.read(queue_offset, _AT_ONCE):
-        for place, size in zip(*places_and_sizes(raw), strict=True):
-            if size != HOLE_SIZE:
-                return place if size > 0 else -1
-        queue_offset += len(raw) // ENTRY_SIZE
-    return -1
 
 
 # ---------------------------------------------------------------------------------------------------------- findings

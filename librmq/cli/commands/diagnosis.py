@@ -36,14 +36,14 @@ _HAS_ERRORS: Final = 1
 
 def diagnose(arguments: argparse.Namespace, output: Output) -> int:
     """Print the findings, worst first, or the topics by size; status 1 if there is an error among the findings."""
-    from librmq.diagnosis.checks import refused_store
+    from librmq.diagnosis.checks import diagnose
 
     try:
         return _diagnose(arguments, output)
     except CorruptionError:
-        if arguments.volumes or arguments.design or (finding := refused_store(arguments.store)) is None:
+        if arguments.volumes or arguments.design:
             raise
-        return _print([finding], output)
+        return _print(diagnose(arguments.store), output)
 
 
 def _diagnose(arguments: argparse.Namespace, output: Output) -> int:
