@@ -1,4 +1,4 @@
-"""Requests of ``mqadmin``, the dashboard and exporters.
+"""Requests of ``mqadmin`` and the dashboard.
 
 Mirrors ``AdminBrokerProcessor`` and ``QueryMessageProcessor``.
 """
@@ -386,7 +386,10 @@ class AdminRequests:
     # ---- state, settings and rates
 
     def _runtime(self, call: RemotingCall) -> bytes:
-        """Answer with the keys of 4.9.4. Requests wait in no queue, so sizes and capacities of queues are 0."""
+        """Answer with those keys of 4.9.4 whose values a broker of librmq has.
+
+        Requests wait in no queue, so the sizes of queues and the waits in them, which ``clusterList`` shows, are 0.
+        """
         store, now_ms, rates = self._broker.store, self._broker.runner.now_ms(), self._rates
         used = f"{store.files.used_ratio(store.path):.2f}"
         first = next(iter(store), None)
@@ -396,9 +399,7 @@ class AdminRequests:
         missed = rates.per_second("miss", None, now_ms, of_calls=True)
         table = {
             **{f"{name}ThreadPoolQueueSize": 0 for name in ("send", "pull", "query")},
-            **{f"{name}ThreadPoolQueueCapacity": 0 for name in ("send", "pull", "query", "EndTransaction")},
             **{f"{name}ThreadPoolQueueHeadWaitTimeMills": 0 for name in ("send", "pull", "query")},
-            "EndTransactionQueueSize": 0,
             "bootTimestamp": self._begin_ms,
             "brokerVersion": VERSION,
             "brokerVersionDesc": "V4_9_4",
@@ -407,34 +408,27 @@ class AdminRequests:
             "commitLogMaxOffset": store.log.end,
             "commitLogMinOffset": store.log.begin,
             "consumeQueueDiskRatio": used,
-            "dispatchBehindBytes": 0,
-            "dispatchMaxBuffer": 0,
             "earliestMessageTimeStamp": -1 if first is None else first.store_timestamp_ms,
             "getFoundTps": found_per_second,
             "getMessageEntireTimeMax": rates.longest_ms("get"),
             "getMissTps": missed,
             "getTotalTps": found_per_second + missed,
-            "getTransferedTps": rates.per_second("get", None, now_ms),
+            # The second name is that of 5.x, whose `clusterList` reads it.
+            **dict.fromkeys(("getTransferedTps", "getTransferredTps"), rates.per_second("get", None, now_ms)),
             "msgGetTotalTodayMorning": gets.today_morning,
             "msgGetTotalTodayNow": gets.now,
             "msgGetTotalYesterdayMorning": gets.yesterday_morning,
             "msgPutTotalTodayMorning": puts.today_morning,
             "msgPutTotalTodayNow": puts.now,
             "msgPutTotalYesterdayMorning": puts.yesterday_morning,
-            "pageCacheLockTimeMills": 0,
-            "putLatency99": "0.00",
-            "putLatency999": "0.00",
             "putMessageAverageSize": size / max(put, 1),
-            "putMessageDistributeTime": "null",
             "putMessageEntireTimeMax": rates.longest_ms("put"),
             "putMessageFailedTimes": rates.total("failed")[0],
             "putMessageSizeTotal": size,
-            "putMessageTimesTotal": max(put, 1),
+            "putMessageTimesTotal": put,
             "putTps": rates.per_second("put", None, now_ms),
             "remainHowManyDataToFlush": _human(store.log.unflushed),
-            "remainTransientStoreBufferNumbs": _MAX_INT,
             "runtime": _duration(now_ms - self._begin_ms),
-            "startAcceptSendRequestTimeStamp": 0,
         }
         with suppress(OSError):  # in memory there is no disk
             disk = shutil.disk_usage(store.path)

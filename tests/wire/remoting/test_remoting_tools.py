@@ -193,7 +193,8 @@ def test_messages_are_counted_by_day(client: RawClient, broker: Broker) -> None:
 
 
 def test_a_broker_says_what_tools_read(client: RawClient, broker: Broker) -> None:
-    """``brokerStatus``, ``clusterList``, ``exportMetrics`` and ``exportConfigs`` take a missing value for an error."""
+    """``brokerStatus`` prints what there is; ``clusterList`` and ``exportMetrics`` read these numbers."""
+    assert table(client)["putMessageTimesTotal"] == "0"
     client.put("t", b"four")
     client.put("t", b"size 6")
     client.put("a bad topic", b"x")
@@ -201,12 +202,12 @@ def test_a_broker_says_what_tools_read(client: RawClient, broker: Broker) -> Non
     sizes = [found[name] for name in ("putMessageSizeTotal", "putMessageTimesTotal", "putMessageAverageSize")]
     assert (sizes, found["putMessageFailedTimes"]) == (["10", "2", "5.0"], "1")
     assert found["commitLogMaxOffset"] == str(broker.store.log.end)
-    for name in (
-        "sendThreadPoolQueueHeadWaitTimeMills",
-        "pullThreadPoolQueueHeadWaitTimeMills",
-        "pageCacheLockTimeMills",
-    ):
+    for name in ("sendThreadPoolQueueHeadWaitTimeMills", "pullThreadPoolQueueHeadWaitTimeMills"):
         assert int(found[name]) == 0
+    read = ("putTps", "getTransferedTps", "getTransferredTps", "earliestMessageTimeStamp", "commitLogDiskRatio")
+    assert all(float(found[name]) >= 0 for name in (*read, "consumeQueueDiskRatio", "putMessageAverageSize"))
+    assert found["brokerVersionDesc"] == "V4_9_4"
+    assert not found.keys() & {"putLatency99", "pageCacheLockTimeMills", "remainTransientStoreBufferNumbs"}  # unknown
     lines = client.call(Code.GET_BROKER_CONFIG).body.decode().splitlines()
     settings = dict(line.split("=", 1) for line in lines)
     assert settings.keys() >= EXPORTED
