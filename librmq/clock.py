@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, Protocol
-
-from librmq.errors import ConfigError
 
 if TYPE_CHECKING:
     import asyncio
 
 __all__ = [
     "Clock", "ManualClock", "SystemClock",
-    "moves_by_itself", "present_clock", "seconds_until", "wait_async", "was_set_back",
+    "moves_by_itself", "seconds_until", "wait_async", "was_set_back",
 ]  # fmt: skip
 
 _LONGEST_WAIT_S: Final = 0.5
@@ -98,29 +96,22 @@ LAST_MS: Final = 253_402_300_799_999
 """The end of the year 9999, the last time that a date has."""
 
 
-kit_clock: ContextVar[ManualClock | None] = ContextVar("librmq.clock", default=None)
-"""The clock of the kit of the test that runs; None without one."""
+_defaults: Final[list[Clock]] = [SystemClock()]
 
 
-open_kits: Final[list[ManualClock]] = []
-"""The clocks of all kits of this process that are open."""
+def default_clock() -> Clock:
+    """Return the clock of code that was given none: the machine's, unless `replace_default_clock` names another."""
+    return _defaults[-1]
 
 
-def present_clock(what: str) -> Clock:
-    """Return the clock of code that was given none: that of the kit of the test that runs, or else the machine's.
+def replace_default_clock(clock: Clock) -> Callable[[], None]:
+    """Give code that was given no clock this one, in all threads; return a function that ends this."""
+    _defaults.append(clock)
 
-    Raises:
-        ConfigError: Kits are open, and it is not known which of them the code belongs to.
-    """
-    clock = kit_clock.get()
-    if clock is not None:
-        return clock
-    if open_kits:
-        raise ConfigError(
-            f"{what}: a test's kit is open, but this thread or event loop began outside of it, so its clock is not "
-            "known: pass clock=rmq.clock, or the machine's clock=SystemClock()"
-        )
-    return SystemClock()
+    def end() -> None:
+        _defaults[:] = [other for other in _defaults if other is not clock]
+
+    return end
 
 
 def moves_by_itself(clock: Clock) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from librmq.client.client import Client
-from librmq.client.observation import Ended, Operation, observe_clients
+from librmq.client.observation import Ended, Operation, observe_clients, observe_kept
 from librmq.clock import moves_by_itself
 from librmq.consumer import DeliveredMessage
 from librmq.errors import BrokerError, ConfigError, MissingExtraError
@@ -86,7 +86,15 @@ def instrument(
     Raises:
         ConfigError: The target is none of these.
     """
-    return observe_clients(_observed_target(target), _Spans(tracer_provider, parents))
+    spans = _Spans(tracer_provider, parents)
+    end_observing = observe_clients(_observed_target(target), spans)
+    end_keeping = observe_kept(spans.add_context)
+
+    def end() -> None:
+        end_observing()
+        end_keeping()
+
+    return end
 
 
 def _observed_target(target: Any) -> Client | Runner | None:  # noqa: ANN401 (checked here)
@@ -250,9 +258,11 @@ class _Spans:
             self._provider = provider
         return self._tracer is not None
 
-    def keeps(self, properties: dict[str, str]) -> None:
+    def add_context(self, properties: dict[str, str]) -> None:
         """Add the present context to the properties of a message that is kept for a later send."""
-        if len(encode_properties(properties)) <= _ROOM and _carried(Message.from_parts("", b"", 0, properties)) is None:
+        if not self.is_active() or len(encode_properties(properties)) > _ROOM:
+            return
+        if _carried(Message.from_parts("", b"", 0, properties)) is None:
             propagate.inject(properties, setter=_SETTER)
 
     def begins(self, operation: Operation) -> Ended:

@@ -65,9 +65,6 @@ class Observer(Protocol):
     def begins(self, operation: Operation) -> Ended:
         """Observe an operation from its beginning, in the context of its caller."""
 
-    def keeps(self, properties: dict[str, str]) -> None:
-        """Add the present context to the properties of a message that is kept for a later send."""
-
 
 # ---- which observer a client has
 
@@ -157,9 +154,26 @@ def note_end(ended: Ended, result: object, error: BaseException | None) -> None:
         _log.exception("an observer has failed after an operation")
 
 
-def keep_context(properties: dict[str, str]) -> None:
-    """Add the present context to the properties of a message that is kept for a later send, if an observer has one."""
-    for _, observer in reversed(_observers):
-        if observer.is_active():
-            observer.keeps(properties)
-            return
+# ---- messages that are kept for a later send
+
+_keepers: Final[list[Callable[[dict[str, str]], None]]] = []
+
+
+def observe_kept(keeper: Callable[[dict[str, str]], None]) -> Callable[[], None]:
+    """Call a function with the properties of each message that is kept for a later send, in the context of its caller.
+
+    It may add to them, such as the context that the send shall have. Return a function that ends this.
+    """
+    _keepers.append(keeper)
+
+    def end() -> None:
+        if keeper in _keepers:
+            _keepers.remove(keeper)
+
+    return end
+
+
+def note_kept(properties: dict[str, str]) -> None:
+    """Show the properties of a message that is kept for a later send to all who asked for it, the latest first."""
+    for keeper in reversed(_keepers.copy()):
+        keeper(properties)

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from librmq.client.transactions import CheckedMessage, OpenTransaction, TransactionProducer
-from librmq.clock import Clock, present_clock
+from librmq.clock import Clock, default_clock
 from librmq.config import wrong_kind
 from librmq.errors import ConfigError, TransactionRefusedError
 from librmq.idempotence._connections import Link, check_database, linked
@@ -79,7 +79,7 @@ def transactional(
     if business_key:
         record = dedup_key(application, message.topic, group, message.tags, business_key)
     keep_ms = _KEEP_MS if keep is KEEP_CONSUMED else to_milliseconds("keep", keep)
-    expires_at_ms = (clock or present_clock("transactional")).now_ms() + keep_ms
+    expires_at_ms = (clock or default_clock()).now_ms() + keep_ms
     return Transactional(session, table, record, expires_at_ms)
 
 
@@ -343,7 +343,7 @@ class LocalTransactions:
         return link.insert_first(insert, row, lambda: self._read(link, transaction_id) is not None)
 
     def _now_ms(self) -> int:
-        return (self._clock or present_clock("LocalTransactions")).now_ms()
+        return (self._clock or default_clock()).now_ms()
 
     def purge(self, connection: Any) -> int:
         """Delete the rows that are older than ``keep``, a thousand in each transaction; return their number.

@@ -32,9 +32,9 @@ from functools import partial
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, Unpack
 from weakref import WeakSet
 
-from librmq.client.observation import keep_context
+from librmq.client.observation import note_kept
 from librmq.client.producer import Producer
-from librmq.clock import Clock, moves_by_itself, present_clock
+from librmq.clock import Clock, default_clock, moves_by_itself
 from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
 from librmq.idempotence._autocommit import Autocommit
@@ -48,7 +48,7 @@ from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime.background import Background
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import critical
-from librmq.runtime.runner import BackgroundTurns, Runner, kept_for_later
+from librmq.runtime.runner import BackgroundTurns, Runner
 
 _log = EventLog("librmq.outbox")
 
@@ -108,7 +108,7 @@ class Outbox:
         if hasattr(connection, "flush"):  # SQLAlchemy's session: its changes lock their rows before this row has its id
             connection.flush()
         properties = message.properties | _delays(message)
-        keep_context(properties)
+        note_kept(properties)
         link.execute(
             f"INSERT INTO {self.table} "
             "(order_key, topic, properties, flag, body, state, owner, attempts, due_timestamp_ms) "
@@ -118,10 +118,8 @@ class Outbox:
             properties=json.dumps(properties),
             flag=message.flag,
             body=message.body,
-            now_ms=(self._clock or present_clock("Outbox")).now_ms(),
+            now_ms=(self._clock or default_clock()).now_ms(),
         )
-        if (keep := kept_for_later.get()) is not None:
-            keep(message.properties[PROPERTY_UNIQUE_KEY])
         for sender in list(_by_hand):
             if sender.table == self.table:
                 sender.wake()
@@ -252,7 +250,7 @@ class OutboxSender:
         self._keep_ms = round(1000 * self.config.keep_sent)
         if clock is None and isinstance(producer, Producer):
             clock = producer.client.runner.clock
-        self._clock = clock or present_clock("OutboxSender")
+        self._clock = clock or default_clock()
         self._purge_at_ms = self._next_purge_ms()
         self._background: Background | BackgroundTurns | None = None
         self._search_until_ms = 0

@@ -21,7 +21,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar
 
@@ -40,9 +39,6 @@ def next_on_grid(now_ms: int, begin_ms: int, interval_ms: int) -> int:
     """Return the first time after ``now_ms`` on the grid through ``begin_ms`` with steps of ``interval_ms``."""
     return now_ms - (now_ms - begin_ms) % interval_ms + interval_ms
 
-
-kept_for_later: ContextVar[Callable[[str], None] | None] = ContextVar("librmq.kept_for_later", default=None)
-"""Is called with the unique id of a message that user code keeps for a later send; None outside of a kit."""
 
 Aside = Callable[[Callable[[], object], Callable[[Exception | None], int | None]], None]
 """``aside(wait, done)`` runs ``wait()``, which waits for a disk, without blocking other turns. Then it runs

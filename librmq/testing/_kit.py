@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.client.observation import observe_kept
 from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.recorder import Event, Recorder
-from librmq.clock import LAST_MS, ManualClock, kit_clock, open_kits
+from librmq.clock import LAST_MS, ManualClock, replace_default_clock
 from librmq.cluster import Cluster, ReplicaConfig
 from librmq.cluster.sites import site_of
 from librmq.config import StoreConfig, to_seconds, wrong_kind
@@ -24,7 +25,6 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import MessageQueue, StoredMessage
-from librmq.runtime.runner import kept_for_later
 from librmq.testing._faults import Faults
 from librmq.testing._from_store import DEFAULT_NOW_MS, FOLDER, GroupNames, StoreStart
 from librmq.testing._kit_runner import Driver, Elapsed, KitRunner, ProcessTable, current_work
@@ -101,12 +101,10 @@ class Kit:
         self.clock: ManualClock = runner.manual_clock if runner is not None else ManualClock(begin_ms)
         """The time, which `advance` moves."""
         self.clock.move_to(max(begin_ms, self.clock.now_ms()))
-        self._clock_before = kit_clock.get()
-        kit_clock.set(self.clock)
-        open_kits.append(self.clock)
+        self._end_default_clock = replace_default_clock(self.clock)
         self.runner: KitRunner = runner or KitRunner(self.clock)
         self.runner.kit = self
-        kept_for_later.set(self.runner.kept)
+        self._end_observing_kept = observe_kept(self.runner.kept)
         self.start: StoreStart | None = start
         """What the kit's store began with; None for an empty one."""
         self.files: Files = DiskFiles() if files is None else files
@@ -670,10 +668,8 @@ class Kit:
             process.die()
         self._driver.end()
         self.runner.shutdown()
-        open_kits[:] = [clock for clock in open_kits if clock is not self.clock]
-        if kit_clock.get() is self.clock:
-            kit_clock.set(self._clock_before)
-            kept_for_later.set(None)
+        self._end_default_clock()
+        self._end_observing_kept()
 
     def __enter__(self) -> Self:
         return self

@@ -19,6 +19,7 @@ from librmq.clock import LAST_MS, ManualClock
 from librmq.config import to_seconds, wrong_kind
 from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
+from librmq.message.properties import PROPERTY_UNIQUE_KEY
 from librmq.runtime.runner import ManualRunner, Step, Turn, Work
 from librmq.testing._faults import Faults
 from librmq.testing._network import KitParts
@@ -227,11 +228,11 @@ class KitRunner(ManualRunner):
         """Whether listeners have kept messages for later sends."""
         return bool(self._kept)
 
-    def kept(self, unique_id: str) -> None:
+    def kept(self, properties: dict[str, str]) -> None:
         """Note a message that the running listener keeps in an outbox; its cause is this listener, not the sender."""
         cause = self._cause()
         if cause is not None:
-            self._kept[unique_id] = cause
+            self._kept[properties[PROPERTY_UNIQUE_KEY]] = cause
 
     def _cause(self) -> tuple[int, str, tuple[str, int]] | None:
         """Return the length of the chain, the group and the message of the running listener; None without one."""

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from librmq.client.queue_selectors import select_by_hash
-from librmq.clock import SystemClock, present_clock
+from librmq.clock import SystemClock, default_clock
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupCounts, DedupListener
-from librmq.errors import ConfigError
 from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence._transactional_tables import transactional
 from librmq.idempotence.outbox import Outbox, OutboxSender
@@ -247,31 +246,19 @@ def test_tables_of_the_application_go_by_the_clock_of_the_kit(tmp_path: Path) ->
         assert sender.run_due(now_ms) == now_ms + 5_000
         rmq.run_until_idle()
         assert [message.body for message in rmq.delivered("mail")] == [b"o-1"]
-    assert isinstance(present_clock("a test"), SystemClock)
+    assert isinstance(default_clock(), SystemClock)
 
 
-def test_without_a_clock_that_can_be_found_the_error_says_what_to_pass() -> None:
+def test_threads_that_the_kit_has_not_started_go_by_its_clock() -> None:
+    """A session's event loop, or the thread of a web framework, began before the test."""
     with Kit() as rmq, closing(sqlite3.connect(":memory:")) as database:
         upgrade_tables(database)
-        rmq.producer().send("orders", b"o-1")
-        message = rmq.messages("orders")[0]
-
-        class Other:
-            def send(self, message: Message) -> None: ...
-
-        calls: list[Callable[[], Any]] = [
-            lambda: Outbox().add(database, Message("orders", b"x")),
-            lambda: transactional(database, message, group="billing"),
-            lambda: OutboxSender(lambda: database, Other()),
-        ]
-        for call in calls:
-            with pytest.raises(ConfigError, match=r"pass clock=rmq\.clock"):
-                Context().run(call)  # like a thread that the kit has not started
-            call()
-        sender = Context().run(lambda: OutboxSender(lambda: database, rmq.producer(), poll_interval=5))
-        assert Context().run(sender.run_due, 0) == rmq.clock.now_ms() + 5_000  # the clock of its route
-    for call in calls[2:]:
-        Context().run(call)
+        rmq.advance(hours=24)
+        Context().run(lambda: Outbox().add(database, Message("orders", b"x")))
+        assert database.execute("SELECT due_timestamp_ms FROM rmq_outbox").fetchall() == [(rmq.clock.now_ms(),)]
+        with Kit() as other:
+            assert default_clock() is other.clock
+        assert Context().run(default_clock) is rmq.clock
 
 
 # --- a sender that is started, under a clock that the test moves
