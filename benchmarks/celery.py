@@ -1,7 +1,7 @@
 """Workers of Celery: tasks a second of a queue that is full, the latency of an idle worker, and what it costs.
 
 A process sends the tasks and ends; then ``celery worker`` begins, which so owns the store of librmq. The rate
-counts from the begin of its first task to that of its last. In the rows "another process owns" a third process,
+counts from the beginning of its first task to that of its last. In the rows "another process owns" a third process,
 such as a web server, has the store. A task notes its time in a file. Redis keeps nothing on disk.
 """
 

@@ -1,7 +1,7 @@
 """Workers of Django's tasks: ``librmq_worker`` beside the worker of django-tasks' database backend.
 
 A process enqueues the tasks, and then runs its backend's worker, which ends when no task is left. The rate counts from
-the begin of the first task to that of the last. SQLite and PostgreSQL are as Django connects to them by default.
+the beginning of the first task to that of the last. SQLite and PostgreSQL are as Django connects to them by default.
 """
 
 from __future__ import annotations

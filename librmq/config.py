@@ -16,9 +16,9 @@ with one wording of errors. Sizes are bytes, ``*_s`` are seconds.
     >>> RetryConfig(attempts=0)
     Traceback (most recent call last):
     librmq.errors.ConfigError: attempts: expected a whole number from 1 to 16, found 0
-    >>> RetryConfig().with_settings({"attemps": 3})
+    >>> RetryConfig().with_settings({"attempt": 3})
     Traceback (most recent call last):
-    librmq.errors.ConfigError: attemps: unknown setting of RetryConfig; did you mean attempts?
+    librmq.errors.ConfigError: attempt: unknown setting of RetryConfig; did you mean attempts?
 """
 
 from __future__ import annotations

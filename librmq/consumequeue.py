@@ -482,10 +482,10 @@ class ConsumeQueue(Closing):
             ext.recover()
 
     def advance(self, min_physical_offset: int) -> None:
-        """Move `min_offset` to the first message at or after ``min_physical_offset``, the begin of the log.
+        """Move `min_offset` to the first message at or after ``min_physical_offset``, the beginning of the log.
 
         The last entry of a file decides whether the file is passed; of the next one each entry counts. A queue whose
-        messages are all deleted is empty: its begin is its end. It also works on a queue that is open for reading.
+        messages are all deleted is empty: its beginning is its end. It also works on a queue that is open for reading.
         """
         low = max(self.min_offset, min(self.stored_begin, self.max_offset))
         while (following := self.next_file_offset(low)) < self.max_offset:

@@ -26,7 +26,7 @@ def escape(match: re.Match[str]) -> str:
     return f"\\u{ord(match[0]):04x}"
 
 
-# CSV quotes tabs and ends of lines. A backslash that would look like the begin of an escape is escaped too.
+# CSV quotes tabs and ends of lines. A backslash that would look like the beginning of an escape is escaped too.
 _UNSAFE_IN_CELL: Final = re.compile("[" + UNSAFE.replace("\\x00-\\x1f", r"\x00-\x08\x0b\x0c\x0e-\x1f") + "]")
 _ESCAPED_IN_CELL: Final = re.compile(_UNSAFE_IN_CELL.pattern + r"|\\(?=u[0-9a-f]{4})")
 _ESCAPE: Final = re.compile(r"\\u([0-9a-f]{4})")

@@ -403,6 +403,7 @@ def check(arguments: Sequence[str]) -> int:
             step("style (./check --fix repairs most of it)", *python, "ruff", "check", ".")
             step("format", *python, "ruff", "format", "--check", ".")
             step("layers", BIN / "lint-imports", "--no-logo")
+            step("spelling", *python, "spelling")
             if is_new and not is_linted:
                 compiling.join()
             if not is_quick:

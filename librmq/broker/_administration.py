@@ -331,7 +331,7 @@ class Progress:
         }
 
     def _ranges_of(self, topic: str) -> dict[int, tuple[int, int]]:
-        """Return the begin and end of each queue of a topic.
+        """Return the beginning and end of each queue of a topic.
 
         Raises:
             BrokerError: There is no such topic.
@@ -524,9 +524,9 @@ TIMERS = "timers"
 class StoreReaders:
     """The readers of one broker's store and their unconsumed messages, for retention. Called without a lock.
 
-    Readers are groups and the broker's own parts. A queue in which a group has no progress counts from its begin, like
-    its lag. A group without any progress in a topic counts if it runs and consumes from the first message, or if the
-    topic holds its retries. Dead letters have no reader. Thread-safe.
+    Readers are groups and the broker's own parts. A queue in which a group has no progress counts from its beginning,
+    like its lag. A group without any progress in a topic counts if it runs and consumes from the first message, or if
+    the topic holds its retries. Dead letters have no reader. Thread-safe.
     """
 
     def __init__(

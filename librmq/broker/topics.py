@@ -91,7 +91,7 @@ def unlisted_topics(
 ) -> dict[str, int]:
     """Return the topics that have messages and are not ``listed``, with their numbers of queues.
 
-    ``range_of(topic, queue_id)`` returns the begin and end of a queue. The topics that RocketMQ or the relay make
+    ``range_of(topic, queue_id)`` returns the beginning and end of a queue. The topics that RocketMQ or the relay make
     themselves are left out, and light queues.
     """
     queue_counts: dict[str, int] = {}

@@ -25,7 +25,7 @@ _log = EventLog("librmq.client")
 
 _MAX_BYTES: Final = 1 << 30
 _ROOM: Final = 96
-"""Bytes behind the begin of an event for what its end adds: outcome and place."""
+"""Bytes behind the beginning of an event for what its end adds: outcome and place."""
 _PAGE: Final = 4096
 
 

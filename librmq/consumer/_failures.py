@@ -350,7 +350,7 @@ class Rests:
 
     def _end_rests(self, now_ms: int) -> int | None:
         for key, (begin, end) in list(self._times.items()):
-            if not begin <= now_ms < end:  # earlier than its begin, because the clock was set back
+            if not begin <= now_ms < end:  # earlier than its beginning, because the clock was set back
                 del self._times[key]
         self._resumed(now_ms)
         return min((end for _, end in self._times.values()), default=None)

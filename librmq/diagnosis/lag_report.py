@@ -74,7 +74,7 @@ class TopicLag(NamedTuple):
     oldest_timestamp_ms: int | None
     """Store time of the oldest unconsumed message; None without one, or if it is unreadable."""
     without_progress: int
-    """Queues without progress of the group, which count from their begin."""
+    """Queues without progress of the group, which count from their beginning."""
     beyond_end: int
     """Queues whose progress is beyond their end."""
     expired: int

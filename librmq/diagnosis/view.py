@@ -332,7 +332,7 @@ class StoreView(Closing):
 
     @cached_property
     def ranges(self) -> dict[QueueName, QueueState]:
-        """The begin and end of each queue, sorted by topic and queue id."""
+        """The beginning and end of each queue, sorted by topic and queue id."""
         queues = self.store.queues
         states = queues.states()
         ranges = {}

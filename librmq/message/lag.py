@@ -2,7 +2,7 @@
 
 ::
 
-    lag = max(0, end - max(progress, begin))        a queue without progress counts from its begin
+    lag = max(0, end - max(progress, begin))        a queue without progress counts from its beginning
 
 RocketMQ 4.9 counts a queue without progress from 0, and so includes messages that were deleted long ago.
 """

@@ -143,7 +143,7 @@ class Trace(NamedTuple):
     trace: TraceKind
     """``sent``, ``received`` before the listener, ``consumed`` after it, ``ended`` for a transaction, ``recalled``."""
     at_ms: int
-    """The client's time: of the begin of a send or a listener's call, or of the end of the latter."""
+    """The client's time: of the beginning of a send or a listener's call, or of the end of the latter."""
     id: str
     """The message's id: the unique one, or that of its place in the log if it has none."""
     topic: str | None

@@ -541,7 +541,7 @@ class FollowLog(Request[LogBytes]):
     """Read at most ``size`` bytes from one file of the log.
 
     Acknowledges everything before ``physical_offset``: the replica has it. An offset after the log's end or before
-    its begin gets no bytes and acknowledges nothing.
+    its beginning gets no bytes and acknowledges nothing.
     """
 
     replica: str

@@ -163,7 +163,7 @@ class DerivedQueue(ConsumeQueue):
             self.max_offset = self._first + len(self._entries) // ENTRY_SIZE
 
     def advance(self, min_physical_offset: int) -> None:
-        """Move `min_offset` to the first message at or after the begin of the log."""
+        """Move `min_offset` to the first message at or after the beginning of the log."""
         served = first_from(self._chunks(self.min_offset, self.max_offset), min_physical_offset)
         self.min_offset = self.max_offset if served is None else served
 

@@ -515,7 +515,7 @@ class Retention:
     # ------------------------------------------------------------------------------------------------- scheduling
 
     def next_cleaning_ms(self, at_ms: int) -> int | None:
-        """Return the begin of the first hour of `delete_when` after ``at_ms``."""
+        """Return the beginning of the first hour of `delete_when` after ``at_ms``."""
         return next_hour(self._hours, at_ms, self._timezone)
 
     def _next_due(self, now_ms: int) -> int | None:

@@ -23,7 +23,7 @@ from librmq.store.format.documents import OWN_FOLDER
 _UCRED: Final = struct.Struct("iII")
 """``struct ucred`` of Linux: process, user, group."""
 _XUCRED: Final = struct.Struct("II")
-"""The begin of ``struct xucred`` of macOS: version, user."""
+"""The beginning of ``struct xucred`` of macOS: version, user."""
 _SOL_LOCAL, _LOCAL_PEERCRED, _LOCAL_PEERPID = 0, 1, 2
 _ELSEWHERE: Final = "librmq-"
 """Begin of the name of a folder for a socket whose path in the store is too long."""

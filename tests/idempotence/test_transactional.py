@@ -610,7 +610,7 @@ def test_a_commit_that_a_reader_keeps_out(busy: tuple[Any, sqlite3.Connection], 
 
 @pytest.mark.parametrize("busy", KINDS, indirect=True)
 def test_a_statement_that_a_writer_keeps_out(busy: tuple[Any, sqlite3.Connection], name: str) -> None:
-    """Nothing stays open after the purge, nor after the begin, that found the file locked."""
+    """Nothing stays open after the purge, nor after the beginning, that found the file locked."""
     session, writer = busy
     writer.execute("BEGIN IMMEDIATE")
     for _ in range(2):

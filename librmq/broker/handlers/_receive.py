@@ -415,7 +415,7 @@ class ReceiveHandler:
         return queue
 
     def _first(self, key: QueueKey, begin: int, end: int) -> int:
-        """Return where a group without progress starts, as in 5.x: the begin of a new queue, else its last message."""
+        """Return where a group without progress starts, as in 5.x: where a new queue begins, else its last message."""
         if is_receive_retry(key[0], key[1]):
             return begin
         first = self._progress.query_offset(QueryOffset(*key))

@@ -23,7 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ABOUT: Final = "Made by a demo of librmq, which replaces this folder on each run.\n"
-"""The begin of ``README.txt`` in the folder of a demo."""
+"""The beginning of ``README.txt`` in the folder of a demo."""
 _TITLE: Final = "1"
 _CODE: Final = "36"
 _KILLED: Final = -9

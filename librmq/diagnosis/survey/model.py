@@ -77,7 +77,7 @@ class GroupTopicLag(NamedTuple):
     oldest_timestamp_ms: int | None
     oldest_age_s: float | None
     without_progress: int
-    """Queues without progress; their lag counts from their begin."""
+    """Queues without progress; their lag counts from their beginning."""
     expired: int
     """Messages that retention deleted before the group had consumed them."""
     instances: int | None

@@ -128,7 +128,7 @@ class GroupCommit:
         """Call ``act`` at this caller's turn, in the order of the calls. Ctrl-C waits that long.
 
         Another thread can throw an exception into this one at any moment, as libraries for time limits do. One that
-        comes at the begin of `pass_turn` would keep the place, so the call is repeated from here, where none can come.
+        comes when `pass_turn` begins would keep the place, so the call is repeated from here, where none can come.
         """
         turn = Lock()
         turn.acquire()

@@ -368,7 +368,7 @@ def _usual_frames(
 
 
 _Parts = tuple["NDArray[np.int64]", "NDArray[np.int64]", "NDArray[np.int64]"]
-"""The row of each part, its begin and its end."""
+"""The row of each part, its beginning and its end."""
 
 
 def _parts(raw: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64], separator: int) -> _Parts:

@@ -66,7 +66,7 @@ class TimeOrder:
     begin: int
     """Physical offset of the first of these records."""
     end: int
-    """Physical offset behind the begin of the last one."""
+    """Physical offset behind the beginning of the last one."""
     newest_ms: int = UNKNOWN
     """The greatest store time of these records."""
     setback_ms: int = 0

@@ -112,7 +112,7 @@ class KeyIndex(Closing):
                 )
             opened.append(self._open_file(path))
         if self.writable and len(opened) > 1 and opened[-1].header == FRESH:
-            opened[-1].begin_after(opened[-2].header)  # the process that made the file died before it set its begin
+            opened[-1].begin_after(opened[-2].header)  # the process that made the file died before it set its beginning
         return opened
 
     def _list_entries(self) -> list[FolderEntry]:

@@ -15,7 +15,7 @@
     +--------------------+ 40 + 4 * slots
     | entry 0 (unused)   |   0  hash                  4   |hashCode(topic#key)|, the slot is hash % slots
     | entry 1            |   4  physical offset       8
-    | ...                |  12  time                  4   seconds since the begin timestamp, not below 0
+    | ...                |  12  time                  4   seconds since the beginning timestamp, not below 0
     | entry entries - 1  |  16  previous              4   number of the slot's next older entry, 0 for none
     +--------------------+
 

@@ -221,7 +221,7 @@ def _without_deleted(state: StoreState, path: str, files: Files) -> StoreState:
     return replace(state, queues={name: queue for name, queue in state.queues.items() if name[0] not in deleted})
 
 
-# ---- the begin of a log that lacks files
+# ---- the beginning of a log that lacks files
 
 
 class LogBegin(NamedTuple):

@@ -378,7 +378,7 @@ class _Search:
 
     def _attempt(self, strategy: Strategy, on_disk: bool = False, start: StoreStart | None = None) -> Attempt:
         gc.collect(0)  # between runs, so that each run reuses the memory of the one before
-        result, explorer = self.result, Explorer(strategy, ManualClock(0))  # the kit moves it to the begin
+        result, explorer = self.result, Explorer(strategy, ManualClock(0))  # the kit moves it to the beginning
         explorer.is_first, explorer.switches_at_lines, explorer.on_disk = not result.runs, self._lines, on_disk
         explorer.start = start
         error = self._run(explorer)

@@ -113,7 +113,7 @@ class History:
     shows_brokers: bool = False
     """Whether queues are shown with their broker, as in ``orders/broker-b/0``."""
     calls: list[Call] = field(default_factory=list)
-    """Calls of listeners, in order of their begin."""
+    """Calls of listeners, in order of their beginning."""
     events: list[Event] = field(default_factory=list)
     """What clients and brokers did, as `check_history` judges it; a delivery gets its end later."""
     about: Callable[[Call], str] = lambda call: call.where
