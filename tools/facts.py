@@ -20,18 +20,23 @@ JUDGED = "docs/judged.md"
 UNCOUNTED_HOURS = 0.15
 """The time of a full run of a test that counts no rounds, such as one that is led by coverage."""
 FIGURES = (
-    ("append", "store", "single append", "128 B", "SQLite, a row a transaction", "SQLite"),
-    ("append", "store", "single append", "128 B", "LMDB nosync, writable map", "LMDB"),
-    ("append 256 together", "store", "batch append 256", "128 B", "LMDB nosync, 256 in putmulti", "LMDB"),
-    ("append to the disk", "durability", "sync append", "128 B", "SQLite, synchronous FULL", "SQLite"),
-    ("listener, a stream", "clients", "send to listener, a stream", "", "litequeue", "litequeue"),
-    ("listener, one by one", "clients", "send to listener, one in flight", "", "dramatiq StubBroker", "dramatiq stub"),
-    ("listener, one by one", "clients", "send to listener, one in flight", "", "litequeue", "litequeue"),
-    ("send, two processes", "share", "a peer's sends", "by two peers", "litequeue from two", "litequeue"),
-    ("kombu get, one process", "kombu", "get and acknowledge", "one process", "Redis", "Redis"),
-    ("kombu get, four processes", "kombu", "get and acknowledge", "four processes", "filesystem", "filesystem"),
+    ("append: cache", "store", "single append", "128 B", "SQLite, a row a transaction", "SQLite"),
+    ("append: cache", "store", "single append", "128 B", "LMDB nosync, writable map", "LMDB"),
+    ("append 256: cache", "store", "batch append 256", "128 B", "LMDB nosync, 256 in putmulti", "LMDB"),
+    ("append: disk", "durability", "sync append", "128 B", "SQLite, synchronous FULL", "SQLite"),
+    ("listener, stream: cache", "clients", "send to listener, a stream", "", "litequeue", "litequeue"),
+    ("listener, one: cache", "clients", "send to listener, one in flight", "", "dramatiq StubBroker", "dramatiq stub"),
+    ("listener, one: cache", "clients", "send to listener, one in flight", "", "litequeue", "litequeue"),
+    ("send, two processes: cache", "share", "a peer's sends", "by two peers", "litequeue from two", "litequeue"),
+    ("kombu get, one process: cache", "kombu", "get and acknowledge", "one process", "Redis", "Redis"),
+    ("kombu get, four processes: cache", "kombu", "get and acknowledge", "four processes", "filesystem", "filesystem"),
 )
-"""Rows of the benchmarks for the README: its name, then subject, case, detail and peer, and its name for the peer."""
+"""Rows of the benchmarks for the README: its name, then subject, case, detail and peer, and its name for the peer.
+
+A name ends with what has the message when the call returns: the page cache, or the disk.
+"""
+LATENCY = "10,000 a second: "
+"""The rows of latencies for the README begin so."""
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
@@ -92,7 +97,7 @@ def judges() -> str:
 def figures() -> str:
     """Return the table of the README: figures beside peers."""
     recorded = json.loads((CHECKOUT / "benchmarks/results.json").read_text("utf-8"))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for what, subject, name, detail, against, peer in FIGURES:
         (row,) = (
             row for row in recorded[subject]["rows"]
@@ -101,6 +106,13 @@ def figures() -> str:
         ratio = f"{row['measured']:.2g}×" if row["measured"] >= 1 else f"**{row['measured']:.2f}×**"
         ours, other = (row[side].removesuffix("\xa0msg/s") for side in ("ours", "other"))
         rows.append((what, ours, f"{peer}: {other}", f"[{ratio}](benchmarks/results/{subject}.md)"))
+    measured = {(row["name"], row["detail"]): row["measured"] for row in recorded["tail"]["rows"]}
+
+    def half_and_slowest(case: str) -> str:
+        return "/".join(f"{measured[LATENCY + case, f'one in: {share}']:,.0f}" for share in (2, 100)) + " µs"
+
+    ours, other = half_and_slowest("send to listener"), f"queue: {half_and_slowest('bare queue to a thread')}"
+    rows.append(("listener at 10k, p50/p99: cache", ours, other, "[tail](benchmarks/results/tail.md)"))
     return table(("messages a second", "librmq", "peer", "ratio"), rows)
 
 
