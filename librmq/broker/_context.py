@@ -96,7 +96,7 @@ class BrokerContext:
         self.registrations = registrations
         aside = steps.aside("writes its tables", lambda at: runner.wake(writing, at))
         self.writing = TableWriter(store.flush, runner.now_ms, lambda: runner.wake(writing), aside)
-        writing = steps.step("writes its tables", self.writing.run_due)
+        writing = steps.step("writes its tables", self.writing.saver.run_due)
         save = self.writing.save
         self.topics = Topics(tables.topics, save, config, steps.name, cluster_name, runner.now_ms, changed)
         self.groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)

@@ -196,7 +196,7 @@ class TableWriter:
         Args:
             flush: Returns when the store's messages are on the device.
             now_ms: Returns the time.
-            wake: Schedules `run_due`. Called under the runner's lock.
+            wake: Schedules the run of ``saver``. Called under the runner's lock.
             aside: Waits for the disk without the runner's lock. None: `save` writes before it returns.
         """
         self._flush = flush
@@ -208,7 +208,7 @@ class TableWriter:
         self._write_lock = Lock()
         self._watchers: list[Callable[[], None]] = []
         self._end_reason: str | None = None
-        self.run_due = ProgressSaver(
+        self.saver = ProgressSaver(
             "topics, groups, progress and filters",
             flush=lambda pending: self.write(),
             reached=lambda: self._pending() or None,
@@ -216,7 +216,7 @@ class TableWriter:
             now_ms=now_ms,
             save_every_s=0,
             aside=aside,
-        ).run_due
+        )
 
     def save(self, table: ConfigTable, now_ms: int, *, after_flush: bool = False) -> None:
         """Write the present content of a table. Under the runner's lock.
@@ -313,12 +313,12 @@ class DelayedSave:
         save_every_s: float,
         wake: Callable[[int], object],
     ) -> None:
-        """``save()`` writes the table, and ``wake(at_ms)`` makes the runner call `run_due` by then."""
+        """``save()`` writes the table, and ``wake(at_ms)`` makes the runner call ``saver.run_due`` by then."""
         self.has_changed = False
         """Whether there are unsaved changes."""
         self._save = save
         self._wake = wake
-        self._saver = ProgressSaver(
+        self.saver = ProgressSaver(
             what,
             flush=lambda reached: None,  # `TableWriter` flushes the store where a table needs it
             reached=lambda: self.has_changed or None,
@@ -326,12 +326,11 @@ class DelayedSave:
             now_ms=now_ms,
             save_every_s=save_every_s,
         )
-        self.run_due = self._saver.run_due
 
     def save_soon(self) -> None:
         """Save soon."""
         if not self.has_changed:
-            due = self._saver.changed()
+            due = self.saver.changed()
             if due is not None:
                 self._wake(due)
             self.has_changed = True
@@ -382,7 +381,7 @@ class Persistence:
 
     def run_due(self, now_ms: int) -> int | None:
         """Save due tables, and return the time of the next save."""
-        dues = self.offsets_saving.run_due(now_ms), self._filters_saving.run_due(now_ms)
+        dues = self.offsets_saving.saver.run_due(now_ms), self._filters_saving.saver.run_due(now_ms)
         return min((due for due in dues if due is not None), default=None)
 
     def save_all(self, why: str) -> None:

@@ -61,9 +61,12 @@ class BrokerTransactions:
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
         )
-        self.half_stored = self._transactions.half_stored
         self._step = context.steps.step("checks transactions", self._run_due)
         arrivals.wake_by_topic[HALF_TOPIC] = self.prepared
+
+    def half_stored(self, unique_key: str | None, physical_offset: int) -> None:
+        """Note a half message before its producer gets an answer. Thread-safe."""
+        self._transactions.half_stored(unique_key, physical_offset)
 
     def prepared(self) -> None:
         """Wake the check for a half message that was stored, or can be waiting."""

@@ -243,7 +243,7 @@ class Timers:
         if write_ms < self._write_ms:  # the clock was set back, so new messages can be due before those that were read
             self._progress.read_ms = min(self._progress.read_ms, write_ms)
             self._retry_at_ms = None
-            self._progress.put_back(now_ms)
+            self._progress.saver.put_back(now_ms)
         self._write_ms = write_ms
         if self._retry_at_ms is not None:
             if now_ms < self._retry_at_ms:
@@ -252,7 +252,7 @@ class Timers:
         try:
             if not (self._empty_slots(now_ms) and self._fill_slots(now_ms)):
                 return now_ms
-            save_ms = self._progress.run_due(now_ms)
+            save_ms = self._progress.saver.run_due(now_ms)
         except LASTING:
             raise
         except StoreError as error:
@@ -461,7 +461,7 @@ class Timers:
 
     def end_writing(self, why: str) -> None:
         """End all writes; later callers get ``why``. Return when no write is running. Thread-safe."""
-        self._progress.end_writing(why)
+        self._progress.saver.end_writing(why)
 
     def passed(self, before: int) -> Callable[[int], bool]:
         """Return which messages of the timer topic, stored before a physical offset, no longer wait. Thread-safe.

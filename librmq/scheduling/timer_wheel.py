@@ -287,7 +287,7 @@ class TimerProgress:
         self._saved_changes = 0
         self._store = store
         self._slots = slots
-        saver = ProgressSaver(
+        self.saver: ProgressSaver[_Reached] = ProgressSaver(
             "the timer's progress",
             flush=self._write_checkpoint,
             reached=self._reached,
@@ -297,18 +297,12 @@ class TimerProgress:
             retry_s=config.retry_s,
             aside=aside,
         )
-        self.run_due, self.put_back, self.end_writing, self._save = (
-            saver.run_due,
-            saver.put_back,
-            saver.end_writing,
-            saver.save,
-        )
 
     def save(self) -> None:
         """Write the checkpoint if anything has changed, after a flush of everything that it covers."""
         if self._slots.has_wheel and self.read_ms != self.checkpoint.read_time_ms:
             self.changes += 1  # time alone needs no save
-        self._save()
+        self.saver.save()
 
     def _reached(self) -> _Reached | None:
         """Return the progress to save, None if nothing has changed."""

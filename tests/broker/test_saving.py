@@ -251,7 +251,7 @@ def test_the_latest_pending_write_wins() -> None:
     assert turns.files.size("/config/topics.json") is None
     turns.writing.write()
     assert turns.files.read("/config/topics.json").count(b'"readQueueNums":2') == 1
-    assert turns.writing.run_due(0) is None
+    assert turns.writing.saver.run_due(0) is None
     assert not turns.waiting  # nothing is left to write
     assert not turns.files.size("/config/topics.json.bak")  # written once
     turns.set(3)

@@ -324,7 +324,7 @@ class BrokerParts:
             saves.callback(self.context.saving.save_all, self._life.why_dead)
             if not self._is_replica:
                 saves.callback(self.transactions.save)
-                saves.callback(self.receives.save_all)
+                saves.callback(self.receives.saved.save_all)
                 self.deliveries.save()
         if not self._is_replica:
             self.deliveries.write_passed()

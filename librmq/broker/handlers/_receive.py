@@ -98,16 +98,15 @@ class ReceiveHandler:
         self._states = StateLog(_log.with_fields(broker=context.name), context.name)
         self._latest_ms = 0
         self._step = steps.step("ends invisible times", self._run_due)
-        self._saved = SavedFlights(context, self._queues)
-        self.save_all = self._saved.save_all
+        self.saved = SavedFlights(context, self._queues)
 
     def start(self) -> None:
         """Restore the messages that were in flight when the store was closed."""
-        for key in self._saved:
+        for key in self.saved:
             if self._consumer_offset(key) is not None:
                 self._queue(*key)
             else:
-                self._saved.pop_row(key)
+                self.saved.pop_row(key)
 
     # ---- requests
 
@@ -175,7 +174,7 @@ class ReceiveHandler:
             # As in 5.x, receipts in order keep the time of the receive; their other number says when its time is over.
             flight.invisible_ms = flight.visible_ms - flight.received_ms
         self._wake_at(flight.visible_ms, key, receipt.queue_offset)
-        self._saved.save_soon()
+        self.saved.saving.save_soon()
         return str(
             receipt._replace(
                 first_offset=receipt.queue_offset,
@@ -404,7 +403,7 @@ class ReceiveHandler:
         progress = self._consumer_offset(key)
         begin, end = self._store.queue_range(topic, queue_id)
         if progress is not None:
-            queue = QueueFlights.of_row(self._saved.pop_row(key), progress, end)
+            queue = QueueFlights.of_row(self.saved.pop_row(key), progress, end)
             for queue_offset, flight in queue.flights.items():
                 self._wake_at(flight.visible_ms, key, queue_offset)
         else:
@@ -446,7 +445,7 @@ class ReceiveHandler:
             del self._queues[key]
             for queue_offset in queue.flights:
                 self._visible.discard((key, queue_offset))
-            self._saved.save_soon()
+            self.saved.saving.save_soon()
             return None
         return queue
 
@@ -456,7 +455,7 @@ class ReceiveHandler:
             group, topic, queue_id = key
             self._offsets.set_consumer_offset(topic, group, queue_id, progress)
             queue.committed = progress
-        self._saved.save_soon()
+        self.saved.saving.save_soon()
 
     def _finish_message(self, key: QueueKey, queue_offset: int) -> None:
         """Finish a message that was stored again, unless its progress was moved meanwhile."""

@@ -273,15 +273,14 @@ class SavedFlights:
         self._table = _table(context)
         self._rows: dict[str, Any] = dict(self._table.rows["queues"])  # rows that were not taken yet
         runner = context.runner
-        self._saving = DelayedSave(
+        self.saving = DelayedSave(
             "what is in flight",
             self._save,
             runner.now_ms,
             context.config.save_offsets_every_s,
             lambda at: runner.wake(self._step, at),
         )
-        self._step = context.steps.step("saves what is in flight", self._saving.run_due)
-        self.save_soon = self._saving.save_soon
+        self._step = context.steps.step("saves what is in flight", self.saving.saver.run_due)
 
     def __iter__(self) -> Iterator[QueueKey]:
         """Iterate over the queues in the file."""
@@ -305,7 +304,7 @@ class SavedFlights:
 
     def save_all(self) -> None:
         """Save for the last time."""
-        if self._saving.has_changed:
+        if self.saving.has_changed:
             self._fill()
             self._context.store.flush()
             self._table.persist(self._context.runner.now_ms())
