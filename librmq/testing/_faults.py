@@ -7,17 +7,16 @@ and of the broker are methods of the kit: `Kit.crash`, `Kit.restart`, `Kit.join`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 from librmq.clock import LAST_MS
 from librmq.config import to_seconds, wrong_kind
 from librmq.errors import BrokerBusyError, BrokerError, BrokerUnreachableError, ConfigError
 from librmq.protocol import ResponseCode, SendResponse
-from librmq.testing._network import KitParts
-from librmq.testing._process import A_PROCESS, Process
+from librmq.testing._kit_runner import KitRunner, ProcessTable
+from librmq.testing._process import A_PROCESS, KitParts, Process
 
 _METHODS = {
     "lose": "lose_answer",
@@ -26,22 +25,6 @@ _METHODS = {
     "request": "repeat_request",
 }
 """The method that requests a fault, by its kind."""
-
-
-class _Runner(Protocol):
-    def choose(self, kind: str, options: Sequence[str]) -> str: ...
-
-    def after(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None: ...
-
-
-class _Host(KitParts, Protocol):
-    @property
-    def processes(self) -> Sequence[Process]: ...
-
-    @property
-    def runner(self) -> _Runner: ...
-
-    def cut(self, end: str, other: str) -> int: ...
 
 
 @dataclass(slots=True)
@@ -60,11 +43,13 @@ class _Due:
 class Faults:
     """Faults of one test, each requested by a call: ``rmq.faults``."""
 
-    def __init__(self, kit: _Host) -> None:
+    def __init__(self, kit: KitParts, runner: KitRunner, table: ProcessTable) -> None:
         self._kit = kit
+        self._runner = runner
+        self._table = table
         self._due: list[_Due] = []
-        self._slow: dict[str, list[int]] = {}
-        self._met: set[tuple[str, str]] = set()  # kinds and names of topics, brokers and groups
+        self._slow_groups: set[str] = set()
+        self._met: set[tuple[str, str]] = set()  # kinds and names of topics and brokers
 
     def lose_answer(self, topic: str | None = None, *, times: int = 1, broker: str | None = None) -> None:
         """Store the next send (to ``topic`` or ``broker``) and lose its answer: the producer sends a duplicate."""
@@ -94,24 +79,29 @@ class Faults:
         looks every 15 min, so the message comes again 15 to 30 min after the call, plus the delay of its retry, 10 s.
         """
         _check_times(times)
-        self._slow.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
+        self._slow_groups.add(group)
+        self._runner.slow_listeners.setdefault(group, []).extend([round(1000 * _seconds(seconds))] * times)
 
     def cut(self, end: str, other: str, *, seconds: float | timedelta | None = None) -> None:
         """Cut the link of a broker or site to a replica, site or process, for ``seconds`` or until `heal`."""
         link = f"the link of {end} and {other}"
         self._kit.note("fault", f"{link} is cut")
-        number = self._kit.cut(end, other)
+        number, lost = self._kit.network.cut(end, other, self._table.processes)
+        for process, broker in lost:
+            for client in process.clients:
+                broker.remove_client(client.client_id)
+        self._kit.network.table.changed()
 
         def heal() -> None:
             if self._kit.network.heal(end, other, number):  # unless another cut lasts longer
                 self._kit.note("fault", f"{link} works again")
 
         if seconds is not None:
-            self._kit.runner.after(seconds, link, heal)
+            self._runner.after(seconds, link, heal)
 
     def isolate(self, end: str, seconds: float | timedelta) -> None:
         """Cut all links of a broker to processes, or all links between a site and others, for ``seconds``."""
-        for other in self._kit.network.others(end, [process for process in self._kit.processes if not process.dead]):
+        for other in self._kit.network.others(end, [process for process in self._table.processes if not process.dead]):
             self.cut(end, other, seconds=seconds)
 
     def delay(self, end: str, other: str, seconds: float | timedelta) -> None:
@@ -120,7 +110,7 @@ class Faults:
         0 ends this. Other calls take no time.
         """
         self._kit.note("fault", f"the link of {end} and {other} takes {_seconds(seconds):g} s")
-        self._kit.network.delay(end, other, _seconds(seconds), self._kit.processes)
+        self._kit.network.delay(end, other, _seconds(seconds), self._table.processes)
 
     def heal(self, end: str, other: str) -> None:
         """Restore a link, however many times `cut` has cut it."""
@@ -142,9 +132,8 @@ class Faults:
             for kind, name in (("topic", due.topic), ("broker", due.broker)):
                 if name is not None and (kind, name) not in self._met:
                     yield f"the fault {_METHODS[due.kind]} never happened: nothing was sent to {kind} {name!r}"
-        for group in self._slow:
-            if ("group", group) not in self._met:
-                yield f"the fault slow_listener never happened: no listener of group {group!r} was called"
+        for group in sorted(self._slow_groups - self._runner.called_groups):
+            yield f"the fault slow_listener never happened: no listener of group {group!r} was called"
 
     def before_send(self, process: Process, topic: str, broker: str) -> bool:
         """Raise the error of a refused send, if one is due; return whether the request arrives twice."""
@@ -173,7 +162,7 @@ class Faults:
         lost = bool(self._due) and self._take("lose", topic, broker) is not None
         if (
             lost
-            or kit.runner.choose(f"answer to {process.label}, topic {topic}", ("comes", "fault: is lost")) != "comes"
+            or self._runner.choose(f"answer to {process.label}, topic {topic}", ("comes", "fault: is lost")) != "comes"
         ):
             kit.note("fault", f"the answer to {process.label} is lost; {topic}/{response.queue_id} has the message")
             raise BrokerUnreachableError(f"the answer was lost (topic {topic!r})")
@@ -185,12 +174,6 @@ class Faults:
             return 0.0
         self._kit.note("fault", f"the answer to {process.label} takes {due.seconds:g} s")
         return due.seconds
-
-    def slow(self, group: str) -> int:
-        """Return the delay of the next listener of the group in milliseconds."""
-        waits = self._slow.get(group)
-        self._met.add(("group", group))
-        return waits.pop(0) if waits else 0
 
     def _take(self, kind: str, topic: str, broker: str) -> _Due | None:
         for due in self._due:

@@ -17,7 +17,7 @@ from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.recorder import Event, Recorder
 from librmq.clock import LAST_MS, ManualClock, replace_default_clock
 from librmq.cluster import Cluster, ReplicaConfig
-from librmq.cluster.sites import site_of
+from librmq.cluster.sites import check_site, site_of
 from librmq.config import StoreConfig, to_seconds, wrong_kind
 from librmq.consumer import PushConsumer
 from librmq.errors import ConfigError
@@ -30,7 +30,7 @@ from librmq.testing._from_store import DEFAULT_NOW_MS, FOLDER, GroupNames, Store
 from librmq.testing._kit_runner import Driver, Elapsed, KitRunner, ProcessTable, current_work
 from librmq.testing._network import SMALL_FILES, Frames, Network, broker_names
 from librmq.testing._process import A_PROCESS, ConsumerArguments, Process, ProcessStateError
-from librmq.testing._replica import KitReplica, open_replica
+from librmq.testing._replica import KitReplica
 from librmq.testing.evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing.histories._history import DeliveryAttempt, History
 from librmq.testing.histories._verdict import HistoryAnomalyError, check_kinds, history_problem
@@ -115,27 +115,30 @@ class Kit:
         elif start is not None:
             start.copy_to(self.path)
         self.runner.progress_home = self.path + ".clients", self.files
-        self.faults: Faults = Faults(self)
-        """Faults on request."""
         self._check = check
         self._expected: set[str] = set()
         self._history = History(self.clock.now_ms())
         self.recorder: Recorder = Recorder(self.clock.now_ms, self._history, describes_groups=False)
         """Turns what clients and brokers do into the events of the history."""
         self.process_table: ProcessTable = ProcessTable(partial(Process, self), self.runner.choose)
+        self.runner.process_table = self.process_table
+        self.faults: Faults = Faults(self, self.runner, self.process_table)
+        """Faults on request."""
         self._unstarted: list[PushConsumer] = []
         self._producers: dict[tuple[str, str | None], Producer] = {}
         self._is_new = False
         self._closed = False
         self._driver = Driver(self.runner, self._start)
-        self._evidence = Evidence(self, self._history)
-        self.observer: KitObserver = KitObserver(self, self._history, self._evidence, self._start)
-        """What runner, processes and replicas report to."""
         config = store_config or (SMALL_FILES if start is None else start.config)
         frames: Frames | None = "share" if over_share else "tcp" if over_tcp else None
         self.network: Network = Network(
             self.path, self.files, self.runner, broker_config, config, self._note_broker, frames
         )
+        self._evidence = Evidence(self.network, self.runner, self.process_table, start, self._history)
+        self.observer: KitObserver = KitObserver(
+            self, self.runner, self.faults, self._history, self._evidence, self._start
+        )
+        """What processes report to."""
         self._watch_resets()
         self._test = self.process_table.make("test", lambda process: None)
         self._test.is_test = True
@@ -230,7 +233,20 @@ class Kit:
             ProcessStateError: ``sync`` comes too late.
             ConfigError: The site's name is invalid, or the broker has a replica there.
         """
-        return open_replica(self, of, site, config, sync=sync, is_late=self._has_clients())
+        network = self.network
+        master = network.first if of is None else network.named(of)
+        if site is not None:
+            check_site(site)
+        name = f"{master.name}-copy" if site is None else f"{site}-{master.name}-copy"
+        if any(copy.name == name for copy in network.copies):
+            raise ConfigError(f"broker {master.name} has the replica {name}: name another site")
+        if sync and self._has_clients():
+            raise ProcessStateError("rmq.replica(sync=True) reopens the broker: call it before clients are made")
+        if sync:
+            network.wait_for_replicas(master.name)
+        replica = KitReplica(self, self.runner, self._evidence, master.name, name, config)
+        network.add_copy(replica)
+        return replica
 
     def _has_clients(self) -> bool:
         return len(self.processes) > 1 or bool(self._producers or self._test.clients)
@@ -487,15 +503,6 @@ class Kit:
                 self._again(process)
 
         self.runner.after(down, f"site {site} is back", start_again)
-
-    def cut(self, end: str, other: str) -> int:
-        """Cut the link between two ends, and return the number of the cut; see `Faults.cut`."""
-        number, lost = self.network.cut(end, other, self.processes)
-        for process, broker in lost:
-            for client in process.clients:
-                broker.remove_client(client.client_id)
-        self.network.table.changed()
-        return number
 
     def _again(self, process: Process) -> Process:
         new = self.process_table.make(process.name, process.factory, process.generation + 1, process.site)

@@ -8,12 +8,13 @@ import os
 import sys
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from librmq.clock import LAST_MS, ManualClock
 from librmq.config import to_seconds, wrong_kind
@@ -21,9 +22,7 @@ from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.message.properties import PROPERTY_UNIQUE_KEY
 from librmq.runtime.runner import ManualRunner, Step, Turn, Work
-from librmq.testing._faults import Faults
-from librmq.testing._network import KitParts
-from librmq.testing._process import A_PROCESS, LIBRARY, Process, ProcessDied, ProcessStateError
+from librmq.testing._process import A_PROCESS, LIBRARY, KitParts, Process, ProcessDied, ProcessStateError
 
 LONGEST_CHAIN = 1_000
 
@@ -35,46 +34,12 @@ def current_work() -> Work | None:
     return _current.get()
 
 
-class _Observer(Protocol):
-    """What a runner asks about messages: `KitObserver`."""
-
-    def half_of(self, broker_name: str, physical_offset: int) -> tuple[str, int]: ...
-
-    def unique_id_of(self, broker_name: str, physical_offset: int) -> str: ...
-
-
-class _Kit(KitParts, Protocol):
-    faults: Faults
-    process_table: ProcessTable
-
-    @property
-    def processes(self) -> Sequence[Process]: ...
-
-    @property
-    def observer(self) -> _Observer: ...
-
-    def died(self, process: Process) -> object: ...
-
-    def let_others_run(self) -> None: ...
-
-    def crash(self, process: Process) -> object: ...
-
-    def crash_broker(self, name: str, *, down: float) -> None: ...
-
-    def lose_site(self, site: str, *, down: float) -> None: ...
-
-    def restart(self, process: Process) -> Process: ...
-
-    def lose(self, process: Process) -> None: ...
-
-    def join(self, process: Process) -> Process: ...
-
-
 class KitRunner(ManualRunner):
     """A `ManualRunner` that reports user code to a kit, and stops at the first failure."""
 
     begins_at_once = False
-    kit: _Kit
+    kit: KitParts
+    process_table: ProcessTable
     settles_history = True
     """Whether the history is read after the broker has closed."""
 
@@ -86,6 +51,10 @@ class KitRunner(ManualRunner):
         """Listeners that have done their work and return later."""
         self.left: set[Work] = set()
         """Listeners that wait, in threads of their own, for what the test holds."""
+        self.slow_listeners: dict[str, list[int]] = {}
+        """By group, the milliseconds after which its next listeners return."""
+        self.called_groups: set[str] = set()
+        """The groups whose listeners were called."""
         self._dying: Process | None = None
         self._works: dict[asyncio.Task[Any], Work] = {}
         self._kept: dict[str, tuple[int, str, tuple[str, int]]] = {}
@@ -117,7 +86,7 @@ class KitRunner(ManualRunner):
     def unwind(self, process: Process) -> None:
         """End the running code of a dead process: its coroutines raise `ProcessDied` at their places."""
         for task, work in list(self._works.items()):
-            if task in self._tasks and self.kit.process_table.process_of(work) is process:
+            if task in self._tasks and self.process_table.process_of(work) is process:
                 task.cancel()
 
     def die_here(self, process: Process) -> NoReturn:
@@ -180,7 +149,12 @@ class KitRunner(ManualRunner):
                 self.crash_the_dying()
 
     def _finish(self, work: Work, result: object, error: Exception | None) -> None:
-        wait_ms = self.kit.faults.slow(group_of(work)) if work.about else 0
+        wait_ms = 0
+        if work.about:
+            group = group_of(work)
+            self.called_groups.add(group)
+            slow = self.slow_listeners.get(group)
+            wait_ms = slow.pop(0) if slow else 0
         if not wait_ms:
             self._end(work, result, error)
             return
@@ -204,12 +178,7 @@ class KitRunner(ManualRunner):
             outcome = "later" if isinstance(error, ReconsumeLater | SuspendQueue) else "failed"
             outcome = "rests" if isinstance(error, DownstreamDown) else outcome
         self.kit.history().listener_ends(self.now_ms(), work, outcome, error)
-        if (
-            outcome == "failed"
-            and error is not None
-            and self.kit.process_table.fails_fast(work)
-            and self.failure is None
-        ):
+        if outcome == "failed" and error is not None and self.process_table.fails_fast(work) and self.failure is None:
             self.failure = error
         super()._finish(work, result, error)
 
@@ -217,7 +186,10 @@ class KitRunner(ManualRunner):
 
     def sent(self, broker_name: str, topic: str, physical_offset: int) -> None:
         """Note a stored message, sent by the running listener or by the test."""
-        cause = self._kept.get(self.kit.observer.unique_id_of(broker_name, physical_offset)) if self._kept else None
+        cause = None
+        if self._kept:
+            with suppress(LookupError):
+                cause = self._kept.get(self.kit.network.message_at(broker_name, physical_offset).unique_key or "")
         cause = cause or self._cause()
         if cause is not None:
             depth, group, parent = cause
@@ -245,9 +217,10 @@ class KitRunner(ManualRunner):
     def _depth(self, address: tuple[str, int]) -> int:
         """Return the length of the chain before a message; a committed one has that of its half."""
         if address not in self._depths:
-            half = self.kit.observer.half_of(*address)
-            if half in self._depths:
-                self._depths[address] = self._depths[half]
+            with suppress(LookupError):  # a committed message has the depth of its half
+                half = address[0], self.kit.network.message_at(*address).prepared_transaction_offset
+                if half in self._depths:
+                    self._depths[address] = self._depths[half]
         return self._depths.get(address, (0,))[0]
 
     def _check_chain(self, work: Work) -> None:

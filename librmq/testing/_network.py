@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
-from librmq.clock import ManualClock
 from librmq.cluster import Cluster, Replica, RouteTable
 from librmq.cluster.sites import check_site, site_of
 from librmq.config import StoreConfig
-from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
+from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, NoRouteError
 from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint
 from librmq.runtime.runner import Runner
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
-from librmq.testing.histories._history import History
 
 if TYPE_CHECKING:
     from librmq.wire.frame_links import FrameLinks
@@ -53,20 +52,21 @@ def broker_names(brokers: int | Iterable[str], sites: Sequence[str]) -> list[str
     return names
 
 
-class Peer(Protocol):
+class LinkEnd:
     """A process as its links see it."""
 
-    name: str
-    label: str
-    dead: bool
+    site: str | None = None
+    """Its site, if it has one."""
 
-    @property
-    def site(self) -> str | None:
-        """Its site, if it has one."""
-        ...
+    def __init__(self, name: str, label: str) -> None:
+        self.name: str = name
+        self.label: str = label
+        """Name and generation, the same in each run."""
+        self.dead: bool = False
+        """Whether it has died or was shut down."""
 
 
-M = TypeVar("M", bound=Peer)
+M = TypeVar("M", bound=LinkEnd)
 Frames = Literal["tcp", "share"]
 
 
@@ -90,21 +90,6 @@ class Copy(Protocol):
 
     def reconnect(self) -> None:
         """Connect it with its master."""
-
-
-class KitParts(Protocol):
-    """What all parts of a kit know of it."""
-
-    clock: ManualClock
-    files: Files
-    path: str
-    network: Network
-
-    def history(self) -> History:
-        """Return the history."""
-
-    def note(self, actor: str, what: str | Callable[[], str]) -> None:
-        """Add a line to the history."""
 
 
 class Network:
@@ -324,6 +309,19 @@ class Network:
             for message in store.messages(*queue)
         ]
 
+    def message_at(self, broker_name: str, physical_offset: int) -> StoredMessage:
+        """Return the message at a physical offset of a broker.
+
+        Raises:
+            LookupError: There is none.
+        """
+        for store in self.stores(broker_name):
+            with suppress(CorruptionError):  # a promoted replica can have other records
+                message = store.message_at(physical_offset)
+                if message is not None:
+                    return message
+        raise LookupError(f"broker {broker_name} no longer has the message at physical offset {physical_offset}")
+
     # ---- links
 
     def cut(self, end: str, other: str, processes: Sequence[M]) -> tuple[int, list[tuple[M, Broker]]]:
@@ -355,7 +353,7 @@ class Network:
                     f"{name!r} is not a broker, a process or a site: expected one of {', '.join(sorted(allowed))}"
                 )
 
-    def delay(self, end: str, other: str, seconds: float, processes: Sequence[Peer]) -> None:
+    def delay(self, end: str, other: str, seconds: float, processes: Sequence[LinkEnd]) -> None:
         """Set the latency of the link between two ends.
 
         Raises:
@@ -381,7 +379,7 @@ class Network:
         """Return whether the link to the broker ``other`` or to its site is cut."""
         return bool(self._cuts) and any(pair in self._cuts for pair in _links(end, other, site))
 
-    def others(self, end: str, processes: Iterable[Peer]) -> list[str]:
+    def others(self, end: str, processes: Iterable[LinkEnd]) -> list[str]:
         """Return the ends of the links that isolate a broker or a site from everything else."""
         if end in self.by_name:
             copies = {copy.name for copy in self.copies if copy.master_name == end}
@@ -403,14 +401,14 @@ class Network:
             self._reconnect(name)
         return True
 
-    def _is_cut(self, process: Peer, broker_name: str) -> bool:
+    def _is_cut(self, process: LinkEnd, broker_name: str) -> bool:
         return self.is_cut(process.name, broker_name, process.site)
 
-    def names_for(self, process: Peer) -> tuple[str, ...]:
+    def names_for(self, process: LinkEnd) -> tuple[str, ...]:
         """Return the names of the brokers that a process can reach, sorted."""
         return tuple(name for name in self.table.broker_names() if not self._is_cut(process, name))
 
-    def reached(self, process: Peer, broker_name: str) -> Endpoint:
+    def reached(self, process: LinkEnd, broker_name: str) -> Endpoint:
         """Return the link to a broker for a call of a process.
 
         Raises:

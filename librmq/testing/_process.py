@@ -16,10 +16,12 @@ from librmq.client.client import Client
 from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.recorder import Recorder
 from librmq.client.sender import SendResult
+from librmq.clock import ManualClock
 from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerKeywords
+from librmq.files.interface import Files
 from librmq.message.topics import RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -42,8 +44,8 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.runner import Runner, Work
-from librmq.testing._network import KitParts
-from librmq.testing.histories._history import show
+from librmq.testing._network import LinkEnd, Network
+from librmq.testing.histories._history import History, show
 
 R = TypeVar("R")
 LIBRARY: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -79,7 +81,13 @@ A_PROCESS: Final = "a Process, as rmq.app returns one"
 """What errors about an argument expect."""
 
 
+class ProcessStateError(RuntimeError):
+    """A process cannot do what the test asks: it has ended, cannot start, or makes the call in its own listener."""
+
+
 class _Observer(Protocol):
+    """Takes the reports of a process: `KitObserver`."""
+
     def noted_pull(self, process: Process, request: PullMessage, broker_name: str) -> None: ...
 
     def noted_receive(
@@ -95,45 +103,55 @@ class _Observer(Protocol):
     def ended_in_background(self, result: object, error: Exception | None) -> None: ...
 
 
-class ProcessStateError(RuntimeError):
-    """A process cannot do what the test asks: it has ended, cannot start, or makes the call in its own listener."""
+class KitParts(Protocol):
+    """What the parts of a kit know of it."""
 
-
-class _Kit(KitParts, Protocol):
-    @property
-    def runner(self) -> Runner: ...
-
-    @property
-    def observer(self) -> _Observer: ...
+    clock: ManualClock
+    files: Files
+    path: str
+    network: Network
+    recorder: Recorder
 
     @property
-    def recorder(self) -> Recorder: ...
+    def runner(self) -> Runner:
+        """The runner of all processes."""
 
-    def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None: ...
+    @property
+    def observer(self) -> _Observer:
+        """Takes the reports of processes."""
 
-    def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]: ...
+    def history(self) -> History:
+        """Return the history."""
+
+    def note(self, actor: str, what: str | Callable[[], str]) -> None:
+        """Add a line to the history."""
+
+    def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None:
+        """Call a function after ``seconds``; ``label`` says what it does."""
+
+    def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]:
+        """Record a coroutine that the test or a listener has to await."""
+
+    def died(self, process: Process) -> object:
+        """Let the brokers notice the death of a process."""
 
 
-class Process(Route):
+class Process(LinkEnd, Route):
     """One process: a `Route` for the producers and consumers in it. Created by `Kit.app` and `Kit.consumer`."""
 
     def __init__(
         self,
-        kit: _Kit,
+        kit: KitParts,
         name: str,
         generation: int,
         host: str,
         factory: Callable[[Process], object],
         site: str | None = None,
     ) -> None:
-        self.name = name
-        self._site = site
+        super().__init__(name, name if generation == 1 else f"{name}~{generation}")
+        self.site = site
         self.generation = generation
         """1 for the first, one more after each restart."""
-        self.label: str = name if generation == 1 else f"{name}~{generation}"
-        """Name and generation, the same in each run."""
-        self.dead: bool = False
-        """Whether it has died or was shut down."""
         self.is_test = False
         """Whether it is the test's own process, which no fault concerns."""
         self.starts_again = True
@@ -200,11 +218,6 @@ class Process(Route):
             runner.submit(Work(f"{self.label} {label}", call, self._kit.observer.ended_in_background, self))
 
     # ---- Route
-
-    @property
-    def site(self) -> str | None:
-        """Its site, with which ids of its clients begin."""
-        return self._site
 
     @property
     def runner(self) -> Runner:
@@ -287,7 +300,7 @@ class Process(Route):
 class _Masters(Route):
     """The route of a process over the brokers alone."""
 
-    def __init__(self, kit: _Kit, process: Process) -> None:
+    def __init__(self, kit: KitParts, process: Process) -> None:
         self._kit = kit
         self._process = process
         self._connections: dict[str, _Connection] = {}
@@ -314,7 +327,7 @@ class _Masters(Route):
 
 
 class _Connection:
-    def __init__(self, kit: _Kit, process: Process, broker_name: str) -> None:
+    def __init__(self, kit: KitParts, process: Process, broker_name: str) -> None:
         self._kit = kit
         self._process = process
         self._name = broker_name

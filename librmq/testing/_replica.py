@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from librmq.broker import Broker
 from librmq.cluster.replica import Replica, ReplicaConfig
-from librmq.cluster.sites import check_site, site_of
-from librmq.errors import BrokerUnreachableError, ConfigError, ReplicaError
+from librmq.cluster.sites import site_of
+from librmq.errors import BrokerUnreachableError, ReplicaError
 from librmq.message.message import StoredMessage
 from librmq.protocol import LogBytes, Request
 from librmq.testing._kit_runner import KitRunner
-from librmq.testing._network import KitParts
-from librmq.testing._process import ProcessStateError
-from librmq.testing.evidence import KitObserver
+from librmq.testing._process import KitParts, ProcessStateError
+from librmq.testing.evidence import Evidence
 
 # ---- the link to the master
 
 R = TypeVar("R")
 
 
-class _Host(KitParts, Protocol):
-    runner: KitRunner
-    observer: KitObserver
-
-
 class _MasterLink:
     """Leads to the broker that is open under a name, unless the link is cut."""
 
-    def __init__(self, kit: _Host, master_name: str, name: str) -> None:
+    def __init__(self, kit: KitParts, master_name: str, name: str) -> None:
         self._kit = kit
         self._ends = master_name, name
 
@@ -53,7 +47,15 @@ class KitReplica:
     replica: Replica
     """The replica as it was opened last."""
 
-    def __init__(self, kit: _Host, master_name: str, name: str, config: ReplicaConfig | None) -> None:
+    def __init__(
+        self,
+        kit: KitParts,
+        runner: KitRunner,
+        evidence: Evidence,
+        master_name: str,
+        name: str,
+        config: ReplicaConfig | None,
+    ) -> None:
         """Copy the broker ``master_name``; ``name`` is the replica's end of their link."""
         self.name = name
         self.master_name = master_name
@@ -61,13 +63,15 @@ class KitReplica:
         """The folder of the copy."""
         self._link = _MasterLink(kit, master_name, name)
         self._kit = kit
+        self._runner = runner
+        self._evidence = evidence
         self._config = config
         self.open()
 
     def open(self) -> None:
         """Open the replica again after its death."""
         kit = self._kit
-        self.replica = Replica.open(self.path, of=self._link, config=self._config, runner=kit.runner, files=kit.files)
+        self.replica = Replica.open(self.path, of=self._link, config=self._config, runner=self._runner, files=kit.files)
 
     @property
     def dead(self) -> bool:
@@ -85,7 +89,7 @@ class KitReplica:
 
     def messages(self, topic: str) -> list[StoredMessage]:
         """Return the copied messages of a topic in log order."""
-        self._kit.observer.evidence.note_read(topic)
+        self._evidence.note_read(topic)
         return list(self.broker.messages(topic))
 
     def crash(self, *, down: float | timedelta = 0) -> None:
@@ -100,12 +104,12 @@ class KitReplica:
             try:
                 self.open()
             except BrokerUnreachableError:
-                self._kit.runner.after(1, f"{self.name} is back", open_again)
+                self._runner.after(1, f"{self.name} is back", open_again)
             else:
                 self._kit.note("fault", f"{self.name} is back")
                 self._kit.network.replicas_changed()
 
-        self._kit.runner.after(down, f"{self.name} is back", open_again)
+        self._runner.after(down, f"{self.name} is back", open_again)
 
     def reconnect(self) -> None:
         """Follow the master again, if it can be reached."""
@@ -130,28 +134,8 @@ class KitReplica:
             raise ProcessStateError(f"{self.name} cannot be promoted, because {state}: crash only the master")
         self._kit.note("fault", f"{self.name} takes the place of {self.master_name}")
         master = network.store(self.master_name)
-        self._kit.history().keep_messages(self._kit.observer.evidence.message_at)
+        self._kit.history().keep_messages(network.message_at)
         self.replica.promote()
         promoted = network.replace_broker(self.master_name, self)
         self._kit.history().promoted(promoted, master)
         return promoted
-
-
-def open_replica(
-    kit: _Host, master_name: str | None, site: str | None, config: ReplicaConfig | None, *, sync: bool, is_late: bool
-) -> KitReplica:
-    """Open a replica of a broker for `Kit.replica`; ``is_late`` says whether the test has made clients."""
-    network = kit.network
-    master = network.first if master_name is None else network.named(master_name)
-    if site is not None:
-        check_site(site)
-    name = f"{master.name}-copy" if site is None else f"{site}-{master.name}-copy"
-    if any(copy.name == name for copy in network.copies):
-        raise ConfigError(f"broker {master.name} has the replica {name}: name another site")
-    if sync and is_late:
-        raise ProcessStateError("rmq.replica(sync=True) reopens the broker: call it before clients are made")
-    if sync:
-        network.wait_for_replicas(master.name)
-    replica = KitReplica(kit, master.name, name, config)
-    network.add_copy(replica)
-    return replica

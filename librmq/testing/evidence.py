@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Any
 
 from librmq.broker import Broker
-from librmq.client.recorder import Recorder
 from librmq.consumer.base import Consumer
 from librmq.consumer.push import PushConsumer
 from librmq.diagnosis.pending import open_halves
-from librmq.errors import CorruptionError, FilterSyntaxError, RmqError
+from librmq.errors import FilterSyntaxError, RmqError
 from librmq.filter import SQL92, SqlFilter, TagFilter
 from librmq.filter.filters import PredicateCounts
 from librmq.message.delays import SCHEDULE_TOPIC
@@ -22,11 +20,12 @@ from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, is_user_topic, retry_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.testing._faults import Faults
-from librmq.testing._kit_runner import KitRunner, current_work
-from librmq.testing._network import KitParts
-from librmq.testing._process import Process, ProcessStateError
+from librmq.testing._from_store import StoreStart
+from librmq.testing._kit_runner import KitRunner, ProcessTable, current_work
+from librmq.testing._network import Network
+from librmq.testing._process import KitParts, Process, ProcessStateError
 from librmq.testing.histories._history import Call, DeliveryAttempt, History, show
-from librmq.testing.histories._verdict import Facts, Scene
+from librmq.testing.histories._verdict import Facts
 
 # ---- undelivered messages and unmatched subscriptions
 
@@ -134,11 +133,15 @@ class UnknownGroupError(LookupError):
 class Evidence:
     """Answers from the broker and the history; records which topics were subscribed to, sent to and asked about."""
 
-    def __init__(self, scene: Scene, history: History) -> None:
-        self._scene = scene
+    def __init__(
+        self, network: Network, runner: KitRunner, table: ProcessTable, start: StoreStart | None, history: History
+    ) -> None:
+        """``start`` is what the kit's store began with."""
+        self._network = network
+        self._table = table
         self._history = history
         history.about = self.about
-        self.facts: Facts = Facts(scene, history)
+        self.facts: Facts = Facts(network, runner, table, start, history)
         """What only the stores tell."""
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
         self._sent_to: set[str] = set()
@@ -181,7 +184,7 @@ class Evidence:
         self._checked_groups.add(group)
         for subscriber in self._subscribed.values():
             subscriber.was_read |= subscriber.group == group
-        return list(self._history.delivered(group, self.message_at))
+        return list(self._history.delivered(group, self._network.message_at))
 
     def retries(self, group: str) -> list[StoredMessage]:
         """Return the messages that were sent back for the group, in order."""
@@ -192,7 +195,7 @@ class Evidence:
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """Return the group's dead letters."""
         self._check_group(group)
-        network, topic = self._scene.network, dead_letter_topic(group)
+        network, topic = self._network, dead_letter_topic(group)
         return [letter for name in network.by_name for letter in network.messages(name, topic)]
 
     def offsets(self, group: str) -> dict[MessageQueue, int]:
@@ -200,7 +203,7 @@ class Evidence:
         self._check_group(group)
         return {
             MessageQueue(topic, broker.name, queue_id): queue_offset
-            for broker in self._scene.brokers()
+            for broker in self._network.by_name.values()
             for topic in broker.topics()
             for queue_id, queue_offset in sorted(broker.consumer_offsets(group, topic).items())
         }
@@ -212,7 +215,7 @@ class Evidence:
 
     def _in_order(self, topic: str) -> list[StoredMessage]:
         """Return the messages of a topic in log order, or by time if several brokers have some."""
-        network = self._scene.network
+        network = self._network
         of_brokers = [
             sorted(network.messages(name, topic), key=lambda message: message.physical_offset)
             for name in network.by_name
@@ -220,26 +223,13 @@ class Evidence:
         messages = [message for of_broker in of_brokers for message in of_broker]
         return messages if len(of_brokers) == 1 else sorted(messages, key=lambda message: message.store_timestamp_ms)
 
-    def message_at(self, broker_name: str, physical_offset: int) -> StoredMessage:
-        """Return the message at a physical offset of a broker.
-
-        Raises:
-            LookupError: There is none.
-        """
-        for store in self._scene.network.stores(broker_name):
-            with suppress(CorruptionError):  # a promoted replica can have other records
-                message = store.message_at(physical_offset)
-                if message is not None:
-                    return message
-        raise LookupError(f"broker {broker_name} no longer has the message at physical offset {physical_offset}")
-
     def about(self, call: Call) -> str:
         """Return the place and the messages of a listener's call, as the history shows them."""
         descriptions: list[str] = []
         for number, event in enumerate(call.events):
             retry = f", retry {event['attempt']}" if event["attempt"] else ""
             try:
-                shown = show(call.messages[number] if call.messages else self.message_at(*call.about[number]))
+                shown = show(call.messages[number] if call.messages else self._network.message_at(*call.about[number]))
             except LookupError:  # retention has deleted it since
                 shown = f"{event['id']}, deleted since"
             descriptions.append(f"{shown}{retry}")
@@ -247,7 +237,7 @@ class Evidence:
 
     def undelivered(self) -> list[str]:
         """Return a sentence for each thing that reached no listener, or was left open."""
-        brokers = self._scene.brokers()
+        brokers = list(self._network.by_name.values())
         if any(broker.dead for broker in brokers):
             return []
         for subscriber in self._subscribed.values():
@@ -311,19 +301,19 @@ class Evidence:
                 )
 
     def _consumers(self) -> Iterator[Consumer[Any]]:
-        for process in self._scene.processes:
+        for process in self._table.processes:
             yield from process.made
 
     def _groups(self) -> Collection[str]:
         subscribed_groups = {name for name, _ in self._subscribed}
         return subscribed_groups | {
-            consumer.group for process in self._scene.processes for consumer in process.consumers
+            consumer.group for process in self._table.processes for consumer in process.consumers
         }
 
     def _check_group(self, group: str) -> None:
         groups, letters = self._groups(), dead_letter_topic(group)
         if group in groups or any(
-            group in broker.groups() or letters in broker.topics() for broker in self._scene.brokers()
+            group in broker.groups() or letters in broker.topics() for broker in self._network.by_name.values()
         ):
             return
         near = closest_name(group, groups)
@@ -336,18 +326,22 @@ class Evidence:
 # ---- the observer, to which runner, processes and replicas report
 
 
-class _Observed(KitParts, Protocol):
-    runner: KitRunner
-    faults: Faults
-    recorder: Recorder
-
-
 class KitObserver:
     """Takes the reports of one kit. Not thread-safe."""
 
-    def __init__(self, kit: _Observed, history: History, evidence: Evidence, start: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        kit: KitParts,
+        runner: KitRunner,
+        faults: Faults,
+        history: History,
+        evidence: Evidence,
+        start: Callable[[], None],
+    ) -> None:
         """``start()`` starts the consumers that the test has declared, before the test sends."""
         self._kit = kit
+        self._runner = runner
+        self._faults = faults
         self._history = history
         self.evidence = evidence
         self._start = start
@@ -397,30 +391,16 @@ class KitObserver:
                 raise ProcessStateError(f"a consumer that the test declared can't start: {error}") from error
         if process.is_test:
             self.evidence.note_sent(topic)
-        return self._kit.faults.before_send(process, topic, broker_name)
+        return self._faults.before_send(process, topic, broker_name)
 
     def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
         """Record a stored message or batch; lose or delay the answer if a fault is due."""
-        if current_work() is not None or self._kit.runner.has_kept:
+        if current_work() is not None or self._runner.has_kept:
             for offset_id in response.offset_ids:
-                self._kit.runner.sent(broker_name, topic, int(offset_id[-16:], 16))
-        self._kit.faults.after_send(process, topic, broker_name, response)
+                self._runner.sent(broker_name, topic, int(offset_id[-16:], 16))
+        self._faults.after_send(process, topic, broker_name, response)
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
         """Fail the test with the error of a function that `Process.background` ran."""
-        if error is not None and self._kit.runner.failure is None:
-            self._kit.runner.failure = error
-
-    # ---- the runner
-
-    def half_of(self, broker_name: str, physical_offset: int) -> tuple[str, int]:
-        """Return the place of the half of a committed message; of another message 0."""
-        with suppress(LookupError):
-            return broker_name, self.evidence.message_at(broker_name, physical_offset).prepared_transaction_offset
-        return broker_name, 0
-
-    def unique_id_of(self, broker_name: str, physical_offset: int) -> str:
-        """Return the unique id of a message; empty without one."""
-        with suppress(LookupError):
-            return self.evidence.message_at(broker_name, physical_offset).unique_key or ""
-        return ""
+        if error is not None and self._runner.failure is None:
+            self._runner.failure = error

@@ -47,6 +47,7 @@ from librmq.errors import NotIdleError
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Runner, Step, Turn, Work
 from librmq.testing._from_store import StoreStart
+from librmq.testing._kit import Kit
 from librmq.testing._kit_runner import KitRunner, current_work, is_dead
 from librmq.testing._process import LIBRARY, Process, ProcessDied
 
@@ -267,6 +268,7 @@ class _Paused(Work):
 class Explorer(KitRunner):
     """A `KitRunner` whose choices are made by ``strategy``."""
 
+    kit: Kit
     settles_history = False  # the history of a failing run is read before its broker closes
 
     def __init__(self, strategy: Strategy, clock: ManualClock | None = None) -> None:

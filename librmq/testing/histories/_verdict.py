@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from librmq.broker import Broker
 from librmq.client.recorder import Event, id_of
 from librmq.config import nearest
 from librmq.consumer import PushConsumer
@@ -28,9 +27,8 @@ from librmq.protocol import PERM_READ, Heartbeat, MessageModel
 from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.waiting import Cancellations
 from librmq.testing._from_store import StoreStart, earlier_attempts
-from librmq.testing._kit_runner import KitRunner
+from librmq.testing._kit_runner import KitRunner, ProcessTable
 from librmq.testing._network import Network
-from librmq.testing._process import Process
 from librmq.testing.histories._history import History, HistoryLine
 from librmq.testing.histories.anomalies import KINDS, check_history
 from librmq.testing.histories.events import SharedQueues, span_of
@@ -39,21 +37,6 @@ _TICK_MS = 1_000
 """What is due is delivered within this time."""
 _SHOWN = 5
 _WAITING_TOPICS = frozenset((SCHEDULE_TOPIC, HALF_TOPIC, TIMER_TOPIC))
-
-
-class Scene(Protocol):
-    """The parts of the kit that tell the facts and the evidence."""
-
-    network: Network
-    runner: KitRunner
-    start: StoreStart | None
-
-    def brokers(self) -> Sequence[Broker]:
-        """Return all brokers."""
-
-    @property
-    def processes(self) -> Sequence[Process]:
-        """All processes."""
 
 
 @dataclass(slots=True)
@@ -69,8 +52,14 @@ class _Group:
 class Facts:
     """The events of a test that its clients do not see: groups, dead letters, given-up transactions, and rest."""
 
-    def __init__(self, scene: Scene, history: History) -> None:
-        self._scene = scene
+    def __init__(
+        self, network: Network, runner: KitRunner, table: ProcessTable, start: StoreStart | None, history: History
+    ) -> None:
+        """``start`` is what the kit's store began with."""
+        self._network = network
+        self._runner = runner
+        self._table = table
+        self._start = start
         self._history = history
         self._groups: dict[str, _Group] = {}
 
@@ -90,7 +79,7 @@ class Facts:
 
     def events(self, now_ms: int) -> Iterator[Event]:
         """Yield the events, as of now."""
-        network = self._scene.network
+        network = self._network
         events = self._history.events
         letters = list(self._dead_letters())
         yield from (event for event, _ in letters)
@@ -98,7 +87,7 @@ class Facts:
         sent = set(sent_ms)
         topics_by_id = {event["id"]: event["topic"] for event in events if event["event"] == "deliver"}
         topics_by_id.update((event["id"], topic) for event, topic in letters)
-        start, begin_ms = self._scene.start, self._history.begin_ms
+        start, begin_ms = self._start, self._history.begin_ms
         for name, topic in topics_by_id.items():  # in the store before, or sent to the broker without the kit's route
             copies = 0 if start is None else start.copies(name)
             for _ in range(copies or name not in sent):
@@ -131,7 +120,7 @@ class Facts:
 
     def _dead_letters(self) -> Iterator[tuple[Event, str]]:
         """Yield an event for each dead letter, and the topic of its first send."""
-        network = self._scene.network
+        network = self._network
         for name in network.by_name:
             for topic in sorted({topic for topic, _ in network.store(name).queues}):
                 if topic.startswith(DEAD_LETTER_PREFIX):
@@ -144,7 +133,7 @@ class Facts:
     # ---- groups
 
     def _consumers(self, group: str) -> list[Consumer[Any]]:
-        return [consumer for process in self._scene.processes for consumer in process.made if consumer.group == group]
+        return [consumer for process in self._table.processes for consumer in process.made if consumer.group == group]
 
     def _rules(self, name: str, group: _Group) -> Event:
         event: Event = {"event": "group", "group": name, "topics": list(group.filters)}
@@ -158,19 +147,19 @@ class Facts:
                 {
                     id_of(message)
                     for topic, filters in group.filters.items()
-                    for broker_name in self._scene.network.by_name
-                    for message in _selected(self._scene.network.messages(broker_name, topic), filters)
+                    for broker_name in self._network.by_name
+                    for message in _selected(self._network.messages(broker_name, topic), filters)
                 }
             )
         return event
 
     def _is_drained(self, name: str, group: _Group) -> bool:
         """Return whether nothing waits for a group: all is consumed, and nothing comes later."""
-        scene, network = self._scene, self._scene.network
+        network = self._network
         consumers = [consumer for consumer in self._consumers(name) if consumer.is_running and not consumer.client.dead]
-        if group.kind != "push" or not consumers or scene.runner.running or network.has_cuts:
+        if group.kind != "push" or not consumers or self._runner.running or network.has_cuts:
             return False
-        if any(broker.dead for broker in scene.brokers()) or any(
+        if any(broker.dead for broker in network.by_name.values()) or any(
             not isinstance(consumer, PushConsumer) or consumer.is_paused for consumer in consumers
         ):
             return False
@@ -188,7 +177,7 @@ class Facts:
         ) and not self._has_pending(topics)
 
     def _is_read(self, consumers: Sequence[Consumer[Any]], queue: MessageQueue) -> bool:
-        begin, end = self._scene.network.named(queue.broker_name).store.queue_range(queue.topic, queue.queue_id)
+        begin, end = self._network.named(queue.broker_name).store.queue_range(queue.topic, queue.queue_id)
         readers = [assigned for consumer in consumers if (assigned := consumer.assigned.get(queue)) is not None]
         is_read = all(
             assigned.next_offset >= end and not len(assigned.messages) and not assigned.released for assigned in readers
@@ -196,8 +185,8 @@ class Facts:
         return begin == 0 and bool(readers) and is_read
 
     def _has_pending(self, topics: Collection[str]) -> bool:
-        now_ms = self._scene.runner.now_ms()
-        for broker in self._scene.brokers():
+        now_ms = self._runner.now_ms()
+        for broker in self._network.by_name.values():
             names = {topic for topic, _ in broker.store.queues}
             if HOP_TOPIC in names:
                 return True
