@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final
 
 from librmq.config import Between, Config, Seconds, check_now
 from librmq.consumequeue import ENTRY, ConsumeQueue
@@ -52,8 +52,9 @@ from librmq.store import MessageStore
 from librmq.store.engine.append import AppendResult
 from librmq.store.engine.copies import CopyTarget, Prepared
 from librmq.store.engine.read import records_of
+from librmq.store.format.broker_tables import BrokerTables
 
-__all__ = ["DelayConfig", "DelayOffsets", "DelaySchedule"]
+__all__ = ["DelayConfig", "DelaySchedule"]
 
 _log = EventLog("librmq.delay")
 
@@ -75,22 +76,6 @@ class DelayConfig(Config):
     """Time from the first unsaved delivery to the save; None leaves saving to `DelaySchedule.save`."""
     most_at_once: Annotated[int, Between(1)] = 10_000
     """Most messages of a level in one turn; the rest is due at once."""
-
-
-class DelayOffsets(Protocol):
-    """Store of each level's progress, such as `librmq.store.format.broker_tables.BrokerTables`."""
-
-    def delay_offset(self, level: int) -> int:
-        """Return the queue offset of the next message of a level."""
-        ...
-
-    def set_delay_offset(self, level: int, queue_offset: int) -> None:
-        """Set the queue offset of the next message of a level."""
-        ...
-
-    def persist(self, now_ms: int) -> None:
-        """Write the progress; durable when it returns."""
-        ...
 
 
 COPIED_PROPERTIES: Final = (
@@ -188,12 +173,13 @@ class DelaySchedule:
     def __init__(
         self,
         store: MessageStore,
-        offsets: DelayOffsets,
+        offsets: BrokerTables,
         start_ms: int,
         config: DelayConfig | None = None,
         *,
         delivered: Callable[[StoredMessage, str, int, AppendResult], None] | None = None,
         is_cancelled: Callable[[StoredMessage, int], bool] | None = None,
+        persist: Callable[[int], object] | None = None,
         aside: Aside | None = None,
     ) -> None:
         """Delivery continues from the saved progress.
@@ -206,11 +192,13 @@ class DelaySchedule:
             delivered: ``delivered(message, topic, queue_id, result)`` is called for each delivery with the waiting
                 message and its new place. It must not raise.
             is_cancelled: ``is_cancelled(message, now_ms)`` returns whether a due message is not delivered.
+            persist: ``persist(now_ms)`` writes the progress, durable when it returns; None writes all of ``offsets``.
             aside: Flushes the store while other work continues; None flushes within `run_due`.
         """
         config = config or DelayConfig()
         self._store = store
         self._offsets = offsets
+        self._persist = persist or offsets.persist
         self._delivered = delivered
         self._is_cancelled = is_cancelled
         self._layouts = _Layouts()
@@ -309,7 +297,7 @@ class DelaySchedule:
         """Write progress whose messages are on the device."""
         for level, queue_offset in reached:
             self._offsets.set_delay_offset(level.level, queue_offset)
-        self._offsets.persist(self._last_ms)
+        self._persist(self._last_ms)
         for level, queue_offset in reached:
             level.saved_offset = queue_offset
         self._unsaved = bool(self._unsaved_offsets())

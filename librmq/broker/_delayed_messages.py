@@ -8,7 +8,6 @@ from functools import partial
 from typing import Final
 
 from librmq.broker._context import BrokerContext
-from librmq.broker._offsets import DelayProgress
 from librmq.broker.long_polling import Arrivals
 from librmq.delay import DelaySchedule
 from librmq.errors import CorruptionError, MessageIllegalError
@@ -84,11 +83,12 @@ class Deliveries:
         self.arrivals = Arrivals(runner, context.held, context.metrics, self._delayed, wake_flush)
         self.schedule = DelaySchedule(
             store,
-            DelayProgress(context.tables, context.writing),
+            context.tables,
             runner.now_ms(),
             config.delay,
             delivered=self._delivered,
             is_cancelled=self._cancellations.skips,
+            persist=partial(context.writing.save, context.tables.delays),
             aside=steps.aside("flushes for its delays", lambda at: runner.wake(self._delay, at)),
         )
         self._delay = steps.step("delivers delayed messages", self.schedule.run_due)

@@ -399,23 +399,3 @@ class Persistence:
         now_ms = self._now_ms()
         self._tables.set_filters(self._registrations.to_document(now_ms)["filterDataByTopic"])
         self._writing.save(self._tables.filter_table, now_ms)
-
-
-class DelayProgress:
-    """Store of the delay schedule's progress."""
-
-    def __init__(self, tables: BrokerTables, writing: TableWriter) -> None:
-        self._tables = tables
-        self._writing = writing
-
-    def delay_offset(self, level: int) -> int:
-        """Return the queue offset of the next message of a level."""
-        return self._tables.delay_offset(level)
-
-    def set_delay_offset(self, level: int, queue_offset: int) -> None:
-        """Note the queue offset of the next message of a level."""
-        self._tables.set_delay_offset(level, queue_offset)
-
-    def persist(self, now_ms: int) -> None:
-        """Write the progress."""
-        self._writing.save(self._tables.delays, now_ms)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final, Protocol, Self, TypeVar, cast
 
-from librmq.client.observation import Observer, note_client
+from librmq.client.observation import ObservedClient, note_client
 from librmq.cluster.sites import check_site
 from librmq.config import check_kind
 from librmq.errors import ClientError, ClientStateError, ConfigError
@@ -168,7 +168,7 @@ class Member(Protocol):
         """Answer a broker's request about the group; called under the runner's lock."""
 
 
-class Client:
+class Client(ObservedClient):
     """Identity of producers and consumers of distinct groups. Thread-safe.
 
     ``instance_name`` makes the id ``ip@instance_name``; without it the id is unique to this client. A broadcasting
@@ -227,8 +227,6 @@ class Client:
         self._states = StateLog(_log.with_fields(client=self.client_id), self.client_id)
         self._unwatch: Callable[[], None] | None = None
         self._beat = Step(f"{self.client_id} heartbeat", self._send_heartbeats, self)
-        self.observer: Observer | None = None
-        """Sees the operations of this client's producers and consumers."""
         note_client(self)
         route.noted_client(self)
 

@@ -20,13 +20,14 @@ R = TypeVar("R")
 _log = EventLog("librmq.client")
 
 
-class ObservedClient(Protocol):
+class ObservedClient:
     """A client as its observer sees it."""
 
     client_id: str
     route: Route
     runner: Runner
-    observer: Observer | None
+    observer: Observer | None = None
+    """Sees the operations of this client's producers and consumers."""
 
 
 class Operation(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, TypeVar, cast
 
+from librmq.client.observation import ObservedClient
 from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqError
 from librmq.java.lang import java_int
 from librmq.message.delays import DEFAULT_LEVELS, DelayLevels
@@ -454,27 +455,15 @@ def _place(queue: MessageQueue) -> dict[str, object]:
     return dict(zip(("topic", "broker", "queue_id"), queue, strict=True))
 
 
-class _Config(Protocol):
-    @property
-    def model(self) -> Any: ...  # noqa: ANN401 (a MessageModel)
-
-    @property
-    def batch_size(self) -> int: ...
-
-
-class _Client(Protocol):
-    client_id: str
-
-
 class _Consumer(Protocol):
     group: str
     label: str
 
     @property
-    def client(self) -> _Client: ...
+    def client(self) -> ObservedClient: ...
 
     @property
-    def config(self) -> _Config: ...
+    def config(self) -> Any: ...  # noqa: ANN401 (a ConsumerConfig, of a room above)
 
     @property
     def subscriptions(self) -> Mapping[str, Any]: ...
