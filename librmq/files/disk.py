@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from librmq.errors import CorruptionError, StoreIOError
-from librmq.files.interface import File, FileLock, FolderEntry, named, without_zeros
+from librmq.files.interface import File, FileLock, FolderEntry, SystemCall, without_zeros
 from librmq.files.lock import DiskLock, lock_holder
 from librmq.files.regular import give_to_owner, joined_folders, make_owned_folder, open_regular, place_of
 from librmq.runtime.event_log import EventLog
@@ -201,7 +201,7 @@ class DiskFiles:
 
     def descriptor(self, path: str, *, writable: bool = False) -> tuple[int, int]:
         """Open a file as `open` does, and return a descriptor, which the caller closes, and the file's size."""
-        with named("open", path):
+        with SystemCall("open", path):
             if writable:
                 with self._place(path) as place:
                     descriptor = open_regular(path, _TO_WRITE, name=place.name, folder=place.folder)
@@ -217,7 +217,7 @@ class DiskFiles:
         return descriptor, size
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
-        with named("create", path), self._place(path) as place:
+        with SystemCall("create", path), self._place(path) as place:
             if not _create_unnamed(path, place, size):
                 _create_renamed(path, place, size)
             try:
@@ -230,7 +230,7 @@ class DiskFiles:
 
     def _map(self, path: str, descriptor: int, size: int, writable: bool, keep_descriptor: bool) -> File:
         try:
-            with named("map", path):
+            with SystemCall("map", path):
                 buffer = mmap.mmap(descriptor, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         except BaseException:
             os.close(descriptor)
@@ -294,7 +294,7 @@ class DiskFiles:
     @contextmanager
     def _descriptor(self, file: File, call: str) -> Iterator[int]:
         if file.descriptor >= 0:
-            with named(call, file.path):
+            with SystemCall(call, file.path):
                 yield file.descriptor
             return
         with self._opened_to_write(call, file.path) as descriptor:
@@ -303,7 +303,7 @@ class DiskFiles:
     @contextmanager
     def _opened_to_write(self, call: str, path: str) -> Iterator[int]:
         """Open a file for one call, whose error names it."""
-        with named(call, path):
+        with SystemCall(call, path):
             with self._place(path) as place:
                 descriptor = open_regular(path, _TO_WRITE, name=place.name, folder=place.folder)
             try:
@@ -314,7 +314,7 @@ class DiskFiles:
     def flush_folder(self, path: str) -> None:
         if sys.platform == "win32":
             return
-        with named("flush the folder", path):
+        with SystemCall("flush the folder", path):
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -332,12 +332,12 @@ class DiskFiles:
     def names(self, path: str) -> tuple[str, ...]:
         names: set[str] = set()
         for folder in (path, *joined_folders(path)):
-            with named("list", folder), suppress(FileNotFoundError):
+            with SystemCall("list", folder), suppress(FileNotFoundError):
                 names.update(os.listdir(folder))
         return tuple(sorted(names))
 
     def size(self, path: str) -> int | None:
-        with named("look at", path):
+        with SystemCall("look at", path):
             try:
                 return os.stat(path).st_size
             except (FileNotFoundError, NotADirectoryError):
@@ -349,7 +349,7 @@ class DiskFiles:
 
     def make_folder(self, path: str) -> None:
         root = next((root for root in self._roots if path.startswith(root)), None)
-        with named("make the folder", path):
+        with SystemCall("make the folder", path):
             if root is None:
                 _make_folders(path)
                 return
@@ -367,7 +367,7 @@ class DiskFiles:
                             raise
 
     def delete(self, path: str) -> None:
-        with named("delete", path):
+        with SystemCall("delete", path):
             try:
                 with self._place(path) as place:
                     try:
@@ -380,15 +380,15 @@ class DiskFiles:
                 return
 
     def rename(self, old: str, new: str) -> None:
-        with named("rename", old), self._place(old) as source, self._place(new) as target:
+        with SystemCall("rename", old), self._place(old) as source, self._place(new) as target:
             os.replace(source.name, target.name, src_dir_fd=source.folder, dst_dir_fd=target.folder)
 
     def link(self, old: str, new: str) -> None:
-        with named("link", old), self._place(new) as target:
+        with SystemCall("link", old), self._place(new) as target:
             os.link(place_of(old), target.name, dst_dir_fd=target.folder)
 
     def is_linked(self, path: str) -> bool:
-        with named("look at", path):
+        with SystemCall("look at", path):
             return os.stat(place_of(path)).st_nlink > 1
 
     def break_links(self, path: str) -> bool:
@@ -402,7 +402,7 @@ class DiskFiles:
         return True
 
     def read(self, path: str, limit: int = 64 << 20) -> bytes:
-        with named("read", path), open(open_regular(path), "rb") as file:
+        with SystemCall("read", path), open(open_regular(path), "rb") as file:
             data = file.read(limit + 1)
         if len(data) > limit:
             raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
@@ -411,7 +411,7 @@ class DiskFiles:
     def read_used(self, path: str, limit: int) -> bytes | None:
         if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
             return None
-        with named("open", path):
+        with SystemCall("open", path):
             try:
                 descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
             except CorruptionError:
@@ -456,7 +456,7 @@ class DiskFiles:
     def read_at(self, path: str, at: int, size: int) -> bytes:
         if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
             return self.open(path).buffer[at : at + size]
-        with named("read", path):
+        with SystemCall("read", path):
             descriptor = open_regular(path)
             try:
                 return os.pread(descriptor, size, at)
@@ -471,7 +471,7 @@ class DiskFiles:
     @contextmanager
     def _replacement(self, call: str, path: str, temporary: str) -> Iterator[BinaryIO]:
         """Yield the file ``temporary``, which takes the place of ``path`` when what was written is on the device."""
-        with named(call, path), self._place(temporary) as new, self._place(path) as target:
+        with SystemCall(call, path), self._place(temporary) as new, self._place(path) as target:
             try:
                 with _new_file(new) as file:
                     yield file
@@ -484,7 +484,7 @@ class DiskFiles:
                 raise
 
     def lock(self, path: str) -> FileLock:
-        with named("lock", path), self._place(path) as place:  # `DiskLock` refuses a link of the file itself
+        with SystemCall("lock", path), self._place(path) as place:  # `DiskLock` refuses a link of the file itself
             return DiskLock(path, place.folder)
 
     def lock_holder(self, path: str) -> str | None:
@@ -525,13 +525,13 @@ class DiskFiles:
             return None
 
     def copy_times(self, source: str, target: str) -> None:
-        with named("set the times of", target):
+        with SystemCall("set the times of", target):
             status = os.stat(place_of(source))
             with self._place(target) as place:
                 os.utime(place.name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=place.folder)
 
     def used_ratio(self, path: str) -> float:
-        with named("look at the disk of", path):
+        with SystemCall("look at the disk of", path):
             usage = shutil.disk_usage(path)
         # Count like df: space reserved for the superuser is neither used nor free.
         within_reach = usage.used + usage.free
@@ -540,7 +540,7 @@ class DiskFiles:
 
 def _entries(path: str) -> list[FolderEntry]:
     entries: list[FolderEntry] = []
-    with named("list", path):
+    with SystemCall("list", path):
         try:
             listing = os.scandir(path)
         except FileNotFoundError:
@@ -593,12 +593,12 @@ def _create_unnamed(path: str, place: _Place, size: int) -> bool:
         return False
     folder = os.path.dirname(place.name) or os.curdir
     try:
-        with named("create", path):
+        with SystemCall("create", path):
             descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o644, dir_fd=place.folder)
         try:
             give_to_owner(descriptor, folder, place.folder)
             _set_length(descriptor, path, size)
-            with named("create", path):
+            with SystemCall("create", path):
                 # Python follows the link only if it gets a folder too, which an absolute path does not use.
                 os.link(
                     f"/proc/self/fd/{descriptor}",
@@ -620,7 +620,7 @@ def _create_renamed(path: str, place: _Place, size: int) -> None:
     """Create a file in the folder above, and rename it when it has its length; where that can't be, in its place."""
     temporary = _temporary_path(path)
     try:
-        with named("create", path):
+        with SystemCall("create", path):
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             with suppress(FileNotFoundError):
@@ -638,7 +638,7 @@ def _create_renamed(path: str, place: _Place, size: int) -> None:
 
 
 def _make(place: _Place, path: str, size: int) -> None:
-    with named("create", path):
+    with SystemCall("create", path):
         descriptor = os.open(place.name, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=place.folder)
         give_to_owner(descriptor, os.path.dirname(place.name), place.folder)
     try:
@@ -662,7 +662,7 @@ def _make_folders(path: str) -> None:
 
 
 def _set_length(descriptor: int, path: str, size: int) -> None:
-    with named("set the length of", path):
+    with SystemCall("set the length of", path):
         os.ftruncate(descriptor, size)
 
 

@@ -325,13 +325,11 @@ def confine(files: Files, store: str, own: str, *folders: str) -> None:
     confined(store, own, *folders)
 
 
-def named(call: str, path: str) -> _Named:
-    """Raise errors of the operating system as `StoreIOError` with the file's name."""
-    return _Named(call, path)
+class SystemCall:
+    """Raises errors of the operating system as `StoreIOError`, which names the call and the file.
 
-
-class _Named:
-    """What `named` returns; a generator would cost each call some microseconds."""
+    It is a class because a generator would cost each call some microseconds.
+    """
 
     __slots__ = ("_call", "_path")
 

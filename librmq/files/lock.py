@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.errors import StoreIOError, StoreLockedError
-from librmq.files.interface import named
+from librmq.files.interface import SystemCall
 from librmq.files.regular import open_regular
 from librmq.runtime.locks import Lock, call_in_child, critical
 
@@ -53,7 +53,7 @@ class DiskLock:
     def __init__(self, path: str, folder: int | None = None) -> None:
         self._path = os.path.abspath(path)
         self._descriptor = self._folder = -1
-        with _held_guard, named("lock", path):
+        with _held_guard, SystemCall("lock", path):
             for held in _held.values():
                 if held._path == self._path:
                     raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
@@ -96,7 +96,7 @@ class DiskLock:
         if sys.platform == "win32":
             return
         folder = os.path.dirname(self._path)
-        with named("lock", folder):
+        with SystemCall("lock", folder):
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,7 +177,7 @@ def lock_process(path: str) -> int | None:
             return os.getpid()
         if sys.platform == "win32":
             return None
-        with named("look at the lock", path):
+        with SystemCall("look at the lock", path):
             try:
                 descriptor = open_regular(path)
             except FileNotFoundError:  # deleted since the look

@@ -46,7 +46,7 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import named
+from librmq.files.interface import SystemCall
 from librmq.files.regular import user_name
 from librmq.message.message import StoredMessage
 from librmq.metrics import Metrics
@@ -310,7 +310,7 @@ class SharedBroker(AdministeredRoute):
         except StoreLockedError as error:
             # Another process is opening the store, or has ended and its lock is about to go. The caller tries again.
             raise BrokerUnreachableError(f"{error}, which does not answer yet: {unreachable}") from error
-        with ExitStack() as undo, named("share", self.path):
+        with ExitStack() as undo, SystemCall("share", self.path):
             undo.callback(lock.release)
             promises = self._promises()
             opened = promises.over(settings.promises, opens=True)

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from librmq.errors import BrokerUnreachableError, StoreError
 from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files, named
+from librmq.files.interface import Files, SystemCall
 from librmq.store.format.documents import OWN_FOLDER
 
 _UCRED: Final = struct.Struct("iII")
@@ -133,7 +133,7 @@ def make_share_folder(path: str, files: Files) -> None:
     """
     folder = share_folder(path)
     files.make_folder(folder)
-    with named("make the folder", folder):
+    with SystemCall("make the folder", folder):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             os.fchmod(descriptor, 0o700)
