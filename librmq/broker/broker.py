@@ -390,7 +390,7 @@ class Broker(StoreRoute, InProcess):
     # ---- replication
 
     def copied(self, queues: Iterable[tuple[str, int]]) -> None:
-        """Answer pulls that wait for messages of these queues, which `MessageStore.copy_log` has added to a replica."""
+        """Answer pulls that wait for messages of these queues, which `Writer.copy_log` has added to a replica."""
         self._parts.deliveries.arrivals.copied(queues)
 
     def copy_topics(self, rows: Mapping[str, Any]) -> None:

@@ -308,7 +308,7 @@ class Replica(Closing):
             if was_killed:
                 torn_at = check_bytes(self.path, self.store.log, master, described, was_killed=True)
                 if torn_at is not None:
-                    self.store.cut_copy(torn_at)
+                    self.store.writer.cut_copy(torn_at)
             self._copied_end = self.end
             reached = self._copy_log(_MOST_AT_ONCE) and self._copy_tables()
         except BaseException:
@@ -515,7 +515,7 @@ class Replica(Closing):
     def _add(self, at: int, data: bytes, *, is_checked: bool = False) -> Collection[tuple[str, int]]:
         """Add whole records to the copy; return the queues that got messages."""
         try:
-            queues = self._store.copy_log(at, data, is_checked=is_checked).queues
+            queues = self._store.writer.copy_log(at, data, is_checked=is_checked).queues
         except FlushFailedError as error:  # these bytes may not be on the device: never acknowledge them
             self.failure = ReplicaError(
                 f"{self.path}: the replica has stopped following, because a flush has failed ({error.cause}): close it "
@@ -561,7 +561,7 @@ class Replica(Closing):
                 begin=answer.begin,
             )
             self._copied_end = 0
-            self.store.clear_copy()
+            self.store.writer.clear_copy()
         self._first = answer.begin
         return False
 

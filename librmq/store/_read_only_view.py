@@ -23,7 +23,7 @@ import itertools
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -38,11 +38,12 @@ from librmq.files.interface import Damage, Files, read_replaced
 from librmq.files.memory import OverlayFiles
 from librmq.files.rolling import file_name
 from librmq.message.delays import DelayLevels
-from librmq.runtime.locks import Lock
+from librmq.runtime.locks import Lock, critical
+from librmq.store._handle import StoreHandle
 from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store._queues_in_memory import DerivedParts, DerivedQueue
 from librmq.store.condition import Condition, Wholeness, condition_of
-from librmq.store.engine.derivation import BitmapOf
+from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable, ShortQueue
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
@@ -181,11 +182,9 @@ def _entries(queue: ConsumeQueue, log_end: int) -> int:
 _NOTHING_MORE: Final = (GetStatus.NO_MATCHED_MESSAGE, GetStatus.OFFSET_TOO_SMALL)
 
 
-class ReadOnlyView:
-    """The parts of a store that this process only reads. `refresh` brings them up to date. Thread-safe."""
+class ReadOnlyView(StoreHandle):
+    """A store that this process only reads. `refresh` brings its parts up to date. Thread-safe."""
 
-    config: StoreConfig
-    """The given settings, or those inferred from the files."""
     parts: Parts
     """The parts as of the last `refresh`. They are replaced when a writer begins or ends, and never closed."""
     version: int
@@ -194,28 +193,19 @@ class ReadOnlyView:
     def __init__(
         self,
         path: str,
-        config: StoreConfig | None,
         files: Files,
         clock: Clock,
-        bitmap_of: BitmapOf | None,
-        opened: Callable[[ReadOnlyView], object],
+        bitmap_of: BitmapOf | None = None,
         moment: Moment | None = None,
-        *,
-        derives_queues: bool = False,
     ) -> None:
-        """Open the store in ``path``, by default as it is now.
-
-        ``opened`` is called now, and whenever ``config`` or ``parts`` are replaced. ``derives_queues`` is that of the
-        store's kind.
-        """
-        self._path = path
-        self._given_config = config
-        self._files = files
-        self._clock = clock
+        """Prepare a view of the store in ``path``, by default as it is now, that accepts no calls until `open`."""
+        super().__init__(path, files, clock)
+        self._given_config: StoreConfig | None = None
         self._bitmap_of = bitmap_of
-        self._opened = opened
-        self._moment = moment
-        self.derives_queues: bool = derives_queues
+        self.moment = moment
+        """The earlier moment at which the store is shown; None for the present."""
+        self.derives_queues = False
+        """Whether the queues are not all in files, so that they are derived from the log."""
         self._guard = Lock()
         self._is_brief = True
         self._has_all_files = False
@@ -223,8 +213,17 @@ class ReadOnlyView:
         self._live: FollowedParts | None = None
         self._marks: tuple[object, ...] = ()
         self._inferred: tuple[bool, ...] = ()
+        self._noted_order: TimeOrder | None = None
         self.version = 0
+
+    def open(self, config: StoreConfig | None = None) -> None:
+        """Open the store; see `MessageStore.open`."""
+        kind = directory.check_kind(self.path, self.files, writable=False)
+        if config is not None:
+            self._given_config = directory.complete_config(self.path, config, self.files)
+        self.derives_queues = kind.derives_queues
         self._open()
+        self.accept_calls()
 
     def refresh(self) -> bool:
         """See what other processes have changed, and return whether there is any change.
@@ -233,8 +232,9 @@ class ReadOnlyView:
         of log and index, and a walk over new records. After an error, which is one of opening, the parts stay.
         """
         with self._guard:
+            self.check_open()
             before, live = self.version, self._live
-            if self._moment is not None:
+            if self.moment is not None:
                 return False
             if self._lock_holder() != self._holder:
                 self._open()
@@ -262,7 +262,7 @@ class ReadOnlyView:
 
     def check_covered(self) -> Damage | None:
         """Read all records, those too that opening has passed over; return the first damage."""
-        log = self.parts.log
+        log = self.log
         try:
             deque(log.scan(), maxlen=0)
         except CorruptionError as error:
@@ -271,13 +271,13 @@ class ReadOnlyView:
 
     def condition(self) -> Condition:
         """Return how whole the store is, and what is missing. An earlier moment lacks nothing."""
-        if self._moment is not None:
+        if self.moment is not None:
             return Condition(Wholeness.AS_RECOVERED)
         if not self._has_all_files:
             self._has_all_files = True
             self._open_queue_without_files()
         is_written = self._live is not None
-        return condition_of(self._path, self.parts, self.config, self._files, is_written=is_written)
+        return condition_of(self.path, self.parts, self.config, self.files, is_written=is_written)
 
     def _open_queue_without_files(self) -> None:
         """Open a queue that lacks a file of those at the close, so that the view makes it again."""
@@ -286,10 +286,10 @@ class ReadOnlyView:
             return
         for name, state in queues.states().items():
             if not queues.is_open(name) and state.min_offset < state.max_offset:
-                folder = directory.queue_folder(self._path, *name)
+                folder = directory.queue_folder(self.path, *name)
                 first, end = (offset * ENTRY_SIZE for offset in (state.min_offset, state.max_offset))
                 starts = range(first - first % size, end, size)
-                if any(self._files.size(os.path.join(folder, file_name(start))) != size for start in starts):
+                if any(self.files.size(os.path.join(folder, file_name(start))) != size for start in starts):
                     queues[name]
                     return
 
@@ -323,10 +323,31 @@ class ReadOnlyView:
                 return result
         raise AssertionError
 
+    def up_to_date(self) -> Parts:
+        self.refresh()
+        return self.parts
+
+    def with_index(self) -> tuple[Parts, Sequence[Pending]]:
+        self.check_open()
+        self.complete()
+        return self.up_to_date(), ()
+
+    @property
+    def times(self) -> StoreTimes:
+        if self._noted_order is None:
+            self._noted_order = noted_order(self.path, self.files, self.log) or TimeOrder(0, 0)
+        return StoreTimes(self.log, self._noted_order)
+
+    def abandon(self, why: str) -> None:
+        with critical, self._guard:
+            if self.closed is None:
+                self.closed = why
+                self.parts.close()
+
     # ------------------------------------------------------------------------------------------------------ opening
 
     def _lock_holder(self) -> str | None:
-        return self._files.lock_holder(directory.lock_path(self._path))
+        return self.files.lock_holder(directory.lock_path(self.path))
 
     def _open(self) -> None:
         for attempt in itertools.count():
@@ -334,15 +355,15 @@ class ReadOnlyView:
             try:
                 marks = self._read_marks()
                 inferred = self._inferable() if self._given_config is None else ()
-                config = self._given_config or directory.infer_config(self._path, self._files)
+                config = self._given_config or directory.infer_config(self.path, self.files)
                 live: FollowedParts | None = None
                 if self.derives_queues:
-                    live = DerivedParts(self._path, config, self._files, is_written=holder is not None)
+                    live = DerivedParts(self.path, config, self.files, is_written=holder is not None)
                 elif holder is not None:
-                    live = LiveParts(self._path, config, self._files)
+                    live = LiveParts(self.path, config, self.files)
                 parts = self._recovered(config) if live is None else live.parts
-                if self._moment is not None:
-                    cut_at(parts, self._moment, noted_order(self._path, self._files, parts.log))
+                if self.moment is not None:
+                    cut_at(parts, self.moment, noted_order(self.path, self.files, parts.log))
                 changed = self._lock_holder() != holder or (live is None and self._read_marks() != marks)
             except NotAStoreError:  # a record of the log is a batch
                 if self.derives_queues:
@@ -356,25 +377,29 @@ class ReadOnlyView:
                 continue
             if not changed or attempt >= ATTEMPTS:
                 break
-        self.config, self.parts, self._live, self._holder = config, parts, live, holder
+        self.configure(config)
+        self.parts, self._live, self._holder = parts, live, holder
         self._inferred = inferred
         self._marks = () if live is not None else self._read_state()
-        self._opened(self)
+        with critical:
+            self.use_parts(parts)
+        self.recovered = parts.cuts
+        self._noted_order = None
         self.version += 1
 
     def _recovered(self, config: StoreConfig) -> Parts:
         """Return the parts as a recovery would leave them, in memory."""
-        files, path = self._files, self._path
+        files, path = self.files, self.path
         levels = DelayLevels.parse(config.message_delay_level)
         if not files.is_shared and not has_abort(files, path):  # a copy of its files would take as much memory
-            return load(path, config, levels, files, self._clock, mode=None)
+            return load(path, config, levels, files, self.clock, mode=None)
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
         is_brief = self._is_brief and not config.enable_consumequeue_ext
 
         def previewed(rebuilt: frozenset[QueueName] = frozenset()) -> Parts:
             overlay = OverlayFiles(files)
             parts = load(
-                path, config, levels, overlay, self._clock, mode=RecoveryMode.PREVIEW, bitmap_of=bitmap_of,
+                path, config, levels, overlay, self.clock, mode=RecoveryMode.PREVIEW, bitmap_of=bitmap_of,
                 is_brief=is_brief, rebuilt=rebuilt,
             )  # fmt: skip
             changed = overlay.changed_folders()
@@ -406,14 +431,14 @@ class ReadOnlyView:
         if start is not None:
             with suppress(StoreIOError):  # deleted, which changes the listing
                 at = log.end - start
-                behind = self._files.open(log.sequence.path(start)).buffer[at : at + GLANCE]
+                behind = self.files.open(log.sequence.path(start)).buffer[at : at + GLANCE]
         return *self._read_marks(), behind
 
     def _read_marks(self) -> tuple[object, ...]:
         """Return the files of the log, the abort marker and the checkpoint."""
-        files, checkpoint = self._files, os.path.join(self._path, directory.CHECKPOINT)
+        files, checkpoint = self.files, os.path.join(self.path, directory.CHECKPOINT)
         times = read_replaced(files, checkpoint)
-        return tuple(files.list(os.path.join(self._path, directory.COMMITLOG))), has_abort(files, self._path), times
+        return tuple(files.list(os.path.join(self.path, directory.COMMITLOG))), has_abort(files, self.path), times
 
     def _can_infer_more(self) -> bool:
         """Return whether there are files now from which settings can be inferred that were guessed so far."""
@@ -421,7 +446,7 @@ class ReadOnlyView:
 
     def _inferable(self) -> tuple[bool, ...]:
         """Return whether log, index and queues have files from which their settings can be inferred."""
-        files, path = self._files, self._path
+        files, path = self.files, self.path
         names = [] if self.derives_queues else directory.list_queues(path, files)
         queues = (directory.queue_folder(path, *name) for name in names)
         folders = [os.path.join(path, directory.COMMITLOG)], [os.path.join(path, directory.INDEX)], queues

@@ -12,24 +12,27 @@ import os
 from collections.abc import Callable, Container, Iterator, Sequence
 from datetime import datetime, timedelta
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack, cast
 
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, check_kind, check_now, check_path, to_seconds, to_timestamp_ms, wrong_kind
 from librmq.consumequeue import ConsumeQueue
-from librmq.errors import ConfigError
+from librmq.errors import ConfigError, ReplicaError
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import Damage, Files
 from librmq.message.delays import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE_STATE
+from librmq.runtime.locks import critical
 from librmq.store._handle import StoreHandle
+from librmq.store._read_only_view import ReadOnlyView
+from librmq.store._writer import Writer
 from librmq.store.condition import Condition, Wholeness
 from librmq.store.engine._durability import Acknowledgement
 from librmq.store.engine.append import Appender, AppendFields, AppendResult, BatchFields
-from librmq.store.engine.copies import CopiedRecords, CopyWriter
+from librmq.store.engine.copies import CopyWriter
 from librmq.store.engine.read import (
     MessageFilter,
     ReadResult,
@@ -44,7 +47,7 @@ from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.checkpoint import Checkpoint
-from librmq.store.recovery.verify import Verdict
+from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.retention import Readers, clean_unused_topics
 
 if TYPE_CHECKING:
@@ -101,8 +104,12 @@ class MessageStore(Closing):
     """The writer itself, for copies of records that the store has and for parts of a broker."""
     copies: CopyWriter
     """The writer of several records under one lock, for parts of a broker."""
-    handle: StoreHandle
-    """The open store behind the calls: its retention, durability and thread, for parts of the library."""
+    _handle: StoreHandle
+    """What a recovery or a refresh replaces: a `Writer` or a `ReadOnlyView`."""
+    writer: Writer
+    """The writing side, with retention, durability and thread, for parts of the library; not where ``read_only``."""
+    _view: ReadOnlyView | None
+    """The reading side where ``read_only``."""
     _append: Callable[..., AppendResult]
     _append_batch: Callable[..., list[AppendResult]]
 
@@ -143,7 +150,7 @@ class MessageStore(Closing):
             filters: The groups' SQL filters, for the messages' bitmaps if the store has extension files. They
                 can change while it is open.
             wait: Seconds to wait for another writer to release the store.
-            replica_of: Name of the master whose log this store copies. It takes no appends, only `copy_log`;
+            replica_of: Name of the master whose log this store copies. It takes no appends, only copies;
                 `librmq.cluster.Replica` opens it so.
             at: Show the store as it was at this moment, for ``read_only``: a time with a time zone, or the physical
                 offset at which its log ended. Log, queues and index end there, and `refresh` finds nothing new. Files
@@ -180,19 +187,22 @@ class MessageStore(Closing):
         store.files = files or DiskFiles()
         store.clock = clock or SystemClock()
         store.filters = filters
-        store.handle = handle = StoreHandle(
-            store.path,
-            store.files,
-            store.clock,
-            None if filters is None else filters.bitmap,
-            read_only=read_only,
-            in_background=not read_only and (clock is None if background is None else background),
-            replica_of=replica_of,
-            moment=at,
+        bitmap_of = None if filters is None else filters.bitmap
+        if read_only:
+            if replica_of is not None:
+                raise ReplicaError(f"{store.path}: a replica copies, so it is not opened for reading only")
+            store._handle = store._view = view = ReadOnlyView(store.path, store.files, store.clock, bitmap_of, at)
+            store._append = store._append_batch = store._refuse_append
+            view.open(config)
+            return store
+        in_background = clock is None if background is None else background
+        store._handle = store.writer = writer = Writer(
+            store.path, store.files, store.clock, bitmap_of, in_background=in_background, replica_of=replica_of
         )
-        store.appender, store.copies = handle.appender, handle.copies
-        store._append, store._append_batch = handle.appender.append_methods()
-        handle.open(config, thorough=thorough, wait_s=seconds)
+        store._view = None
+        store.appender, store.copies = writer.appender, writer.copies
+        store._append, store._append_batch = writer.appender.append_methods()
+        writer.open(config, thorough=thorough, wait_s=seconds)
         return store
 
     @classmethod
@@ -203,35 +213,35 @@ class MessageStore(Closing):
         """
         folder = TemporaryFolder()
         store = cls.open(folder.name, config or StoreConfig.tiny(), clock=clock)
-        store.handle.temporary = folder
+        store.writer.temporary = folder
         return store
 
     @property
     def config(self) -> StoreConfig:
         """The settings; a `refresh` can find that they have changed."""
-        return self.handle.config
+        return self._handle.config
 
     @property
     def levels(self) -> DelayLevels:
         """The delay levels of the settings."""
-        return self.handle.levels
+        return self._handle.levels
 
     @property
     def log(self) -> CommitLog:
         """The log; `recover` and `refresh` can replace the object."""
-        return self.handle.log
+        return self._handle.log
 
     @property
     def index(self) -> KeyIndex:
         """The key index; `recover` and `refresh` can replace the object."""
-        if self.handle.view is not None:
-            self.handle.view.complete()
-        return self.handle.index
+        if self._view is not None:
+            self._view.complete()
+        return self._handle.index
 
     @property
     def checkpoint(self) -> Checkpoint:
         """The checkpoint; `recover` and `refresh` can replace the object."""
-        return self.handle.checkpoint
+        return self._handle.checkpoint
 
     @property
     def past_ms(self) -> int | None:
@@ -239,7 +249,7 @@ class MessageStore(Closing):
 
         It is 0 before the first message.
         """
-        moment = self.handle.moment
+        moment = None if self._view is None else self._view.moment
         if isinstance(moment, datetime):
             return to_timestamp_ms("at", moment)
         last = self.log.last_write
@@ -250,7 +260,7 @@ class MessageStore(Closing):
     @property
     def recovered(self) -> list[Damage]:
         """What opening and `recover` found and cut."""
-        return self.handle.recovered
+        return self._handle.recovered
 
     @property
     def condition(self) -> Condition:
@@ -258,8 +268,7 @@ class MessageStore(Closing):
 
         A writable one is sound, because opening has recovered it.
         """
-        view = self.handle.view
-        return Condition(Wholeness.SOUND) if view is None else view.condition()
+        return Condition(Wholeness.SOUND) if self._view is None else self._view.condition()
 
     @property
     def cut_short(self) -> Damage | None:
@@ -278,8 +287,7 @@ class MessageStore(Closing):
         those that a clean shutdown left. This reads them all, with the checksums of their bodies. ``bytes`` counts
         those from the damage to the log's end.
         """
-        view = self.handle.view
-        return None if view is None else view.check_covered()
+        return None if self._view is None else self._view.check_covered()
 
     @property
     def core(self) -> str:
@@ -289,11 +297,11 @@ class MessageStore(Closing):
     @property
     def readers(self) -> Readers | None:
         """Source of the unconsumed messages for retention; set by the broker that opens the store."""
-        return self.handle.readers
+        return self.writer.readers
 
     @readers.setter
     def readers(self, readers: Readers | None) -> None:
-        self.handle.readers = readers
+        self.writer.readers = readers
 
     # -------------------------------------------------------------------------------------------------------- append
 
@@ -342,7 +350,7 @@ class MessageStore(Closing):
         the next flush. Its ``wait`` flushes.
         """
         result = self.append(message, queue_id, wait=False, **fields)
-        return Acknowledgement(result, self.handle.durability.commit, result.physical_offset + result.size)
+        return Acknowledgement(result, self.writer.durability.commit, result.physical_offset + result.size)
 
     def wait_for(self, result: AppendResult) -> None:
         """Wait until a message that `submit` appended is on the device.
@@ -354,38 +362,14 @@ class MessageStore(Closing):
             end = result.physical_offset + result.size
         except AttributeError:
             raise wrong_kind("result", result, "the result of an Acknowledgement") from None
-        self.handle.durability.commit.reach(end)
-
-    # --------------------------------------------------------------------------------------------------- replication
+        self._writable().durability.commit.reach(end)
 
     def watch(self, physical_offset: int, appended: Callable[[], None]) -> None:
         """Call ``appended()`` once, when the log ends after ``physical_offset``; at once if it does.
 
         An append calls it in its thread, so it must be short.
         """
-        self.handle.check_open()
-        self.appender.watch_log(physical_offset, appended)
-
-    def copy_log(self, physical_offset: int, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
-        """Append bytes of the master's log, whole records and blanks of one of its files, to this replica.
-
-        ``physical_offset`` is the log's end, or in an empty store the start of a log file. ``is_checked`` says that the
-        bytes are whole records, because an open store of this process has them.
-
-        Raises:
-            CorruptionError: The bytes are no records; nothing was appended.
-            ReplicaError: The store is no replica.
-            StoreIOError: There is no space.
-        """
-        return self.handle.copy_log(physical_offset, data, is_checked=is_checked)
-
-    def cut_copy(self, physical_offset: int) -> None:
-        """Cut this replica's log at the start of a record, where the next `copy_log` continues."""
-        self.handle.cut_copy(physical_offset)
-
-    def clear_copy(self) -> None:
-        """Delete all messages of this replica, which then begins where the next `copy_log` says."""
-        self.handle.clear_copy()
+        self._writable().appender.watch_log(physical_offset, appended)
 
     # ---------------------------------------------------------------------------------------------------------- read
 
@@ -409,12 +393,13 @@ class MessageStore(Closing):
         Raises:
             CorruptionError: An entry leads to no record of its size.
         """
-        handle = self.handle
+        handle = self._handle
         if handle.closed is not None:
             handle.check_open()
         try:
-            if handle.view is not None:
-                return handle.view.read((topic, queue_id), queue_offset, max_messages, matching, handle.transfer)
+            view = self._view
+            if view is not None:
+                return view.read((topic, queue_id), queue_offset, max_messages, matching, handle.transfer)
             self.appender.write_entries_that_fit()
             queue = handle.queues.find((topic, queue_id))
             return read_queue(handle.log, queue, queue_offset, max_messages, matching, handle.transfer, joined=joined)
@@ -461,32 +446,31 @@ class MessageStore(Closing):
 
         They include those of all messages that were acknowledged before the call, as far as the disk has room.
         """
-        self.handle.check_open()
-        self.appender.write_entries_that_fit()
-        return self.handle.queues.find((topic, queue_id))
+        self._handle.check_open()
+        return self.queues.find((topic, queue_id))
 
     @property
     def queues(self) -> QueueTable:
         """Return the queues by topic and queue id, with the entries of all messages appended before."""
-        return self.handle.written_queues()
+        return self._handle.queues if self.read_only else self.writer.written_queues()
 
     def queue_range(self, topic: str, queue_id: int) -> tuple[int, int]:
         """Return the queue offsets of a queue's oldest and next message; (0, 0) if there is no such queue.
 
         An append counts immediately, even if its entry is not written yet.
         """
-        handle, name = self.handle, (topic, queue_id)
+        handle, name = self._handle, (topic, queue_id)
         if handle.closed is not None:
             handle.check_open()
         queue = handle.queues.find(name)
         if queue is None:
             return 0, 0
-        lane = self.appender.lanes.get(name)
+        lane = None if self.read_only else self.appender.lanes.get(name)
         return queue.min_offset, queue.max_offset if lane is None else lane.next_queue_offset
 
     def counts_as_on_disk(self, physical_offset: int) -> bool:
         """Return whether a message is so far from the log's end that a read counts it as on disk only."""
-        return self.handle.transfer.is_on_disk(self.log.end, physical_offset)
+        return self._handle.transfer.is_on_disk(self.log.end, physical_offset)
 
     def message_at(self, physical_offset: int) -> StoredMessage | None:
         """Return the message whose record begins at ``physical_offset``, None if the log has nothing there.
@@ -496,7 +480,7 @@ class MessageStore(Closing):
         Raises:
             CorruptionError: No sound record begins there.
         """
-        self.handle.check_open()
+        self._handle.check_open()
         if not isinstance(physical_offset, int):
             raise wrong_kind("physical_offset", physical_offset, "a whole number")
         message = self.log.message(physical_offset)
@@ -520,7 +504,7 @@ class MessageStore(Closing):
         repetitions, as by a broker. If ``is_unique``, the first ``max_messages`` with this unique id are returned,
         however many others have it as a key.
         """
-        parts, unindexed = self.handle.with_index()
+        parts, unindexed = self._handle.with_index()
         if not is_unique:
             return list(find_by_key(parts, unindexed, topic, key, begin_ms, end_ms, max_messages, exact))
         messages = find_by_key(parts, unindexed, topic, key, begin_ms, end_ms, 1 << 31, True)
@@ -541,7 +525,7 @@ class MessageStore(Closing):
                 f"use message_at for a physical offset, messages for a queue offset"
             )
         topics = directory.known_topics(self.path, self.files)
-        return find_by_id(*self.handle.with_index(), message_id, topics)
+        return find_by_id(*self._handle.with_index(), message_id, topics)
 
     def topic_messages(self, topic: str) -> Iterator[StoredMessage]:
         """Yield the messages of all queues of a topic in the order of the log, up to their ends now.
@@ -586,7 +570,7 @@ class MessageStore(Closing):
             ConfigError: ``time`` is neither a `datetime` with a time zone nor milliseconds since 1970.
         """
         timestamp_ms = to_timestamp_ms("time", time)
-        parts = self.handle.up_to_date()
+        parts = self._handle.up_to_date()
         queue = parts.queues.find((topic, queue_id))
         return 0 if queue is None else queue.queue_offset_at(timestamp_ms, parts.log.store_timestamp_ms)
 
@@ -599,7 +583,7 @@ class MessageStore(Closing):
             ConfigError: ``time`` is neither a `datetime` with a time zone nor milliseconds since 1970.
         """
         timestamp_ms = to_timestamp_ms("time", time)
-        queue = self.handle.up_to_date().queues.find((topic, queue_id))
+        queue = self._handle.up_to_date().queues.find((topic, queue_id))
         if queue is None:
             return 0
         return self.times.first_from(queue, timestamp_ms, range(queue.min_offset, queue.max_offset))
@@ -607,7 +591,7 @@ class MessageStore(Closing):
     @property
     def times(self) -> StoreTimes:
         """The store times of the messages, by queue."""
-        return self.handle.times
+        return self._handle.times
 
     def __iter__(self) -> Iterator[StoredMessage]:
         """Yield all messages in log order.
@@ -615,7 +599,7 @@ class MessageStore(Closing):
         Raises:
             CorruptionError: A record can't be read.
         """
-        log, view = self.handle.up_to_date().log, self.handle.view
+        log, view = self._handle.up_to_date().log, self._view
         if view is None or not view.derives_queues:
             return iter(log)
         return itertools.chain.from_iterable(unwrapped(log, message) for message in log)
@@ -626,7 +610,8 @@ class MessageStore(Closing):
         For read-only handles. A read at a queue's end, a search and an iteration refresh automatically. `log`, `queues`
         and `index` show the state of the last refresh, which can replace these objects; the old objects do not change.
         """
-        return self.handle.refresh()
+        self._handle.check_open()
+        return self._view is not None and self._view.refresh()
 
     # ----------------------------------------------------------------------------------------------- flush and close
 
@@ -640,7 +625,11 @@ class MessageStore(Closing):
             FlushFailedError: A flush of the log has failed.
             StoreIOError: A flush of queues or index has failed; opening rebuilds them from the log.
         """
-        return self.handle.flush()
+        lock = self._writable().lock
+        lock.check_reentry()
+        # Take the lock before `durability` is read, because a recovery replaces it.
+        with critical, lock.flushing:
+            return self._writable().durability.flush()
 
     def run_due(self, now_ms: int) -> int | None:
         """Do the periodic work that is due (flush, checkpoint, retention); return the next due time (ms).
@@ -648,7 +637,8 @@ class MessageStore(Closing):
         A thread of the store does this, unless the store was opened with ``background=False`` or with a clock.
         """
         check_now(now_ms)
-        return self.handle.run_due(now_ms)
+        with critical:
+            return self._writable().do_due_work(now_ms)
 
     def check_room(self) -> None:
         """Refuse a send while unread messages take all the space, if ``keep_unconsumed`` is on and `readers` is set.
@@ -659,14 +649,16 @@ class MessageStore(Closing):
         Raises:
             StoreFullError: The error says which group holds back which messages, and what to do.
         """
-        self.handle.check_room()
+        self._writable().check_room()
 
     def delete_expired(self) -> None:
         """Let the next `run_due` delete expired log files, whatever the hours of ``delete_when``.
 
         A file that has not expired stays, as does the file of the last message.
         """
-        self.handle.delete_expired()
+        writer = self._writable()
+        writer.retention.delete_expired()
+        writer.expire_soon()
 
     def clean_unused_topics(self, topics: Container[str]) -> list[tuple[str, int]]:
         """Delete queues whose topics are not in ``topics`` and whose messages retention has deleted.
@@ -674,10 +666,10 @@ class MessageStore(Closing):
         Returns them as (topic, queue id). The broker's own topics stay. A queue that is written again starts at queue
         offset 0. RocketMQ 4.9 also deletes queues whose messages are still in the log; the next recovery rebuilds them.
         """
-        self.handle.check_writable()
+        writer = self._writable()
         if isinstance(topics, str | bytes) or not isinstance(topics, Container):
             raise wrong_kind("topics", topics, "a set of names")
-        return clean_unused_topics(self.path, self.files, self.appender, topics)
+        return clean_unused_topics(self.path, self.files, writer.appender, topics)
 
     def recover(self) -> list[Damage]:
         """Check the whole log, and make queues and index agree with it; return what was cut or rewritten.
@@ -686,7 +678,7 @@ class MessageStore(Closing):
         this if you suspect more damage. Calls from other threads wait. Close a broker before its store is recovered:
         groups, delays and timers that were further would pass over new messages in the places of those that were cut.
         """
-        return self.handle.recover()
+        return self._writable().replace_parts()
 
     def snapshot(self, target: str | os.PathLike[str], *, copy: bool = False) -> Snapshot:
         """Copy everything appended before the call to a new store in ``target``, a new or empty folder.
@@ -696,8 +688,8 @@ class MessageStore(Closing):
         """
         from librmq.store.snapshots import snapshot
 
-        self.handle.check_open()
-        if self.handle.moment is not None:
+        self._handle.check_open()
+        if self._view is not None and self._view.moment is not None:
             raise ConfigError("at: expected a store of the present to copy, because old progress of groups is not kept")
         return snapshot(
             self.path,
@@ -711,7 +703,10 @@ class MessageStore(Closing):
 
     def verify(self) -> Verdict:
         """Check the whole store and change nothing; appends wait."""
-        return self.handle.verify()
+        if not self.read_only:
+            return self.writer.verify()
+        self._handle.check_open()
+        return verify_parts(self.path, self.config, self.files)
 
     def close(self) -> None:
         """Flush, mark the store as cleanly closed and release it. A second call does nothing.
@@ -722,7 +717,7 @@ class MessageStore(Closing):
             FlushFailedError: A flush of the log has failed.
             StoreIOError: A flush of queues or index has failed.
         """
-        self.handle.close()
+        self._handle.close()
 
     def abandon(self, *, why: str = "was abandoned") -> None:
         """Release the store as a dying process does: keep the abort marker, and write no checkpoint.
@@ -730,17 +725,32 @@ class MessageStore(Closing):
         Appended messages are in the log, and in queues and index as far as the disk has room. The next `open` recovers.
         A second call, or one after `close`, does nothing. Later calls raise an error that says ``why``.
         """
-        self.handle.abandon(why)
+        self._handle.abandon(why)
 
     @property
     def is_own(self) -> bool:
         """Return whether librmq made the store; False in a broker's directory, and in a store open for reading."""
-        return self.handle.is_own
+        return self._handle.is_own
 
     @property
     def is_closed(self) -> bool:
         """Return whether the store accepts no calls: it was closed or abandoned, or a recovery has failed."""
-        return self.handle.closed is not None
+        return self._handle.closed is not None
+
+    def _writable(self) -> Writer:
+        """Return the writing side.
+
+        Raises:
+            StoreClosedError: The store is closed.
+            ReadOnlyError: It is open for reading only.
+        """
+        self._handle.check_open()
+        if self.read_only:
+            raise self._handle.unusable()
+        return self.writer
+
+    def _refuse_append(self, *_: object, **__: object) -> NoReturn:
+        raise self._handle.unusable()
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -749,5 +759,5 @@ class MessageStore(Closing):
         )
 
     def __repr__(self) -> str:
-        state = self.handle.closed or ("is open for reading" if self.read_only else "is open for writing")
+        state = self._handle.closed or ("is open for reading" if self.read_only else "is open for writing")
         return f"<MessageStore {self.path!r}: {state}>"

@@ -97,7 +97,10 @@ class Readers(Protocol):
 
 
 class RetainedStore(Protocol):
-    """The open store whose files retention deletes. Retention keeps `log` and `index`,."""
+    """The open store whose files retention deletes.
+
+    Retention keeps its ``log`` and ``index``, so a recovery, which replaces them, makes a new `Retention`.
+    """
 
     @property
     def path(self) -> str:

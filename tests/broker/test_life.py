@@ -270,9 +270,9 @@ def test_a_message_sent_back_keeps_its_bytes_and_its_host() -> None:
 @pytest.mark.rmq(store_config=StoreConfig.tiny(durability="sync"))
 def test_callers_that_wait_for_the_device(broker: Broker) -> None:
     send(broker, "T", wait_store_ok=False)
-    assert broker.store.handle.durability.commit.flushed < broker.store.log.end
+    assert broker.store.writer.durability.commit.flushed < broker.store.log.end
     assert send(broker, "T").status is SendStatus.SEND_OK
-    assert broker.store.handle.durability.commit.flushed == broker.store.log.end
+    assert broker.store.writer.durability.commit.flushed == broker.store.log.end
 
 
 def test_a_message_that_may_not_have_reached_the_device() -> None:
@@ -291,7 +291,7 @@ def test_a_message_that_may_not_have_reached_the_device() -> None:
 def test_with_a_manual_runner_a_step_flushes_the_store(rmq: Kit, broker: Broker) -> None:
     send(broker, "T")
     rmq.advance(ms=10_500)
-    assert broker.store.handle.durability.commit.flushed == broker.store.log.end
+    assert broker.store.writer.durability.commit.flushed == broker.store.log.end
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(auto_create_topic=False))

@@ -456,7 +456,7 @@ def test_progress_that_was_never_stored() -> None:
             send(broker, "T", bytes(600))
         assert broker.call(QueryOffset("g", "T", 0)) == 0
         broker.store.flush()
-        broker.store.handle.retention.delete_before(broker.store.log.end // 2)
+        broker.store.writer.retention.delete_before(broker.store.log.end // 2)
         begin = broker.call(MinOffset("T", 0))
         assert begin > 0
         assert broker.call(QueryOffset("g", "T", 0)) is None

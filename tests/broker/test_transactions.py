@@ -205,7 +205,7 @@ def expired(broker: Broker) -> None:
     while store.log.end - end < 2 * store.config.commitlog_file_size:
         send(broker, "filling", bytes(1000))
     store.flush()
-    store.handle.retention.delete_before(
+    store.writer.retention.delete_before(
         end - end % store.config.commitlog_file_size + store.config.commitlog_file_size
     )
     assert store.log.begin >= end

@@ -612,7 +612,7 @@ def test_a_copy_interrupted_by_a_signal_is_completed(is_checked: bool) -> None:
 
     def copy() -> None:
         begin = replica.end
-        replica.store.copy_log(begin, log.data_at(begin, log.end - begin), is_checked=is_checked)
+        replica.store.writer.copy_log(begin, log.data_at(begin, log.end - begin), is_checked=is_checked)
 
     rounds = at_each_call(copy)
     while True:

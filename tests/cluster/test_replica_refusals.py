@@ -216,7 +216,7 @@ def test_a_replica_takes_no_writes() -> None:
     with pytest.raises(ReadOnlyError, match="is a replica of broker-a and takes no writes"):
         replica.store.append(Message("T", b"x"))
     with pytest.raises(ReplicaError, match="found a store of its own"):
-        broker.store.copy_log(0, b"")
+        broker.store.writer.copy_log(0, b"")
     replica.close()
     for open_it in (MessageStore.open, Broker.open):
         with pytest.raises(ReadOnlyError, match=r"promote"):
@@ -232,7 +232,7 @@ def test_bytes_that_are_not_records_are_not_copied() -> None:
     data = bytearray(broker.store.log.data_at(0, broker.store.log.end))
     data[95] ^= 1
     with pytest.raises(CorruptionError):
-        replica.store.copy_log(0, bytes(data))
+        replica.store.writer.copy_log(0, bytes(data))
     with pytest.raises(CorruptionError):
-        replica.store.copy_log(0, bytes(data[:-1]))
+        replica.store.writer.copy_log(0, bytes(data[:-1]))
     assert_copies(replica, broker)

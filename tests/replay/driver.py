@@ -79,7 +79,7 @@ class _Brokers:
             for message in store.read(bounds["topic"], one["queueId"], one["min"], 1).messages
         ]
         store.flush()  # the deletion is durable
-        store.handle.retention.delete_before(min(offsets))
+        store.writer.retention.delete_before(min(offsets))
 
     def on_queue_offsets(self, event: Row) -> None:
         store = self.stage.broker(event).store

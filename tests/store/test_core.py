@@ -30,7 +30,7 @@ from librmq.store import MessageStore
 from librmq.store.engine.derivation import key_block
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import HEADER, IndexHeader, IndexWriter
-from librmq.store.recovery._queue_check import COMPARED
+from librmq.store.recovery._log_walk import COMPARED
 from librmq.store.recovery.verify import verify
 from tests.programs import POSIX
 from tests.stores import ROOT, Contents, contents, in_memory

@@ -68,10 +68,10 @@ def open_store(
         store.append(Message("First", b""))
         store.run_due(START_MS)
         store.flush()
-        store.handle.thread.stop()
+        store.writer.thread.stop()
         if more.get("background"):
-            store.handle.thread.allow_start()
-        store.handle.housekeeping.alarm = -1  # as it was before the first append
+            store.writer.thread.allow_start()
+        store.writer.housekeeping.alarm = -1  # as it was before the first append
     if isinstance(files, HeldFiles):
         files.flushes = 0
         files.flushed = threading.Semaphore(0)
@@ -155,14 +155,14 @@ def test_producers_share_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
         first.start()
         files.begun.acquire()
         appended = threading.Barrier(9)
-        take, stood = store.handle.durability.commit.reach, store.log.end
+        take, stood = store.writer.durability.commit.reach, store.log.end
 
         def reach(physical_offset: int) -> None:
             if physical_offset > stood:
                 appended.wait()  # all eight messages are now in the log
             take(physical_offset)
 
-        monkeypatch.setattr(store.handle.durability.commit, "reach", reach)
+        monkeypatch.setattr(store.writer.durability.commit, "reach", reach)
         producers = [threading.Thread(target=store.append, args=(message(number), 1)) for number in range(8)]
         for producer in producers:
             producer.start()
@@ -261,7 +261,7 @@ def test_moving_a_manual_clock_flushes_the_log() -> None:
         clock.move_to(due)
         store.run_due(due)
         assert files.flushes > 0
-        assert store.handle.durability.commit.flushed == store.log.end
+        assert store.writer.durability.commit.flushed == store.log.end
         assert store_threads() == []
 
 
@@ -489,13 +489,13 @@ def test_nothing_is_acknowledged_by_a_store_that_was_abandoned(let_go: Callable[
 def test_a_sync_append_during_abandon_is_not_acknowledged() -> None:
     files = HeldFiles()
     store = open_store(files, SYNC)
-    reach = store.handle.durability.commit.reach
+    reach = store.writer.durability.commit.reach
 
     def meet(physical_offset: int) -> None:
         store.abandon()  # called in another thread, between the append and its flush
         reach(physical_offset)
 
-    store.handle.durability.commit.reach = meet  # type: ignore[method-assign]
+    store.writer.durability.commit.reach = meet  # type: ignore[method-assign]
     with pytest.raises(StoreClosedError):
         store.append(message())
     assert files.flushes == 0
@@ -603,7 +603,7 @@ def test_no_thread_outlives_its_store(end: Callable[[MessageStore], None]) -> No
     assert len(store_threads()) == 1
     end(store)
     assert store_threads() == []
-    store.handle.thread.wake()  # wakes it for an append made before the store ended
+    store.writer.thread.wake()  # wakes it for an append made before the store ended
     assert store_threads() == []
 
 
@@ -692,7 +692,7 @@ def test_a_forked_child_gets_no_promise_from_its_parents_handle(tmp_path: Path) 
         held = threading.Event()
 
         def hold():
-            with store.appender.lock.mutex, store.appender.lock.flushing, store.handle.durability.commit._guard:
+            with store.appender.lock.mutex, store.appender.lock.flushing, store.writer.durability.commit._guard:
                 held.set()
                 released.wait()
 

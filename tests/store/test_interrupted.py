@@ -163,12 +163,12 @@ def test_a_copy_interrupted_at_a_new_queue_keeps_its_offsets() -> None:
             master.append(Message("T", bytes(20_000)), 20)
             ends = [sum(master.append(Message("T", b"x"), number)[:2]) for number in range(20)]
         begin = ends[0] - ends[0] % config.commitlog_file_size
-        copy.copy_log(begin, master.log.data_at(begin, ends[0] - begin))
+        copy.writer.copy_log(begin, master.log.data_at(begin, ends[0] - begin))
         came = []
         for number in range(1, 20):
 
             def copy_one(end: int = ends[number]) -> None:
-                copy.copy_log(copy.log.end, master.log.data_at(copy.log.end, end - copy.log.end))
+                copy.writer.copy_log(copy.log.end, master.log.data_at(copy.log.end, end - copy.log.end))
 
             came.append(interrupted_at_call(8 * number, copy_one))
             copy_one()

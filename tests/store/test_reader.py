@@ -16,7 +16,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.diagnosis import diagnose
-from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
+from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import File, Files, FolderEntry
 from librmq.files.memory import MemoryFiles
@@ -25,8 +25,12 @@ from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
 from librmq.store._live_tail import KEPT, LiveIndex, LiveQueue, LiveQueues
 from librmq.store._read_only_view import ReadOnlyView
+from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
+from librmq.store.engine.append import Appender
+from librmq.store.engine.copies import LogCopier
 from librmq.store.engine.derivation import Derivation, DerivedRecord
 from librmq.store.engine.read import GetStatus
+from librmq.store.retention import Retention
 from tests.budget import examples, many
 from tests.stores import (
     EVER,
@@ -866,13 +870,29 @@ def test_many_threads_read_while_one_writes(tmp_path: Path) -> None:
         assert not failures, failures[0]
 
 
+def test_a_look_makes_nothing_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MessageStore.open(tmp_path, SMALL) as store:
+        for number in range(20):
+            store.append(Message("T", b"%d" % number, keys=f"k{number}"))
+    for writing in (Appender, Durability, Housekeeping, HousekeepingThread, Retention, LogCopier):
+        monkeypatch.setattr(writing, "__init__", None)
+    with MessageStore.open(tmp_path, read_only=True) as view:
+        assert len(list(view)) == len(list(view.messages("T"))) == view.queue_range("T", 0)[1] == 20
+        assert [message.body for message in view.find_by_key("T", "k7")] == [b"7"]
+        assert view.verify().sound
+        for refused in (view.flush, view.recover, view.delete_expired, lambda: view.append(Message("T", b""))):
+            with pytest.raises(ReadOnlyError, match="without read_only=True"):
+                refused()
+    with pytest.raises(StoreClosedError, match="is closed"):
+        view.refresh()
+
+
 def test_a_separate_handle_is_enough(tmp_path: Path) -> None:
     """The parts that follow a store work alone, without the store's class."""
     folder = str(tmp_path / "store")
-    seen: list[ReadOnlyView] = []
     with MessageStore.open(folder, SMALL) as writer:
-        view = ReadOnlyView(folder, None, DiskFiles(), ManualClock(), None, seen.append)
-        assert seen == [view]
+        view = ReadOnlyView(folder, DiskFiles(), ManualClock())
+        view.open()
         writer.append(Message("TopicA", b"1"))
         assert view.refresh()
         raw = view.parts.log.read(0)
@@ -880,7 +900,7 @@ def test_a_separate_handle_is_enough(tmp_path: Path) -> None:
         assert StoredMessage(raw).body == b"1"
     assert view.refresh()
     assert view.parts.queues["TopicA", 0].max_offset == 1
-    view.parts.close()
+    view.close()
 
 
 def test_a_dead_store_is_shown_as_in_memory(pair: Pair) -> None:

@@ -31,7 +31,7 @@ def filled(config: StoreConfig, files: MemoryFiles) -> MessageStore:
         store.append(Message("New", b"%d" % number * 40), 0)
         store.append(Message("Mixed", b"%d" % number * 40), 0)
     store.flush()
-    store.handle.retention.delete_before(store.log.end - 3 * config.commitlog_file_size)
+    store.writer.retention.delete_before(store.log.end - 3 * config.commitlog_file_size)
     return store
 
 
@@ -113,7 +113,7 @@ def test_a_broker_deletes_queues_of_unknown_topics() -> None:
         assert broker.clean_unused_topics() == []  # the log has its messages
         broker.store.flush()
         last = list(broker.store.messages("New"))[-1].physical_offset
-        broker.store.handle.retention.delete_before(last)
+        broker.store.writer.retention.delete_before(last)
         assert broker.consumer_offset("g", "Old", 1) == 20
         assert broker.clean_unused_topics() == [("Old", 0), ("Old", 1)]
         assert broker.consumer_offsets("g", "Old") == {}
@@ -145,7 +145,7 @@ def test_deleted_topics_are_forgotten_on_a_failing_disk() -> None:
             broker.call(UpdateOffset("g", "Old", queue_id, 15))
         broker.delete_topic("Old")
         broker.store.flush()
-        broker.store.handle.retention.delete_before(list(broker.store.messages("New"))[-1].physical_offset)
+        broker.store.writer.retention.delete_before(list(broker.store.messages("New"))[-1].physical_offset)
         files.refused = "/consumequeue/Old/1"
         with pytest.raises(BrokerError, match="broken"):
             broker.clean_unused_topics()

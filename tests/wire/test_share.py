@@ -748,7 +748,7 @@ def full(error: Exception) -> Callable[[SharedBroker], object]:
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("librmq.store.MessageStore.check_room", refuse)
-            patched.setattr("librmq.store._handle.StoreHandle.has_room", lambda *_: False)
+            patched.setattr("librmq.store._writer.Writer.has_room", lambda *_: False)
             return shared.call(_send(Message("orders", b"x")))
 
     return send

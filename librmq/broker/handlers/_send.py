@@ -153,7 +153,7 @@ class SendHandler:
             or store.appender.is_locked()
         ):
             return None
-        if not store.handle.has_room(born_timestamp_ms):
+        if not store.writer.has_room(born_timestamp_ms):
             self._check_room()
         queue = next_queue()
         queue_id = queue.queue_id

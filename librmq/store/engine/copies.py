@@ -251,7 +251,7 @@ def whole_size(data: bytes, room: int) -> tuple[int, int]:
 
 
 class LogCopier:
-    """The copying side of an open store. Not thread-safe: `StoreHandle` calls it under the append lock."""
+    """The copying side of an open store. Not thread-safe: the writer calls it under the append lock."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

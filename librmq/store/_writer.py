@@ -1,0 +1,516 @@
+"""The writing side of an open store: opening and recovery, appends, scheduled work, and the end of a handle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from threading import get_ident
+
+from librmq.clock import Clock
+from librmq.config import StoreConfig
+from librmq.errors import FlushFailedError, ReadOnlyError, ReplicaError, StoreIOError
+from librmq.files.disk import TemporaryFolder
+from librmq.files.interface import Damage, FileLock, Files, make_folders
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.lazy_numpy import import_numpy
+from librmq.runtime.locks import critical
+from librmq.store._handle import StoreHandle
+from librmq.store._store_lock import lock_store, unlock_store
+from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
+from librmq.store.engine.append import Appender
+from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
+from librmq.store.engine.derivation import BitmapOf, Pending
+from librmq.store.engine.store_parts import PartFiles, Parts, QueueTable
+from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
+from librmq.store.format import directory
+from librmq.store.format.checkpoint import clear_abort, has_abort
+from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark, write_retention
+from librmq.store.recovery.log_end import RecoveryMode
+from librmq.store.recovery.open import describe_recovery, load
+from librmq.store.recovery.saved_state import MarkWriter, delete_mark, write_closed_state
+from librmq.store.recovery.verify import Verdict, verify_parts
+from librmq.store.retention import DISK_CHECK_MS, Readers, Retention
+
+_log = EventLog("librmq.store")
+
+
+class Writer(StoreHandle):
+    """A store that this process alone writes to. Thread-safe."""
+
+    durability: Durability
+    retention: Retention
+    housekeeping: Housekeeping
+
+    def __init__(
+        self,
+        path: str,
+        files: Files,
+        clock: Clock,
+        bitmap_of: BitmapOf | None,
+        *,
+        in_background: bool,
+        replica_of: str | None = None,
+    ) -> None:
+        """Prepare a handle that accepts no calls until `open`."""
+        super().__init__(path, files, clock)
+        self.replica_of = replica_of
+        """Name of the master whose log this store copies; it takes no appends."""
+        self.readers: Readers | None = None
+        """Tells retention which messages are not consumed."""
+        self.thread = HousekeepingThread(path, self.do_due_work, clock)
+        self.appender = Appender(clock, self._refusal, self.thread.wake)
+        self.lock = self.appender.lock
+        self.copies = CopyWriter(self.appender)
+        self.temporary: TemporaryFolder | None = None
+        """The folder to delete when the store is released."""
+        self._bitmap_of = bitmap_of
+        self._in_background = in_background
+        self._file_lock: FileLock | None = None
+        self._had_room_at_ms, self._has_room_until = 0, -1  # as `check_room` last saw it
+        self._disk_error = self._why_whole = ""
+
+    # --------------------------------------------------------------------------------------------------------- opening
+
+    def open(self, config: StoreConfig | None, *, thorough: bool, wait_s: float) -> None:
+        """Lock, open and recover the store; see `MessageStore.open`."""
+        path, files = self.path, self.files
+        kind, mark = self._look()  # before a byte is written
+        try:
+            if kind is directory.StoreKind.NEW:
+                with critical:
+                    make_folders(files, path)
+            self._file_lock = lock_store(self, path, files, wait_s)
+            # Look again, because another process may have made or changed the store before this one had the lock.
+            kind, mark = self._look()
+            was_killed, begin_ms = has_abort(files, path), self.clock.now_ms()
+            self.is_own = directory.is_made_by_librmq(path, files)
+            if config is not None:
+                config = directory.complete_config(path, config, files)
+            if self.replica_of is not None and (mark is None or mark.master != self.replica_of):
+                # Write the mark before the log is opened, so that the folder of a killed replica is known as one.
+                write_mark(path, ReplicaMark(self.replica_of, None), files)
+            import_numpy()
+            self.configure(config or directory.infer_config(path, files))
+            if kind is directory.StoreKind.NEW:
+                # The settings reach the device before the folder of the log does. A folder with a log and without them
+                # counts as a broker's, whose retention deletes unread messages on a full disk.
+                write_kept_config(path, self.config, files, is_own=self.is_own)
+                files.flush_folder(path)
+            self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
+            if config is not None:
+                write_kept_config(path, self.config, files, is_own=self.is_own)
+            write_retention(path, self.config, files, default=directory.default_retention(path, files))
+            if was_killed:
+                took_ms = self.clock.now_ms() - begin_ms
+                _log.warning(
+                    "%(recovery)s",
+                    recovery=describe_recovery(path, self.log.end, self.recovered, took_ms, self._why_whole),
+                    path=path,
+                )
+        except BaseException:
+            with critical:
+                self._release_store()
+            raise
+        self.accept_calls()
+
+    def _look(self) -> tuple[directory.StoreKind, ReplicaMark | None]:
+        """Return what is in the folder.
+
+        Raises:
+            NotAStoreError: The folder contains something else, or a kind of store that this handle can't open.
+            ReadOnlyError: The store is a replica, and is not opened as one.
+            ReplicaError: The store is not a replica, and is opened as one.
+        """
+        path, files = self.path, self.files
+        kind = directory.check_kind(path, files, writable=True)
+        mark = read_mark(path, files)
+        if mark is not None and self.replica_of is None:
+            raise ReadOnlyError(_no_writes(path, mark.master))
+        if mark is None and self.replica_of is not None and kind.has_log:
+            raise ReplicaError(f"{path}: expected a new folder or a replica, found a store of its own")
+        return kind, mark
+
+    def configure(self, config: StoreConfig) -> None:
+        super().configure(config)
+        self.appender.configure(config, self.levels)
+
+    def _load_parts(self, mode: RecoveryMode) -> None:
+        """Open the parts for writing and repair them."""
+        bitmap_of = self._bitmap_of if self.config.enable_calc_filter_bitmap else None
+        parts = load(self.path, self.config, self.levels, self.files, self.clock, mode=mode, bitmap_of=bitmap_of)
+        with critical:
+            self.use_parts(parts)
+        self.durability.mark_flush()
+        self.recovered = self.recovered + parts.cuts
+        self._why_whole = parts.why_whole
+
+    def use_parts(self, parts: Parts) -> None:
+        super().use_parts(parts)
+        appender, end = self.appender, parts.log.end
+        self._has_room_until = -1
+        parts.log.check_owner = self._check_lock
+        noted = noted_order(self.path, self.files, parts.log)
+        parts.dispatcher.order = noted if noted is not None and noted.end == end else TimeOrder(end, end)
+        marks = MarkWriter(self.path, self.files, self.config, parts)
+        self.durability = Durability(
+            parts, appender.lock, appender.advance, appender.catch_up, self._check_lock, appender.refuse, marks
+        )
+        self.retention = Retention(self)
+        self.housekeeping = Housekeeping(
+            self.config,
+            self.log,
+            self.durability.commit,
+            self.durability.flush,
+            parts.dispatcher.entries_a_queue,
+            self._expire,
+            self.clock.now_ms(),
+        )
+        appender.use_parts(parts, self.durability.commit, self.housekeeping)
+        self._copier = LogCopier(parts)
+
+    # what retention asks for, see `RetainedStore`
+
+    def deletion(self) -> AbstractContextManager[None]:
+        """Return what is held while a file of the log is deleted."""
+        return self.durability.deletion()
+
+    def settled(self) -> int:
+        """Return a physical offset below which all records and their queue entries are on the device."""
+        return self.durability.settled
+
+    def flush_log(self) -> None:
+        """Flush the log up to its end."""
+        self.durability.commit.reach(self.log.end)
+
+    def _check_lock(self) -> None:
+        if self._file_lock is not None:
+            self._file_lock.check()
+
+    def accept_calls(self) -> None:
+        super().accept_calls()
+        self.appender.accepts = self.replica_of is None
+        if self._in_background:
+            self.thread.allow_start()
+
+    # ------------------------------------------------------------------------------------------------------ while open
+
+    def written_queues(self) -> QueueTable:
+        """Return the queues with the entries of all messages appended before, as far as the disk has room."""
+        if self.closed is None:
+            self.appender.write_entries_that_fit()
+        return self.queues
+
+    def up_to_date(self) -> Parts:
+        self.check_open()
+        self.appender.drain_what_fits()
+        return self.appender.open_parts()
+
+    def with_index(self) -> tuple[Parts, Sequence[Pending]]:
+        self.check_open()
+        unindexed = self.appender.drain_what_fits()
+        return self.appender.open_parts(), unindexed
+
+    @property
+    def times(self) -> StoreTimes:
+        return StoreTimes(self.log, self.appender.dispatcher.order)
+
+    def do_due_work(self, now_ms: int) -> int | None:
+        """Look at the disk, and do the periodic work that is due; return the next due time."""
+        self._check_disk(now_ms)
+        return self.housekeeping.run_due(now_ms)  # a recovery replaces it
+
+    def _expire(self, now_ms: int) -> int | None:
+        """Run the step of retention, which also checks whether the disk has room for messages."""
+        try:
+            return self.retention.run_due(now_ms)
+        finally:
+            self._update_acceptance()
+
+    def _update_acceptance(self) -> None:
+        appender, commit = self.appender, self.durability.commit
+        with appender.lock.mutex:
+            refused = self.closed is not None or commit.failure is not None or self.replica_of is not None
+            appender.accepts = not refused and not self.retention.refuses_writes
+            # A flush can have failed since the line above, so look once more.
+            if commit.failure is not None:
+                appender.accepts = False
+
+    def _check_disk(self, now_ms: int) -> None:
+        """Begin or end to refuse messages as soon as the disk is too full, or has room again."""
+        try:
+            has_changed = self.retention.check_disk(now_ms)
+        except StoreIOError as error:
+            # Log each error of the disk once, and not at every look.
+            if str(error) != self._disk_error:
+                _log.warning(
+                    "%(path)s: whether the disk is full can't be checked: %(error)s", error=error, path=self.path
+                )
+            self._disk_error = str(error)
+            return
+        self._disk_error = ""
+        if has_changed:
+            self.appender.lock.check_reentry()
+            with critical:
+                self._update_acceptance()
+            # The step of retention looks for room again. Otherwise what the broker itself delivers would stay refused
+            # until a producer sends.
+            self.expire_soon()
+
+    def expire_soon(self) -> None:
+        """Let retention take a step soon."""
+        self.housekeeping.expire_soon()
+        self.thread.wake()
+
+    def has_room(self, now_ms: int) -> bool:
+        """Return whether the last look of `check_room` still holds at the present time, so that it need not look."""
+        return (
+            0 <= now_ms - self._had_room_at_ms < DISK_CHECK_MS
+            and self.log.end < self._has_room_until
+            and self.retention.sees_disk_by_time
+        )
+
+    def check_room(self) -> None:
+        """Refuse a send while there is no room for it; see `MessageStore.check_room`."""
+        now_ms = self.clock.now_ms()
+        retention = self.retention
+        had_room = 0 <= now_ms - self._had_room_at_ms < DISK_CHECK_MS and self.log.end < self._has_room_until
+        if not had_room or not retention.sees_disk_by_time:
+            self._check_disk(now_ms)  # a disk that is too full refuses the append
+        if had_room:
+            return
+        error = retention.full_error()
+        if error is not None:
+            raise error
+        if retention.is_held and retention.is_full():
+            self.expire_soon()
+        else:
+            self._had_room_at_ms, self._has_room_until = now_ms, retention.room_end
+
+    def verify(self) -> Verdict:
+        """Look at all of the store, changing nothing; producers wait."""
+        appender = self.appender
+        appender.lock.check_reentry()
+        thread = get_ident()
+        with appender.lock.mutex:
+            try:
+                appender.lock.owner = thread
+                if self.closed is not None:
+                    raise self.unusable()
+                appender.catch_up()
+                verdict = verify_parts(self.path, self.config, self.files)
+            finally:
+                appender.lock.owner = 0
+        return verdict
+
+    def copy_log(self, physical_offset: int, data: bytes, *, is_checked: bool = False) -> CopiedRecords:
+        """Append bytes of the master's log, whole records and blanks of one of its files, to this replica.
+
+        ``physical_offset`` is the log's end, or in an empty store the start of a log file. ``is_checked`` says that the
+        bytes are whole records, because an open store of this process has them.
+
+        Raises:
+            CorruptionError: The bytes are no records; nothing was appended.
+            ReplicaError: The store is no replica.
+            StoreIOError: There is no space.
+        """
+        appender, log = self.appender, self.log
+        if self.closed is not None or self.replica_of is None:
+            self._check_copies()
+        lock = appender.lock
+        if lock.mutex.locked():
+            lock.check_reentry()
+        # The room exists, so the copy needs no critical block: `repair` completes what a signal interrupts, as in an
+        # append.
+        if log.end + len(data) <= log.sure:
+            thread = get_ident()
+            with lock.mutex:
+                try:
+                    lock.owner = thread
+                    copied = self._copy(physical_offset, data, is_checked)
+                finally:
+                    lock.owner = 0
+        else:
+            with critical, lock.mutex:
+                copied = self._copy(physical_offset, data, is_checked)
+        # The copied records do not continue their queues, for example because a topic was deleted and made again.
+        if not copied.is_regular:
+            self.replace_parts()
+            copied = copied._replace(queues=list(self.queues))
+        appender.finish_append(copied.end)
+        return copied
+
+    def _copy(self, physical_offset: int, data: bytes, is_checked: bool) -> CopiedRecords:
+        """Append bytes of the master's log, under the lock."""
+        if self.closed is not None:
+            raise self.unusable()
+        log = self.log
+        if self.appender.dispatcher.writing_at >= 0:  # a signal has interrupted the last copy, perhaps in its middle
+            self.appender.repair()
+            data = data[max(0, log.end - physical_offset) :]
+            physical_offset = max(physical_offset, log.end)
+        if not log.sequence.starts:
+            log.begin_at(physical_offset)
+        if physical_offset != log.end:
+            raise ValueError(f"physical_offset: expected the log's end {log.end}, found {physical_offset}")
+        return self._copier.append(data, is_checked=is_checked)
+
+    def cut_copy(self, physical_offset: int) -> None:
+        """Cut this replica's log at the start of a record, where the next `copy_log` continues."""
+        self._check_copies()
+
+        def cut() -> None:
+            part_files = PartFiles(self.path, self.config, self.files)
+            with part_files.open_log(writable=True, scan_from=lambda _: physical_offset) as log:
+                log.truncate(physical_offset)
+                log.flush()
+
+        self.replace_parts(cut)
+
+    def clear_copy(self) -> None:
+        """Delete all messages of this replica, which then begins where the next `copy_log` says."""
+        self._check_copies()
+        self.replace_parts(self._delete_content)
+
+    def _check_copies(self) -> None:
+        self.check_open()
+        if self.replica_of is None:
+            raise ReplicaError(f"{self.path}: expected a replica, found a store of its own")
+
+    def _delete_content(self) -> None:
+        for name in (directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT, directory.INDEX, directory.CHECKPOINT):
+            self.files.delete(os.path.join(self.path, name))
+        folder = os.path.join(self.path, directory.COMMITLOG)
+        # Delete the newest file first, so that a crash in between leaves no gap in the log.
+        for entry in reversed(self.files.list(folder)):
+            self.files.delete(os.path.join(folder, entry.name))
+
+    def replace_parts(self, between: Callable[[], None] | None = None) -> list[Damage]:
+        """Close the parts, call ``between()``, and open them by a thorough recovery; return its findings."""
+        appender = self.appender
+        appender.lock.check_reentry()
+        self.thread.stop()
+        thread = get_ident()
+        with appender.lock.flushing, appender.lock.mutex:
+            try:
+                appender.lock.owner = thread
+                if self.closed is not None:
+                    raise self.unusable()
+                with critical:
+                    appender.catch_up()
+                    self.closed, appender.accepts = "could not be recovered", False  # until it succeeds
+                    self._close_parts()
+                before = len(self.recovered)
+                try:
+                    delete_mark(self.path, self.files)
+                    if between is not None:
+                        between()
+                    self._load_parts(RecoveryMode.LIVING)
+                    self.accept_calls()
+                except BaseException:
+                    with critical:
+                        self.closed, appender.accepts = "could not be recovered", False
+                        self._release_store()
+                    raise
+            finally:
+                appender.lock.owner = 0
+            return self.recovered[before:]
+
+    # --------------------------------------------------------------------------------------------------------- closing
+
+    def close(self) -> None:
+        with critical:
+            if not self._stop_calls("is closed"):
+                self._release_store()  # after an open or a recovery that a signal interrupted
+                return
+            try:
+                self.durability.flush()
+                for queue in self.queues.opened():
+                    # Flush queues that no append wrote to as well: retention may have deleted their files.
+                    queue.flush()
+                write_closed_state(
+                    self.path, self.files, self.log, self.queues, self.index, self.appender.dispatcher.order
+                )
+                delete_mark(self.path, self.files)  # it names the machine, and equal stores have equal files
+                clear_abort(self.files, self.path)
+            finally:
+                self._release_store()
+
+    def abandon(self, why: str) -> None:
+        with critical:
+            if not self._stop_calls(why):
+                self._release_store()
+                return
+            try:
+                # A reader that found collected entries may be writing them, so the lock is needed although no append
+                # comes.
+                with suppress(StoreIOError), self.lock.mutex:
+                    self.appender.catch_up()
+            finally:
+                self._release_store()
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self.thread.after_fork()
+        self.retention.after_fork()
+        # A thread of the parent may hold the lock, and does not exist in this process; closing would wait for it.
+        self._file_lock = None
+        self.appender.after_fork()
+        self.durability.commit.stop_after_fork(f"{self.path}: this handle {self.closed}")
+
+    def _stop_calls(self, why: str) -> bool:
+        """Take no more calls; return False if that was so already."""
+        self.appender.lock.check_reentry()
+        with self.appender.lock.mutex:
+            if self.closed is not None:
+                return False
+            self.closed, self.appender.accepts = why, False
+        self.thread.stop()
+        return True
+
+    def _close_parts(self) -> None:
+        appender = self.appender
+        with appender.lock.flushing:
+            parts, appender.parts = appender.parts, None
+            if parts is not None:
+                self.durability.commit.stop_flushes(f"{self.path}: the log was closed before this reached the device")
+                parts.close()
+
+    def _release_store(self) -> None:
+        try:
+            self._close_parts()
+        finally:
+            if self._file_lock is not None:
+                unlock_store(self._file_lock)
+                self._file_lock = None
+            if self.temporary is not None:
+                self.temporary.delete()
+
+    # -------------------------------------------------------------------------------------------------------- refusals
+
+    def check_open(self) -> None:
+        if self.closed is not None:
+            self.lock.check_reentry()
+            with self.lock.flushing:  # what a recovery holds
+                super().check_open()
+
+    def _refusal(self) -> Exception:
+        """Return why nothing can be appended."""
+        if self.closed is None:
+            if self.durability.commit.failure is not None:
+                return FlushFailedError(self.durability.commit.failure)
+            if self.retention.refuses_writes:
+                return self.retention.refusal()
+        return self.unusable()
+
+    def unusable(self) -> Exception:
+        if self.closed is None and self.replica_of is not None:
+            return ReadOnlyError(_no_writes(self.path, self.replica_of))
+        return super().unusable()
+
+
+def _no_writes(path: str, master: str) -> str:
+    return (
+        f"{path}: this store is a replica of {master} and takes no writes: write to {master}, read by "
+        "MessageStore.open(path, read_only=True), or make it a store of its own by librmq.cluster.promote_replica"
+    )
