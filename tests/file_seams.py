@@ -186,6 +186,7 @@ class FailingFiles:
     read = _passed_on("read")
     read_used = _passed_on("read_used")
     read_sole_file = _passed_on("read_sole_file")
+    read_first = _passed_on("read_first")
     overwrite = _passed_on("overwrite")
     read_at = _passed_on("read_at")
     write = _passed_on("write")

@@ -37,7 +37,7 @@ from librmq.message.topics import is_system_topic
 from librmq.runtime.closing import Closing
 from librmq.store import MessageStore
 from librmq.store.condition import Condition
-from librmq.store.engine.store_parts import QueueName
+from librmq.store.engine.store_parts import QueueName, ShortQueue
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
@@ -263,6 +263,8 @@ class PlannedStore(Closing):
         begin, end = self._first_kept(queue), queue.max_offset
         if differs or (store is not None and store.queues.differs(name)):  # opening it can show that a file is damaged
             return self._recovered(name, queue, begin)
+        if self._is_lent and isinstance(queue, ShortQueue):  # the caller's view has read its file
+            return QueueRange(begin, end, queue.stored_begin, queue.in_memory, queue)
         inline_from = queue.stored_end
         inline = queue.entries(inline_from, end).tobytes() if inline_from < end else b""
         return QueueRange(begin, end, inline_from, inline, queue)

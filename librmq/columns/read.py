@@ -67,7 +67,7 @@ class Rows:
         )
 
 
-def slice_entries(part: Part, share: Slice, files: Files, deleted: list[str]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+def slice_entries(part: Part, share: Slice, files: Files, deleted: list[str]) -> Iterator[tuple[int, bytes]]:
     """Yield the entries of a slice, each time with the first queue offset; add deleted files to ``deleted``."""
     per_file = part.queue_file_size // ENTRY_SIZE
     at, stored_end = share.begin, min(share.end, share.inline_from)
@@ -76,20 +76,20 @@ def slice_entries(part: Part, share: Slice, files: Files, deleted: list[str]) ->
         until = min(stored_end, start + per_file)
         name = file_name(start * ENTRY_SIZE)
         path = os.path.join(directory.queue_folder(part.path, share.topic, share.queue_id), name)
-        try:
-            file = files.open(path)
+        try:  # no mapping, which holds a descriptor, because there can be many queues
+            raw = files.read_at(path, (at - start) * ENTRY_SIZE, (until - at) * ENTRY_SIZE)
         except StoreIOError as error:
             if error.errno != errno.ENOENT:
                 raise
             deleted.append(path)
         else:
-            if file.size < (until - start) * ENTRY_SIZE:
-                raise CorruptionError(path, file.size, "size", f"expected {part.queue_file_size} bytes")
-            # A copy: a mapping holds a descriptor, and there can be many queues.
-            yield at, np.frombuffer(file.buffer, entry_dtype(), until - at, (at - start) * ENTRY_SIZE).copy()
+            if len(raw) < (until - at) * ENTRY_SIZE:
+                place = (at - start) * ENTRY_SIZE + len(raw)
+                raise CorruptionError(path, place, "size", f"expected {part.queue_file_size} bytes")
+            yield at, raw
         at = until
     if share.inline and at < share.end:
-        yield max(at, share.inline_from), np.frombuffer(share.inline, entry_dtype())
+        yield share.inline_from, share.inline
 
 
 # ---- modes for damage
@@ -541,22 +541,22 @@ class _Task:
     def _entries(self) -> tuple[Rows, list[str]]:
         """Return the entries of all slices in log order, and the files that were deleted."""
         deleted: list[str] = []
-        blocks, queues, offsets = [], [], []
+        blocks, numbers, begins = list[bytes](), list[int](), list[int]()
         for number, share in enumerate(self._part.slices):
-            for first, entries in slice_entries(self._part, share, self._files, deleted):
-                blocks.append(entries)
-                queues.append(np.full(len(entries), number, np.int32))
-                offsets.append(np.arange(first, first + len(entries)))
-        if not blocks:
-            empty = np.zeros(0, np.int64)
-            return Rows(empty, empty, empty, np.zeros(0, np.int32), empty), deleted
-        entries = np.concatenate(blocks)
+            for begin, raw in slice_entries(self._part, share, self._files, deleted):
+                blocks.append(raw)
+                numbers.append(number)
+                begins.append(begin)
+        counts = np.fromiter(map(len, blocks), np.int64, len(blocks)) // ENTRY_SIZE
+        entries = np.frombuffer(b"".join(blocks), entry_dtype())
+        # Entries are numbered through; in its block each has that number less the number of the block's first one.
+        shifts = np.array(begins, np.int64) - (np.cumsum(counts) - counts)
         rows = Rows(
             entries["physical_offset"].astype(np.int64),
             entries["size"].astype(np.int64),
             entries["tags_code"].astype(np.int64),
-            np.concatenate(queues),
-            np.concatenate(offsets).astype(np.int64),
+            np.repeat(np.array(numbers, np.int32), counts),
+            np.arange(len(entries)) + np.repeat(shifts, counts),
         )
         if len(self._part.slices) > 1:
             rows = rows.take(np.argsort(rows.places, kind="stable"))

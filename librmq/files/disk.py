@@ -446,6 +446,22 @@ class DiskFiles:
         finally:
             os.close(descriptor)
 
+    def read_first(self, path: str, size: int, count: int) -> bytes | None:
+        if not sys.platform.startswith("linux"):
+            return None
+        try:
+            descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except (OSError, CorruptionError):
+            return None  # the usual calls raise it with its reason
+        try:
+            if os.fstat(descriptor).st_size != size:
+                return None
+            return without_zeros(os.pread(descriptor, count, 0))
+        except OSError as error:
+            raise StoreIOError("read", path, error) from error
+        finally:
+            os.close(descriptor)
+
     def overwrite(self, path: str, at: int, data: bytes) -> None:
         if not sys.platform.startswith("linux"):  # elsewhere a mapping may not show written bytes
             self.open(path, writable=True).buffer[at : at + len(data)] = data

@@ -249,6 +249,13 @@ class Files(Protocol):
         """
         ...
 
+    def read_first(self, path: str, size: int, count: int) -> bytes | None:
+        """Return the first ``count`` bytes of a file without the zeros at their end; None if it has another size.
+
+        None also if it can't be read, or where mapping it takes no more time.
+        """
+        ...
+
     def overwrite(self, path: str, at: int, data: bytes) -> None:
         """Write bytes into existing blocks of a file, and keep no mapping; mappings show them."""
         ...

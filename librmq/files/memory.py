@@ -162,6 +162,9 @@ class MemoryFiles:
     def read_sole_file(self, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
         return None
 
+    def read_first(self, path: str, size: int, count: int) -> bytes | None:
+        return None
+
     def overwrite(self, path: str, at: int, data: bytes) -> None:
         self.open(path, writable=True).buffer[at : at + len(data)] = data
 

@@ -556,6 +556,11 @@ def test_the_sole_file_of_a_folder_is_read(tmp_path: Path) -> None:
     assert files.read_sole_file(str(tmp_path), 8192, 8192) == ("0", b"\0\0\0\0\0abc")
     assert files.read_sole_file(str(tmp_path), 8192, 100) is None
     assert files.read_sole_file(str(tmp_path), 4096, 8192) is None
+    assert files.read_first(str(tmp_path / "0"), 8192, 7) == b"\0\0\0\0\0ab"
+    assert files.read_first(str(tmp_path / "0"), 8192, 100) == b"\0\0\0\0\0abc"
+    assert files.read_first(str(tmp_path / "0"), 4096, 100) is None
+    assert files.read_first(str(tmp_path / "1"), 8192, 100) is None
+    assert files.read_first(str(tmp_path), 8192, 100) is None
     files.create(str(tmp_path / "1"), 8192)
     assert files.read_sole_file(str(tmp_path), 8192, 8192) is None
     for name in ("link", "pipe", "folder"):

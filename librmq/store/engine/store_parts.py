@@ -15,7 +15,7 @@ from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import places_and_sizes
 from librmq.errors import CorruptionError, StoreError
 from librmq.files.interface import Damage, Files
-from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from librmq.message.delays import DelayLevels
 from librmq.message.message import StoredMessage
 from librmq.runtime.locks import Lock, RLock, critical
@@ -43,23 +43,24 @@ class QueueState(NamedTuple):
 
 
 class ShortQueue(ConsumeQueue):
-    """A queue with few entries in one file, which are in memory. It is only read.
+    """A queue with few entries at the begin of its only file, which are in memory. It is only read.
 
     A store can have many thousands of queues of a few entries. Mapping the file of one takes several times as long as
     reading it, so it is mapped only if a caller asks for more than its entries.
     """
 
-    __slots__ = ("_entries", "_first", "_open", "_opened")
+    __slots__ = ("_entries", "_first", "_is_whole", "_open", "_opened")
 
     _SHORT: Final = 1 << 10
     """Most bytes of entries to keep in memory for a queue."""
     _READ: Final = 1 << 13
-    """Most bytes to read of a queue's file, whose used part is known in blocks."""
+    """Most bytes to read of a file whose end is not known, because its used part is known in blocks."""
 
     def __init__(self, first: int, entries: bytes, state: QueueState, open_queue: Callable[[], ConsumeQueue]) -> None:
-        self._first, self._entries = first, entries
+        self._first, self._entries = first, entries + bytes(-len(entries) % ENTRY_SIZE)
         self._open = open_queue
         self._opened: ConsumeQueue | None = None
+        self._is_whole = False
         self._closed = False
         self.ext = None
         self.min_offset, self.max_offset, self.max_physic_offset = max(first, state.min_offset), *state[1:]
@@ -69,18 +70,32 @@ class ShortQueue(ConsumeQueue):
         cls, folder: str, file_size: int, files: Files, state: QueueState, open_queue: Callable[[], ConsumeQueue]
     ) -> Self | None:
         """Return the queue in ``folder``; None if it is not short, or not as in ``state``: open it to see why."""
-        if state.max_offset - state.min_offset > cls._SHORT // ENTRY_SIZE:
+        start = state.min_offset * ENTRY_SIZE // file_size * file_size
+        size = state.max_offset * ENTRY_SIZE - start
+        if not 0 < size <= min(cls._SHORT, file_size):
             return None
+        # The entry behind the end is read too, because it shows what was written since the close.
+        raw = files.read_first(f"{folder}{os.sep}{file_name(start)}", file_size, size + ENTRY_SIZE)
+        stored = _short_state(start, raw) if raw else None
+        if raw is None or stored is None or stored[1:] != state[1:]:
+            return None
+        return cls(start // ENTRY_SIZE, raw, state, open_queue)
+
+    @classmethod
+    def from_sole_file(
+        cls, folder: str, file_size: int, files: Files, open_queue: Callable[[], ConsumeQueue]
+    ) -> Self | None:
+        """Return the queue in ``folder``; None if it has several files, or is not short or sound: open it to see why."""
         file = files.read_sole_file(folder, file_size, cls._READ)
         if file is None or not 0 < len(file[1]) <= cls._SHORT or not (file[0].isdigit() and len(file[0]) == 20):
             return None
-        raw = file[1] + bytes(-len(file[1]) % ENTRY_SIZE)
-        first = int(file[0]) // ENTRY_SIZE
-        places, sizes = places_and_sizes(raw)
-        as_closed = (first + len(places), places[-1] + sizes[-1]) == (state.max_offset, state.max_physic_offset)
-        if not as_closed or min(sizes) <= 0 or min(places) < 0 or HOLE_SIZE in sizes:
+        start = int(file[0])
+        state = None if start % file_size else _short_state(start, file[1])
+        if state is None:
             return None
-        return cls(first, raw, state, open_queue)
+        queue = cls(start // ENTRY_SIZE, file[1], state, open_queue)
+        queue._is_whole = True
+        return queue
 
     @property
     def _files(self) -> MappedFileQueue:  # type: ignore[override]
@@ -98,6 +113,15 @@ class ShortQueue(ConsumeQueue):
         begin = self._first * ENTRY_SIZE
         return self._entries[max(position - begin, 0) : max(end - begin, 0)]
 
+    @property
+    def in_memory(self) -> bytes:
+        """The entries from `stored_begin` on."""
+        return self._entries
+
+    def data_behind_end(self) -> int:
+        """Return the number of bytes from the end to the last nonzero byte."""
+        return 0 if self._is_whole else super().data_behind_end()
+
     def unmap_all(self) -> None:
         """Release the file, if it is mapped."""
         if self._opened is not None:
@@ -108,6 +132,16 @@ class ShortQueue(ConsumeQueue):
         self._closed = True
         if self._opened is not None:
             self._opened.close()
+
+
+def _short_state(start: int, raw: bytes) -> QueueState | None:
+    """Return the state of a queue from the used part of its file at ``start``; None if an entry is not sound."""
+    raw += bytes(-len(raw) % ENTRY_SIZE)  # the last entry can end in zeros
+    places, sizes = places_and_sizes(raw)
+    if min(sizes) <= 0 or min(places) < 0 or HOLE_SIZE in sizes:
+        return None
+    first = start // ENTRY_SIZE
+    return QueueState(first, first + len(places), places[-1] + sizes[-1])
 
 
 class QueueTable(MutableMapping[QueueName, ConsumeQueue]):

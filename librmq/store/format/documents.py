@@ -98,8 +98,11 @@ def read_document(path: str, files: Files, kinds: Kinds, *, max_size: int = 1 <<
         CorruptionError: The file holds no such document, or a later version of librmq wrote it.
     """
     data = read_replaced(files, path, max_size)
-    if not data:
-        return None
+    return parse_document(path, data, kinds) if data else None
+
+
+def parse_document(path: str, data: bytes, kinds: Kinds) -> dict[str, Any]:
+    """Return the fields of a document that was read from ``path``, as `read_document` does."""
     try:
         document = json.loads(data)
         version = document["version"]

@@ -13,6 +13,7 @@ import os
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
 from operator import gt
 from typing import Final, TypeVar
@@ -32,7 +33,7 @@ from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import counted
 from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues
 from librmq.store.engine.read import recreated_queues
-from librmq.store.engine.store_parts import PartFiles, QueueName
+from librmq.store.engine.store_parts import PartFiles, QueueName, ShortQueue
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
@@ -242,7 +243,11 @@ class _StoreCheck:
         return queues
 
     def _open_queue(self, topic: str, queue_id: int) -> ConsumeQueue:
-        return self._part_files.open_queue(topic, queue_id, self._pool)
+        open_queue = partial(self._part_files.open_queue, topic, queue_id, self._pool)
+        if self._config.enable_consumequeue_ext:
+            return open_queue()
+        folder, size = directory.queue_folder(self._path, topic, queue_id), self._config.consumequeue_file_size
+        return ShortQueue.from_sole_file(folder, size, self._files, open_queue) or open_queue()
 
     def _derived(self, log: CommitLog, queues: dict[tuple[str, int], ConsumeQueue], index: KeyIndex | None) -> None:
         levels = DelayLevels.parse(self._config.message_delay_level)
