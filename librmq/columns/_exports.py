@@ -54,8 +54,10 @@ _GROUP_ROWS: Final = 1 << 16
 _GROUP_BYTES: Final = 64 << 20
 _DATE: Final = "date"
 """The name of the partition by day of storing."""
-_FIRST_MS: Final = -62_135_596_800_000
-_END_MS: Final = 253_402_300_800_000
+# Scalars of Arrow: for a number of Python it would import pandas, which takes a second.
+_FIRST_MS, _END_MS, _MICROSECONDS = (
+    pa.scalar(number, pa.int64()) for number in (-62_135_596_800_000, 253_402_300_800_000, 1000)
+)
 """Begin and exclusive end of the years 1 to 9999, which ISO 8601 has."""
 _PARTITIONS: Final = ("topic", "queueId", _DATE)
 
@@ -493,9 +495,11 @@ def _with_times_as_texts(batch: pa.RecordBatch) -> pa.RecordBatch:
     """
     for at, column in enumerate(batch.schema):
         if pa.types.is_timestamp(column.type):
-            times = pc.divide(batch.column(at).view(pa.int64()), 1000)
+            times = pc.divide(batch.column(at).view(pa.int64()), _MICROSECONDS)
             in_range = pc.and_(pc.greater_equal(times, _FIRST_MS), pc.less(times, _END_MS))
-            texts = pc.strftime(pc.if_else(in_range, times, None).cast(pa.timestamp("ms")), "%Y-%m-%dT%H:%M:%SZ")
+            texts = pc.strftime(
+                pc.if_else(in_range, times, pa.scalar(None, pa.int64())).cast(pa.timestamp("ms")), "%Y-%m-%dT%H:%M:%SZ"
+            )
             batch = batch.set_column(at, column.name, pc.coalesce(texts, times.cast(pa.string())))
     return batch
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import HOLE_SIZE
+from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, entry_dtype
 from librmq.diagnosis.checks import (
     damage_finding,
     diagnose,
@@ -34,7 +34,6 @@ from librmq.diagnosis.survey.message_sums import (
     TimeAxis,
     Traffic,
     count_filter,
-    has_columns,
     read_messages,
 )
 from librmq.diagnosis.survey.model import (
@@ -64,7 +63,8 @@ from librmq.store.recovery.verify import verify
 
 # ------------------------------------------------------------------------------------------------------------ log files
 
-_NEVER: Final = (1 << 63) - 1
+_NEVER: Final = 1 << 62  # with room for sums
+_ENTRIES_AT_ONCE: Final = 1 << 16
 
 
 def log_file_uses(view: StoreView, name: str, group_lag: Lag) -> Iterator[LogFileUse]:
@@ -74,10 +74,9 @@ def log_file_uses(view: StoreView, name: str, group_lag: Lag) -> Iterator[LogFil
     count = max(0, -(-log.end // size) - first)
     messages, unread, last = (np.zeros(count, np.int64) for _ in range(3))
     unread_from = _unread_from(group_lag)
-    blocks = _by_columns(view, unread_from) if has_columns() else _by_queues(view, unread_from)
-    for places, sizes, is_unread in blocks:
+    for places, sizes, is_unread in _entries(view, unread_from):
         at = places // size - first
-        is_here = (sizes != HOLE_SIZE) & (at >= 0) & (at < count)
+        is_here = (sizes > 0) & (sizes != HOLE_SIZE) & (at >= 0) & (at < count)
         messages += np.bincount(at[is_here], minlength=count)
         unread += np.bincount(at[is_here & is_unread], minlength=count)
         np.maximum.at(last, at[is_here], places[is_here])
@@ -96,31 +95,33 @@ Block = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_
 """Physical offsets and sizes of messages, and whether a group has yet to consume them."""
 
 
-def _by_columns(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[Block]:
-    """Yield the entries of all queues in log order; memory use does not grow with their number."""
-    from librmq.columns import arrays
-    from librmq.columns.record_batches import reader_of
-
-    columns = ("queueId", "queueOffset", "physicalOffset", "size")
-    for batch in reader_of(
-        view.store, view="queues", topic=set(view.topics), columns=["topic", *columns, "_corrupt_record"],
-        mode="PERMISSIVE", as_recovered=True, files=view.store.files,
-    ) if view.topics else ():  # fmt: skip
-        batch = batch.filter(batch.column("_corrupt_record").is_null())  # verify reports the others
-        topic = batch.column("topic").dictionary_encode()
-        topics = topic.dictionary.to_pylist()
-        ids, offsets, places, sizes = (arrays.integers(batch.column(column)) for column in columns)
-        queues, rows = np.unique(arrays.integers(topic.indices) << 32 | ids, return_inverse=True)
-        starts = [unread_from.get((topics[queue >> 32], queue & 0xFFFFFFFF), _NEVER) for queue in queues.tolist()]
-        yield places, sizes, offsets >= np.array(starts, np.int64)[rows]
-
-
-def _by_queues(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[Block]:
+def _entries(view: StoreView, unread_from: dict[QueueName, int]) -> Iterator[Block]:
+    """Yield the entries of all queues, those of many short queues together."""
+    raws, firsts, starts, size = list[bytes](), list[int](), list[int](), 0
     for name in view.ranges:
         with suppress(CorruptionError):  # verify reports it
-            for begin, block in view.store.queues[name].blocks():
-                is_unread = begin + np.arange(len(block)) >= unread_from.get(name, _NEVER)
-                yield block["physical_offset"].astype(np.int64), block["size"].astype(np.int64), is_unread
+            queue = view.store.queues[name]
+            at = queue.min_offset
+            while raw := queue.read(at, _ENTRIES_AT_ONCE):
+                raws.append(raw)
+                firsts.append(at)
+                starts.append(unread_from.get(name, _NEVER))
+                size += len(raw)
+                at += len(raw) // ENTRY_SIZE
+                if size >= _ENTRIES_AT_ONCE * ENTRY_SIZE:
+                    yield _block(raws, firsts, starts)
+                    raws, firsts, starts, size = [], [], [], 0
+    yield _block(raws, firsts, starts)
+
+
+def _block(raws: list[bytes], firsts: list[int], starts: list[int]) -> Block:
+    """Return pieces of queues as columns, given the first queue offset of each, and the first unread one there."""
+    entries = np.frombuffer(b"".join(raws), entry_dtype())
+    counts = np.fromiter(map(len, raws), np.int64, len(raws)) // ENTRY_SIZE
+    # The number of an entry among all, less that of the first one of its piece, is its number in the piece.
+    unread = np.array(starts, np.int64) - np.array(firsts, np.int64) + np.cumsum(counts) - counts
+    is_unread = np.arange(len(entries)) >= np.repeat(unread, counts)
+    return entries["physical_offset"].astype(np.int64), entries["size"].astype(np.int64), is_unread
 
 
 def _unread_from(group_lag: Lag) -> dict[QueueName, int]:
