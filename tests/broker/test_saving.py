@@ -234,7 +234,7 @@ class Turns:
     def write_aside(self, now: int) -> int | None:
         """Run the step and the turn that it submits; return when the step is due again."""
         self.now = now
-        assert self.writing.run_due(now) is None
+        assert self.writing.saver.run_due(now) is None
         wait, done = self.waiting.pop()
         try:
             wait()
