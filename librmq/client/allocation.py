@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from librmq.broker.groups import describe_differences
 from librmq.client.queue_selectors import LARGEST_RING, text_hash
-from librmq.cluster.sites import site_of
 from librmq.errors import AllocationError, ConfigError, GroupMismatchError
 from librmq.java.lang import utf16_order
 from librmq.message.message import MessageQueue
+from librmq.protocol import site_of
 
 AllocationStrategy = Callable[[str, Sequence[MessageQueue], Sequence[str]], list[MessageQueue]]
 """``strategy(client_id, queues, clients)`` returns one client's queues, from all queues of a topic and all clients."""

@@ -17,7 +17,6 @@ from random import Random
 from typing import Final, Protocol, Self, TypeVar, cast
 
 from librmq.client.observation import ObservedClient, note_client
-from librmq.cluster.sites import check_site
 from librmq.config import check_kind
 from librmq.errors import ClientError, ClientStateError, ConfigError
 from librmq.java.lang import string_hash
@@ -34,6 +33,7 @@ from librmq.protocol import (
     Request,
     Route,
     Unregister,
+    check_site,
 )
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.locks import critical

@@ -17,7 +17,6 @@ from typing import Annotated, Final, Literal, NamedTuple, TypedDict, cast
 
 from librmq.client.client import Client, LifeCycle, State
 from librmq.client.queue_selectors import BrokerLatencies, QueueSelector, RoundRobin
-from librmq.cluster.sites import site_of
 from librmq.config import Between, Config, Seconds
 from librmq.errors import (
     BrokerBusyError,
@@ -44,6 +43,7 @@ from librmq.protocol import (
     SendMessage,
     SendResponse,
     SendStatus,
+    site_of,
 )
 from librmq.protocol.client_requests import PendingSend
 from librmq.protocol.endpoint import InProcess, SendsLater

@@ -21,7 +21,7 @@ from typing import Final, Self, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.broker.administered_route import AdministeredRoute, check_id
-from librmq.cluster.sites import SiteRoute, check_site, site_of
+from librmq.cluster._sites import SiteRoute
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
 from librmq.files.disk import DiskFiles
@@ -29,7 +29,7 @@ from librmq.files.interface import Files
 from librmq.message.ids import parse_host, parse_offset_message_id
 from librmq.message.message import StoredMessage
 from librmq.metrics import Metrics
-from librmq.protocol import Endpoint, QueueData, Request
+from librmq.protocol import Endpoint, QueueData, Request, check_site, site_of
 from librmq.protocol.endpoint import Watchers
 from librmq.runtime.runner import Runner, Step, next_on_grid
 from librmq.runtime.threads import ThreadRunner

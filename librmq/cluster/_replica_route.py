@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from librmq.cluster.replica import Replica
+from librmq.cluster._replica import Replica
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.protocol import (
     MEMBERSHIP,

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from librmq.cluster._cluster import RouteTable
-from librmq.cluster.sites import SiteRoute, check_site
+from librmq.cluster._sites import SiteRoute
 from librmq.config import to_seconds
 from librmq.errors import CapacityError, ConfigError
+from librmq.protocol import check_site
 from librmq.protocol.endpoint import watch_all
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock

@@ -68,5 +68,7 @@ from librmq.protocol.endpoint import ReadRequest as ReadRequest
 from librmq.protocol.endpoint import Request as Request
 from librmq.protocol.endpoint import ResponseCode as ResponseCode
 from librmq.protocol.endpoint import Route as Route
+from librmq.protocol.endpoint import check_site as check_site
+from librmq.protocol.endpoint import site_of as site_of
 
 __all__ = ["Endpoint", "LockQueues", "Request", "ResponseCode", "Route", "UnlockQueues"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, dataclass_transform
 
+from librmq.errors import ConfigError
 from librmq.message.ids import Host
 from librmq.message.message import Message, MessageQueue
 from librmq.message.topics import TopicType
@@ -203,6 +204,28 @@ class Route(Protocol):
     def noted_consumer(self, consumer: object) -> None:
         """Note a consumer that was made on this route, if the route records what its clients do."""
         return None  # noqa: RET501 (without a statement a protocol's method counts as abstract)
+
+
+# ---- sites: brokers and clients belong to the one that their name begins with (``hz-broker-a``, ``hz-10.0.0.1@pay``)
+
+
+def site_of(name: str) -> str | None:
+    """Return the site of a broker's name or a client id, the text before its first ``-``; None without a site."""
+    site, dash, _ = name.partition("-")
+    return site if dash and site.isalnum() else None
+
+
+def check_site(site: object) -> None:
+    """Refuse a site name that cannot begin an id.
+
+    Raises:
+        ConfigError: The site has other characters than letters and digits.
+    """
+    if not isinstance(site, str) or not site.isalnum():
+        raise ConfigError(f"site: expected letters and digits, found {site!r:.80}")
+
+
+# ---- changes of routes
 
 
 def watch_all(routes: Iterable[Route], changed: Callable[[], None]) -> Callable[[], None]:

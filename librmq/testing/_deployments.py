@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from librmq.cluster.sites import check_site
 from librmq.errors import ConfigError
+from librmq.protocol import check_site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

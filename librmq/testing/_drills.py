@@ -15,8 +15,17 @@ from librmq.client.client import Client
 from librmq.client.producer import Producer
 from librmq.client.recorded_route import RecordedRoute
 from librmq.client.recorder import Event, Recorder
-from librmq.cluster import Cluster, Replica, ReplicaRoute, RoutedClient, RouteTable, SiteRoute, SiteRouter, site_of
-from librmq.cluster.replica import ReplicaConfig
+from librmq.cluster import (
+    Cluster,
+    Replica,
+    ReplicaConfig,
+    ReplicaRoute,
+    RoutedClient,
+    RouteTable,
+    SiteRoute,
+    SiteRouter,
+    site_of,
+)
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import ConfigError, RmqError

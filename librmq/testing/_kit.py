@@ -17,7 +17,6 @@ from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.recorder import Event, Recorder
 from librmq.clock import LAST_MS, ManualClock, replace_default_clock
 from librmq.cluster import Cluster, ReplicaConfig
-from librmq.cluster.sites import check_site, site_of
 from librmq.config import StoreConfig, to_seconds, wrong_kind
 from librmq.consumer import PushConsumer
 from librmq.errors import ConfigError
@@ -25,6 +24,7 @@ from librmq.files.disk import DiskFiles
 from librmq.files.interface import Files
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import MessageQueue, StoredMessage
+from librmq.protocol import check_site, site_of
 from librmq.testing._faults import Faults
 from librmq.testing._from_store import DEFAULT_NOW_MS, FOLDER, GroupNames, StoreStart
 from librmq.testing._kit_runner import Driver, Elapsed, KitRunner, ProcessTable, current_work

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.cluster import Cluster, Replica, RouteTable
-from librmq.cluster.sites import check_site, site_of
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, NoRouteError
 from librmq.files.interface import Files
 from librmq.message.message import StoredMessage
-from librmq.protocol import Endpoint
+from librmq.protocol import Endpoint, check_site, site_of
 from librmq.runtime.runner import Runner
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify

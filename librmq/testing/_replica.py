@@ -7,11 +7,10 @@ from datetime import timedelta
 from typing import TypeVar
 
 from librmq.broker import Broker
-from librmq.cluster.replica import Replica, ReplicaConfig
-from librmq.cluster.sites import site_of
+from librmq.cluster import Replica, ReplicaConfig
 from librmq.errors import BrokerUnreachableError, ReplicaError
 from librmq.message.message import StoredMessage
-from librmq.protocol import LogBytes, Request
+from librmq.protocol import LogBytes, Request, site_of
 from librmq.testing._kit_runner import KitRunner
 from librmq.testing._process import KitParts, ProcessStateError
 from librmq.testing.evidence import Evidence
