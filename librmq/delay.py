@@ -502,7 +502,7 @@ class DelaySchedule:
         """Read one record, where the entries could not be read together; return None if it is deleted.
 
         Raises:
-            RecordError: The bytes are no record.
+            RecordError: The bytes are not a record.
         """
         try:
             raw = self._store.log.read(physical_offset, size)

@@ -62,14 +62,14 @@ __all__ = ["CheckBack", "Checked", "FinalMessage", "HalfCheck", "TransactionConf
 
 _log = EventLog("librmq.txn")
 
-_SAME_KEY: Final = 4096  # records examined for the family of a half
+_SAME_KEY: Final = 4096  # a client can send any number of halves with one id, so a search has an end
 _IDS: Final = 1 << 15
 _IDS_AT_OPENING: Final = 1 << 12
 _SYSTEM_ERROR: Final = 1
 _MESSAGE_ILLEGAL: Final = 13
 
 _REMEMBERED: Final = 1024
-_REMEMBERED_SIZE: Final = 8192  # bytes of a record
+_REMEMBERED_SIZE: Final = 8192  # bytes: a few megabytes of halves are kept at most
 _OP_PROPERTIES: Final = {PROPERTY_TAGS: OP_TAG, PROPERTY_WAIT: "true"}
 _SPECIAL: Final = frozenset((PROPERTY_DELAY, PROPERTY_TRANSACTION_CHECK_TIMES))
 
@@ -152,8 +152,8 @@ class Transactions:
             aside=aside,
         )
         """Asks about the transactions that stay open."""
-        self._opened_at = store.log.end  # the fate of older halves is unknown
-        self._without_op: set[int] = set()  # physical offsets of halves with a final message but no op message
+        self._opened_at = store.log.end  # the ends of older halves can stand in the log without being known here
+        self._without_op: set[int] = set()  # physical offsets of halves that a failure left without an op message
         self.last_op: AppendResult | None = None
         """The last op message; final messages are before it."""
         op_queue = store.queue(OP_TOPIC, QUEUE)
@@ -250,7 +250,7 @@ class Transactions:
             return
         family = self._family(half)
         if self._is_delivered(family):
-            self._end_all(family)  # of a copy the op message can be missing
+            self._end_all(family)  # a crash can have left a copy without its op message
             raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction was committed before")
         self._end_all(self._with_unindexed(family))
 
@@ -452,7 +452,7 @@ class _RepeatedHalves:
     def __init__(self, store: MessageStore) -> None:
         self._store = store
         self._lock = Lock()  # a half that a client sends is stored without the lock of the ends
-        self._places: dict[str, int | None] | None = None  # physical offset of the only half of an id; None for several
+        self._places: dict[str, int | None] | None = None  # the place of the only half of an id; None for several
 
     def add_half(self, unique_key: str, physical_offset: int) -> int | None:
         """Note a half that was stored; return the physical offset of the half that it repeats, None for a new one.

@@ -328,7 +328,7 @@ class DelayedSave:
         )
 
     def save_soon(self) -> None:
-        """Save soon."""
+        """Note a change; the table is saved some time after the first one."""
         if not self.has_changed:
             due = self.saver.changed()
             if due is not None:
@@ -336,7 +336,7 @@ class DelayedSave:
             self.has_changed = True
 
     def save(self) -> None:
-        """Save changes, if there are any."""
+        """Save now what has changed since the last save; a failure leaves it to be saved again."""
         if self.has_changed:
             self._save()
             self.has_changed = False

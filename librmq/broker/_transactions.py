@@ -46,9 +46,9 @@ class BrokerTransactions:
         self._topics = context.topics
         self._arrivals = arrivals
         self._turns: dict[str, int] = {}
-        self._unreachable_groups: set[str] = set()  # groups that the log reports as unreachable
-        self._finals: deque[FinalMessage] = deque()  # not announced yet
-        self._lock = RLock()  # for ends and checks; retention can ask during an end
+        self._unreachable_groups: set[str] = set()  # they are logged once, until they are reached again
+        self._finals: deque[FinalMessage] = deque()  # waiting readers are still to be woken for these
+        self._lock = RLock()  # reentrant, because an append of an end can make retention ask for open halves
         self._waits = store.config.durability == "sync"
         aside = context.steps.aside("flushes for its check", lambda at: runner.wake(self._step, at))
         self._transactions = Transactions(
@@ -99,14 +99,14 @@ class BrokerTransactions:
         try:
             return self._store.message_at(physical_offset)
         except CorruptionError:
-            return None  # the end is refused
+            return None  # the end itself refuses it, and says why
 
     def _announce(self) -> None:
         """Announce final messages, without this lock, because the runner's lock comes first."""
         while True:
             try:
                 final = self._finals.popleft()
-            except IndexError:  # another thread announced it
+            except IndexError:  # another thread has announced the last one
                 return
             self._topics.warn_of_missing(final[0])
             self._arrivals.stored(*final)
@@ -170,9 +170,9 @@ class BrokerTransactions:
         for number in range(len(producers)):
             try:
                 producers[(turn + number) % len(producers)].call(request)
-            except RmqError as error:  # an ordinary producer, or one that is leaving
+            except RmqError as error:  # it is an ordinary producer, or is leaving
                 cause = error
-            except Exception:  # for example a user's executor was shut down; the check continues
+            except Exception:  # a user's executor can be shut down, and the check of others has to go on
                 _log.exception("producer group %(group)s can't be asked about a transaction", group=question.group)
                 return
             else:

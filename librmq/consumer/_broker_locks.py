@@ -44,7 +44,7 @@ class BrokerLocks:
 
     def lock(self, queue: MessageQueue) -> bool:
         """Ask the broker for the lock of a queue, and return whether this client has it."""
-        # Forget an unlock that is still to be sent: it would release the lock that is taken now.
+        # An unlock that is still to be sent would release the lock that is taken now.
         self._unlocking.pop(queue, None)
         return queue in self._ask_locks(queue.broker_name, frozenset((queue,)))
 
@@ -114,7 +114,7 @@ class BrokerLocks:
         # The lock was not renewed in time, so another client can have consumed messages since then.
         if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:
             if assigned.running:
-                return  # apply the listener's result first
+                return  # its result still counts, and moves the position that is looked for here
             try:
                 self._find_position(assigned)
             except RmqError as error:
@@ -133,7 +133,7 @@ class BrokerLocks:
         """Continue at the group's progress if that is further."""
         stored, first = self._instance.offsets.read(assigned.queue), assigned.messages.first
         present = assigned.next_offset if first is None else first
-        if stored is None:  # a new group, which has consumed nothing of what it holds
+        if stored is None:  # the group is new, and has consumed nothing of what it holds
             stored = present
         position = stored if assigned.progress is None else max(stored, assigned.progress)
         if assigned.progress is not None and position > assigned.progress:

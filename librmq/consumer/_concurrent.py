@@ -113,7 +113,7 @@ class ConcurrentDelivery:
         self.is_fast: bool = False
         """Whether listeners end so fast that they get runs."""
         self._was_run_seen = False
-        self._ended_calls = 0  # since this time:
+        self._ended_calls = 0
         self._count_began = 0.0
         self._watching = Step(f"{instance.label} slow listener", self._divide_slow_run, instance.client)
         self._expiring = Step(f"{instance.label} consume timeout", self._expire, instance.client)
@@ -189,7 +189,7 @@ class ConcurrentDelivery:
         former: Pulled | None = None
         for pulled in backlog:
             if former is not None and former.assigned is pulled.assigned and former.messages and pulled.messages:
-                former.messages += pulled.messages  # batches of another size
+                former.messages += pulled.messages  # the size of batches can have changed
                 continue
             if former is not None:
                 self._enqueue(former)
@@ -356,7 +356,8 @@ class ConcurrentDelivery:
 
     def _rest(self, assigned: AssignedQueue, messages: list[DeliveredMessage], error: DownstreamDown) -> None:
         """Keep messages to begin again after a rest, without counting a failure."""
-        messages = [message for message in messages if assigned.messages.holds(message)]  # none that went back
+        # Those that exceeded consume_timeout were sent back, and would be delivered twice.
+        messages = [message for message in messages if assigned.messages.holds(message)]
         self.calls.count_messages(assigned, len(messages), "downstream")
         if messages:
             self._begin_later(assigned, messages)
@@ -400,7 +401,7 @@ class ConcurrentDelivery:
     def _postpone(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         for message in messages:
             message.count_failure()
-            message.consume_start_timestamp_ms = None  # it is not in a listener
+            message.consume_start_timestamp_ms = None  # no listener has it, so it can't exceed consume_timeout
         # All of them wait for the same time, so the deque is in order of the due times.
         due_ms = self._runner.now_ms() + REDELIVERY_MS
         assigned.messages.lined_up += len(messages)

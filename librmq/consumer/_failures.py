@@ -316,7 +316,7 @@ class Rests:
         """``resumed(now_ms)`` is called when a rest ends."""
         self._consumer = consumer
         self._resumed = resumed
-        self._times: dict[MessageQueue | None, tuple[int, int]] = {}  # begin and end; None is the whole consumer
+        self._times: dict[MessageQueue | None, tuple[int, int]] = {}  # start and end; None is the whole consumer
         self.is_probing: bool = False
         """Whether the next call decides if the whole consumer continues."""
         self._step = Step(f"{consumer.label} resume", self._end_rests, consumer.client)

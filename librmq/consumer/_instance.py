@@ -76,7 +76,7 @@ class Instance:
         self.log: EventLog = _log.with_fields(consumer=self.label, group=group)
         self.states: StateLog = StateLog(self.log, self.label)
         self._saving = Step(f"{self.label} save progress", self._save_due, client)
-        self._maximum_of_group: int | None = None  # as a broker says; -1: the group's setting
+        self._maximum_of_group: int | None = None  # what a broker said last; -1 stands for the group's setting
 
     @property
     def config(self) -> ConsumerConfig:
@@ -141,7 +141,8 @@ class Instance:
             for assigned in queues
             if assigned.progress is not None
             and assigned.progress != assigned.stored_progress
-            and not (assigned.is_chosen and assigned.progress > assigned.next_offset)  # reached before it was set back
+            # A position that was set back counts, and not what was reached before.
+            and not (assigned.is_chosen and assigned.progress > assigned.next_offset)
         ]
         return [assigned for assigned in changed if self._may_store(assigned)]
 
@@ -211,7 +212,7 @@ def _held_queue(assigned: AssignedQueue) -> HeldQueue:
     first = messages.first_begun() or messages.peek()
     since_ms = first.consume_start_timestamp_ms if isinstance(first, DeliveredMessage) else None
     if since_ms is None and assigned.delivering and assigned.since_ms:
-        since_ms = assigned.since_ms  # orderly
+        since_ms = assigned.since_ms  # an orderly one counts from the first of its calls without a rest
     return HeldQueue(
         assigned.queue,
         assigned.progress,

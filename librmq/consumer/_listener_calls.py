@@ -286,13 +286,13 @@ class ListenerCalls:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
         calls = []
-        for ident, call in dict(self._by_thread).items():  # a copy, because threads begin and end calls meanwhile
+        for ident, call in dict(self._by_thread).items():  # threads begin and end calls meanwhile
             callers = type(call).call_listener.__code__, ListenerCalls._call_in_context.__code__
             top: FrameType | None = frames.get(ident)
             frame = top
             while frame is not None and frame.f_code not in callers:
                 frame = frame.f_back
-            if top is None or frame is None or frame is top:  # the call has ended, or not begun
+            if top is None or frame is None or frame is top:  # the call has ended, or has not begun
                 continue
             stack = [
                 f"{entry.filename}:{entry.lineno} {entry.name}"

@@ -235,8 +235,8 @@ def _table(document: object) -> dict[MessageQueue, int]:
         fields = dict(key) if isinstance(key, ObjectKey) else {}
         topic, broker_name, queue_id = (fields.get(name) for name in ("topic", "brokerName", "queueId"))
         if not (isinstance(topic, str) and isinstance(broker_name, str) and isinstance(queue_id, int)):
-            raise MalformedError(f"offsetTable: {key!r:.200} is no queue")
+            raise MalformedError(f"offsetTable: {key!r:.200} is not a queue")
         if not isinstance(queue_offset, int) or isinstance(queue_offset, bool) or queue_offset < 0:
-            raise MalformedError(f"offsetTable: {queue_offset!r:.200} is no queue offset")
+            raise MalformedError(f"offsetTable: {queue_offset!r:.200} is not a queue offset of 0 or more")
         table[MessageQueue(topic, broker_name, queue_id)] = queue_offset
     return table

@@ -78,7 +78,7 @@ class OrderlyDelivery:
         self._resume = resume
         self._rests = Rests(instance, self._begin_waiting)
         self._retries = Retries(instance, calls.counts)
-        self._waiting: deque[AssignedQueue] = deque()  # for a listener
+        self._waiting: deque[AssignedQueue] = deque()  # those that wait for a listener, in their order
         self._resting: dict[MessageQueue, Step] = {}
 
     @property
@@ -178,7 +178,8 @@ class OrderlyDelivery:
             if rest_ms is not None:
                 self._rest(assigned, rest_ms)
             elif assigned.messages.waiting:
-                self._waiting.appendleft(assigned)  # continue with the same queue
+                # Before the others: as in 4.9, a thread stays with its queue until that is empty or rests.
+                self._waiting.appendleft(assigned)
             else:
                 assigned.delivering = False
         self._begin_waiting(now_ms)
@@ -247,7 +248,7 @@ class OrderlyDelivery:
 
     def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
         times = message.reconsume_times
-        if times & (times - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
+        if times & (times - 1) == 0:  # the log would be full of it: the 1st, 2nd, 4th, 8th time are enough
             self._instance.log.warning(
                 "%(consumer)s: %(queue)s is blocked at %(queue_offset)d by %(message_id)s, which failed %(attempt)d "
                 "times",

@@ -99,7 +99,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
         Raises:
             ConfigError: There is no such setting, or its value is refused.
-            TypeError: ``route`` is no route.
+            TypeError: ``route`` is not a route.
         """
         super().__init__(route, group, PullConsumerConfig.of(config, settings), client, instance_name)
         check_kind("metrics", metrics, Metrics)
@@ -109,7 +109,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._paused: set[MessageQueue] = set()
         self._turn = 0
         self._pulled_end = 0  # the offset after the messages that are being handed out
-        self._last: tuple[AssignedQueue, int, int] | None = None  # begin and end of the last pull
+        self._last: tuple[AssignedQueue, int, int] | None = None  # its queue, its first offset, and the next one
         self._arrived = _Arrival()
         self._polling = Lock()
         self._rests = Rests(self, self._end_rest)

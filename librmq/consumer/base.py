@@ -131,7 +131,8 @@ class Consumer(Instance, Startable, Generic[C]):
             if self.is_running:
                 check_at_brokers(self.client, self.group, subscription)
             before = self.subscriptions.get(subscription.topic)
-            if before is not None and subscription.version <= before.version:  # within a millisecond
+            # Brokers keep the higher version, and both can have been made within a millisecond.
+            if before is not None and subscription.version <= before.version:
                 subscription = replace(subscription, version=before.version + 1)
             self.subscriptions[subscription.topic] = subscription
             self.filters.pop(subscription.topic, None)
@@ -279,7 +280,7 @@ class Consumer(Instance, Startable, Generic[C]):
         except BaseException:
             if is_first:
                 with self.runner.lock:
-                    self._life.state = State.START_FAILED  # interrupted by Ctrl-C after the start
+                    self._life.state = State.START_FAILED  # Ctrl-C has interrupted it after the start
                     self.stopping = True
                     self._leave()
             raise
@@ -361,7 +362,7 @@ class Consumer(Instance, Startable, Generic[C]):
             name = assigned.queue.broker_name
             if is_removed or (name in names and assigned.endpoint not in (None, self.client.endpoint(name))):
                 assigned.doubt_progress(self.runner.now_ms() + REOPENED_MS)
-                if not assigned.released and not assigned.throttled:  # perhaps it waits after a failure
+                if not assigned.released and not assigned.throttled:  # it can wait for the next try after a failure
                     self.runner.wake(assigned.pull)
                 if self._saving.at is None:
                     self.save_soon()

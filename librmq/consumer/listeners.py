@@ -269,7 +269,7 @@ class TopicPredicate(Generic[M]):
     """A group's own predicate on a topic, counted in metrics. Call it without the runner's lock. Thread-safe."""
 
     def __init__(self, topic: str, group: str, predicate: Predicate[M], clock: Clock, metrics: Metrics | None) -> None:
-        """Raise `ConfigError` for what is no predicate."""
+        """Raise `ConfigError` for what is not a predicate."""
         if not isinstance(predicate, WatchedPredicate):
             predicate = WatchedPredicate(predicate, clock=clock, budget=PREDICATE_BUDGET_S)
         self.topic = topic

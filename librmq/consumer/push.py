@@ -370,7 +370,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
         Raises:
             ConfigError: There is no such setting, its value is refused, or a function can't take its argument.
-            TypeError: ``route`` is no route.
+            TypeError: ``route`` is not a route.
         """
         super().__init__(route, group, ConsumerConfig.of(config, settings), client, instance_name)
         self.hooks: list[ConsumeHook] = list(hooks)

@@ -214,7 +214,7 @@ class LocalTransactions:
         """Take the database in which checks look: a SQLAlchemy ``Engine``, or a function that opens a connection.
 
         Raises:
-            ConfigError: ``database`` is neither, the table's name would have to be quoted, or ``keep`` is no duration.
+            ConfigError: ``database`` is neither, the table's name would need quotes, or ``keep`` is not a duration.
         """
         check_database(database)
         self._database = database
@@ -237,7 +237,7 @@ class LocalTransactions:
                 has rolled its transaction back, or gone on after an error that ended it; nothing is committed since.
             ClientError: The half message could not be stored; the block does not run.
             TransactionRefusedError: A transaction with this message's id has ended before; the block does not run.
-            TypeError: The producer is no `TransactionProducer`; nothing is sent.
+            TypeError: The producer is not a `TransactionProducer`; nothing is sent.
         """
         if not isinstance(producer, TransactionProducer):
             raise wrong_kind("producer", producer, "a TransactionProducer")

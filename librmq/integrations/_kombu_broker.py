@@ -244,7 +244,7 @@ def check_visibility(seconds: Any) -> float | None:
     """Return a ``visibility_timeout``; None if there is none.
 
     Raises:
-        ConfigError: It is no number of seconds up to twelve hours.
+        ConfigError: It is not a number of seconds of at most twelve hours.
     """
     if seconds is None:
         return None

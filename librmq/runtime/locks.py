@@ -9,6 +9,40 @@ A handler may need the locks of the code that it has interrupted, to shut someth
 A forked child has none of its parent's threads: `call_in_child` and `Inherited` correct what it has of their locks.
 """
 
+# Why so much for Ctrl-C
+#
+# A signal handler of Python runs in the main thread, between any two instructions of the code that runs there, and may
+# raise: the default one of SIGINT raises KeyboardInterrupt. So a change of a store that takes two statements can be
+# cut in two. The program may well go on: a shell prints a new prompt, a test runner runs the next test, a handler of
+# an application shuts things down, and flushes and closes the very store that was being changed. What was considered:
+#
+# - `try` and `finally` around each change, or catching KeyboardInterrupt. The handler can raise before the `try` is
+#   entered, and again within the `finally`, so there is always one more instruction to protect. It helps only where a
+#   repair can be repeated: that is what the marks of an append are.
+# - Blocking the signal by `pthread_sigmask`. This concerns one thread, and a signal to the process then goes to
+#   another one. There the interpreter notes it, and runs the handler in the main thread all the same.
+# - A handler of our own, set once at the import, which notes a signal while librmq works, as trio does for its tasks.
+#   trio owns the loop in which all of them run, and sets its handler only in place of the default one. A library may
+#   not replace the handlers of the application that calls it, and one that the application sets later would undo it.
+#   So handlers are replaced for the time of a block, and those that were there are called at its end.
+# - Changing files in a thread of its own, where no handler runs. Every append would pay for two switches of threads,
+#   and a handler that interrupts the caller while it waits could not call the store either, because the store waits
+#   for its caller.
+# - Code in C, between whose statements no handler runs. The compiled core has this for free, but pure Python has to
+#   keep the same promise.
+#
+# What is left is a block that puts the handlers off. It costs some microseconds, so an append, which is hotter than
+# that, leaves a mark instead, by which the next caller repairs what a handler has cut in two.
+#
+# Neither makes a lock safe that `with` takes: if a handler raises after the lock is taken and before the block is
+# entered, no `finally` knows of the lock. Up to Python 3.13 one instruction does both. From 3.14 on, taking the lock
+# is a call like any other, after which handlers run. A step of an iterator closes this gap, because the loop's own
+# instruction takes the lock, and no handler runs before the next one.
+#
+# `threading.Event` takes a lock in each method. A handler that sets the event for which the main thread is about to
+# wait would therefore wait for its own thread. With a reentrant lock it would get in, in the middle of a change. Hence
+# `Event` below: a flag, and a gate for each thread that waits.
+
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # without the enums of `signal`, which cost as much as all the rest

@@ -245,7 +245,7 @@ class Runner:
         self._finish(work, result, error)
 
     def _goes_up(self, work: Work, error: BaseException) -> bool:
-        """Return whether what is no `Exception` ends the task of a coroutine, and the work without a result.
+        """Return whether an error that is not an `Exception` ends a coroutine's task, and the work without a result.
 
         A listener that awaits a cancelled task fails, as by any other exception. If its own task was cancelled, by a
         shutdown or the end of its event loop, it has no result.
@@ -274,7 +274,7 @@ class Runner:
 
 
 def failure_of(work: Work, error: BaseException) -> RunnerError:
-    """Return an error that is no `Exception` as a failure of the listener."""
+    """Return an error that is not an `Exception` as a failure of the listener."""
     failure = RunnerError(f"{work.label}: ended by {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

@@ -92,7 +92,8 @@ def transaction_of(half: StoredMessage) -> tuple[object, ...]:
     """
     if not half.unique_key:
         return (half.physical_offset,)
-    body = hashlib.blake2b(half.stored_body, digest_size=16).digest()  # callers keep this of many halves
+    # A digest in place of the body, because callers keep this of many halves.
+    body = hashlib.blake2b(half.stored_body, digest_size=16).digest()
     return (half.unique_key, body, *map(half.properties.get, (PROPERTY_PRODUCER_GROUP, PROPERTY_REAL_TOPIC)))
 
 
@@ -107,7 +108,7 @@ class EndedHalves:
         self._offsets = offsets
         self._first = 0  # the half of the first bit, a multiple of 8
         self._bits = bytearray()
-        self._next_op: int | None = None  # None: nothing was read yet
+        self._next_op: int | None = None  # None means that nothing was read yet
 
     def __contains__(self, queue_offset: int) -> bool:
         """Return whether the half at ``queue_offset`` has ended; False below the progress.
@@ -285,7 +286,7 @@ class HalfCheck:
         self._config = config
         self._make_topic = make_topic
         self._is_reachable = is_reachable
-        self._uncounted: set[int] = set()  # queue offsets of copies whose last check reached no producer
+        self._uncounted: set[int] = set()  # copies whose last check reached no producer, by queue offset
         self._put_back_progress()
         self._progress = progress(store, offsets, HALF_TOPIC)
         self._interval_ms = round(1000 * config.interval_s)
@@ -468,7 +469,8 @@ class HalfCheck:
         properties[_CHECK_TIMES] = str(check_times)
         age_ms = now_ms - half.born_timestamp_ms
         hours = self._store.config.file_reserved_hours if config.reserved_hours is None else config.reserved_hours
-        if age_ms > (_RESERVED_HOURS if hours is None else hours) * 3_600_000:  # None: the store keeps any age
+        # In a store that keeps messages of any age, 4.9's own limit counts.
+        if age_ms > (_RESERVED_HOURS if hours is None else hours) * 3_600_000:
             return self._discard(half, properties)
         if half.store_timestamp_ms >= current.start_ms:
             return False

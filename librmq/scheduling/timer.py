@@ -185,7 +185,7 @@ class Timers:
         errors are raised too.
 
         Raises:
-            TimerRefusedError: The time is no number or too far away, or a deletion comes too late; nothing is written.
+            TimerRefusedError: The time is not a number, or too far away, or a deletion is late; nothing is written.
         """
         sys_flag = fields.get("sys_flag", 0) & record.TRANSACTION_MASK
         properties = message.properties

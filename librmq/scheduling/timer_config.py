@@ -148,7 +148,7 @@ def deliver_time_ms(properties: Mapping[str, str], now_ms: int) -> int:
     """Return the delivery time of a message (ms); ``now_ms`` if it names none.
 
     Raises:
-        TimerRefusedError: The time is no number.
+        TimerRefusedError: The time is not a number.
     """
     for name, unit, begin in ((DELAY_SEC, 1000, now_ms), (DELAY_MS, 1, now_ms), (DELIVER_MS, 1, 0)):
         if name in properties:

@@ -183,7 +183,7 @@ class Drill:
             self._clusters[name] = cluster
         tables: dict[str, RouteTable] = dict(self._clusters)
         self._replicas: dict[str, Replica] = {}
-        self._replicated_at: dict[str, str] = {}  # the site of a broker's replica
+        self._replicated_at: dict[str, str] = {}  # by broker
         follows = ReplicaConfig(follow_after_s=deployment.replica_lag_s)
         for name, site in deployment.replicas.items():
             for broker in self._clusters[name].brokers():
@@ -219,7 +219,7 @@ class Drill:
         name = f"c{self._made:03}"
         through = ReplicaRoute(route, *self._replicas.values()) if self._replicas else route
         client = Client(RecordedRoute(through, self._recorder, name), instance_name=name)
-        client.random = None  # so that figures are the same in every run
+        client.random = None  # it would choose other queues in each run
         return client
 
     def _producer(self, route: SiteRoute) -> Producer:

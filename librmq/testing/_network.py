@@ -136,7 +136,7 @@ class Network:
         """The replicas of the brokers."""
         self.replicas: tuple[Replica, ...] = ()
         """The replicas from which processes read, one for each master. Another tuple after a change."""
-        self._changed: dict[str, tuple[str, BrokerConfig]] = {}  # folder and settings, other than at first
+        self._changed: dict[str, tuple[str, BrokerConfig]] = {}  # those with another folder or other settings
         first = self._open()
         self.table: RouteTable = RouteTable(first)
         """The route that all processes use."""

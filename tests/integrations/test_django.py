@@ -348,7 +348,7 @@ def test_a_hook_enqueues_after_the_commit(tasks: Tasks, orders: None) -> None:
         ({"OPTIONS": {"path": "x"}, "QUEUES": ["to be done"]}, "may only contain letters"),
         ({"OPTIONS": {"path": "x", "outbox": "other"}}, "DATABASES has no 'other'"),
         ({"OPTIONS": {"path": "x", "invisible": 0}}, "invisible: expected seconds from 1 to 43200, found 0"),
-        ({"OPTIONS": {"path": "x"}, "ENQUEUE_ON_COMMIT": True}, "ENQUEUE_ON_COMMIT is no setting"),
+        ({"OPTIONS": {"path": "x"}, "ENQUEUE_ON_COMMIT": True}, "ENQUEUE_ON_COMMIT is not a setting"),
     ],
 )
 @pytest.mark.usefixtures("project")

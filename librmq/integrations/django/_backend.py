@@ -177,7 +177,7 @@ class LibrmqBackend(BaseTaskBackend):
         if "ENQUEUE_ON_COMMIT" in self._params:
             yield Problem(
                 "E006",
-                "ENQUEUE_ON_COMMIT is no setting of Django's tasks any more",
+                "ENQUEUE_ON_COMMIT is not a setting of Django's tasks any more",
                 'Use OPTIONS {"outbox": True}, or transaction.on_commit(partial(task.enqueue, …)).',
             )
 
@@ -383,11 +383,11 @@ def task_of(state: dict[str, Any]) -> Any:
     """Return the task of a state, by the path of its function.
 
     Raises:
-        ImportError: There is no such function, or it is no task.
+        ImportError: There is no such function, or it is not a task.
     """
     task = import_string(state["task"])
     if not isinstance(task, Task):
-        raise ImportError(f"{state['task']} is no task any more: expected a function decorated by @task")
+        raise ImportError(f"{state['task']} is not a task any more: expected a function decorated by @task")
     changes = {"priority": state["priority"], "queue_name": state["queue_name"], "backend": state["backend"]}
     return task.using(run_after=_time(state["run_after_ms"]), **changes)
 

@@ -182,7 +182,7 @@ class Worker:
         try:
             task = task_of(state)
         except Exception as error:
-            _log.exception("task %(id)s can't be run: %(task)s is no task", id=state["id"], task=state["task"])
+            _log.exception("task %(id)s can't be run: %(task)s is not a task", id=state["id"], task=state["task"])
             self._save_end(state, error)
             return
         if len(state["worker_ids"]) >= _MAX_ATTEMPTS:
