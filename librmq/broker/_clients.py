@@ -27,13 +27,13 @@ from librmq.protocol import (
     ConsumerIds,
     ConsumersChanged,
     DescribeInstance,
-    Endpoint,
     GroupConnections,
     GroupSubscriptions,
     Heartbeat,
     InstanceState,
     MessageModel,
     Request,
+    RequestHandler,
     ResponseCode,
     Subscription,
     Unregister,
@@ -55,7 +55,7 @@ class ConsumerGroup:
     kind: str
     model: MessageModel
     consume_from: ConsumeFrom
-    clients: dict[str, Endpoint] = field(default_factory=dict)
+    clients: dict[str, RequestHandler] = field(default_factory=dict)
     """The clients by id, in the order in which they joined."""
     subscriptions_by_client: dict[str, Mapping[str, Subscription]] = field(default_factory=dict)
     """The last heartbeat data of each client, by client id."""
@@ -94,7 +94,7 @@ class Clients:
         """``filters_changed()`` is called when the groups' filters may have changed."""
         self.consumers: dict[str, ConsumerGroup] = {}
         """Consumer groups with members, by name."""
-        self.producers: dict[str, dict[str, Endpoint]] = {}
+        self.producers: dict[str, dict[str, RequestHandler]] = {}
         """By group and client id; those with a member."""
         self.shared_ids: set[str] = set()
         """Ids that two clients use."""
@@ -137,6 +137,7 @@ class Clients:
             self._registrations.keep_topics(data.group, set(data.subscriptions), now)
             self._warn_of_differences(data.group, request.client_id)
         self._filters_changed()
+        self._held.rules_changed()
         self._notify_members(changed)
 
     def _register(self, request: Heartbeat) -> list[str]:
@@ -319,7 +320,7 @@ class Clients:
         group = self.consumers.get(request.group)
         return {} if group is None else dict(group.subscriptions_by_client)
 
-    def _join(self, client_id: str, client: Endpoint, data: ConsumerData) -> bool:
+    def _join(self, client_id: str, client: RequestHandler, data: ConsumerData) -> bool:
         """Note a consumer, and return whether its group has changed."""
         group = self.consumers.get(data.group)
         if group is None:
@@ -357,6 +358,7 @@ class Clients:
             group.maximums.pop(client_id, None)
             if not group.clients:
                 del self.consumers[name]
+                self._held.rules_changed()
             left.append(name)
         return left
 
@@ -385,7 +387,7 @@ class Clients:
                 self._call(client, request)
 
     @staticmethod
-    def _call(client: Endpoint, request: Request[None]) -> None:
+    def _call(client: RequestHandler, request: Request[None]) -> None:
         try:
             client.call(request)
         except RmqError as error:  # the client is leaving
@@ -393,7 +395,7 @@ class Clients:
 
     # ---- queries
 
-    def endpoint(self, client_id: str) -> Endpoint | None:
+    def endpoint(self, client_id: str) -> RequestHandler | None:
         """Return the client of an id, None if it is unknown."""
         for clients in (*self.producers.values(), *(group.clients for group in self.consumers.values())):
             if client_id in clients:

@@ -37,7 +37,7 @@ from librmq.runtime.locks import Inherited
 from librmq.runtime.runner import Aside, Owner, Runner, Step, aside_by
 from librmq.scheduling.waiting import Cancellations, awaited_queues
 from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.broker_tables import BrokerTables, ConfigTable
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations
@@ -97,7 +97,14 @@ class BrokerContext:
         aside = steps.aside("writes its tables", lambda at: runner.wake(writing, at))
         self.writing = TableWriter(store.flush, runner.now_ms, lambda: runner.wake(writing), aside)
         writing = steps.step("writes its tables", self.writing.saver.run_due)
-        save = self.writing.save
+        sweep_ms = round(1000 * config.sweep_pulls_every_s)
+        self.held = HeldRequests(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
+        holding = steps.step("answers held pulls", self.held.run_due)
+
+        def save(table: ConfigTable, now_ms: int) -> None:
+            self.held.rules_changed()
+            self.writing.save(table, now_ms)
+
         self.topics = Topics(tables.topics, save, config, steps.name, cluster_name, runner.now_ms, changed)
         self.groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
         self.saving = Persistence(
@@ -125,9 +132,6 @@ class BrokerContext:
             self.offsets.clamp(lambda topic, queue_id: store.queue_range(topic, queue_id)[1])
             if config.replica_of is None:
                 self._add_unlisted_topics()
-        sweep_ms = round(1000 * config.sweep_pulls_every_s)
-        self.held = HeldRequests(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
-        holding = steps.step("answers held pulls", self.held.run_due)
         self.locks = QueueLocks(round(1000 * config.lock_expiry_s), runner.now_ms)
         self.clients = Clients(
             steps.name,

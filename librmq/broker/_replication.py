@@ -16,6 +16,7 @@ from typing import Final
 
 from librmq.broker._context import BrokerContext
 from librmq.clock import moves_by_itself
+from librmq.errors import BrokerError
 from librmq.protocol import (
     CopiedTables,
     CopyTables,
@@ -24,6 +25,7 @@ from librmq.protocol import (
     LeaveLog,
     LogBytes,
     LogDescription,
+    ResponseCode,
     SendStatus,
 )
 from librmq.runtime.event_log import EventLog
@@ -49,6 +51,14 @@ class _Follower:
 
 
 _acknowledged: Final = attrgetter("acknowledged")
+
+
+def refused_by_replica(name: str, master: str, kind: type) -> BrokerError:
+    """Return the error of a request of a ``kind`` that only the ``master`` of the replica ``name`` takes."""
+    return BrokerError(
+        ResponseCode.SERVICE_NOT_AVAILABLE,
+        f"{name} is a replica of {master} and takes no {kind.__name__}: ask {master}, or promote the replica",
+    )
 
 
 class Replication:

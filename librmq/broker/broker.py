@@ -5,7 +5,8 @@ in ``config``; clients, locks and held pulls in memory, as in 4.9.
 
 ::
 
-    call(request) ── producers ──> sending    ──> store ──> held pulls that wait for the message
+    send(message) ── producers ──> sending    ──> store ──> held pulls that wait for the message
+    call(request) ── others, on the wire too ──> sending
                   ── consumers ──> pulling, progress, clients, locks
                   ── operators ──> topics, groups, store
     steps of the runner: delayed messages, held pulls that time out, saving changes, the store's flushes
@@ -27,6 +28,7 @@ from librmq.broker._transactions import DiscardHook
 from librmq.broker.administered_route import StoreRoute, check_id
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
 from librmq.broker.handlers._parts import BrokerParts
+from librmq.broker.handlers._send import SendHandler
 from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig, check_kind, check_path, to_seconds
 from librmq.errors import (
@@ -39,7 +41,7 @@ from librmq.errors import (
 from librmq.files.disk import DiskFiles, TemporaryFolder
 from librmq.files.interface import Files
 from librmq.message.ids import Host
-from librmq.message.message import Message, MessageQueue, StoredMessage
+from librmq.message.message import Message, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
@@ -49,8 +51,8 @@ from librmq.protocol import (
     QueueData,
     Request,
     ResponseCode,
+    SendResponse,
 )
-from librmq.protocol.endpoint import InProcess
 from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.runner import Runner
 from librmq.runtime.threads import ThreadRunner
@@ -63,7 +65,7 @@ _LOCK_RETRY_S: Final = 0.05
 _JOIN_STEP_S: Final = 0.02
 
 
-class Broker(StoreRoute, InProcess):
+class Broker(StoreRoute, Endpoint):
     """A broker inside the process: an `Endpoint` that answers requests, and a `Route` to itself. Thread-safe.
 
     Created by `open` or `temporary`. As a context manager it closes at the end. A forked child cannot use the handle.
@@ -80,7 +82,7 @@ class Broker(StoreRoute, InProcess):
     _parts: BrokerParts
     _context: BrokerContext
     _by_request: dict[type, Callable[[Any], Any]]
-    _store_plain: Callable[[Message, Callable[[], MessageQueue], int, Host], tuple[MessageQueue, int, str] | None]
+    _sending: SendHandler
     _own_runner: ThreadRunner | None
     _temporary: TemporaryFolder | None
     _is_released = _is_ending = False
@@ -188,7 +190,7 @@ class Broker(StoreRoute, InProcess):
             self._life, steps, path, self.cluster_name, opened.broker, store_config, files, self.metrics
         )
         self.store, self._context, self._by_request = parts.store, parts.context, parts.by_request
-        self._store_plain = parts.sending.store_plain
+        self._sending = parts.sending
         if not is_copy:
             try:
                 if recorded.is_replaced_by(Promises.read(path, files)):
@@ -238,16 +240,31 @@ class Broker(StoreRoute, InProcess):
 
     # ---- endpoint and route
 
-    @property
-    def hands_over(self) -> bool:
-        """Whether messages pass by `call`: not where a subclass or a test replaces it, to see each message."""
-        return type(self).call is _CALL and "call" not in self.__dict__
+    hands_over: bool = True
 
-    def store_plain(
-        self, message: Message, next_queue: Callable[[], MessageQueue], born_timestamp_ms: int, born_host: Host
-    ) -> tuple[MessageQueue, int, str] | None:
-        """Store a usual message without a request, unless something else must see each message."""
-        return self._store_plain(message, next_queue, born_timestamp_ms, born_host) if self.hands_over else None
+    def send(  # noqa: PLR0913 (what a client says of a message)
+        self,
+        group: str,
+        message: Message,
+        queue_id: int,
+        born_timestamp_ms: int,
+        born_host: Host,
+        sys_flag: int = 0,
+        default_queues: int = 4,
+        timeout_ms: float | None = None,
+        is_one_way: bool = False,
+    ) -> SendResponse:
+        """Store a message directly, as `call` stores that of a `SendMessage`.
+
+        Raises:
+            BrokerError: The message is refused; ``code`` says why.
+            MessageIllegalError: The message is refused before it reaches the store.
+            BrokerUnreachableError: The broker is closed.
+        """
+        try:
+            return self._sending.send(group, message, queue_id, born_timestamp_ms, born_host, sys_flag, default_queues)
+        except StoreError as error:
+            raise self._life.refusal(error) from error
 
     def call(self, request: Request[R], /) -> R:
         """Answer a request.
@@ -477,9 +494,6 @@ class Broker(StoreRoute, InProcess):
 
     def __reduce__(self) -> str:
         raise TypeError(f"{self!r} can't be pickled, because one process owns a store; open consumers in that process")
-
-
-_CALL: Final = Broker.call
 
 
 def check_settings(

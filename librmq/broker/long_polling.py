@@ -155,12 +155,13 @@ HandOver = Callable[[AppendResult], bool]
 
 
 class _Hold:
-    __slots__ = ("hand_over", "is_passed", "notify", "selection")
+    __slots__ = ("hand_over", "is_passed", "notify", "rules", "selection")
 
-    def __init__(self, selection: Selection, notify: Notify, hand_over: HandOver | None = None) -> None:
+    def __init__(self, selection: Selection, notify: Notify, hand_over: HandOver | None, rules: int) -> None:
         self.selection = selection
         self.notify = notify
         self.hand_over = hand_over
+        self.rules = rules
         self.is_passed = False
 
 
@@ -183,6 +184,15 @@ class HeldRequests:
         self._ended_by: dict[tuple[_QueueName, _Holder], tuple[Selection, AppendResult]] = {}
         self._receives: dict[Notify, tuple[_Holder, tuple[_QueueName, ...]]] = {}
         self._receive_numbers = itertools.count()
+        self._rules = 0
+
+    def rules_changed(self) -> None:
+        """Let each pull that is held now be checked again before its next message.
+
+        Topics, groups or subscriptions have changed, so the broker may refuse it. A hand-over does not check, and a
+        pull does; therefore these holds end with the next message, as if they had no ``hand_over``.
+        """
+        self._rules += 1
 
     # ---- pulls
 
@@ -203,7 +213,7 @@ class HeldRequests:
             held = self.by_queue[queue] = {}
         elif holder in held:
             self._passed.discard((queue, holder))
-        held[holder] = _Hold(selection, notify, hand_over)
+        held[holder] = _Hold(selection, notify, hand_over, self._rules)
 
     def remove_pull(self, queue: _QueueName, holder: _Holder) -> None:
         """Remove a pull, if it is held."""
@@ -275,7 +285,8 @@ class HeldRequests:
             return
         for holder, hold in list(held.items()):
             if hold.selection is ALL or hold.selection.takes(properties):
-                if hold.hand_over is not None and not hold.is_passed and hold.hand_over(message):
+                may_hand_over = hold.rules == self._rules and not hold.is_passed
+                if may_hand_over and hold.hand_over is not None and hold.hand_over(message):
                     continue
                 self._ended_by[queue, holder] = hold.selection, message
                 # Notify before the removal: after an interruption in between, the next message answers the hold again,

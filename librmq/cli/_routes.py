@@ -118,7 +118,7 @@ def _keys(arguments: argparse.Namespace) -> dict[str, str]:
 # ---- running brokers
 
 
-class DryRun:
+class DryRun(Endpoint):
     """A running broker that gets no request that changes it."""
 
     def __init__(self, name: str, broker: Endpoint) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Final, Literal, Self, TypeVar, Unpack
 
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
@@ -254,18 +255,10 @@ class Producer(Startable):
             SendTimeoutError: The time limit has passed; the message may have been stored anyway.
         """
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
-        observer = self.client.observer
-        if observer is not None and observer.is_active():
-            prepared = self._prepare(message, body, fields)
-            return self._observed((prepared,), lambda: self._send_prepared(prepared, queue, selector, arg, timeout_ms))
-        if queue is None and selector is None:
-            if isinstance(message, str):
-                message, body, fields = Message(message, body, **fields), None, {}
-            if body is None and not fields and isinstance(message, Message):
-                result = self.sender.send_plain(message, timeout_ms)
-                if result is not None:
-                    return result
-        return self._send_prepared(self._prepare(message, body, fields), queue, selector, arg, timeout_ms)
+        prepared = self._prepare(message, body, fields)
+        if queue is None and selector is None and self.client.observer is None:
+            return self.sender.send(prepared, timeout_ms)
+        return self._observed((prepared,), lambda: self._send_prepared(prepared, queue, selector, arg, timeout_ms))
 
     def _send_prepared(
         self,
@@ -275,15 +268,27 @@ class Producer(Startable):
         arg: object,
         timeout_ms: float,
     ) -> SendResult:
-        if queue is not None or selector is not None:
+        if selector is not None and queue is None and self.config.if_broker_down == "another":
             _check_choice(prepared, queue, selector)
-        if queue is not None:
-            return self.sender.send_bound(prepared, self._routes.named_queue(prepared.topic, queue), timeout_ms)
-        if selector is not None:
             if not self._life.is_running:
                 self._start_or_refuse()
-            return self.sender.selected(prepared, selector, arg, timeout_ms)
-        return self.sender.send(prepared, timeout_ms)
+            choose = partial(self._routes.selected, prepared, selector, arg, "another")
+            return self.sender.send(prepared, timeout_ms, choose=choose)
+        return self.sender.send(prepared, timeout_ms, queue=self._chosen_queue(prepared, queue, selector, arg))
+
+    def _chosen_queue(
+        self, prepared: Message, queue: MessageQueue | int | None, selector: QueueSelector | None, arg: object
+    ) -> MessageQueue | None:
+        """Return the queue that a caller or its selector names; None for the queues in turn."""
+        if queue is None and selector is None:
+            return None
+        _check_choice(prepared, queue, selector)
+        if queue is not None:
+            return self._routes.named_queue(prepared.topic, queue)
+        assert selector is not None
+        if not self._life.is_running:
+            self._start_or_refuse()
+        return self._routes.selected(prepared, selector, arg, self.config.if_broker_down)
 
     def send_batch(self, messages: Iterable[Message], *, queue: MessageQueue | int | None = None) -> SendResult:
         """Send messages of one topic as one batch: either all are stored, in order in one queue, or none.
@@ -298,10 +303,8 @@ class Producer(Startable):
         _check_batch(batch, self.config.max_message_size)
 
         def send() -> SendResult:
-            if queue is not None:
-                bound = self._routes.named_queue(batch[0].topic, queue)
-                return self.sender.send_bound(batch[0], bound, self._timeout_ms, batch)
-            return self.sender.send(batch[0], self._timeout_ms, batch)
+            bound = None if queue is None else self._routes.named_queue(batch[0].topic, queue)
+            return self.sender.send(batch[0], self._timeout_ms, batch, queue=bound)
 
         return self._observed(batch, send, is_batch=True)
 
@@ -320,20 +323,11 @@ class Producer(Startable):
         Errors that need no broker are raised as in `send`.
         """
         prepared = self._prepare(message, body, fields)
-        if queue is not None or selector is not None:
-            _check_choice(prepared, queue, selector)
-        if selector is not None:
-            if not self._life.is_running:
-                self._start_or_refuse()
-            target = self._routes.selected(prepared, selector, arg, self.config.if_broker_down)
-        elif queue is not None:
-            target = self._routes.named_queue(prepared.topic, queue)
-        else:
+        target = self._chosen_queue(prepared, queue, selector, arg)
+        if target is None:
             target = self.sender.queue_of_try(self.sender.queues(prepared.topic))
         try:
-            self._observed(
-                (prepared,), lambda: self.sender.send_to(prepared, target, self._timeout_ms, is_one_way=True)
-            )
+            self._observed((prepared,), lambda: self.sender.send_oneway(prepared, target, self._timeout_ms))
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
             _log.warning(
                 "group %(group)s: a one-way message to %(queue)s was not stored: %(error)s",
@@ -358,7 +352,7 @@ class Producer(Startable):
         Messages for a broker in another process that begin in one turn of the loop go out together. A send whose task
         is cancelled may have been sent.
         """
-        if queue is None and selector is None and type(self).send is _SEND and "send" not in self.__dict__:
+        if queue is None and selector is None:
             prepared = self._prepare(message, body, fields)
             timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
             if self.client.observer is None:
@@ -506,11 +500,13 @@ class Producer(Startable):
         return observed(self.client, lambda: self._operation(kind, messages, is_batch), send)
 
     def _prepare(self, message: Message | str, body: Body | None, fields: SendKeywords) -> Message:
-        """Return a checked copy with a unique id."""
+        """Return a checked message of the producer's own, with a unique id."""
         if isinstance(message, Message):
             if body is not None or fields:
                 names = ", ".join([*(["body"] if body is not None else []), *fields])
                 raise MessageIllegalError(f"{names}: a Message was given, which has its own: give them to Message")
+            properties = dict(message.properties)
+            message = Message.from_parts(message.topic, message.body, message.flag, properties, message._delays)
         elif isinstance(message, str):
             message = Message(message, body, **fields)
         else:
@@ -526,13 +522,12 @@ class Producer(Startable):
             raise MessageIllegalError(f"topic {message.topic!r}: the message has no body: expected at least one byte")
         if len(message.body) > self._config.max_message_size:
             raise body_too_large(len(message.body), self._config.max_message_size)
-        properties = dict(message.properties)
-        prepared = Message.from_parts(message.topic, message.body, message.flag, properties, message._delays)
+        properties = message.properties
         if _UNIQUE_KEY not in properties:
             properties[_UNIQUE_KEY] = self.client.unique_ids.next()
         if _WAIT not in properties:
             properties[_WAIT] = "true"
-        return prepared
+        return message
 
     def _start_or_refuse(self) -> None:
         with self._runner.lock:
@@ -562,8 +557,6 @@ def _check_batch(batch: Sequence[Message], max_size: int) -> None:
         raise MessageIllegalError(f"topic {batch[0].topic!r} takes no batch: send its messages one by one")
     check_batch_size(sum(map(encoded_size, batch)), max_size)
 
-
-_SEND: Final = Producer.send
 
 # ---- requests and replies
 #

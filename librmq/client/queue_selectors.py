@@ -164,14 +164,14 @@ class RoundRobin:
         """Return the next number."""
         return next(self._turns)
 
-    def next_queue(self, queues: Sequence[MessageQueue], failed_broker: str | None = None) -> MessageQueue:
-        """Return the next queue, if possible not of the failed broker; `AllocationError` without queues."""
+    def next_queue(self, queues: Sequence[MessageQueue], tried: Sequence[str] = ()) -> MessageQueue:
+        """Return the next queue, if possible not of the broker ``tried`` last; `AllocationError` without queues."""
         if not queues:
             raise AllocationError("there are no queues to choose from")
-        if failed_broker is not None:
+        if tried:
             for _ in queues:
                 queue = queues[self.turn() % len(queues)]
-                if queue.broker_name != failed_broker:
+                if queue.broker_name != tried[-1]:
                     return queue
         return queues[next(self._turns) % len(queues)]
 

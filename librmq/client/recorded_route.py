@@ -189,7 +189,7 @@ def _line(event: Event) -> bytes:
     return json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-class _RecordedEndpoint:
+class _RecordedEndpoint(Endpoint):
     def __init__(self, recorder: Recorder, process: str, broker_name: str, behind: Endpoint) -> None:
         self.behind = behind
         self._recorder = recorder

@@ -6,15 +6,13 @@ Mirrors ``DefaultMQProducerImpl.sendDefaultImpl`` and ``sendKernelImpl``, and ``
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Annotated, Final, Literal, NamedTuple, TypedDict, cast
 
+from librmq.client._loop_sends import LoopSends
 from librmq.client.client import Client, LifeCycle, State
 from librmq.client.queue_selectors import BrokerLatencies, QueueSelector, RoundRobin
 from librmq.config import Between, Config, Seconds
@@ -30,7 +28,7 @@ from librmq.errors import (
 )
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue
-from librmq.message.properties import PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, PROPERTY_WAIT, priority_of
+from librmq.message.properties import PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, priority_of
 from librmq.message.topics import AUTO_CREATE_TOPIC, RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -39,16 +37,13 @@ from librmq.protocol import (
     QueueData,
     ResponseCode,
     SendBatch,
-    SendLater,
     SendMessage,
     SendResponse,
     SendStatus,
     site_of,
 )
-from librmq.protocol.client_requests import PendingSend
-from librmq.protocol.endpoint import InProcess, SendsLater
+from librmq.protocol.endpoint import SendsLater
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.runner import Runner
 
 # ---- settings
 
@@ -140,12 +135,8 @@ class TopicQueues(NamedTuple):
     turns: RoundRobin
     near: tuple[MessageQueue, ...]
     """The queues at the client's own site."""
-    broker: InProcess | None
-    """The broker of all queues, if it stores usual messages without a request."""
-    remote: Endpoint | None
-    """The broker of all queues, if it is in another process."""
-    next_queue: Callable[[], MessageQueue]
-    """Returns the next of the queues."""
+    in_turn: Callable[[Sequence[str]], MessageQueue]
+    """Returns the next queue, after tries at brokers of these names."""
 
 
 class PublishRoutes:
@@ -215,29 +206,11 @@ class PublishRoutes:
             turns = RoundRobin(self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)]))
         site = self.client.site
         near = () if site is None else tuple(queue for queue in queues if site_of(queue.broker_name) == site)
-        broker = self._sole_broker(queues)
-        topic_queues = TopicQueues(
-            queues,
-            turns,
-            near,
-            broker if isinstance(broker, InProcess) else None,
-            cast("Endpoint", broker) if isinstance(broker, SendsLater) else None,
-            partial(turns.next_queue, queues),
-        )
+        topic_queues = TopicQueues(queues, turns, near, partial(turns.next_queue, queues))
         with self._runner.lock:
             if not is_new and version == self._version:  # the created topic can have another number of queues
                 self.topics[topic] = topic_queues
         return topic_queues
-
-    def _sole_broker(self, queues: Sequence[MessageQueue]) -> object:
-        """Return the broker that has all queues; None without one."""
-        names = {queue.broker_name for queue in queues}
-        if len(names) > 1:
-            return None
-        try:
-            return self._route.endpoint(names.pop())
-        except RmqError:  # a try of a send gets the error
-            return None
 
     def named_queue(self, topic: str, queue: MessageQueue | int) -> MessageQueue:
         """Return the queue that a caller names; its number is enough if only one broker has the topic."""
@@ -307,15 +280,19 @@ _RETRIED: Final = frozenset(
 _PRIORITY: Final = PROPERTY_PRIORITY
 _COMPRESSED: Final = record.COMPRESSED | record.COMPRESSION_ZLIB
 _UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
-_WAIT: Final = PROPERTY_WAIT
 _OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
 _RUNNING: Final = State.RUNNING
 
 _new_result = tuple.__new__  # in half the time
 
 
-_FirstTry = tuple[int, str, Exception | None, SendResult | None]
-"""When a try began, its broker, and its error or result."""
+class _FirstTry(NamedTuple):
+    """A try that an event loop has made."""
+
+    begin_ms: int
+    broker_name: str
+    failure: BrokerError | BrokerUnreachableError | None
+    result: SendResult | None
 
 
 def _is_retried(error: BrokerError | BrokerUnreachableError) -> bool:
@@ -324,128 +301,26 @@ def _is_retried(error: BrokerError | BrokerUnreachableError) -> bool:
     return True
 
 
+def _same_queue(queue: MessageQueue, tried: Sequence[str]) -> MessageQueue:
+    return queue
+
+
+def _over_time(
+    message: Message, timeout_ms: float, attempts: int, failure: RmqError | None, is_bound: bool
+) -> RmqError:
+    if is_bound and failure is not None:
+        return failure
+    last = "" if failure is None else f"; the last error: {failure}"
+    error = SendTimeoutError(f"topic {message.topic!r}: {attempts} tries took over {timeout_ms:.0f} ms{last}")
+    error.__cause__ = failure
+    return error
+
+
 def _too_late(queue: MessageQueue, took_ms: int) -> SendTimeoutError:
     return SendTimeoutError(
         f"topic {queue.topic!r}: {queue.broker_name} answered after {took_ms} ms, when the time was over;"
         f" the message is stored"
     )
-
-
-class _Pending(PendingSend):
-    __slots__ = ("answer", "deadline", "together")
-
-    def __init__(self, send: SendMessage, answer: asyncio.Future[SendResponse | None], deadline: float) -> None:
-        super().__init__(send)
-        self.answer = answer
-        self.deadline = deadline
-        self.together: SendLater | None = None
-
-
-class _LoopSends:
-    """Sends of one event loop: those that begin in one turn go out together, and their outcomes come together."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._unsent: dict[Endpoint, list[_Pending]] = {}
-        self._under_way: set[_Pending] = set()
-        self._next_look = math.inf
-        self._look: asyncio.TimerHandle | None = None
-        self._ended: deque[Sequence[PendingSend]] = deque()
-        self._is_woken = False
-        """Whether the loop is about to take what has ended."""
-
-    def begin(self, endpoint: Endpoint, send: SendMessage, timeout_ms: float) -> asyncio.Future[SendResponse | None]:
-        """Return the outcome to come of a send; None if the caller has to send the message by itself."""
-        loop = self.loop
-        answer: asyncio.Future[SendResponse | None] = loop.create_future()
-        now = loop.time()
-        deadline = now + timeout_ms / 1000
-        pending = _Pending(send, answer, deadline)
-        self._under_way.add(pending)
-        if not self._unsent:
-            loop.call_soon(self._send)
-        self._unsent.setdefault(endpoint, []).append(pending)
-        # Plan the look again also if its time is past: the exception of a signal's handler can have ended it at its
-        # begin.
-        if deadline < self._next_look or self._next_look < now:
-            former, self._look = self._look, loop.call_at(deadline, self._end_late)
-            self._next_look = deadline
-            if former is not None:
-                former.cancel()
-        return answer
-
-    def _send(self) -> None:
-        unsent, self._unsent = self._unsent, {}
-        try:
-            for endpoint, sends in unsent.items():
-                open_sends = [pending for pending in sends if not pending.answer.done()]
-                # Cancelled sends are not sent, and no outcome will remove them.
-                if len(open_sends) < len(sends):
-                    self._under_way.difference_update(set(sends).difference(open_sends))
-                together = SendLater(open_sends, self._note_ends)
-                for pending in open_sends:
-                    pending.together = together
-                # An error here belongs to one message of many. The caller sends each again by itself, and gets the
-                # error of its own.
-                with suppress(RmqError):
-                    if not open_sends or endpoint.call(together):
-                        unsent[endpoint] = []
-        finally:
-            for sends in unsent.values():
-                for pending in sends:
-                    self._end(pending, None)
-
-    def _note_ends(self, sends: Sequence[PendingSend]) -> None:
-        """Note the ends of sends, in any thread."""
-        self._ended.append(sends)
-        # One wake-up serves all ends until the loop takes them. The flag is cleared before they are taken, so an end
-        # that is noted meanwhile wakes the loop again.
-        if not self._is_woken:
-            self._is_woken = True
-            # A closed loop has no coroutine that could wait for the outcome.
-            with suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(self._take_ended)
-
-    def _take_ended(self) -> None:
-        self._is_woken = False
-        while self._ended:
-            for pending in self._ended[0]:
-                self._end(cast("_Pending", pending), pending.outcome)
-            # Remove the entry after its sends have ended. The exception of a signal's handler can come in between, and
-            # a removed entry would leave coroutines waiting for good.
-            self._ended.popleft()
-
-    def _end(self, pending: _Pending, outcome: SendResponse | RmqError | None) -> None:
-        answer = pending.answer
-        # An answer that is done was cancelled, or has its error.
-        if not answer.done():
-            self._set_outcome(pending, outcome)
-        self._under_way.discard(pending)
-
-    def _set_outcome(self, pending: _Pending, outcome: SendResponse | RmqError | None) -> None:
-        answer = pending.answer
-        if isinstance(outcome, BrokerUnreachableError) and pending.together is not None:
-            outcome = pending.together.explain(outcome)
-        if isinstance(outcome, RmqError):
-            answer.set_exception(outcome)
-        else:
-            answer.set_result(outcome)
-
-    def _end_late(self) -> None:
-        now = self.loop.time()
-        # Take what is left over here: usually its own turn comes, but the exception of a signal's handler can have
-        # ended that.
-        if self._ended or self._unsent:
-            self._take_ended()
-            self._send()
-        for pending in [pending for pending in self._under_way if pending.deadline <= now]:
-            error = None if pending.together is None else pending.together.give_up(pending)
-            if error is not None or pending.together is None:
-                self._end(pending, error)
-        waiting = (pending for pending in self._under_way if pending.deadline > now)
-        self._next_look = min((pending.deadline for pending in waiting), default=math.inf)
-        if self._next_look < math.inf:
-            self._look = self.loop.call_at(self._next_look, self._end_late)
 
 
 class Sender:
@@ -469,8 +344,11 @@ class Sender:
         self._metrics = metrics
         self._runner = self._client.runner
         self._now_ms = self._runner.now_ms
+        self._host = self._client.host
+        # Only where other turns may run within a send, as in a kit, does it offer them one.
+        self._point = None if self._runner.begins_at_once else self._runner.point
         self.latencies: BrokerLatencies | None = None
-        self._loop_sends: _LoopSends | None = None  # sends of the event loop that has sent last
+        self._loop_sends: LoopSends | None = None  # sends of the event loop that has sent last
         self.configure(config)
         self._routes = routes
         self._topics, self._endpoints = routes.topics, routes.endpoints  # asked by every send
@@ -478,14 +356,11 @@ class Sender:
     def configure(self, config: ProducerConfig) -> None:
         """Use these settings for sends that begin later."""
         self.config = config
+        self._is_in_turn = not (config.nearby or config.avoid_slow_brokers)
         if not config.avoid_slow_brokers:
             self.latencies = None
         elif self.latencies is None:
             self.latencies = BrokerLatencies(self._now_ms)
-        # Whatever watches single tries, or lets other turns run between them, needs requests.
-        has_points = type(self._runner).point is not Runner.point
-        watches = self._metrics is not None or config.avoid_slow_brokers or config.nearby or has_points
-        self._plain_size = 0 if watches else min(config.compress_from, config.max_message_size + 1)
 
     def queues(self, topic: str) -> TopicQueues:
         """Return the queues of a topic, for which the producer has to run.
@@ -500,135 +375,50 @@ class Sender:
             self._start()
         return self._routes.queues(topic)
 
-    def selected(self, message: Message, selector: QueueSelector, arg: object, timeout_ms: float) -> SendResult:
-        """Send a message to the queue that a selector chooses; where the settings say so, to another if that fails."""
-        choice = self.config.if_broker_down
-
-        def choose(tried: Sequence[str]) -> MessageQueue:
-            return self._routes.selected(message, selector, arg, choice, tried)
-
-        if choice == "another":
-            return self.send(message, timeout_ms, choose=choose)
-        return self.send_bound(message, choose(()), timeout_ms)
-
-    def send_bound(
-        self, message: Message, queue: MessageQueue, timeout_ms: float, batch: tuple[Message, ...] | None = None
-    ) -> SendResult:
-        """Send to one queue only. There is no other try, unless the store has another owner with the same queue now."""
-        begin_ms, rest_ms, attempt = self._now_ms(), timeout_ms, 0
-        while True:
-            try:
-                return self.send_to(message, queue, rest_ms, batch, attempt)
-            except LostAnswerError:
-                attempt, rest_ms = attempt + 1, begin_ms + timeout_ms - self._now_ms()
-                if attempt > self.config.retries or rest_ms <= 0:
-                    raise
-                if self._metrics is not None:
-                    self._metrics.count("send_retries", topic=queue.topic)
-
-    def send_plain(self, message: Message, timeout_ms: float) -> SendResult | None:
-        """Send a usual message to the only broker of its topic with less work; None if `send` has to do it."""
-        queues, body = self._topics.get(message.topic), message.body
-        if (
-            queues is None
-            or (queues.broker is None and queues.remote is None)
-            or not 0 < len(body) < self._plain_size
-            or message._delays is not None
-            or self._hooks
-            or self._life.state is not _RUNNING
-        ):
-            return None
-        begin_ms, properties = self._now_ms(), message.properties.copy()
-        unique_id = properties.get(_UNIQUE_KEY)
-        if unique_id is None:
-            unique_id = properties[_UNIQUE_KEY] = self._client.unique_ids.next(begin_ms)
-        copy = Message.from_parts(message.topic, body, message.flag, properties)
-        if queues.broker is None:
-            return self._send_remotely(copy, queues, begin_ms, timeout_ms)
-        try:
-            place = queues.broker.store_plain(copy, queues.next_queue, begin_ms, self._client.host)
-        except RmqError:  # the request gets the error that says why, or another broker stores the message
-            return None
-        if place is None:
-            return None
-        queue, queue_offset, offset_id = place
-        if self._now_ms() - begin_ms > timeout_ms:
-            raise _too_late(queue, self._now_ms() - begin_ms)
-        result: SendResult = _new_result(SendResult, (_OK, unique_id, offset_id, queue, queue_offset, None, None))
-        return result
-
-    def _send_remotely(
-        self, message: Message, queues: TopicQueues, begin_ms: int, timeout_ms: float
-    ) -> SendResult | None:
-        """Send a usual message to a broker over a connection, and after a failed try like `send`."""
-        properties = message.properties
-        remote = queues.remote
-        if remote is None or _PRIORITY in properties:
-            return None
-        if _WAIT not in properties:
-            properties[_WAIT] = "true"
-        queue, client, defaults = queues.next_queue(), self._client, self.config.default_topic_queues
-        request = SendMessage(
-            self._group, message, queue.queue_id, begin_ms, client.host, 0, defaults, timeout_ms=timeout_ms
-        )
-        failure: Exception | None = None
-        result: SendResult | None = None
-        try:
-            response = remote.call(request)
-            self._check_time(queue, request, timeout_ms)
-        except (BrokerError, BrokerUnreachableError) as error:
-            if not _is_retried(error):
-                raise
-            failure = error
-        else:
-            result = self._result_of(message, queue, request, response)
-            if result.status is _OK or not self.config.retry_another_broker_when_not_ok:
-                return result
-        return self.send(message, timeout_ms, first=(begin_ms, queue.broker_name, failure, result))
-
     def send(
         self,
         message: Message,
         timeout_ms: float,
         batch: tuple[Message, ...] | None = None,
+        *,
+        queue: MessageQueue | None = None,
         choose: Callable[[Sequence[str]], MessageQueue] | None = None,
         first: _FirstTry | None = None,
     ) -> SendResult:
         """Send a message, or a batch with this first message, to one queue after the other, until one stores it.
 
-        ``choose(brokers tried before)`` returns the next queue; None takes the queues in turn. ``first`` was tried
-        before.
+        With ``queue`` all tries go there, and there is another one only if the answer was lost: then the store has
+        another owner with the same queue. Otherwise ``choose(brokers tried before)`` returns the queue of each try; by
+        default the queues come in turn. ``first`` was tried before.
         """
-        queues = self._topics.get(message.topic) or self.queues(message.topic)
-        rest_ms = timeout_ms
+        if queue is not None:
+            choose = partial(_same_queue, queue)
+        elif choose is None:
+            queues = self._topics.get(message.topic) or self.queues(message.topic)
+            choose = queues.in_turn if self._is_in_turn else partial(self.queue_of_try, queues)
+        is_bound = queue is not None
         tried: list[str] = []
-        failure: Exception | None = None
+        failure: BrokerError | BrokerUnreachableError | None = None
         result: SendResult | None = None
-        if first is None:
-            begin_ms = self._now_ms()
-        else:
+        begin_ms = now_ms = self._now_ms()
+        if first is not None:
             begin_ms, broker_name, failure, result = first
             tried.append(broker_name)
         for attempt in range(len(tried), self.config.retries + 1):
             if attempt:
-                rest_ms = begin_ms + timeout_ms - self._now_ms()
-                if rest_ms < 0:
-                    raise SendTimeoutError(
-                        f"topic {message.topic!r}: {attempt} tries took over {timeout_ms:.0f} ms"
-                        f"{'' if failure is None else f'; the last error: {failure}'}"
-                    ) from failure
-            queue = self.queue_of_try(queues, tried) if choose is None else choose(tried)
-            tried.append(queue.broker_name)
-            if attempt and self._metrics is not None:
-                self._metrics.count("send_retries", topic=queue.topic)
+                now_ms = self._now_ms()
+                if now_ms - begin_ms > timeout_ms:
+                    raise _over_time(message, timeout_ms, attempt, failure, is_bound)
+            target = choose(tried)
+            tried.append(target.broker_name)
             try:
-                result = self.send_to(message, queue, rest_ms, batch, attempt)
+                result = self._send_to(message, target, begin_ms + timeout_ms - now_ms, now_ms, batch, attempt)
             except (BrokerError, BrokerUnreachableError) as error:
-                if not _is_retried(error):
+                if not (isinstance(error, LostAnswerError) if is_bound else _is_retried(error)):
                     raise
                 failure = error
             else:
-                if result.status is _OK or not self.config.retry_another_broker_when_not_ok:
+                if result.status is _OK or is_bound or not self.config.retry_another_broker_when_not_ok:
                     return result
         if result is not None:
             return result
@@ -637,55 +427,57 @@ class Sender:
 
     async def send_async(self, message: Message, timeout_ms: float) -> SendResult:
         """Send like `send`; make the first try without a thread, where no hook and no endpoint could wait."""
-        queues = self._topics.get(message.topic)
+        queues, config = self._topics.get(message.topic), self.config
         if (
             queues is None
             or self._hooks
             or _PRIORITY in message.properties
-            or len(message.body) >= self.config.compress_from
+            or len(message.body) >= config.compress_from
         ):
             return await self._runner.offload(partial(self.send, message, timeout_ms))
-        queue = self.queue_of_try(queues)
+        queue, first = self.queue_of_try(queues), None
         # Look the endpoint up only once, because a change of the route can clear the cache in between.
         endpoint = self._endpoints.get(queue.broker_name)
-        if not isinstance(endpoint, SendsLater):
-            return await self._send_in_thread(message, timeout_ms, queues, queue)
+        if isinstance(endpoint, SendsLater):
+            begin_ms = self._now_ms()
+            try:
+                result = await self._send_in_loop(message, queue, cast("Endpoint", endpoint), timeout_ms)
+            except (BrokerError, BrokerUnreachableError) as error:
+                if not _is_retried(error):
+                    raise
+                first = _FirstTry(begin_ms, queue.broker_name, error, None)
+            else:
+                if result is not None:
+                    if result.status is _OK or not config.retry_another_broker_when_not_ok:
+                        return result
+                    first = _FirstTry(begin_ms, queue.broker_name, None, result)
+
+        def choose(tried: Sequence[str]) -> MessageQueue:
+            return self.queue_of_try(queues, tried) if tried else queue
+
+        return await self._runner.offload(partial(self.send, message, timeout_ms, choose=choose, first=first))
+
+    async def _send_in_loop(
+        self, message: Message, queue: MessageQueue, endpoint: Endpoint, timeout_ms: float
+    ) -> SendResult | None:
+        """Make one try together with others of the event loop; return None if a thread has to make it."""
         sends, loop = self._loop_sends, asyncio.get_running_loop()
         if sends is None or sends.loop is not loop:
-            sends = self._loop_sends = _LoopSends(loop)
-        begin_ms: int | None = None
-        failure: Exception | None = None
-        result: SendResult | None = None
-        try:
-            request = self._request_of(message, queue, timeout_ms)
-            begin_ms = request.born_timestamp_ms
-            try:
-                response = await sends.begin(endpoint, request, timeout_ms)
-                if response is None:
-                    return await self._send_in_thread(message, timeout_ms, queues, queue)
-                self._check_time(queue, request, timeout_ms)
-            except Exception:
-                self._record_attempt(queue, request, "ERROR")
-                raise
-            result = self._result_of(message, queue, request, response)
-            if result.status is _OK or not self.config.retry_another_broker_when_not_ok:
-                return result
-        except (BrokerError, BrokerUnreachableError) as error:
-            if not _is_retried(error):
-                raise
-            failure = error
-        first = self._now_ms() if begin_ms is None else begin_ms, queue.broker_name, failure, result
-        return await self._runner.offload(partial(self.send, message, timeout_ms, first=first))
-
-    async def _send_in_thread(
-        self, message: Message, timeout_ms: float, queues: TopicQueues, queue: MessageQueue
-    ) -> SendResult:
-        """Send a message, first to a queue that is chosen already."""
-        return await self._runner.offload(
-            lambda: self.send(
-                message, timeout_ms, choose=lambda tried: self.queue_of_try(queues, tried) if tried else queue
-            )
+            sends = self._loop_sends = LoopSends(loop)
+        if self._life.state is not _RUNNING:
+            self._start()
+        host, default_queues, born_ms = self._host, self.config.default_topic_queues, self._now_ms()
+        send = SendMessage(
+            self._group, message, queue.queue_id, born_ms, host, 0, default_queues, timeout_ms=timeout_ms
         )
+        try:
+            response = await sends.begin(endpoint, send, timeout_ms)
+            if response is not None and self._now_ms() - born_ms > timeout_ms:
+                raise _too_late(queue, self._now_ms() - born_ms)
+        except Exception:
+            self._record_attempt(queue, born_ms, (message,), "ERROR")
+            raise
+        return None if response is None else self._result_of(message, queue, born_ms, response)
 
     def queue_of_try(self, queues: TopicQueues, tried: Sequence[str] = ()) -> MessageQueue:
         """Return the queue of the next try, on another broker than the last one if there is one."""
@@ -693,7 +485,7 @@ class Sender:
             return self._next_nearby(queues, tried)
         if self.latencies is not None:
             return self.latencies.next_queue(queues.queues, queues.turns)
-        return queues.turns.next_queue(queues.queues, tried[-1] if tried else None)
+        return queues.in_turn(tried)
 
     def _next_nearby(self, queues: TopicQueues, tried: Sequence[str]) -> MessageQueue:
         """Return a queue of the own site; for the last try, or if its brokers fail, one of another site."""
@@ -708,16 +500,21 @@ class Sender:
                 queue for queue in queues.queues if queue not in queues.near and queue.broker_name not in tried
             )
         if not near:
-            return queues.turns.next_queue(queues.queues, tried[-1] if tried else None)
+            return queues.in_turn(tried)
         if latencies is not None:
             return latencies.next_queue(near, queues.turns)
         return queues.turns.next_queue(near)
 
-    def send_to(
+    def send_oneway(self, message: Message, queue: MessageQueue, timeout_ms: float) -> SendResult:
+        """Send a message to a queue by one try, whose outcome the broker need not answer."""
+        return self._send_to(message, queue, timeout_ms, self._now_ms(), is_one_way=True)
+
+    def _send_to(
         self,
         message: Message,
         queue: MessageQueue,
         timeout_ms: float,
+        now_ms: int,
         batch: tuple[Message, ...] | None = None,
         attempt: int = 0,
         is_one_way: bool = False,
@@ -725,92 +522,71 @@ class Sender:
         """Make one try; raise `SendTimeoutError` for an answer after ``timeout_ms``, although the message is stored."""
         if _PRIORITY in message.properties and batch is None:
             queue = self._queue_of_priority(message, queue)
-        request: SendMessage | SendBatch
-        if batch is None:
-            request = self._request_of(message, queue, timeout_ms, is_one_way)
-        else:
-            self._begin_try(queue)
-            host, default_queues = self._client.host, self.config.default_topic_queues
-            request = SendBatch(self._group, batch, queue.queue_id, self._now_ms(), host, default_queues, timeout_ms)
+        if self._life.state is not _RUNNING:
+            self._start()
+        if self._point is not None:  # time can pass
+            self._point(f"send {queue.topic}")
+            now_ms = self._now_ms()
+        if attempt and self._metrics is not None:
+            self._metrics.count("send_retries", topic=queue.topic)
+        sent, sys_flag, config, host = message, 0, self.config, self._host
+        if batch is None and len(message.body) >= config.compress_from:
+            packed, sys_flag = record.compress_body(message.body), _COMPRESSED
+            sent = Message.from_parts(message.topic, packed, message.flag, message.properties, message._delays)
+        queue_id, default_queues = queue.queue_id, config.default_topic_queues
         after = []
         if self._hooks:
             context = SendContext(self._group, message, queue, attempt, batch or (message,))
             after = [then for hook in self._hooks if (then := hook(context)) is not None]
         try:
             endpoint = self._endpoints.get(queue.broker_name) or self._routes.endpoint(queue.broker_name)
-            response: SendResponse = endpoint.call(request)
-            self._check_time(queue, request, timeout_ms)
+            if batch is None:
+                response = endpoint.send(
+                    self._group, sent, queue_id, now_ms, host, sys_flag, default_queues, timeout_ms, is_one_way
+                )
+            else:
+                response = endpoint.call(
+                    SendBatch(self._group, batch, queue_id, now_ms, host, default_queues, timeout_ms)
+                )
+            if self._now_ms() - now_ms > timeout_ms:
+                raise _too_late(queue, self._now_ms() - now_ms)
         except Exception as error:
-            self._record_attempt(queue, request, "ERROR")
+            self._record_attempt(queue, now_ms, batch or (message,), "ERROR")
             self._run_hooks(after, None, error)
             raise
-        result = self._result_of(message, queue, request, response, batch)
+        result = self._result_of(message, queue, now_ms, response, batch)
         if after:
             self._run_hooks(after, result, None)
         return result
-
-    def _begin_try(self, queue: MessageQueue) -> None:
-        if self._life.state is not _RUNNING:
-            self._start()
-        self._runner.point(f"send {queue.topic}")
-
-    def _request_of(
-        self, message: Message, queue: MessageQueue, timeout_ms: float, is_one_way: bool = False
-    ) -> SendMessage:
-        self._begin_try(queue)
-        sent, sys_flag = message, 0
-        if len(message.body) >= self.config.compress_from:
-            packed, sys_flag = record.compress_body(message.body), _COMPRESSED
-            sent = Message.from_parts(message.topic, packed, message.flag, message.properties, message._delays)
-        return SendMessage(
-            self._group,
-            sent,
-            queue.queue_id,
-            self._now_ms(),
-            self._client.host,
-            sys_flag,
-            self.config.default_topic_queues,
-            timeout_ms=timeout_ms,
-            is_one_way=is_one_way,
-        )
-
-    def _check_time(self, queue: MessageQueue, request: SendMessage | SendBatch, timeout_ms: float) -> None:
-        took_ms = self._now_ms() - request.born_timestamp_ms
-        if took_ms > timeout_ms:
-            raise _too_late(queue, took_ms)
 
     def _result_of(
         self,
         message: Message,
         queue: MessageQueue,
-        request: SendMessage | SendBatch,
+        born_ms: int,
         response: SendResponse,
         batch: tuple[Message, ...] | None = None,
     ) -> SendResult:
         if self._metrics is not None or self.latencies is not None:
-            self._record_attempt(queue, request, response.status.value)
-        if batch is None:
-            stored_queue = queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id)
-            stored: SendResult = _new_result(
-                SendResult,
-                (
-                    response.status,
-                    message.properties[_UNIQUE_KEY],
-                    response.offset_ids[0],
-                    stored_queue,
-                    response.queue_offset,
-                    response.transaction_id,
-                    response.recall_handle,
-                ),
-            )
-            return stored
-        return SendResult(
-            response.status,
-            ",".join(part.properties[_UNIQUE_KEY] for part in batch),
-            ",".join(response.offset_ids),
-            queue._replace(queue_id=response.queue_id),
-            response.queue_offset,
+            self._record_attempt(queue, born_ms, batch or (message,), response.status.value)
+        stored_queue = queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id)
+        unique_id, offset_id = message.properties[_UNIQUE_KEY], response.offset_ids[0]
+        if batch is not None:
+            unique_id = ",".join(part.properties[_UNIQUE_KEY] for part in batch)
+            offset_id = ",".join(response.offset_ids)
+        result: SendResult = _new_result(
+            SendResult,
+            (
+                response.status,
+                unique_id,
+                offset_id,
+                stored_queue,
+                response.queue_offset,
+                response.transaction_id,
+                response.recall_handle,
+            ),
         )
+        return result
 
     def _queue_of_priority(self, message: Message, queue: MessageQueue) -> MessageQueue:
         """Return the queue of the message's priority at the broker of ``queue``: brokers before 5.4 don't choose it."""
@@ -834,13 +610,12 @@ class Sender:
                 # The message is stored, so an error while its result is made must not look like a failed send.
                 _log.exception("group %(group)s: a hook has failed after a send", group=self._group)
 
-    def _record_attempt(self, queue: MessageQueue, request: SendMessage | SendBatch, status: str) -> None:
+    def _record_attempt(self, queue: MessageQueue, born_ms: int, messages: Sequence[Message], status: str) -> None:
         """Count a try, and note its broker's latency."""
-        took_ms = self._now_ms() - request.born_timestamp_ms
+        took_ms = self._now_ms() - born_ms
         if self.latencies is not None:
             self.latencies.report(queue.broker_name, took_ms, failed=status == "ERROR")
         if self._metrics is not None:
-            messages = request.messages if isinstance(request, SendBatch) else (request.message,)
             self._metrics.count("sends", topic=queue.topic, status=status)
             self._metrics.count("send_bytes", sum(len(message.body) for message in messages), topic=queue.topic)
             self._metrics.count("send_seconds", took_ms / 1000, topic=queue.topic)

@@ -37,7 +37,7 @@ from librmq.runtime.threads import ThreadRunner
 R = TypeVar("R")
 
 
-class _Link:
+class _Link(Endpoint):
     """The connection to one broker, which can be cut."""
 
     __slots__ = ("_call", "broker", "is_cut")

@@ -69,7 +69,7 @@ from librmq.store.format.documents import OWN_FOLDER, ReplicaMark, clear_mark, r
 R = TypeVar("R")
 
 
-class StoredMaster:
+class StoredMaster(Endpoint):
     """An `Endpoint` that serves a replica from the files of a store, without changing them. Thread-safe.
 
     It can't wait for the writer, so a replica checks it from time to time, and no send waits for such a replica.

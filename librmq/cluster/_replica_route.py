@@ -29,7 +29,7 @@ from librmq.runtime.runner import Runner
 R = TypeVar("R")
 
 
-class _Pair:
+class _Pair(Endpoint):
     """A master and its replica as one endpoint."""
 
     def __init__(self, master: Endpoint | None, replica: Replica) -> None:

@@ -12,7 +12,7 @@ from librmq.runtime.runner import Runner
 R = TypeVar("R")
 
 
-class _SiteLink:
+class _SiteLink(Endpoint):
     __slots__ = ("_broker_name", "_call", "_cut", "_site", "behind")
 
     def __init__(self, behind: Endpoint, broker_name: str, site: str, cut: set[str]) -> None:

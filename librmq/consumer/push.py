@@ -55,7 +55,6 @@ from librmq.protocol import (
     ResponseCode,
     Route,
 )
-from librmq.protocol.endpoint import InProcess
 from librmq.runtime.runner import NEVER, Step
 
 # ---- pulls
@@ -140,7 +139,7 @@ class Fetcher:
                 progress = self._progress_to_store(assigned)
                 endpoint = assigned.endpoint = consumer.client.endpoint(queue.broker_name)
                 stays = not self._interval_ms
-                hands_over = stays and self._begins_at_once and isinstance(endpoint, InProcess) and endpoint.hands_over
+                hands_over = stays and self._begins_at_once and endpoint.hands_over
                 response = endpoint.call(
                     PullMessage(
                         consumer.client.client_id,

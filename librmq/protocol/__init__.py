@@ -1,9 +1,10 @@
 """The protocol of clients and brokers: requests and responses as values.
 
-Clients hold a `Route` to `Endpoint`s; a broker is an endpoint, and a route with one endpoint. A client is an `Endpoint`
-too, which its brokers call (`Heartbeat.client`). Faults, latency, a wire or a recorder wrap `Endpoint.call`. A refused
-request raises `BrokerError`. Mirrors the request headers of ``org.apache.rocketmq.common.protocol``; the codes mirror
-``ResponseCode``.
+Clients hold a `Route` to `Endpoint`s; a broker is an endpoint, and a route with one endpoint. An endpoint takes a
+message by `send`, which makes a request unless the broker is in the process, and all else by `call`. Faults, latency, a
+wire or a recorder are endpoints on a route of their own, and get requests. A client is a `RequestHandler` too, which
+its brokers call (`Heartbeat.client`). A refused request raises `BrokerError`. Mirrors the request headers of
+``org.apache.rocketmq.common.protocol``; the codes mirror ``ResponseCode``.
 """
 
 from __future__ import annotations
@@ -64,11 +65,12 @@ from librmq.protocol.endpoint import PERM_READ as PERM_READ
 from librmq.protocol.endpoint import PERM_WRITE as PERM_WRITE
 from librmq.protocol.endpoint import Endpoint as Endpoint
 from librmq.protocol.endpoint import QueueData as QueueData
-from librmq.protocol.endpoint import ReadRequest as ReadRequest
-from librmq.protocol.endpoint import Request as Request
 from librmq.protocol.endpoint import ResponseCode as ResponseCode
 from librmq.protocol.endpoint import Route as Route
 from librmq.protocol.endpoint import check_site as check_site
 from librmq.protocol.endpoint import site_of as site_of
+from librmq.protocol.request import ReadRequest as ReadRequest
+from librmq.protocol.request import Request as Request
+from librmq.protocol.request import RequestHandler as RequestHandler
 
 __all__ = ["Endpoint", "LockQueues", "Request", "ResponseCode", "Route", "UnlockQueues"]

@@ -21,7 +21,8 @@ from librmq.protocol.client_requests import (
     Unregister,
     UpdateOffset,
 )
-from librmq.protocol.endpoint import PERM_READ, PERM_WRITE, QueueData, ReadRequest, Request, value
+from librmq.protocol.endpoint import PERM_READ, PERM_WRITE, QueueData
+from librmq.protocol.request import ReadRequest, Request, value
 from librmq.store.format.documents import LetterIdentity
 
 __all__ = [

@@ -11,7 +11,7 @@ from librmq.errors import BrokerUnreachableError, MessageIllegalError, RmqError
 from librmq.message.ids import Host
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.topics import AUTO_CREATE_TOPIC
-from librmq.protocol.endpoint import Endpoint, ReadRequest, Request, value
+from librmq.protocol.request import ReadRequest, Request, RequestHandler, value
 
 INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 """Producer group of the messages that consumers and tools send for a group."""
@@ -97,7 +97,7 @@ class Heartbeat(Request[None]):
     """Register a client with these groups, in place of its former groups."""
 
     client_id: str
-    client: Endpoint
+    client: RequestHandler
     """The client's endpoint, for `ConsumersChanged`, `CheckTransaction`, `ResetOffsets`, …"""
     producer_groups: frozenset[str]
     consumers: tuple[ConsumerData, ...]

@@ -1,27 +1,18 @@
-"""Endpoints and routes, the requests that they answer, and the codes of their refusals."""
+"""Endpoints and routes, and the codes of their refusals."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Final, Protocol
 
 from librmq.errors import ConfigError
 from librmq.message.ids import Host
-from librmq.message.message import Message, MessageQueue
+from librmq.message.message import Message
 from librmq.message.topics import TopicType
+from librmq.protocol.client_requests import SendMessage, SendResponse
+from librmq.protocol.request import RequestHandler, value
 from librmq.runtime.runner import Runner
-
-R = TypeVar("R")
-_C = TypeVar("_C")
-
-
-@dataclass_transform(frozen_default=True)
-def value(cls: type[_C]) -> type[_C]:
-    """Make a value of a class: a dataclass with slots."""
-    # Only the type checker prevents changes, because a frozen dataclass takes 2 µs longer to make.
-    return dataclass(slots=True, weakref_slot=False)(cls)
 
 
 class ResponseCode(enum.IntEnum):
@@ -48,18 +39,6 @@ class ResponseCode(enum.IntEnum):
     CONSUMER_NOT_ONLINE = 206
 
 
-class Request(Generic[R]):
-    """A request whose answer is an ``R``."""
-
-    __slots__ = ()
-
-
-class ReadRequest(Request[R]):
-    """A request that changes nothing: a dry run sends it, and a replica answers while its master can't be reached."""
-
-    __slots__ = ()
-
-
 # ---- endpoints and routes
 
 PERM_READ: Final = 4
@@ -69,16 +48,47 @@ PERM_INHERIT: Final = 1
 LOCAL_HOST: Final[Host] = ("127.0.0.1", 0)
 
 
-class Endpoint(Protocol):
-    """Answers requests."""
+class Endpoint(RequestHandler, Protocol):
+    """A broker, as its clients reach it. What stands between the two is another endpoint, which passes requests on."""
 
-    def call(self, request: Request[R], /) -> R:
-        """Answer a request without waiting for other clients. Thread-safe.
+    __slots__ = ()
+
+    hands_over: bool = False
+    """Whether the broker calls `PullMessage.take`: only one in the process of its clients, with nothing between."""
+
+    def send(  # noqa: PLR0913 (what a client says of a message)
+        self,
+        group: str,
+        message: Message,
+        queue_id: int,
+        born_timestamp_ms: int,
+        born_host: Host,
+        sys_flag: int = 0,
+        default_queues: int = 4,
+        timeout_ms: float | None = None,
+        is_one_way: bool = False,
+    ) -> SendResponse:
+        """Store a message as `SendMessage` does, whose fields these are. Thread-safe.
+
+        By default this is a request, so a class that defines `call` alone sees all messages. A broker in the process of
+        its clients stores the message directly.
 
         Raises:
-            BrokerError: The request is refused.
+            BrokerError: The message is refused.
         """
-        ...
+        return self.call(
+            SendMessage(
+                group,
+                message,
+                queue_id,
+                born_timestamp_ms,
+                born_host,
+                sys_flag,
+                default_queues,
+                timeout_ms=timeout_ms,
+                is_one_way=is_one_way,
+            )
+        )
 
 
 class SendsLater:
@@ -88,34 +98,6 @@ class SendsLater:
     """
 
     __slots__ = ()
-
-
-class InProcess:
-    """Base class of endpoints in the process of their clients, inherited for the same reason.
-
-    They store a usual message without a request, and hand pulled messages to the consumer's function.
-    """
-
-    __slots__ = ()
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether both happen: not where something else must see each message."""
-        return True
-
-    def store_plain(
-        self, message: Message, next_queue: Callable[[], MessageQueue], born_timestamp_ms: int, born_host: Host
-    ) -> tuple[MessageQueue, int, str] | None:
-        """Store a message as `SendMessage` does, and return its queue, queue offset and the broker's id.
-
-        ``message`` is the caller's own copy, with a unique id, which gets the properties that are stored.
-        ``next_queue`` returns its queue, and is called only if the message can be stored here. Otherwise the result is
-        None, and a request has to send the message.
-
-        Raises:
-            RmqError: Nothing was stored; a request for the message gets the error for clients.
-        """
-        raise NotImplementedError
 
 
 @value

@@ -67,7 +67,6 @@ class Writer(StoreHandle):
         self._bitmap_of = bitmap_of
         self._in_background = in_background
         self._file_lock: FileLock | None = None
-        self._had_room_at_ms, self._has_room_until = 0, -1  # as `check_room` last saw it
         self._disk_error = self._why_whole = ""
 
     # --------------------------------------------------------------------------------------------------------- opening
@@ -148,7 +147,7 @@ class Writer(StoreHandle):
     def use_parts(self, parts: Parts) -> None:
         super().use_parts(parts)
         appender, end = self.appender, parts.log.end
-        self._has_room_until = -1
+        appender.room_until = -1
         parts.log.check_owner = self._check_lock
         noted = noted_order(self.path, self.files, parts.log)
         parts.dispatcher.order = noted if noted is not None and noted.end == end else TimeOrder(end, end)
@@ -218,7 +217,11 @@ class Writer(StoreHandle):
     def do_due_work(self, now_ms: int) -> int | None:
         """Look at the disk, and do the periodic work that is due; return the next due time."""
         self._check_disk(now_ms)
-        return self.housekeeping.run_due(now_ms)  # a recovery replaces it
+        due_ms = self.housekeeping.run_due(now_ms)  # a recovery replaces it
+        rests = due_ms is None or due_ms - now_ms > DISK_CHECK_MS
+        if rests and self.retention.watches_disk:  # the next send looks at the disk before this does
+            self.appender.room_until = -1
+        return due_ms
 
     def _expire(self, now_ms: int) -> int | None:
         """Run the step of retention, which also checks whether the disk has room for messages."""
@@ -232,6 +235,7 @@ class Writer(StoreHandle):
         with appender.lock.mutex:
             refused = self.closed is not None or commit.failure is not None or self.replica_of is not None
             appender.accepts = not refused and not self.retention.refuses_writes
+            appender.room_until = -1
             # A flush can have failed since the line above, so look once more.
             if commit.failure is not None:
                 appender.accepts = False
@@ -262,30 +266,17 @@ class Writer(StoreHandle):
         self.housekeeping.expire_soon()
         self.thread.wake()
 
-    def has_room(self, now_ms: int) -> bool:
-        """Return whether the last look of `check_room` still holds at the present time, so that it need not look."""
-        return (
-            0 <= now_ms - self._had_room_at_ms < DISK_CHECK_MS
-            and self.log.end < self._has_room_until
-            and self.retention.sees_disk_by_time
-        )
-
     def check_room(self) -> None:
         """Refuse a send while there is no room for it; see `MessageStore.check_room`."""
-        now_ms = self.clock.now_ms()
         retention = self.retention
-        had_room = 0 <= now_ms - self._had_room_at_ms < DISK_CHECK_MS and self.log.end < self._has_room_until
-        if not had_room or not retention.sees_disk_by_time:
-            self._check_disk(now_ms)  # a disk that is too full refuses the append
-        if had_room:
-            return
+        self._check_disk(self.clock.now_ms())  # a disk that is too full refuses the append
         error = retention.full_error()
         if error is not None:
             raise error
         if retention.is_held and retention.is_full():
             self.expire_soon()
-        else:
-            self._had_room_at_ms, self._has_room_until = now_ms, retention.room_end
+        elif retention.sees_disk_by_time and self.appender.accepts:
+            self.appender.room_until = retention.room_end
 
     def verify(self) -> Verdict:
         """Look at all of the store, changing nothing; producers wait."""

@@ -234,6 +234,8 @@ class Retention:
     """Used fraction of the disk at the last look, 0.0 to 1.0."""
     is_held: bool
     """Whether the last `run_due` kept a file because a group has not consumed all of it."""
+    watches_disk: bool
+    """Whether others fill the disk while time passes, so that it has to be seen again."""
     sees_disk_by_time: bool
     """Whether a look at the disk is good for `DISK_CHECK_MS`; the disk of a test changes at any moment."""
     deleted: list[str]
@@ -247,7 +249,7 @@ class Retention:
         self._files, self._path = files, store.path
         self._timezone = timezone
         self._settled_until = 0
-        self._watch_disk = watch_disk = moves_by_itself(store.clock)
+        self.watches_disk = watch_disk = moves_by_itself(store.clock)
         self._checks_disk = watch_disk or not fills_by_itself(files)
         self.sees_disk_by_time = watch_disk or not self._checks_disk
         self._keeps_unconsumed = config.keep_unconsumed
@@ -341,10 +343,10 @@ class Retention:
         Raises:
             StoreIOError: The disk can't be checked.
         """
-        if not self._checks_disk or (self._watch_disk and 0 <= now_ms - self._checked_at_ms < DISK_CHECK_MS):
+        if not self._checks_disk or (self.watches_disk and 0 <= now_ms - self._checked_at_ms < DISK_CHECK_MS):
             return False
         before = self.refuses_writes
-        if self._watch_disk or self._look() != (self.used_ratio, before):  # a test's disk is seen at every send
+        if self.watches_disk or self._look() != (self.used_ratio, before):  # a test's disk is seen at every send
             self._check_disk(now_ms)
         return self.refuses_writes is not before
 
@@ -522,7 +524,7 @@ class Retention:
         return next_hour(self._hours, at_ms, self._timezone)
 
     def _next_due(self, now_ms: int) -> int | None:
-        watched = self.used_ratio > 0 if self._watch_disk else self.refuses_writes
+        watched = self.used_ratio > 0 if self.watches_disk else self.refuses_writes
         due = [now_ms + _ROUND_MS] if watched else []
         oldest = self._oldest_due(now_ms)
         if oldest is not None:

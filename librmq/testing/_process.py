@@ -326,7 +326,7 @@ class _Masters(Route):
         return self._kit.network.table.watch(changed)
 
 
-class _Connection:
+class _Connection(Endpoint):
     def __init__(self, kit: KitParts, process: Process, broker_name: str) -> None:
         self._kit = kit
         self._process = process

@@ -10,7 +10,7 @@ from librmq.broker import Broker
 from librmq.cluster import Replica, ReplicaConfig
 from librmq.errors import BrokerUnreachableError, ReplicaError
 from librmq.message.message import StoredMessage
-from librmq.protocol import LogBytes, Request, site_of
+from librmq.protocol import Endpoint, LogBytes, Request, site_of
 from librmq.testing._kit_runner import KitRunner
 from librmq.testing._process import KitParts, ProcessStateError
 from librmq.testing.evidence import Evidence
@@ -20,7 +20,7 @@ from librmq.testing.evidence import Evidence
 R = TypeVar("R")
 
 
-class _MasterLink:
+class _MasterLink(Endpoint):
     """Leads to the broker that is open under a name, unless the link is cut."""
 
     def __init__(self, kit: KitParts, master_name: str, name: str) -> None:

@@ -39,6 +39,7 @@ from librmq.protocol import (
     Receive,
     Received,
     Request,
+    RequestHandler,
     SendBack,
     SendMessage,
     SendResponse,
@@ -66,7 +67,7 @@ R = TypeVar("R")
 _LATE_S: Final = 20.0
 
 
-class WireClient:
+class WireClient(Endpoint):
     """The endpoint of one client: a process of the kit whose code runs elsewhere. Thread-safe."""
 
     def __init__(self, kit: Kit, process_of: Callable[[str], Process], name: str, lost_groups: set[str]) -> None:
@@ -518,14 +519,14 @@ class _Pulls:
                         yield queue
 
 
-class _PullingClient:
+class _PullingClient(Endpoint):
     """The endpoint of one connection: records what it pulls. Thread-safe."""
 
     def __init__(self, kit: Kit, client: WireClient, pulls: _Pulls) -> None:
         self._kit = kit
         self._client = client
         self._pulls = pulls
-        self._checked_clients: dict[Endpoint, _CheckedClient] = {}
+        self._checked_clients: dict[RequestHandler, _CheckedClient] = {}
 
     def call(self, request: Request[R], /) -> R:
         """Pass a request to the broker, with the kit's history and faults."""
@@ -601,7 +602,7 @@ class _PullingClient:
 class _CheckedClient:
     """A client that the broker asks about transactions. Called under the runner's lock."""
 
-    def __init__(self, client: Endpoint, open_checks: set[int]) -> None:
+    def __init__(self, client: RequestHandler, open_checks: set[int]) -> None:
         self._client = client
         self._open_checks = open_checks
 

@@ -650,7 +650,7 @@ class SharedBroker(AdministeredRoute):
         if isinstance(link, StoreOwner):
             # Producers that the parent made keep its endpoint, whose broker the child must not use: the parent owns the
             # store.
-            link.endpoint.call = self._call_next
+            link.endpoint.ask = self._call_next
         self.runner.restart_after_fork()
 
     def close(self) -> None:

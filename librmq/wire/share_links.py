@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from librmq.broker import Broker
 from librmq.clock import SystemClock
@@ -50,6 +50,7 @@ from librmq.wire.unix_sockets import (
     share_folder,
 )
 
+R = TypeVar("R")
 _log = EventLog("librmq.wire")
 _TIMEOUT_S: Final = 3
 """Time for each answer to a command."""
@@ -78,13 +79,18 @@ def _register(owner: Endpoint, beats: Mapping[str, Heartbeat], gives_up: Callabl
                                 owner.call(UpdateOffset(*place, offset))
 
 
-class SharedEndpoint:
+class SharedEndpoint(Endpoint):
     """The owner as an `Endpoint`. Another object after each reconnection shows clients that it may have lost them."""
 
-    __slots__ = ("call",)
+    __slots__ = ("ask",)
 
     def __init__(self, call: Callable[[Request[Any]], Any]) -> None:
-        self.call: Callable[[Request[Any]], Any] = call
+        self.ask: Callable[[Request[Any]], Any] = call
+
+    def call(self, request: Request[R], /) -> R:
+        """Pass a request to the owner."""
+        answer: R = self.ask(request)
+        return answer
 
 
 class _PeerEndpoint(SharedEndpoint, SendsLater):

@@ -43,6 +43,7 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.runtime.runner import ManualRunner
+from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.testing import Kit
 from tests.broker.parties import beat, manual, opened, pull, send
@@ -100,18 +101,20 @@ def test_a_moved_offset_is_written_down(broker: Broker) -> None:
     }
 
 
-def test_a_full_disk_does_not_hide_where_to_continue(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_does_not_hide_where_to_continue(
+    broker: Broker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a full disk, retention deletes old messages, so slow consumers ask for deleted ones."""
     send(broker, "T")
 
     def refuse(*arguments: Any, **fields: Any) -> Any:
         raise DiskFullError("the disk is full")
 
-    append, broker._parts.sending._append = broker._parts.sending._append, refuse
-    moved = pull(broker, "T", 9)
+    with monkeypatch.context() as patched:
+        patched.setattr(MessageStore, "append", refuse)
+        moved = pull(broker, "T", 9)
     assert (moved.status, moved.next_offset) == (PullStatus.OFFSET_ILLEGAL, 1)
     assert "could not be stored: the disk is full" in caplog.text
-    broker._parts.sending._append = append
 
 
 def test_pulls_that_are_refused() -> None:

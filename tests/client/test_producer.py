@@ -49,6 +49,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import ManualRunner, Runner
 from tests.interrupting import at_each_call
+from tests.wrapped_route import WrappedRoute
 
 R = TypeVar("R")
 
@@ -88,7 +89,7 @@ class Cluster(Route):
         return lambda: None
 
 
-class FailingEndpoint:
+class FailingEndpoint(Endpoint):
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster, self.name = cluster, name
 
@@ -131,34 +132,29 @@ def test_sends_use_the_queues_in_turn(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "is_plain"),
+    "options",
     [
-        ({}, True),
-        ({"tags": "a", "keys": ["k", "l"], "properties": {"colour": "blue"}, "flag": 7}, True),
-        ({"wait_store_ok": False}, True),
-        ({"delay": 1}, False),
-        ({"delay_level": 2}, False),
-        ({"priority": 1}, False),
+        {},
+        {"tags": "a", "keys": ["k", "l"], "properties": {"colour": "blue"}, "flag": 7},
+        {"wait_store_ok": False},
+        {"delay": 1},
+        {"delay_level": 2},
+        {"priority": 1},
     ],
 )
-def test_a_send_without_a_request_stores_the_same(
-    options: dict[str, Any], is_plain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What watches single tries, such as a hook, gets a request for each."""
-    without_request: list[bool] = []
-    store_plain = Broker.store_plain
+def test_a_broker_of_the_process_stores_what_a_request_stores(options: dict[str, Any]) -> None:
+    """What stands before a broker gets a request for each send."""
+    requests: list[type] = []
 
-    def note(broker: Broker, *arguments: Any) -> tuple[MessageQueue, int, str] | None:
-        place = store_plain(broker, *arguments)
-        without_request.append(place is not None)
-        return place
+    def note(request: Request[Any], call: Callable[[Any], Any]) -> Any:
+        requests.append(type(request))
+        return call(request)
 
-    monkeypatch.setattr(Broker, "store_plain", note)
     outcomes = []
-    for hooks in ([], [lambda context: None]):
+    for is_wrapped in (False, True):
         with Broker.open("/b", files=MemoryFiles(), runner=ManualRunner()) as broker:
             broker.create_topic("T", 2)
-            producer = Producer(broker, "shop", hooks=hooks)
+            producer = Producer(WrappedRoute(broker, note) if is_wrapped else broker, "shop")
             producer.client.random = None  # so that it begins with the first queue
             producer.send("T", b"first")  # after it the topic is ready
             results = [producer.send("T", b"%d" % number, unique_key=f"id-{number}", **options) for number in range(6)]
@@ -168,22 +164,7 @@ def test_a_send_without_a_request_stores_the_same(
                   message.born_timestamp_ms, message.properties_raw) for message in broker.store][1:],
             ))  # fmt: skip
     assert outcomes[0] == outcomes[1]
-    assert without_request.count(True) == (6 if is_plain else 0)
-
-
-def test_what_replaces_the_call_of_a_broker_sees_each_send(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    producer = Producer(broker, "shop")
-    producer.send("T", b"0")
-    producer.send("T", b"1")
-    seen, call = list[object](), broker.call
-
-    def noting(request: Request[R], /) -> R:
-        seen.append(request)
-        return call(request)
-
-    monkeypatch.setattr(broker, "call", noting)
-    producer.send("T", b"2")
-    assert [type(request) for request in seen] == [SendMessage]
+    assert requests.count(SendMessage) == 7
 
 
 def test_new_producers_begin_at_random_queues(broker: Broker) -> None:

@@ -15,11 +15,12 @@ from librmq.consumer import PushConsumer
 from librmq.errors import BrokerUnreachableError, ClientError, ConfigError, MessageIllegalError
 from librmq.message.message import Message
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
-from librmq.protocol import EndTransaction, SendMessage, SendStatus, TransactionState
+from librmq.protocol import EndTransaction, Route, SendMessage, SendStatus, TransactionState
 from librmq.runtime.runner import ManualRunner
 from librmq.testing import Kit
 from librmq.txn import TransactionConfig
 from tests.client.test_producer import Cluster
+from tests.wrapped_route import WrappedRoute
 
 COMMIT, ROLLBACK, UNKNOWN = TransactionState.COMMIT, TransactionState.ROLLBACK, TransactionState.UNKNOWN
 MINUTE = 60_000
@@ -31,6 +32,7 @@ class Shop:
     def __init__(self, broker: Broker) -> None:
         assert isinstance(broker.runner, ManualRunner)
         self.broker, self.runner = broker, broker.runner
+        self.route: Route = broker
         self.delivered: list[bytes] = []
         self.checked: list[tuple[bytes, int]] = []
         self.answers: dict[bytes, Any] = {}
@@ -48,7 +50,7 @@ class Shop:
         return answer
 
     def producer(self, **settings: Any) -> TransactionProducer:
-        return TransactionProducer(self.broker, "shop", self.check, **settings)
+        return TransactionProducer(self.route, "shop", self.check, **settings)
 
     def topic(self, name: str) -> list[bytes]:
         return [message.body for message in self.broker.messages(name)]
@@ -204,16 +206,14 @@ def test_nothing_runs_without_a_stored_half(shop: Shop) -> None:
     assert ran == []
 
 
-def test_a_half_stored_less_durably_is_rolled_back(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = shop.broker.call
-
-    def answered(request: Any) -> Any:
+def test_a_half_stored_less_durably_is_rolled_back(shop: Shop) -> None:
+    def answered(request: Any, call: Callable[[Any], Any]) -> Any:
         response = call(request)
         if isinstance(request, SendMessage):
             response.status = SendStatus.FLUSH_DISK_TIMEOUT
         return response
 
-    monkeypatch.setattr(shop.broker, "call", answered)
+    shop.route = WrappedRoute(shop.broker, answered)
     producer = shop.producer(execute=fails)
     assert producer.send_in_transaction(Message("T", b"x")).state is ROLLBACK
     with pytest.raises(ClientError, match="nothing ran"), producer.transaction(Message("T", b"x")):
@@ -222,15 +222,13 @@ def test_a_half_stored_less_durably_is_rolled_back(shop: Shop, monkeypatch: pyte
     assert (shop.delivered, shop.checked) == ([], [])
 
 
-def test_a_lost_end_is_checked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = shop.broker.call
-
-    def losing(request: Any) -> Any:
+def test_a_lost_end_is_checked(shop: Shop) -> None:
+    def losing(request: Any, call: Callable[[Any], Any]) -> Any:
         if isinstance(request, EndTransaction) and not request.from_check:
             raise BrokerUnreachableError("gone")
         return call(request)
 
-    monkeypatch.setattr(shop.broker, "call", losing)
+    shop.route = WrappedRoute(shop.broker, losing)
     shop.producer().send_in_transaction(Message("T", b"x"), execute=says(COMMIT))
     shop.runner.advance(1000)
     assert shop.delivered == []
@@ -240,13 +238,11 @@ def test_a_lost_end_is_checked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_lost_answer_to_a_half_does_not_deliver_twice(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch, at_once: bool
-) -> None:
+def test_a_lost_answer_to_a_half_does_not_deliver_twice(shop: Shop, at_once: bool) -> None:
     """The producer sends the half again, and commits at once or when it is asked."""
-    call, sends = shop.broker.call, list[SendMessage]()
+    sends: list[SendMessage] = []
 
-    def losing(request: Any) -> Any:
+    def losing(request: Any, call: Callable[[Any], Any]) -> Any:
         answer = call(request)
         if isinstance(request, SendMessage):
             sends.append(request)
@@ -256,7 +252,7 @@ def test_a_lost_answer_to_a_half_does_not_deliver_twice(
         return answer
 
     shop.broker.create_topic("T", 4)
-    monkeypatch.setattr(shop.broker, "call", losing)
+    shop.route = WrappedRoute(shop.broker, losing)
     shop.answers[b"x"] = COMMIT
     shop.producer().send_in_transaction(Message("T", b"x"), execute=says(COMMIT if at_once else UNKNOWN))
     shop.runner.advance(10 * MINUTE)

@@ -12,7 +12,7 @@ from librmq.protocol import Endpoint, LogBytes, Request
 R = TypeVar("R")
 
 
-class ReplicaLink:
+class ReplicaLink(Endpoint):
     """An `Endpoint` in front of a master: pass it to `Replica.open` as the master."""
 
     def __init__(self, master: Endpoint, clock: ManualClock) -> None:

@@ -16,7 +16,7 @@ from librmq.testing import Kit, Process
 R = TypeVar("R")
 
 
-class Seam(Route):
+class Seam(Route, Endpoint):
     """A process whose requests can fail: ``fail(request)`` may return an error for any request of its clients."""
 
     runner: Runner

@@ -14,31 +14,22 @@ from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.metrics import Metrics
-from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, SetGroup
+from librmq.protocol import LOCAL_HOST, PERM_WRITE, PullMessage, Request, Route, SendMessage, SetGroup
 from librmq.runtime.runner import Runner
+from tests.wrapped_route import WrappedRoute
 
 WAIT_S = 30
-
-
-class Watched(Broker):
-    """A broker whose answers pass through code of the application."""
-
-    def call(self, request: Any, /) -> Any:
-        answer = super().call(request)
-        if isinstance(request, PullMessage):
-            self.pulled = [*getattr(self, "pulled", ()), *(message.queue_offset for message in answer.messages)]
-        return answer
 
 
 class Listening:
     """A consumer whose listener has had a message, and waits for the next one."""
 
-    def __init__(self, broker: Broker, **settings: Any) -> None:
+    def __init__(self, broker: Broker, route: Route | None = None, **settings: Any) -> None:
         self.broker = broker
         self.bodies: list[bytes] = []
         self.is_over = threading.Event()
         broker.create_topic("T", 1)
-        self.consumer = PushConsumer(broker, "G", **settings)
+        self.consumer = PushConsumer(route or broker, "G", **settings)
         self.consumer.subscribe("T")(self._listen)
         self.consumer.start()
         self.send(b"first")
@@ -70,9 +61,9 @@ def until_idle(runner: Runner) -> None:
 
 
 @contextmanager
-def listening(kind: type[Broker] = Broker, **settings: Any) -> Iterator[Listening]:
-    with kind.open("/b", files=MemoryFiles()) as broker:
-        listener = Listening(broker, **settings)
+def listening(wrapped: Callable[[Broker], Route] = lambda broker: broker, **settings: Any) -> Iterator[Listening]:
+    with Broker.open("/b", files=MemoryFiles()) as broker:
+        listener = Listening(broker, wrapped(broker), **settings)
         yield listener
         listener.consumer.shutdown()
 
@@ -106,13 +97,19 @@ def test_while_a_listener_is_about_to_run_messages_gather_for_one_pull() -> None
         assert sorted(listener.bodies) == [b"1", b"2", b"3", b"first", b"last", b"last"]
 
 
-@pytest.mark.parametrize("kind", [Broker, Watched])
-def test_a_replaced_call_sees_each_message(kind: type[Broker]) -> None:
-    with listening(kind) as listener:
-        assert begun(listener, b"1") == (kind is Broker)
+def test_what_stands_before_a_broker_sees_each_message() -> None:
+    pulled: list[int] = []
+
+    def watch(request: Request[Any], call: Callable[[Any], Any]) -> Any:
+        answer = call(request)
+        if isinstance(request, PullMessage):
+            pulled.extend(message.queue_offset for message in answer.messages)
+        return answer
+
+    with listening(lambda broker: WrappedRoute(broker, watch)) as listener:
+        assert begun(listener, b"1") == 0
         assert listener.ends_with(b"last")
-        if isinstance(listener.broker, Watched):
-            assert listener.broker.pulled == [0, 1, 2, 3]
+        assert pulled == [0, 1, 2, 3]
 
 
 def pause(listener: Listening) -> Callable[[], object]:
@@ -125,7 +122,20 @@ def switch_off(listener: Listening) -> Callable[[], object]:
     return lambda: listener.broker.call(SetGroup("G", {"consumeEnable": True}))
 
 
-@pytest.mark.parametrize("forbid", [pause, switch_off])
+def make_unreadable(listener: Listening) -> Callable[[], object]:
+    listener.broker.create_topic("T", 1, permission=PERM_WRITE)
+    return lambda: listener.broker.create_topic("T", 1)
+
+
+def subscribe_otherwise(listener: Listening) -> Callable[[], object]:
+    """The heartbeat of another instance counts for the group."""
+    other = PushConsumer(listener.broker, "G", instance_name="other")
+    other.subscribe("T", lambda message: None, tags="a")
+    other.start()
+    return other.shutdown
+
+
+@pytest.mark.parametrize("forbid", [pause, switch_off, make_unreadable, subscribe_otherwise])
 def test_what_a_pull_would_be_refused_is_not_begun(forbid: Callable[[Listening], Callable[[], object]]) -> None:
     with listening() as listener:
         allow = forbid(listener)

@@ -24,6 +24,7 @@ import pytest
 
 from librmq import Broker, ConfigError
 from librmq.cli._main import main
+from librmq.protocol import Endpoint
 from librmq.store import verify
 from librmq.wire.certificates import self_signed
 from librmq.wire.grpc import GrpcServer
@@ -166,7 +167,7 @@ def test_idle_connections_leave_room_for_other_clients(many_files: None, serving
 def test_a_call_that_does_not_end_is_abandoned(broker: Broker) -> None:
     goes_on, has_begun = threading.Event(), threading.Event()
 
-    class Waiting:
+    class Waiting(Endpoint):
         def call(self, request: Any) -> Any:
             has_begun.set()
             goes_on.wait()

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from librmq.broker._administration import Administration, Progress, StoreReaders
 from librmq.broker._context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker._delayed_messages import Deliveries
-from librmq.broker._replication import Replication
+from librmq.broker._replication import Replication, refused_by_replica
 from librmq.broker._transactions import BrokerTransactions
 from librmq.broker.config import BrokerConfig
 from librmq.broker.handlers._pull import PullHandler
@@ -21,7 +21,6 @@ from librmq.broker.handlers._send import SendHandler
 from librmq.clock import moves_by_itself
 from librmq.config import StoreConfig
 from librmq.consumequeue_ext import check_bitmap
-from librmq.errors import BrokerError
 from librmq.files.interface import Files
 from librmq.message.lag import queue_lag
 from librmq.message.topics import HALF_TOPIC, is_own_group, validate_kept_names
@@ -55,7 +54,6 @@ from librmq.protocol import (
     Request,
     ResendLetters,
     ResetGroup,
-    ResponseCode,
     SendBack,
     SendBatch,
     SendMessage,
@@ -114,10 +112,7 @@ _NAMED: Final[Mapping[type, Callable[[Any], _Names]]] = {
 
 
 def _refuse(name: str, master: str, request: Request[Any]) -> None:
-    raise BrokerError(
-        ResponseCode.SERVICE_NOT_AVAILABLE,
-        f"{name} is a replica of {master} and takes no {type(request).__name__}: ask {master}, or promote the replica",
-    )
+    raise refused_by_replica(name, master, type(request))
 
 
 class BrokerParts:
@@ -208,7 +203,7 @@ class BrokerParts:
         sending, receives, progress, replication = self.sending, self.receives, self.progress, self.replication
         pulling, clients = self.pulling, context.clients
         answer, locked, durable = self._set_handler, self._locked, self._durable
-        answer(SendMessage, sending.send)
+        answer(SendMessage, sending.answer)
         answer(SendTogether, sending.send_together)
         answer(SendBatch, sending.send_batch)
         answer(SendReply, sending.send_reply)

@@ -71,7 +71,7 @@ class PullHandler:
                         return response
                 elif store.queue_range(topic, queue_id)[1] == queue_offset:
                     # Hold first, then look again: a writer looks for held pulls after its append, without the lock.
-                    held.hold_pull(name, holder, selection, notify, self._hand_over_of(request, selection))
+                    held.hold_pull(name, holder, selection, notify, self._hand_over_of(request))
                     begin, end = store.queue_range(topic, queue_id)
                     if queue_offset == end:
                         return PullResponse(PullStatus.HELD, end, begin, end, (), True)
@@ -83,7 +83,7 @@ class PullHandler:
             status = _status(result, queue_offset)
             end = result.next_offset
             if notify is not None and request.stay and status is PullStatus.FOUND and end == result.max_offset:
-                held.hold_pull(name, holder, selection, notify, self._hand_over_of(request, selection))
+                held.hold_pull(name, holder, selection, notify, self._hand_over_of(request))
                 is_held = store.queue_range(topic, queue_id)[1] == end
                 if not is_held:
                     held.remove_pull(name, holder)
@@ -142,7 +142,7 @@ class PullHandler:
         if raw is None:
             return None
         name, holder = (request.topic, request.queue_id), (request.client_id, request.group)
-        self._held.hold_pull(name, holder, selection, notify, self._hand_over_of(request, selection))
+        self._held.hold_pull(name, holder, selection, notify, self._hand_over_of(request))
         begin, end = self._store.queue_range(request.topic, request.queue_id)
         if end != arrived.queue_offset + 1:
             self._held.remove_pull(name, holder)
@@ -150,28 +150,22 @@ class PullHandler:
         self._count_read(request, 1, arrived.size)
         return PullResponse(PullStatus.FOUND, end, begin, end, (StoredMessage(raw),), True)
 
-    def _hand_over_of(self, request: PullMessage, selection: Selection) -> HandOver | None:
-        return None if request.take is None else partial(self._hand_over, request, request.take, selection)
+    def _hand_over_of(self, request: PullMessage) -> HandOver | None:
+        return None if request.take is None else partial(self._hand_over, request, request.take)
 
     def _hand_over(
         self,
         request: PullMessage,
         take: Callable[[bytes, int, int], int | None],
-        selection: Selection,
         arrived: AppendResult,
     ) -> bool:
         """Give a message that has just been stored to the client whose pull is held, as the pull's repetition would.
 
-        Return False if there are more messages, which one pull gets together, or if the pull would be refused now.
+        Return False if there are more messages, which one pull gets together.
         """
         topic, queue_id = request.topic, request.queue_id
         begin, end = self._store.queue_range(topic, queue_id)
         if end != arrived.queue_offset + 1:
-            return False
-        try:
-            if self._check_pull(request) is not selection:
-                return False
-        except BrokerError:
             return False
         # The call that stores the message has just written the record, so it is not checked again.
         raw = self._store.log.data_at(arrived.physical_offset, arrived.size)
@@ -182,7 +176,8 @@ class PullHandler:
             return False
         if progress and not self._is_replica:
             self._offsets.advance_consumer_offset(topic, request.group, queue_id, progress)
-        self._count_read(request, 1, arrived.size)
+        if self._metrics is not None:
+            self._count_read(request, 1, arrived.size)
         return True
 
     def _count_read(self, request: PullMessage, messages: int, size: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.broker._context import BrokerContext
 from librmq.broker._delayed_messages import Deliveries
-from librmq.broker._replication import Replication
+from librmq.broker._replication import Replication, refused_by_replica
 from librmq.broker.retries import FailedMessages
 from librmq.broker.topics import Topic
 from librmq.config import to_seconds
@@ -27,7 +27,7 @@ from librmq.errors import (
 from librmq.java.lang import java_int
 from librmq.message import Message, record
 from librmq.message.ids import Host, encode_host, parse_host
-from librmq.message.message import MessageQueue, StoredMessage, delayed_batch, delayed_transaction
+from librmq.message.message import StoredMessage, delayed_batch, delayed_transaction
 from librmq.message.properties import (
     PROPERTY_CLUSTER,
     PROPERTY_DELAY,
@@ -43,7 +43,7 @@ from librmq.message.properties import (
     PROPERTY_WAIT,
     priority_of,
 )
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, is_system_topic
+from librmq.message.topics import AUTO_CREATE_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, is_system_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ReplyArrived,
@@ -100,6 +100,7 @@ class SendHandler:
         self._groups = context.groups
         self._clients = context.clients
         self._name = context.name
+        self._master = config.replica_of
         self._cluster = context.cluster_name
         self._metrics = context.metrics
         self._arrivals = deliveries.arrivals
@@ -110,16 +111,16 @@ class SendHandler:
         self._waits = store.config.durability == "sync"
         self._replication = replication
         self._confirms = self._waits or replication.is_sync
-        self._append = self._submit if self._waits else store.append
-        self._is_plain = not (self._confirms or config.replica_of is not None or config.drop_resends_within is not None)
         self._busy_after_ms = round(1000 * config.busy_after_s)
         self._longest_wait_s = config.longest_wait_s
         self._stuck_at = -1  # the log's end when a running write was last seen,
         self._stuck_since = 0  # and the time when it was first seen
-        self.failed = FailedMessages(context, self.store_message, self._flushed, self.send, self.send_together)
+        self.failed = FailedMessages(context, self.store_message, self._flushed, self.answer, self.send_together)
         self._recent: RecentSends | None = None
+        self._put: Callable[..., tuple[int, AppendResult]] = self._store_send
         if config.drop_resends_within is not None and config.replica_of is None:
             window_ms = round(1000 * to_seconds("drop_resends_within", config.drop_resends_within))
+            self._put = self._store_once
             self._recent = RecentSends(
                 store,
                 window_ms,
@@ -136,86 +137,105 @@ class SendHandler:
 
     # ---- producers
 
-    def send(self, request: SendMessage) -> SendResponse:
-        """Store a message, unless it is a resend that the settings drop."""
-        return self._confirmed(request, *self._store_once(request))
+    def send(
+        self,
+        group: str,
+        message: Message,
+        queue_id: int,
+        born_timestamp_ms: int,
+        born_host: Host,
+        sys_flag: int = 0,
+        default_queues: int = 4,
+    ) -> SendResponse:
+        """Store a message of a client in this process, unless it is a resend that the settings drop."""
+        stored_queue_id, result = self._put(
+            group, message, queue_id, born_timestamp_ms, born_host, sys_flag, default_queues
+        )
+        return self._confirmed(message, stored_queue_id, result)
 
-    def store_plain(
-        self, message: Message, next_queue: Callable[[], MessageQueue], born_timestamp_ms: int, born_host: Host
-    ) -> tuple[MessageQueue, int, str] | None:
-        """Store a usual message, as `librmq.protocol.endpoint.InProcess` says."""
-        topic, store, properties = self._topics.get(message.topic), self._store, message.properties
-        if (
-            not self._is_plain
-            or topic is None
-            or not topic.is_plain
-            or not _SPECIAL.isdisjoint(properties)
-            or store.appender.is_locked()
-        ):
-            return None
-        if not store.writer.has_room(born_timestamp_ms):
-            self._check_room()
-        queue = next_queue()
-        queue_id = queue.queue_id
-        if queue_id >= topic.queues:
-            _choose(topic, queue_id)  # which refuses it
-        properties[_CLUSTER] = self._cluster
-        properties.pop(_WAIT, None)
-        self._stuck_at = -1
-        result = self._append(message, queue_id, born_timestamp_ms=born_timestamp_ms, born_host=born_host)
-        self._arrivals.stored(message.topic, queue_id, properties, result, is_delivered=True)
-        return queue, result.queue_offset, self._id_prefix + result.physical_offset.to_bytes(8).hex().upper()
+    def answer(self, request: SendMessage) -> SendResponse:
+        """Store the message of a request likewise."""
+        return self._confirmed(request.message, *self._put_requested(request))
 
     def send_together(self, request: SendTogether) -> list[SendResponse]:
         """Store messages up to the first that is refused, then wait once for the device if they have to."""
         stored = []
         for send in request.sends:
             try:
-                stored.append(self._store_once(send))
+                stored.append(self._put_requested(send))
             except Exception:  # sent alone, it is refused again
                 break
-        return [self._confirmed(send, *place) for send, place in zip(request.sends, stored, strict=False)]
+        return [self._confirmed(send.message, *place) for send, place in zip(request.sends, stored, strict=False)]
 
-    def _store_once(self, request: SendMessage) -> tuple[int, AppendResult]:
-        """Store a message, or find the one that it repeats; return the queue that it is for, and its place."""
-        recent = self._recent
-        name = None if recent is None else name_of_send(request.group, request.message)
+    def _put_requested(self, request: SendMessage) -> tuple[int, AppendResult]:
+        return self._put(
+            request.group,
+            request.message,
+            request.queue_id,
+            request.born_timestamp_ms,
+            request.born_host,
+            request.sys_flag,
+            request.default_queues,
+            request,
+        )
+
+    def _confirmed(self, message: Message, queue_id: int, result: AppendResult) -> SendResponse:
+        """Return the response for a stored message, after the device and a replica have it if it requires that."""
+        status = self._flushed(result, message.properties.get(_WAIT)) if self._confirms else _OK
+        place = result.physical_offset
+        return SendResponse(status, queue_id, result.queue_offset, place, (f"{self._id_prefix}{place:016X}",))
+
+    def _store_once(self, group: str, message: Message, *fields: Any) -> tuple[int, AppendResult]:  # noqa: ANN401 (of `_store_send`)
+        """Store a message like `_store_send`, or find the one that it repeats."""
+        recent, name = self._recent, name_of_send(group, message)
         if recent is None or name is None:
-            return self._store_send(request)
+            return self._store_send(group, message, *fields)
         with recent.lock:
             first = recent.first_send(name)
             if first is None:
-                first = FirstSend(*self._store_send(request))
+                first = FirstSend(*self._store_send(group, message, *fields))
                 recent.add_send(name, first.result.physical_offset)
             else:
                 recent.count_resend(name)
         return first
 
-    def _confirmed(self, request: SendMessage, queue_id: int, result: AppendResult) -> SendResponse:
-        """Return the response for a stored message, after the device and a replica have it if it requires that."""
-        status = self._flushed(result, request.message.properties.get(_WAIT)) if self._confirms else _OK
-        place = result.physical_offset
-        return SendResponse(status, queue_id, result.queue_offset, place, (f"{self._id_prefix}{place:016X}",))
+    def _store_send(
+        self,
+        group: str,
+        message: Message,
+        queue_id: int,
+        born_timestamp_ms: int,
+        born_host: Host,
+        sys_flag: int,
+        default_queues: int,
+        request: SendMessage | None = None,
+    ) -> tuple[int, AppendResult]:
+        """Store a message; return the queue that it is for, and its place.
 
-    def _store_send(self, request: SendMessage) -> tuple[int, AppendResult]:
-        message = request.message
+        A ``request`` says more than other sends: how often the message was consumed, and like which topic to make its.
+        """
         name = message.topic
         topic = self._topics.get(name)
         if topic is None or not topic.is_ready:
-            topic = self._for_send(name, request)
-        if not topic.is_retry:  # a retry lets a group continue
+            topic = self._for_send(
+                name, default_queues, AUTO_CREATE_TOPIC if request is None else request.default_topic
+            )
+        appender = self._store.appender
+        if appender.log.end >= appender.room_until and not topic.is_retry:  # a retry lets a group continue
             self._check_room()
-        queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
             queue_id = _choose(topic, queue_id)
-        sys_flag = request.sys_flag | record.MULTI_TAGS if topic.is_multi_tag else request.sys_flag
+        if topic.is_multi_tag:
+            sys_flag |= record.MULTI_TAGS
         properties = message.properties.copy()
         properties[_CLUSTER] = self._cluster
         wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
         if topic.is_plain and message._delays is None and _SPECIAL.isdisjoint(properties):
             stored_message = Message.from_parts(name, message.body, message.flag, properties)
-            born_ms, times = request.born_timestamp_ms, request.reconsume_times
-            return queue_id, self.store_message(stored_message, queue_id, born_ms, request.born_host, sys_flag, times)
+            times = 0 if request is None else request.reconsume_times
+            return queue_id, self.store_message(stored_message, queue_id, born_timestamp_ms, born_host, sys_flag, times)
+        if request is None:
+            request = SendMessage(group, message, queue_id, born_timestamp_ms, born_host)
         return self._store_special(request, topic, queue_id, sys_flag, properties, wait)
 
     def _store_special(
@@ -307,7 +327,7 @@ class SendHandler:
         first = request.messages[0]
         topic = self._topics.get(first.topic)
         if topic is None or not topic.is_ready:
-            topic = self._for_send(first.topic, request)
+            topic = self._for_send(first.topic, request.default_queues, request.default_topic)
         self._check_room()
         queue_id = request.queue_id
         if not 0 <= queue_id < topic.queues:
@@ -336,7 +356,7 @@ class SendHandler:
             BrokerError: It could not be pushed; it is stored nevertheless.
         """
         problem = self._push_reply(request.send)
-        response = self.send(request.send)
+        response = self.answer(request.send)
         if problem is not None:
             raise BrokerError(ResponseCode.SYSTEM_ERROR, problem)
         return response
@@ -372,9 +392,11 @@ class SendHandler:
             status = status if replicated is _OK else replicated
         return status
 
-    def _for_send(self, name: str, request: SendMessage | SendBatch) -> Topic:
+    def _for_send(self, name: str, default_queues: int, default_topic: str) -> Topic:
+        if self._master is not None:  # no topic of a replica is ever ready for sends
+            raise refused_by_replica(self._name, self._master, SendMessage)
         with self._runner.lock:
-            topic = self._table.for_send(name, request.default_queues, request.default_topic)
+            topic = self._table.for_send(name, default_queues, default_topic)
         self._write_tables()  # before its first message
         topic.is_ready = True
         topic.is_plain = not (topic.is_retry or topic.is_multi_tag or name == HOP_TOPIC or is_system_topic(name))
@@ -404,7 +426,7 @@ class SendHandler:
         name, queue_id = self._deliveries.target_of(carried)
         target = self._topics.get(name)
         if target is None or not target.is_ready:
-            target = self._for_send(name, request)
+            target = self._for_send(name, request.default_queues, request.default_topic)
         if not 0 <= queue_id < target.queues:
             _choose(target, max(queue_id, 0))
         return 0
@@ -439,11 +461,11 @@ class SendHandler:
         Returns when it is in the page cache, for any durability of the store.
         """
         store = self._store
-        if store.appender.lock.is_writing():
+        if store.appender.is_locked() and store.appender.lock.is_writing():
             self._check_busy(message.topic)
         else:
             self._stuck_at = -1
-        result = self._append(
+        result = store.append(
             message,
             queue_id,
             born_timestamp_ms=born_timestamp_ms,
@@ -451,6 +473,7 @@ class SendHandler:
             store_host=store_host,
             sys_flag=sys_flag,
             reconsume_times=reconsume_times,
+            wait=False,
         )
         self._arrivals.stored(message.topic, queue_id, message.properties, result)
         return result
@@ -461,9 +484,6 @@ class SendHandler:
         finally:
             if not self._store.appender.accepts:
                 self._arrivals.refused()
-
-    def _submit(self, message: Message, queue_id: int, **fields: Any) -> AppendResult:  # noqa: ANN401 (of `append`)
-        return self._store.submit(message, queue_id, **fields).result
 
     def _check_busy(self, topic: str) -> None:
         """Refuse a send if another write takes too long, or if this one would wait too long."""

@@ -25,7 +25,6 @@ from librmq.protocol import (
     ConsumersChanged,
     DescribeInstance,
     DirectlyConsumed,
-    Endpoint,
     Heartbeat,
     HeldQueue,
     InstanceState,
@@ -332,7 +331,7 @@ def leave(heartbeat: Heartbeat, request: Unregister) -> Heartbeat | None:
 
 
 def _parts(heartbeat: Heartbeat) -> tuple[Heartbeat, ...]:
-    client: Endpoint = heartbeat.client
+    client = heartbeat.client
     return client.heartbeats if isinstance(client, _ClientsOfOneId) else (heartbeat,)
 
 

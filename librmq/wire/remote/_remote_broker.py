@@ -46,6 +46,7 @@ from librmq.protocol import (
     PullStatus,
     Receive,
     Request,
+    RequestHandler,
     ResendLetters,
     ResentLetters,
     ResponseCode,
@@ -157,7 +158,7 @@ _RETRIES_MS: Final = 20_000
 """Age up to which a group's ``retryMaxTimes`` counts, as in a gRPC proxy."""
 
 
-class RemoteBroker:
+class RemoteBroker(Endpoint):
     """One broker. Thread-safe."""
 
     def __init__(
@@ -483,7 +484,7 @@ class RemoteBroker:
         """Return the last heartbeat of each client that has not left, by id."""
         return self._beats.copy()
 
-    def client(self, client_id: str) -> Endpoint | None:
+    def client(self, client_id: str) -> RequestHandler | None:
         """Return a client that has sent a heartbeat and not left."""
         beat = self._beats.get(client_id)
         return None if beat is None else beat.client

@@ -15,14 +15,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from librmq.broker.administered_route import AdministeredRoute
 from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
 from librmq.message.ids import Host
-from librmq.protocol import PERM_WRITE, Endpoint, QueueData, ResponseCode
+from librmq.protocol import PERM_WRITE, Endpoint, QueueData, Request, ResponseCode
 from librmq.protocol.endpoint import SendsLater, Watchers
 from librmq.runtime.event_log import EventLog, StateLog
 from librmq.runtime.runner import Runner, Step, Work
@@ -37,6 +37,8 @@ from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import RequestCode, RouteOfTopicHeader, TopicOfClusterHeader
 
 _log = EventLog("librmq.wire")
+
+R = TypeVar("R")
 
 # ---- name servers
 
@@ -176,14 +178,19 @@ MOST_TOPICS: Final = 10_000
 """The topics whose routes are known; those asked for first are forgotten first, and asked for again when used."""
 
 
-class _Link(SendsLater):
+class _Link(SendsLater, Endpoint):
     """A broker since its last reconnection: a new link shows clients that the broker may have forgotten them."""
 
-    __slots__ = ("call", "group")
+    __slots__ = ("_entry", "group")
 
     def __init__(self, group: BrokerGroup) -> None:
         self.group = group
-        self.call = group.entry
+        self._entry = group.entry
+
+    def call(self, request: Request[R], /) -> R:
+        """Pass a request to the broker."""
+        answer: R = self._entry(request)
+        return answer
 
 
 class Notices:

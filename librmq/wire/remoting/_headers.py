@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
 from librmq.protocol import PullStatus, ResponseCode, SendStatus
-from librmq.protocol.endpoint import value
+from librmq.protocol.request import value
 
 # ---- codes of requests and results
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import repeat
 from typing import Final
 
 from librmq.broker import Broker
@@ -20,7 +19,7 @@ from librmq.errors import BrokerBusyError, BrokerUnreachableError, MalformedErro
 from librmq.java.lang import java_long
 from librmq.message.batch import check_batch_size, decode_batch
 from librmq.message.ids import Host, RecallHandle, format_host
-from librmq.message.message import Message, MessageQueue
+from librmq.message.message import Message
 from librmq.message.properties import (
     PROPERTY_PUSH_REPLY_TIME,
     PROPERTY_REPLY_TO_CLIENT,
@@ -114,17 +113,10 @@ def _shift_delivery(properties: dict[str, str], born_ms: int, now_ms: int) -> No
 
 _NAME: Final = r"[ !#-\[\]-~]+"
 _match_plain: Final = form_pattern(
-    send_form(), _NAME, f"({_NAME})", "[0-9]{1,4}", "([0-9]{1,3})", "0", "([0-9]{1,18})", "([0-9]{1,9})",
+    send_form(), f"({_NAME})", f"({_NAME})", "([0-9]{1,4})", "([0-9]{1,3})", "0", "([0-9]{1,18})", "([0-9]{1,9})",
     r'"([^"\x00-\x1f]*)"', "0", "(0|[1-9][0-9]{0,8})",
 ).fullmatch  # fmt: skip
 """Matches the headers of usual sends as librmq's clients write them."""
-_turns: Final = [repeat(MessageQueue("", "", number)).__next__ for number in range(1000)]
-"""Functions that stand in for the sender's `next_queue`: the one at a number returns the queue of that number."""
-_CLOCKS_MS: Final = 100
-"""Sends of clients whose clocks differ more from the server's are answered by `Sends.send_all`.
-
-The store looks for room on the disk only now and then, and decides by the born time of a usual message when to do so.
-"""
 
 
 def plain_answer(frame: Frame, response: SendResponse) -> bytes | None:
@@ -153,6 +145,7 @@ class Sends:
         self._rates = rates
         self._now_ms = broker.runner.now_ms
         self._is_real_time = moves_by_itself(broker.runner.clock)
+        self._waits = "sync" in (broker.store.config.durability, broker.config.replication)
         self._batch_lock = Lock()  # a large batch takes fifty times its bytes in memory
         self.handlers: Handlers = {
             RequestCode.SEND_MESSAGE: self.send,
@@ -190,43 +183,42 @@ class Sends:
     def answer_plain(self, channel: Channel, received: bytes) -> bytes | None:
         """Store the message of a usual frame of librmq's clients, if ``received`` is one; return its answer.
 
-        None: nothing was stored, and `send_all` has to answer.
+        None: nothing was stored, and `send_all` has to answer, as where the message waits for its device or a replica,
+        for which others can wait with it.
         """
         end = json_header_end(received)
-        if not end or channel.endpoint is not self._broker:
+        if not end or self._waits or channel.endpoint is not self._broker:
             return None
         match = _match_plain(received, 8, end)
         if match is None:
             return None
-        topic, queue_id, born, flag, properties, opaque = match.groups()
+        group, name, default_queues, queue_id, born, flag, properties, opaque = match.groups()
         try:
             text = properties.decode()
             if "\\" in text:
                 text = text.replace("\\u0001", "\1").replace("\\u0002", "\2")
                 if "\\" in text:
                     return None
-            body = received[end:]
-            message = Message.from_parts(str(topic, "ascii"), body, int(flag), decode_properties(text))
+            body, topic = received[end:], str(name, "ascii")
+            message = Message.from_parts(topic, body, int(flag), decode_properties(text))
         except (RmqError, ValueError):  # the complete reader gets the error for clients
+            return None
+        if DELIVER_MS in message.properties:  # its answer says how it is recalled
             return None
         begin_ms = self._now_ms()
         born_ms = int(born) if self._is_real_time else begin_ms
-        if abs(begin_ms - born_ms) > _CLOCKS_MS:
-            return None
-        try:
-            stored = self._broker.store_plain(message, _turns[int(queue_id)], born_ms, channel.peer)
-        except RmqError:  # nothing was stored, and the broker's request gets the error for clients
-            return None
-        except Exception as error:  # the message may be stored, so there is no second try
-            self._rates.count("failed", "", self._now_ms(), 1, 0)
-            return _refused(channel, Frame(_BY_LETTERS, opaque=int(opaque)), error, message.topic)
-        if stored is None:
-            return None
-        queue, queue_offset, offset_id = stored
+        response = tried(
+            self._broker.send,
+            str(group, "ascii"), message, int(queue_id), born_ms, channel.peer, 0, int(default_queues),
+        )  # fmt: skip
         now_ms = self._now_ms()
         self._rates.took("put", now_ms - begin_ms)
-        self._rates.count("put", message.topic, now_ms, 1, len(body))
-        return framed((SENT_FORM % (offset_id, queue.queue_id, queue_offset, int(opaque))).encode(), b"")
+        if isinstance(response, Exception):
+            self._rates.count("failed", "", now_ms, 1, 0)
+            return _refused(channel, Frame(_BY_LETTERS, opaque=int(opaque)), response, topic)
+        self._rates.count("put", topic, now_ms, 1, len(body))
+        place = response.offset_ids[0], response.queue_id, response.queue_offset
+        return framed((SENT_FORM % (*place, int(opaque))).encode(), b"")
 
     def send(self, call: RemotingCall) -> bytes:
         """Store a message or a batch."""

@@ -17,7 +17,7 @@ from librmq import Broker, BrokerConfig, Message, MessageStore, StoreConfig
 from librmq.clock import ManualClock
 from librmq.files import MemoryFiles
 from librmq.files.interface import Files
-from librmq.protocol import ResponseCode, SendMessage, SendTogether
+from librmq.protocol import Endpoint, Request, ResponseCode, SendMessage, SendTogether
 from librmq.runtime.runner import ManualRunner
 from librmq.wire.remoting._channels import Channel, answer_of, answering, tried
 from librmq.wire.remoting._codec import send_frame
@@ -250,16 +250,6 @@ def test_a_usual_send_that_comes_alone_is_stored_as_others(old: str, new: str) -
     assert asked[0] == asked[1]
 
 
-@pytest.mark.parametrize("born_ms", [BEGIN_MS - 60_000, BEGIN_MS + 60_000])
-def test_a_full_disk_is_seen_whatever_a_clients_clock_says(born_ms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker looks for room by the time of its own clock."""
-    monkeypatch.setattr(ManualClock, "moves_by_itself", True)
-    with served() as (_, producing, channel):
-        raw = encode(send_frame(SendMessage("p", PLAIN, 1, born_ms, ("127.0.0.1", 5))))
-        producing.send_all(channel, [*FrameReader().feed(raw)])
-        assert producing.answer_plain(channel, raw) is None
-
-
 @pytest.mark.parametrize(("kind", "excess"), [(1, 0), (255, 0), (0, 50)])
 def test_a_usual_header_in_a_malformed_frame_stores_nothing(kind: int, excess: int) -> None:
     with served() as (broker, producing, channel):
@@ -309,16 +299,14 @@ def test_a_usual_send_counts_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_endpoint_gets_usual_sends() -> None:
     """The endpoint of a connection watches each message, for example that of a share."""
 
-    class Watching:
-        """Passes requests on."""
-
-        def __init__(self, broker: Broker) -> None:
-            self.call = broker.call
+    class Watching(Endpoint):
+        def call(self, request: Request[Any], /) -> Any:
+            return broker.call(request)
 
     with served() as (broker, producing, channel):
         raw = usual_send(b"x", 5)
         producing.send_all(channel, [*FrameReader().feed(raw)])
-        channel.endpoint = Watching(broker)
+        channel.endpoint = Watching()
         assert producing.answer_plain(channel, raw) is None
 
 
@@ -351,16 +339,16 @@ def test_an_error_of_one_usual_send_takes_no_answer_from_others(
     error: BaseException, broker: Broker, client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is the message, which is stored before the error, stored again."""
-    store_plain = Broker.store_plain
+    send = Broker.send
 
-    def fail(broker: Broker, message: Message, *arguments: Any) -> Any:
-        place = store_plain(broker, message, *arguments)
+    def fail(broker: Broker, group: str, message: Message, *arguments: Any) -> Any:
+        response = send(broker, group, message, *arguments)
         if message.body == b"bad":
             raise error
-        return place
+        return response
 
     client.put("t", b"first")  # so that the topic is there
-    monkeypatch.setattr(Broker, "store_plain", fail)
+    monkeypatch.setattr(Broker, "send", fail)
     bodies, now_ms = [b"good", b"bad", b"last"], broker.runner.now_ms()
     client.write(b"".join(usual_send(body, number, now_ms) for number, body in enumerate(bodies)))
     if isinstance(error, SystemExit):  # it ends the thread of the connection
@@ -419,13 +407,12 @@ def test_usual_sends_are_answered_around_others(
 ) -> None:
     """Each answer comes in the order of its request, also if only a part of the last one has come."""
     stored: list[int] = []
-    store_plain = Broker.store_plain
+    store = Broker.send
 
     def note(*arguments: Any) -> Any:
-        place = store_plain(*arguments)
-        if place is not None:
-            stored.append(place[1])
-        return place
+        response = store(*arguments)
+        stored.append(response.queue_offset)
+        return response
 
     client.put("t", b"first")  # so that the topic is there
     frames = []
@@ -434,7 +421,7 @@ def test_usual_sends_are_answered_around_others(
         frame = send_frame(send)
         frame.opaque = 1_000 + number
         frames.append(encode(frame))
-    monkeypatch.setattr(Broker, "store_plain", note)
+    monkeypatch.setattr(Broker, "send", note)
     raw, part = b"".join(frames), len(frames[-1]) // 2
     client.write(raw[:-part])
     answers = [client.answer() for _ in range(41)]

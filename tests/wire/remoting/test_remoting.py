@@ -11,7 +11,7 @@ import pytest
 
 from librmq import Broker, ConfigError, ManualRunner, PullConsumer, PushConsumer, SimpleConsumer, StoreConfig
 from librmq.message.message import StoredMessage
-from librmq.protocol import Acknowledge, Receive
+from librmq.protocol import Acknowledge, Endpoint, Receive
 from librmq.store import verify
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting import _server as server_module
@@ -463,7 +463,7 @@ def test_acknowledgements_that_come_together_are_one_request(client: RawClient, 
     receipts = [received.receipt for received in broker.call(Receive("c", "g", "t", 4)).messages]
     asked: list[Any] = []
 
-    class Watched:
+    class Watched(Endpoint):
         def call(self, request: Any, /) -> Any:
             asked.append(request)
             return broker.call(request)
