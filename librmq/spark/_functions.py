@@ -31,7 +31,7 @@ import pyarrow as pa
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.client import allocation
-from librmq.errors import AllocationError, ConfigError, FilterError
+from librmq.errors import AllocationError, ConfigError, FilterError, RmqError
 from librmq.filter import BROKER_BLOOM, BloomFilter, FilterWarning, SqlFilter, TagFilter
 from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.filters import compiled
@@ -39,6 +39,7 @@ from librmq.filter.parser import Dialect
 from librmq.filter.spark_backend import property_text
 from librmq.idempotence.stores import dedup_key as key_of_record
 from librmq.message.message import MessageQueue
+from librmq.spark._conditions import raises_conditions, with_condition
 from librmq.spark._encode import tags_codes
 
 if TYPE_CHECKING:
@@ -98,7 +99,11 @@ class _Builder:
     def apply(self, arguments: Any) -> Any:
         operands = [arguments.apply(number) for number in range(arguments.length())]
         if len(operands) == 2 and (text := _literal_text(operands[1])) is not None:
-            column = self._build(self._column(operands[0]), text).alias(f"{self._name}({operands[0].sql()}, {text})")
+            try:
+                column = self._build(self._column(operands[0]), text)
+            except RmqError as error:
+                raise _thrown(with_condition(error)) from None
+            column = column.alias(f"{self._name}({operands[0].sql()}, {text})")
             return self._session.expression(column._jc)
         return self._function._judf.builder(arguments)
 
@@ -106,6 +111,35 @@ class _Builder:
         from pyspark.sql.classic.column import Column as ClassicColumn
 
         return ClassicColumn(self._expressions.column(expression))
+
+
+def _thrown(error: RmqError) -> Exception:
+    """Return an exception that py4j throws in Java as an ``IllegalArgumentException``, with only the text of ``error``.
+
+    Otherwise the text would have the tracebacks of Python and Java. py4j passes on an exception of Java where a setting
+    of the connection says so. The setting is the user's, and other callbacks of the process depend on it, so it is
+    changed only until py4j has read the exception.
+    """
+    from py4j.protocol import Py4JJavaError
+    from pyspark import SparkContext
+
+    context = SparkContext._active_spark_context
+    assert context is not None
+    jvm, parameters = cast(Any, context._jvm), cast(Any, context._gateway).callback_server_parameters
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    exception, before = jvm.java.lang.IllegalArgumentException(f"{kind}: {error}"), parameters.propagate_java_exceptions
+
+    class Thrown(Py4JJavaError):
+        def __init__(self) -> None:
+            Exception.__init__(self, str(error))
+
+        @property
+        def java_exception(self) -> Any:
+            parameters.propagate_java_exceptions = before
+            return exception
+
+    parameters.propagate_java_exceptions = True
+    return Thrown()
 
 
 def _literal_text(expression: Any) -> str | None:
@@ -405,6 +439,7 @@ def arrow_function(name: str, function: Callable[..., pa.Array], result: str) ->
     """Return a function of Arrow arrays as one of Spark, with its name in plans and results."""
     from pyspark.sql.pandas.functions import arrow_udf
 
+    @raises_conditions
     def called(*arrays: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FilterWarning)

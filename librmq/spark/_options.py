@@ -1,19 +1,4 @@
-"""Options of the data source: names and values, checked on the driver before any task.
-
-The option ``names`` gives columns the names of Spark's source for Kafka:
-
-==============  ==================  ==================
-Kafka's name    librmq's            type
-==============  ==================  ==================
-``key``         ``keys``            binary
-``value``       ``body``            binary
-``partition``   ``queueId``         int
-``offset``      ``queueOffset``     bigint
-``timestamp``   ``storeTimestamp``  timestamp
-==============  ==================  ==================
-
-A written row has no offset, and its ``timestamp`` becomes ``bornTimestamp``. All other columns keep their names.
-"""
+"""Options of the data source: names and values, checked on the driver before any task."""
 
 from __future__ import annotations
 
@@ -21,14 +6,12 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import Any, Final, Literal, cast
 from urllib.parse import unquote, urlsplit
-
-import pyarrow as pa
 
 from librmq.columns.options import (
     EARLIEST,
@@ -45,15 +28,12 @@ from librmq.columns.remote import RemoteStore, located
 from librmq.config import suggest
 from librmq.errors import ConfigError
 
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
-
-
 READ_OPTIONS: Final = (
     "path", "paths", "view", "topic", "topicPattern", "queueId", "tags", "selector", "startingOffsets",
     "endingOffsets", "startingTimestamp", "endingTimestamp", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp",
     "failOnDataLoss", "mode", "asRecovered", "minPartitions", "minOffsetsPerTrigger", "maxOffsetsPerTrigger",
     "maxBytesPerTrigger", "maxTriggerDelay", "checksums", "names", "storageOptions", "pushFilters", "at",
+    "columns", "includeHeaders",
 )  # fmt: skip
 WRITE_OPTIONS: Final = (
     "path", "topic", "queueId", "orderBy", "jobId", "queues", "staging", "wait", "names", "checkpointLocation",
@@ -70,7 +50,6 @@ _OF_KAFKA: Final = {
     "subscribe": "the option topic names topics",
     "subscribepattern": "the option topicPattern selects topics",
     "assign": "the options topic and queueId select queues",
-    "includeheaders": "a message's headers are its column properties",
     "groupidprefix": "a read belongs to no group",
     "kafka.group.id": "a read belongs to no group",
     "startingoffsetsbytimestampstrategy": "a time after the last message stands for the end of a queue",
@@ -108,6 +87,8 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         )
     if parse_names(options) == "kafka" and view != "messages":
         raise ConfigError("option names: Kafka's names are for the view messages")
+    if includes_headers(options) and parse_names(options) != "kafka":
+        raise ConfigError("option includeHeaders: it is for names=kafka; otherwise read the column properties")
     pushes_filters(options)
     mode = _choice(values, "mode", ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"), "FAILFAST", upper=True)
     topics = _list(values, "topic")
@@ -190,6 +171,20 @@ def refuse_urls(paths: Sequence[str], what: str) -> None:
 def parse_names(options: Mapping[str, str]) -> str:
     """Return which names the columns have: ``rocketmq`` or ``kafka``."""
     return _choice(_recognized(options, ("names",)), "names", ("rocketmq", "kafka"), "rocketmq")
+
+
+def includes_headers(options: Mapping[str, str]) -> bool:
+    """Return whether a read with Kafka's names has the column ``headers``."""
+    return _flag(_recognized(options, ("includeHeaders",)), "includeHeaders", False)
+
+
+def parse_columns(options: Mapping[str, str]) -> list[str] | None:
+    """Return the columns of the option ``columns``, as the user names them; None without the option."""
+    columns = _list(_recognized(options, ("columns",)), "columns")
+    for name in columns or ():
+        if columns is not None and columns.count(name) > 1:
+            raise ConfigError(f"option columns: {name!r} is named twice; name each column once")
+    return columns
 
 
 def pushes_filters(options: Mapping[str, str]) -> bool:
@@ -457,83 +452,3 @@ def local_path(text: str) -> str:
             "write the path of the mount, such as /dbfs/…, or ./ before a relative path"
         )
     return os.path.abspath(os.path.expanduser(text))
-
-
-# ---- names of columns
-
-_PLAIN: Final = {
-    "key": "keys",
-    "value": "body",
-    "partition": "queueId",
-    "offset": "queueOffset",
-    "timestamp": "storeTimestamp",
-}
-_WRITTEN: Final = _PLAIN | {"timestamp": "bornTimestamp"}
-_ORDER: Final = ("key", "value", "topic", "partition", "offset", "timestamp", "store", "_corrupt_record")
-
-
-def plain_name(name: str) -> str:
-    """Return librmq's name for a column that may have Kafka's."""
-    return _PLAIN.get(name, name)
-
-
-def kafka_schema(schema: StructType) -> StructType:
-    """Return the columns of a read without a schema, which is ``schema`` with librmq's names, as Kafka names them."""
-    from pyspark.sql.types import BinaryType, StructField, StructType
-
-    types = {field.name: field.dataType for field in schema} | {"keys": BinaryType()}
-    return StructType([StructField(name, types[plain_name(name)]) for name in _ORDER if plain_name(name) in types])
-
-
-def plain_schema(schema: StructType) -> StructType:
-    """Return the columns to read for columns that may have Kafka's names, each once.
-
-    Raises:
-        ConfigError: A column ``key`` is not binary.
-    """
-    from pyspark.sql.types import StringType, StructField, StructType
-
-    fields: dict[str, StructField] = {}
-    for field in schema:
-        kind = field.dataType
-        if field.name == "key":
-            if kind.simpleString() != "binary":
-                raise ConfigError(f"column 'key': expected type binary, found {kind.simpleString()}")
-            kind = StringType()
-        fields.setdefault(plain_name(field.name), StructField(plain_name(field.name), kind))
-    return StructType(list(fields.values()))
-
-
-@dataclass(frozen=True)
-class Renaming:
-    """The columns that a reader shows, each with the column that it reads."""
-
-    schema: pa.Schema
-
-    def batches(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield batches with the names and types of ``schema``."""
-        for batch in batches:
-            columns = [batch.column(plain_name(field.name)).cast(field.type) for field in self.schema]
-            yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
-
-
-def written_schema(columns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the names and types of columns to write as librmq names them.
-
-    Raises:
-        ConfigError: A column is Kafka's ``offset``.
-    """
-    if any(name == "offset" for name, _ in columns):
-        raise ConfigError("column 'offset': the store gives a message its offset; drop the column before the write")
-    return [
-        (_WRITTEN.get(name, name), "string" if (name, kind) == ("key", "binary") else kind) for name, kind in columns
-    ]
-
-
-def written_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch to write with librmq's names."""
-    columns = [
-        column.cast(pa.string()) if name == "key" and pa.types.is_binary(column.type) else column
-        for name, column in zip(batch.schema.names, batch.columns, strict=True)
-    ]
-    return pa.RecordBatch.from_arrays(columns, [_WRITTEN.get(name, name) for name in batch.schema.names])

@@ -39,17 +39,17 @@ from librmq.columns.options import Predicate, ReadOptions
 from librmq.config import suggest
 from librmq.errors import ConfigError, RmqError
 from librmq.files.disk import DiskFiles
+from librmq.spark._conditions import shows_conditions, with_condition
+from librmq.spark._kafka import Renaming, kafka_columns, kafka_schema, plain_name, plain_schema
 from librmq.spark._options import (
     READ_OPTIONS,
     WRITE_OPTIONS,
-    Renaming,
     StreamLimits,
     WriteOptions,
-    kafka_schema,
+    includes_headers,
+    parse_columns,
     parse_names,
     parse_read_options,
-    plain_name,
-    plain_schema,
     pushes_filters,
     refuse_for_batches,
     refuse_unknown,
@@ -72,6 +72,7 @@ _OPTIONS_OF_TABLE: Final = "rocketmq"
 """Metadata key of a table's first column, with the table's options as JSON."""
 
 
+@shows_conditions
 class RocketMQDataSource(DataSource):
     """Stores of RocketMQ brokers as a data source; docs/spark.md lists its options and columns."""
 
@@ -107,12 +108,7 @@ class RocketMQDataSource(DataSource):
     def schema(self) -> StructType:
         """Return the columns of a read without a schema."""
         options = dict(self.options)
-        if is_progress(options):
-            schema = progress_schema(options)
-        else:
-            schema = schema_of(default_columns(parse_read_options(options)))
-        if parse_names(options) == "kafka":
-            schema = kafka_schema(schema)
+        schema = progress_schema(options) if is_progress(options) else _schema_of_messages(options)
         if self._creates_table:
             schema.fields[0].metadata = {_OPTIONS_OF_TABLE: json.dumps(dict(self.options))}
         return schema
@@ -145,7 +141,7 @@ class RocketMQDataSource(DataSource):
                 raise ConfigError("option pushFilters: Spark pushes no conditions into a stream; use the other options")
             return StreamReader(options, StreamLimits.from_options(values), *read_schema(schema, options, values))
         except RmqError as error:  # Spark would hide it behind its own error
-            return RefusedStream(error)
+            return RefusedStream(with_condition(error))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Return the writer of a job."""
@@ -166,6 +162,7 @@ class RocketMQDataSource(DataSource):
         return StreamWriter(WriteOptions.from_options(dict(self.options)), schema)
 
 
+@shows_conditions
 class Reader(DataSourceReader):
     """The batch reader of the data source."""
 
@@ -194,6 +191,7 @@ class Reader(DataSourceReader):
         return batches if self._renaming is None else self._renaming.batches(batches)
 
 
+@shows_conditions
 class PushingReader(Reader):
     """A reader that accepts filters from Spark; it leaves those that it can't apply to every row to Spark."""
 
@@ -215,6 +213,25 @@ class PushingReader(Reader):
         import pyarrow.compute as pc
 
         return Predicate(~pc.field(CORRUPT).is_null(), (CORRUPT, *(["body"] if "body" in self._schema.names else [])))
+
+
+def _schema_of_messages(options: Mapping[str, str]) -> StructType:
+    """Return the columns of the option ``columns``, or all that a read shows by default."""
+    parsed, names, is_kafka = parse_read_options(options), parse_columns(options), parse_names(options) == "kafka"
+    if names is None:
+        schema = schema_of(default_columns(parsed))
+        return kafka_schema(schema, headers=includes_headers(options)) if is_kafka else schema
+    plain = list(dict.fromkeys(map(plain_name, names) if is_kafka else names))
+    _check_names(plain, parsed)
+    return kafka_columns(names, schema_of(plain)) if is_kafka else schema_of(plain)
+
+
+def _check_names(names: Iterable[str], options: ReadOptions) -> None:
+    """Raise `ConfigError` for a name that is no column of the view."""
+    columns = columns_of(options.view)
+    for name in names:
+        if name not in columns:
+            raise ConfigError(f"the view {options.view} has no column {name!r}: {suggest(name, columns)}")
 
 
 def _narrowed(options: ReadOptions, filter_: Filter, name: str) -> tuple[ReadSelection, bool]:
@@ -284,6 +301,9 @@ def read_schema(
     schema: StructType, options: ReadOptions, values: Mapping[str, str]
 ) -> tuple[pa.Schema, Renaming | None]:
     """Return the columns to read for ``schema``, and their renaming if the options ask for Kafka's names."""
+    names = parse_columns(values)
+    if names is not None and names != schema.names:
+        raise ConfigError(f"option columns: the schema of the read has others ({', '.join(schema.names)}); give one")
     if parse_names(values) != "kafka":
         return arrow_schema(schema, options), None
     return arrow_schema(plain_schema(schema), options), Renaming(to_arrow_schema(schema, timezone="UTC"))
@@ -291,12 +311,10 @@ def read_schema(
 
 def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
     """Return a Spark schema as Arrow's; `ConfigError` for a column or type that can't be read."""
-    columns = columns_of(options.view)
+    _check_names(schema.names, options)
     for field in schema.fields:
         if schema.names.count(field.name) > 1:
             raise ConfigError(f"column {field.name!r} is named twice; name each column once")
-        if field.name not in columns:
-            raise ConfigError(f"the view {options.view} has no column {field.name!r}: {suggest(field.name, columns)}")
         expected = from_arrow_type(TYPES[field.name])
         if field.dataType.simpleString() != expected.simpleString():
             raise ConfigError(
@@ -335,6 +353,7 @@ def progress_schema(values: Mapping[str, str]) -> StructType:
     return StructType([StructField(name, kind) for name, kind in _TYPES.items() if several or name != "store"])
 
 
+@shows_conditions
 class ProgressReader(DataSourceReader):
     """Reads each store's tables in a task of its own."""
 

@@ -35,12 +35,13 @@ from librmq.columns.planned_store import PlannedStore
 from librmq.columns.planner import queue_parts
 from librmq.errors import ConfigError, RmqError
 from librmq.message.lag import queue_lag
+from librmq.spark._conditions import shows_conditions
 from librmq.spark._options import StreamLimits
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from librmq.spark._options import Renaming
+    from librmq.spark._kafka import Renaming
 
 SMALLEST_RECORD: Final = 91
 """Bytes of a record with an empty body, topic and properties."""
@@ -103,6 +104,7 @@ class RefusedStream(DataSourceStreamReader):
     initialOffset = getDefaultReadLimit = latestOffset = partitions = read = _refuse  # noqa: N815 (Spark's)
 
 
+@shows_conditions
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """The stream on the driver; only `read` runs in workers, on a copy."""
 

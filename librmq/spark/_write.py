@@ -34,8 +34,10 @@ from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, Sto
 from librmq.files.disk import DiskFiles
 from librmq.files.interface import confine, make_folders
 from librmq.message import record
+from librmq.spark._conditions import shows_conditions
 from librmq.spark._encode import Encoder, check_columns
-from librmq.spark._options import WriteOptions, local_path, written_batch, written_schema
+from librmq.spark._kafka import written_batch, written_schema
+from librmq.spark._options import WriteOptions, local_path
 from librmq.spark._staged_records import Staged, StagedBlock, StagedRecords, discard, job_folder
 from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
@@ -324,6 +326,7 @@ class Ready(WriterCommitMessage):
     staged: Staged
 
 
+@shows_conditions
 class StagingWriter:
     """The part of a writer that stages rows; made and checked on the driver, `write` runs in workers."""
 
@@ -397,6 +400,7 @@ class StagingWriter:
         )
 
 
+@shows_conditions
 class Writer(StagingWriter, DataSourceArrowWriter):
     """The writer of a batch."""
 
@@ -412,6 +416,7 @@ class Writer(StagingWriter, DataSourceArrowWriter):
         discard(self._folder)
 
 
+@shows_conditions
 class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
     """The writer of a stream, whose batches are jobs: a batch that Spark repeats writes nothing.
 

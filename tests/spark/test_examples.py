@@ -114,4 +114,3 @@ def test_the_last_step_of_the_demo(
     assert signal.getsignal(signal.SIGINT) is before
     assert "  → sales: 250\n" in capsys.readouterr().out
     assert "<svg" in (tmp_path / "report.html").read_text("utf-8")
-

@@ -122,6 +122,33 @@ def test_a_schema_is_the_projection(folder: Path) -> None:
     assert {row.store for row in frame.collect()} == {str(folder)}
 
 
+def test_the_option_columns_is_the_projection(folder: Path) -> None:
+    frame = read(folder, columns="queueOffset, tags", topic="Refunds")
+    assert frame.columns == ["queueOffset", "tags"]
+    assert {row.tags for row in frame.collect()} == {"vip", "plain"}
+    assert read(folder, columns="queueId", view="queues").columns == ["queueId"]
+    of_kafka = read(folder, columns="offset,key,tags", names="kafka", topic="Refunds")
+    assert of_kafka.schema.simpleString() == "struct<offset:bigint,key:binary,tags:string>"
+    assert of_kafka.count() == frame.count()
+
+
+def test_a_message_carries_the_headers_of_kafka(folder: Path, tmp_path: Path) -> None:
+    """They are the user's properties, and a write takes them as such."""
+    frame = read(folder, names="kafka", includeHeaders="true", topic="Refunds")
+    assert frame.columns == ["key", "value", "topic", "partition", "offset", "timestamp", "headers"]
+    of_body = {bytes(row["value"]): row["headers"] for row in frame.collect()}
+    assert [(header["key"], bytes(header["value"])) for header in of_body[b"body 6"]] == [
+        ("amount", b"6"),
+        ("region", b"eu"),
+    ]
+    with MessageStore.open(tmp_path / "copy"):
+        pass
+    rows = frame.drop("offset")
+    rows.write.format("rocketmq").mode("append").options(names="kafka").save(str(tmp_path / "copy"))
+    assert read(tmp_path / "copy", selector="amount = 6 AND region = 'eu'").count() == 1
+    assert read(tmp_path / "copy", names="kafka", columns="headers").where("headers IS NULL").count() == 0
+
+
 def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "s1")
     shutil.copytree(folder, tmp_path / "s2")
@@ -142,6 +169,10 @@ def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
         ({"startingOffsets": '{"Orders": {"0": 100000}}'}, None, "failOnDataLoss"),
         ({"minPartitions": "0"}, None, "at least 1"),
         ({"names": "kafka"}, "key string", "expected type binary, found string"),
+        ({"columns": "tag"}, None, "[RMQ_BAD_OPTION] the view messages has no column 'tag': did you mean tags"),
+        ({"columns": "tags,tags"}, None, "'tags' is named twice"),
+        ({"columns": "tags"}, "keys string", "option columns: the schema of the read has others (keys)"),
+        ({"includeHeaders": "true"}, None, "option includeHeaders: it is for names=kafka"),
         ({"names": "kafka", "view": "log"}, None, "names are for the view messages"),
         ({"startingOffsetsByTimestamp": '{"Orders": {"0": -1}}'}, None, "JSON of milliseconds"),
         ({"startingOffsets": "latest", "startingOffsetsByTimestamp": "{}"}, None, "found both"),
@@ -188,7 +219,6 @@ def test_an_option_of_kafka_is_refused_with_what_to_use() -> None:
         ("subscribe", "one of Kafka's; for reading rocketmq the option topic"),
         ("subscribePattern", "the option topicPattern"),
         ("kafka.bootstrap.servers", "the option path"),
-        ("includeHeaders", "a message's headers are its column properties"),
         ("kafka.security.protocol", "one of Kafka's clients"),
     ):
         with pytest.raises(ConfigError, match=f"option {name} is .*{text}"):
@@ -203,10 +233,10 @@ def test_an_error_about_offsets_names_the_option(folder: Path) -> None:
 
     for option in ("startingOffsets", "endingOffsets", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp"):
         source = RocketMQDataSource({"path": str(folder), option: '{"Orders": {"7": 1}}'})
-        with pytest.raises(ConfigError, match=rf"^option {option}: .* has no queue 7 of topic 'Orders'"):
+        with pytest.raises(ConfigError, match=rf"option {option}: .* has no queue 7 of topic 'Orders'"):
             source.reader(schema_of(["topic"])).partitions()
         if option.startswith("starting"):
-            with pytest.raises(ConfigError, match=f"^option {option}: .* has no queue 7 of topic 'Orders'"):
+            with pytest.raises(ConfigError, match=f"option {option}: .* has no queue 7 of topic 'Orders'"):
                 source.streamReader(schema_of(["topic"])).initialOffset()
 
 

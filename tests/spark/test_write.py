@@ -143,7 +143,7 @@ def test_an_offset_of_kafka_is_not_written(tmp_path: Path) -> None:
 
     schema = StructType([StructField("value", BinaryType()), StructField("offset", LongType())])
     source = RocketMQDataSource({"path": str(new_store(tmp_path / "store")), "topic": "T", "names": "kafka"})
-    with pytest.raises(ConfigError, match=r"^column 'offset': the store gives a message its offset"):
+    with pytest.raises(ConfigError, match=r"^\[RMQ_BAD_OPTION\] column 'offset': the store gives a message its offset"):
         source.writer(schema, False)
 
 
