@@ -2,8 +2,8 @@
 
     python examples/demo_report.py [FOLDER] [--small]      (./demo runs it last; librmq demo --keep makes FOLDER)
 
-``--small`` leaves out Spark. Leaves ``report.html``, which opens offline, and ``report.json`` in FOLDER. Needs ``pip
-install 'librmq[cli,report,spark,jvm]'``.
+``--small`` leaves out Spark. Leaves ``report.html``, which opens offline, in FOLDER. Needs ``pip install
+'librmq[cli,report,spark,jvm]'``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,21 +22,19 @@ from librmq.cli.demo import Screen
 from librmq.diagnosis import render_page, report
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import Column, SparkSession
 
 
-def select(spark: SparkSession, stores: list[str]) -> None:
-    from librmq.spark import match_sql
-
+def select(spark: SparkSession, stores: list[str], match_sql: Callable[[str, str], Column]) -> None:
     messages = spark.read.format("rocketmq").load(stores)
     large = messages.where(match_sql("properties", "TAGS = 'card' AND total > 100"))
     print(*(f"{row.topic}: {row.body.decode()}" for row in large.collect()))
 
 
 def look(stores: list[str], page: Path) -> None:
-    found = report(stores, title="The folders of the shop")
-    page.write_text(render_page(found), encoding="utf-8")
-    for finding in found.findings:
+    survey = report(stores, title="The folders of the shop")
+    page.write_text(render_page(survey), encoding="utf-8")
+    for finding in survey.findings:
         print(f"{finding.severity}: {finding.subject}: {finding.what}")
 
 
@@ -65,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show_spark(screen: Screen, stores: list[str]) -> None:
-    from librmq.spark import register, session
+    from librmq.spark import match_sql, register, session
 
     screen.code(select)
     before = signal.getsignal(signal.SIGINT)
@@ -79,7 +77,7 @@ def show_spark(screen: Screen, stores: list[str]) -> None:
             interrupt()
         spark.sparkContext.setLogLevel("ERROR")
         register(spark)
-        screen.call(select, spark, stores)
+        screen.call(select, spark, stores, match_sql)
     finally:
         signal.signal(signal.SIGINT, before)
 
