@@ -121,12 +121,27 @@ def test_a_folder_that_can_not_be_written_has_advice(shell: Shell, monkeypatch: 
     monkeypatch.setattr("tempfile.mkdtemp", no_folder)
     answer = shell("demo", "kill")
     assert (answer.status, answer.out) == (2, "")
-    assert "No space left on device" in answer.said
+    assert "No space left on device: '/tmp/demo'" in answer.said
     assert "name one by --keep FOLDER, or by TMPDIR" in answer.said
 
 
 def no_folder(*_: object, **__: object) -> str:
-    raise OSError(28, "No space left on device")
+    raise OSError(28, "No space left on device", "/tmp/demo")
+
+
+def test_a_disk_that_is_full_in_a_program_has_advice() -> None:
+    script = "from librmq.errors import DiskFullError; raise DiskFullError('the disk is full')"
+    advice = pytest.raises(InputError, match=r"status 1: .*the disk is full\. The demo needs 20 MB")
+    with advice, demo_folder(None), Program("timeit", "-n", 1, script) as program:
+        program.end()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+def test_a_screen_that_is_full_has_no_advice_about_folders() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-P", "-m", "librmq", "demo"]
+        child = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (child.returncode, child.stderr) == (2, "librmq: [Errno 28] No space left on device\n")
 
 
 def test_a_program_that_fails_is_reported() -> None:

@@ -116,12 +116,14 @@ class Program:
         """Send it an empty line, wait for its end, and return whether ``kill -9`` has ended it.
 
         Raises:
-            InputError: It failed; the error has the last line that it printed.
+            StoreError: Its disk is full.
+            InputError: It failed otherwise; the error has the last line that it printed.
         """
         _, errors = self._process.communicate("\n")
         if self._process.returncode not in (0, _KILLED):
             last = (errors.splitlines() or ["it printed no error"])[-1]
-            raise InputError(f"a program of the demo ended with status {self._process.returncode}: {last}")
+            failure = StoreError if "DiskFullError" in last else InputError
+            raise failure(f"a program of the demo ended with status {self._process.returncode}: {last}")
         return self._process.returncode == _KILLED
 
 
@@ -165,9 +167,9 @@ def demo_folder(keep: str | None) -> Iterator[str]:
         else:
             with tempfile.TemporaryDirectory(prefix="librmq-demo-") as folder:
                 yield folder
-    except BrokenPipeError:
-        raise  # the reader of the screen has left
     except (OSError, StoreError) as error:
+        if isinstance(error, OSError) and error.filename is None and not isinstance(error, FileNotFoundError):
+            raise  # of the screen, which has no name: it is full, or its reader has left
         raise InputError(
-            f"{error}. The demo needs 100 MB in a folder that it can write: name one by --keep FOLDER, or by TMPDIR"
+            f"{error}. The demo needs 20 MB in a folder that it can write: name one by --keep FOLDER, or by TMPDIR"
         ) from error
