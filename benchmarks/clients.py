@@ -21,7 +21,7 @@ from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.runtime.compiled_core import CORE_STATE
 from librmq.runtime.runner import ManualRunner

@@ -14,8 +14,8 @@ from benchmarks import peers
 from benchmarks.frame import SIZES, Case, Target, Timed, main
 from benchmarks.peers import Load, make_load
 from librmq.config import StoreConfig
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 

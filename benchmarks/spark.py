@@ -150,11 +150,11 @@ def starts(bench: Bench, _: Path, *, with_queues: bool) -> Timed:
     """Find the starts of records in log order."""
     import pyarrow as pa
 
+    from librmq.columns._read import _Task
     from librmq.columns.options import ReadOptions, ReadSelection
     from librmq.columns.planned_store import PlannedStore
     from librmq.columns.planner import log_parts
-    from librmq.columns.read import _Task
-    from librmq.files.disk import DiskFiles
+    from librmq.files._disk import DiskFiles
 
     path = store_of(bench.count(MESSAGES))
     options = ReadOptions((path,), view="log", selection=ReadSelection(internal=True))
@@ -496,7 +496,7 @@ READER: Final = """
 import json, sys
 from librmq.spark._options import ReadOptions, ReadSelection
 from librmq.columns.planner import plan
-from librmq.columns.read import Reading
+from librmq.columns._read import Reading
 from librmq.columns.decoding import default_columns
 from librmq.spark._source import arrow_schema, schema_of
 path = sys.argv[1]

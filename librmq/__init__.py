@@ -14,15 +14,15 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from librmq.broker import Broker as Broker
     from librmq.broker import BrokerConfig as BrokerConfig
-    from librmq.client.producer import Producer as Producer
+    from librmq.client import CheckedMessage as CheckedMessage
+    from librmq.client import Producer as Producer
+    from librmq.client import ProducerConfig as ProducerConfig
+    from librmq.client import SendResult as SendResult
+    from librmq.client import TransactionProducer as TransactionProducer
+    from librmq.client import TransactionResult as TransactionResult
+    from librmq.client import select_by_hash as select_by_hash
     from librmq.client.queue_selectors import select_by_consistent_hash as select_by_consistent_hash
-    from librmq.client.queue_selectors import select_by_hash as select_by_hash
     from librmq.client.recorded_route import record_history as record_history
-    from librmq.client.sender import ProducerConfig as ProducerConfig
-    from librmq.client.sender import SendResult as SendResult
-    from librmq.client.transactions import CheckedMessage as CheckedMessage
-    from librmq.client.transactions import TransactionProducer as TransactionProducer
-    from librmq.client.transactions import TransactionResult as TransactionResult
     from librmq.clock import ManualClock as ManualClock
     from librmq.cluster import Cluster as Cluster
     from librmq.cluster import RouteTable as RouteTable
@@ -54,18 +54,18 @@ if TYPE_CHECKING:
     from librmq.errors import StoreError as StoreError
     from librmq.errors import StoreFullError as StoreFullError
     from librmq.errors import StoreLockedError as StoreLockedError
-    from librmq.idempotence.outbox import Outbox as Outbox
-    from librmq.idempotence.outbox import OutboxSender as OutboxSender
-    from librmq.idempotence.stores import MemoryDedupStore as MemoryDedupStore
-    from librmq.idempotence.stores import SqliteDedupStore as SqliteDedupStore
+    from librmq.idempotence import MemoryDedupStore as MemoryDedupStore
+    from librmq.idempotence import Outbox as Outbox
+    from librmq.idempotence import OutboxSender as OutboxSender
+    from librmq.idempotence import SqliteDedupStore as SqliteDedupStore
     from librmq.listener import DeadLetter as DeadLetter
     from librmq.listener import DownstreamDown as DownstreamDown
     from librmq.listener import ReconsumeLater as ReconsumeLater
     from librmq.listener import SuspendQueue as SuspendQueue
-    from librmq.message.batch import split_batch as split_batch
-    from librmq.message.message import Message as Message
-    from librmq.message.message import MessageQueue as MessageQueue
-    from librmq.message.message import StoredMessage as StoredMessage
+    from librmq.message import Message as Message
+    from librmq.message import MessageQueue as MessageQueue
+    from librmq.message import StoredMessage as StoredMessage
+    from librmq.message import split_batch as split_batch
     from librmq.metrics import Metrics as Metrics
     from librmq.protocol import CancelResult as CancelResult
     from librmq.protocol import ConsumeFrom as ConsumeFrom
@@ -73,12 +73,12 @@ if TYPE_CHECKING:
     from librmq.protocol import Route as Route
     from librmq.protocol import SendStatus as SendStatus
     from librmq.protocol import TransactionState as TransactionState
-    from librmq.runtime.runner import ManualRunner as ManualRunner
-    from librmq.runtime.threads import ThreadRunner as ThreadRunner
+    from librmq.runtime import ManualRunner as ManualRunner
+    from librmq.runtime import ThreadRunner as ThreadRunner
     from librmq.scheduling.timer_config import TimerConfig as TimerConfig
     from librmq.store import MessageStore as MessageStore
     from librmq.txn import TransactionConfig as TransactionConfig
-    from librmq.wire.remote.remote_route import connect as connect
+    from librmq.wire.remote import connect as connect
     from librmq.wire.share import SharedBroker as SharedBroker
     from librmq.wire.share import share as share
     from librmq.wire.share import share_async as share_async

@@ -20,12 +20,11 @@ from typing import Final, NamedTuple, Self
 
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, RecordError, StoreClosedError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Buffer, File, Files, without_zeros
+from librmq.files import Buffer, DiskFiles, File, Files
+from librmq.files.interface import without_zeros
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.message import frames, record
+from librmq.message import Message, StoredMessage, frames, record
 from librmq.message.frames import MAGICS, SIZE_AND_MAGIC, LogItem
-from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import encode_properties
 from librmq.message.topics import validate_topic
 from librmq.runtime.closing import Closing

@@ -33,8 +33,7 @@ from librmq.consumequeue_entries import (
 )
 from librmq.consumequeue_ext import EXT_FILE_SIZE, ConsumeQueueExt, ExtUnit, is_ext_address
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files
+from librmq.files import DiskFiles, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing

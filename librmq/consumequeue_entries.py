@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
-from librmq.files.interface import Buffer
+from librmq.files import Buffer
 from librmq.files.rolling import MappedFileQueue
 from librmq.runtime import lazy_numpy as np
 

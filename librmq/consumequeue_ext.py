@@ -21,8 +21,7 @@ import struct
 from typing import Final, NamedTuple, Self
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files
+from librmq.files import DiskFiles, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.runtime.closing import Closing
 

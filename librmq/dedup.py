@@ -35,16 +35,8 @@ from librmq.config import Config, Seconds, check_arguments
 from librmq.consumer import OrderlyResult
 from librmq.consumer.listeners import refuse_generator
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError
-from librmq.idempotence.stores import (
-    KEEP_CONSUMED,
-    LONGEST,
-    Claim,
-    DedupStore,
-    dedup_key,
-    lock_owners,
-    purge_in_background,
-    unique_id,
-)
+from librmq.idempotence import Claim, DedupStore, dedup_key, unique_id
+from librmq.idempotence.stores import KEEP_CONSUMED, LONGEST, lock_owners, purge_in_background
 from librmq.listener import Delivered, ReconsumeLater
 from librmq.metrics import Metrics
 from librmq.runtime.event_log import EventLog

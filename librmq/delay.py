@@ -31,8 +31,8 @@ from librmq.errors import (
     StoreError,
 )
 from librmq.java.lang import java_int
+from librmq.message import StoredMessage
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
-from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_KEYS,
     PROPERTY_REAL_QUEUE_ID,
@@ -44,15 +44,13 @@ from librmq.message.properties import (
     texts_before_values,
 )
 from librmq.message.topics import HALF_TOPIC
-from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.progress_saver import ProgressSaver
+from librmq.runtime import ProgressSaver, StateLog
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.earlier_copies import EarlierCopies
-from librmq.store import MessageStore
-from librmq.store.engine.append import AppendResult
+from librmq.store import AppendResult, BrokerTables, MessageStore
 from librmq.store.engine.copies import CopyTarget, Prepared
 from librmq.store.engine.read import records_of
-from librmq.store.format.broker_tables import BrokerTables
 
 __all__ = ["DelayConfig", "DelaySchedule"]
 

@@ -22,13 +22,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.client.client import Client
+from librmq.client import Client
 from librmq.client.observation import Ended, Operation, observe_clients, observe_kept
 from librmq.clock import moves_by_itself
 from librmq.consumer import DeliveredMessage
 from librmq.errors import BrokerError, ConfigError, MissingExtraError
+from librmq.message import Message, StoredMessage
 from librmq.message.batch import encoded_size
-from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import (
     PROPERTY_CORRELATION_ID,
     PROPERTY_SHARDING_KEY,
@@ -36,7 +36,7 @@ from librmq.message.properties import (
     PROPERTY_UNIQUE_KEY,
     encode_properties,
 )
-from librmq.runtime.runner import Runner
+from librmq.runtime import Runner
 
 try:
     from opentelemetry import propagate, trace

@@ -25,9 +25,8 @@ from librmq.errors import (
     TransactionRefusedError,
 )
 from librmq.java.lang import java_int
-from librmq.message import record
+from librmq.message import Message, StoredMessage, record
 from librmq.message.delays import SCHEDULE_TOPIC, parse_level
-from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import (
     PROPERTY_DELAY,
     PROPERTY_PRODUCER_GROUP,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelayConfig, DelaySchedule
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import encode_properties

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self, SupportsIndex
 
 from librmq.errors import StoreIOError
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File, Files
-from librmq.files.memory import MemoryFiles
 from librmq.runtime.locks import Lock
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from librmq.clock import ManualClock
-from librmq.diagnosis.pop import REVIVE_GROUP, HeldMessage, PopCheckPoint, parse_record
+from librmq.diagnosis._pop import REVIVE_GROUP, HeldMessage, PopCheckPoint, parse_record
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.message.topics import receive_retry_topic
 from librmq.scheduling.timer import Timers

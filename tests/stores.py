@@ -16,9 +16,9 @@ import pytest
 
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File, Files
-from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import PROPERTY_KEYS

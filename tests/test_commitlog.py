@@ -18,9 +18,9 @@ from librmq.errors import (
     StoreClosedError,
     StoreIOError,
 )
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File, Files
-from librmq.files.memory import MemoryFiles
 from librmq.message.record import BLANK_MAGIC, STORE_TIMESTAMP_AT, Record, body_checksum, encode_record
 from tests.file_seams import FailingFiles, RecordingFiles
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, Entries, QueueEntry, entry_dtype
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File, Files
-from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
 from tests.reference import Row, rows, store_folders
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ConsumeQueueExt, ExtUnit, is_ext_address, pack_unit
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from tests.reference import encoding, rows, store_folders
 
 BASE = -(1 << 63)

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappingPool
 from tests.budget import examples
 

@@ -14,7 +14,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import COPIED_PROPERTIES, DelayConfig, DelaySchedule, Layout
 from librmq.errors import StoreClosedError, StoreIOError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.properties import decode_properties, encode_properties, is_encoding_of, tags_code

@@ -19,7 +19,7 @@ from librmq.errors import (
     StoreIOError,
     TransactionRefusedError,
 )
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage

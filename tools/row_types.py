@@ -44,13 +44,13 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "groups": (f"librmq.diagnosis.view.GroupSummary {_LEFT}",),
     "lag": (
-        f"librmq.diagnosis.lag_report.QueueLag {_LEFT}",
-        f"librmq.diagnosis.lag_report.TopicLag {_LEFT}",
-        f"librmq.diagnosis.lag_report.GroupLag {_LEFT}",
-        "librmq.diagnosis.lag_report.GroupRate",
+        f"librmq.diagnosis._lag_report.QueueLag {_LEFT}",
+        f"librmq.diagnosis._lag_report.TopicLag {_LEFT}",
+        f"librmq.diagnosis._lag_report.GroupLag {_LEFT}",
+        "librmq.diagnosis._lag_report.GroupRate",
         "librmq.diagnosis.pending.WaitingOrigins",
     ),
-    "progress": ("librmq.diagnosis.kept_progress.KeptProgress",),
+    "progress": ("librmq.diagnosis._kept_progress.KeptProgress",),
     "expiring": ("librmq.diagnosis.pending.ExpiringMessages",),
     "dead-letters": (
         "librmq.diagnosis.deadletters.GivenUpMessage broker?:str resent?:bool",
@@ -60,7 +60,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "traces": ("librmq.message.traces.Trace",),
     "diagnose": (
         "finding:str severity:str subject:str what:str evidence:obj next:str",
-        "librmq.diagnosis.checks.TopicVolume",
+        "librmq.diagnosis._checks.TopicVolume",
     ),
     "stats": (
         "type:str path:str kind:str used_by:str? closed_cleanly:bool? topics:int queues:int messages:int retries:int "
@@ -74,7 +74,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "librmq.diagnosis.disk_use.OldFile type:str",
     ),
     "whatif": (
-        "librmq.diagnosis.whatif.Estimate scenario:str speed_up:num? lag:int queues:int clients:int threads:int "
+        "librmq.diagnosis._whatif.Estimate scenario:str speed_up:num? lag:int queues:int clients:int threads:int "
         "batch_size:int handler_s:num stored_per_s:num advice:str",
     ),
     "queues": (_QUEUE,),
@@ -107,7 +107,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "can-start": (
         "type:str version:str broker:str librmq:str closed_cleanly:bool recovery_file:str? recovery_bytes:int? "
         "read_bytes_per_s:int? read_s:num? log_end:int? cut_bytes:int? recover_cuts:int?",
-        "librmq.diagnosis.start_verdict.StartReason type:str",
+        "librmq.diagnosis._start_verdict.StartReason type:str",
     ),
     "salvage": ("type:str into:str records:int gaps:int", _GAP, _STORED),
     "extract": ("type:str into:str messages:int bytes:int",),

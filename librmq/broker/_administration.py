@@ -15,9 +15,9 @@ from librmq.broker._transactions import BrokerTransactions
 from librmq.config import to_timestamp_ms
 from librmq.delay import DelaySchedule
 from librmq.errors import BrokerError, CorruptionError, RmqError
+from librmq.message import MessageQueue, StoredMessage
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.lag import queue_lag
-from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import (
     HALF_TOPIC,
     OP_TOPIC,

@@ -16,7 +16,7 @@ from librmq.broker.groups import Groups, comparable, describe_differences
 from librmq.broker.long_polling import HeldRequests
 from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, RmqError
-from librmq.message.topics import retry_topic
+from librmq.message import retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
@@ -38,8 +38,8 @@ from librmq.protocol import (
     Subscription,
     Unregister,
 )
+from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.runner import Runner, Step
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations

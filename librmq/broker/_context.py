@@ -32,12 +32,13 @@ from librmq.message.topics import has_no_row, is_valid_queue
 from librmq.metrics import Metrics
 from librmq.protocol import CopiedTables, ResponseCode
 from librmq.protocol.endpoint import Watchers
+from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited
-from librmq.runtime.runner import Aside, Owner, Runner, Step, aside_by
+from librmq.runtime.runner import Aside, Owner, aside_by
 from librmq.scheduling.waiting import Cancellations, awaited_queues
-from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables, ConfigTable
+from librmq.store import BrokerTables, MessageStore
+from librmq.store.format.broker_tables import ConfigTable
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations

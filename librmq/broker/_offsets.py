@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Final
 
 from librmq.errors import BrokerError, StoreClosedError
 from librmq.protocol import ResponseCode
+from librmq.runtime import ProgressSaver, critical
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock, critical
-from librmq.runtime.progress_saver import ProgressSaver
+from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Aside
-from librmq.store.format.broker_tables import BrokerTables, ConfigTable, progress_of, topic_and_group
+from librmq.store import BrokerTables
+from librmq.store.format.broker_tables import ConfigTable, progress_of, topic_and_group
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from librmq.config import wrong_kind
 from librmq.errors import ConfigError
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 from librmq.protocol import LockQueues, UnlockQueues
 from librmq.runtime.event_log import EventLog
 

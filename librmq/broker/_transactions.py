@@ -12,13 +12,14 @@ from functools import partial
 from librmq.broker._context import BrokerContext
 from librmq.broker.long_polling import Arrivals
 from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
+from librmq.runtime import Work
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
-from librmq.runtime.runner import Aside, Work
+from librmq.runtime.runner import Aside
 from librmq.txn import CheckBack, FinalMessage, Transactions
 
 _log = EventLog("librmq.broker")

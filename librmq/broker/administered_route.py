@@ -24,11 +24,10 @@ from librmq.errors import (
     MalformedError,
     MessageIllegalError,
 )
+from librmq.message import MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.ids import parse_offset_message_id
-from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import (
     TopicType,
-    dead_letter_topic,
     is_own_group,
     is_system_topic,
     validate_group,
@@ -73,15 +72,14 @@ from librmq.protocol import (
     ViewMessage,
 )
 from librmq.protocol.client_requests import NOT_SENT_HERE, SentMessage, cancel_request
+from librmq.runtime import Runner
 from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.runner import Runner
 from librmq.scheduling.waiting import WAITING_TOPICS
 from librmq.store.format.documents import letter_identity
 
 if TYPE_CHECKING:
-    from librmq.store import MessageStore
-    from librmq.store.format.broker_tables import BrokerTables
+    from librmq.store import BrokerTables, MessageStore
 
 _log = EventLog("librmq.broker")
 

@@ -38,10 +38,9 @@ from librmq.errors import (
     StoreError,
     StoreLockedError,
 )
-from librmq.files.disk import DiskFiles, TemporaryFolder
-from librmq.files.interface import Files
+from librmq.files import DiskFiles, Files, TemporaryFolder
+from librmq.message import Message, StoredMessage
 from librmq.message.ids import Host
-from librmq.message.message import Message, StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
@@ -53,11 +52,9 @@ from librmq.protocol import (
     ResponseCode,
     SendResponse,
 )
+from librmq.runtime import Runner, ThreadRunner
 from librmq.runtime.closing import opened_in_thread
-from librmq.runtime.runner import Runner
-from librmq.runtime.threads import ThreadRunner
-from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables
+from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.directory import infer_config
 
 R = TypeVar("R")

@@ -30,9 +30,9 @@ from librmq.txn import TransactionConfig
 
 if TYPE_CHECKING:
     from librmq.clock import Clock
-    from librmq.files.interface import Files
+    from librmq.files import Files
     from librmq.metrics import Metrics
-    from librmq.runtime.runner import Runner
+    from librmq.runtime import Runner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

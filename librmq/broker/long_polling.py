@@ -19,12 +19,13 @@ from librmq.message.delays import parse_level
 from librmq.message.properties import PROPERTY_DELAY, tags_code
 from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, Subscription
-from librmq.runtime.runner import Runner, next_on_grid
+from librmq.runtime import Runner
+from librmq.runtime.runner import next_on_grid
 from librmq.store import AppendResult
 
 if TYPE_CHECKING:
     from librmq.filter import Registration, Registrations, SqlFilter, TagFilter
-    from librmq.store.engine.read import MessageFilter
+    from librmq.store import MessageFilter
 
 
 # ---- deadlines
@@ -112,7 +113,7 @@ ALL: Final = Selection(None)
 def selection_of(expression: str, expression_type: str, *, by_text: bool) -> Selection:
     """Return the selection of a valid expression. Tags are compared ``by_text``, or by their hash as a queue has it."""
     from librmq.filter import SqlFilter, TagFilter  # a grammar comes with it, which few need
-    from librmq.store.engine.message_filters import BySql, ByTags
+    from librmq.store import BySql, ByTags
 
     if expression_type == "SQL92":
         sql = SqlFilter(expression)
@@ -139,7 +140,7 @@ def parse_selection(subscription: Subscription) -> Selection:
 
 def registered_selection(registrations: Registrations, registration: Registration) -> Selection:
     """Return the selection of a registered SQL subscription, which can use the store's bitmaps."""
-    from librmq.store.engine.message_filters import BySql
+    from librmq.store import BySql
 
     return Selection(BySql(registration, registrations), sql=registration)
 

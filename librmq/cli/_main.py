@@ -241,7 +241,7 @@ def _advice(error: CorruptionError) -> str:
     if folder == "librmq":
         return "; move the file away: no message is in it, and librmq and a broker start without it"
     if error.kind == "size" and any(f"{os.sep}{kind}{os.sep}" in error.file for kind in ("consumequeue", "index")):
-        from librmq.files.disk import DiskFiles
+        from librmq.files import DiskFiles
         from librmq.store.format.directory import derived_remedy
 
         return f"; {derived_remedy(error.file, DiskFiles())}"

@@ -508,7 +508,7 @@ def watching_bar(what: str, total: int, unit: Unit = "bytes", *, quiet: bool = F
 
 def log_bar(what: str, store: str, passes: int, *, quiet: bool = False) -> AbstractContextManager[None]:
     """Show the progress of calls that walk over the log of a store some times."""
-    from librmq.files.disk import DiskFiles
+    from librmq.files import DiskFiles
     from librmq.store.format.directory import COMMITLOG
 
     files = DiskFiles().list(os.path.join(store, COMMITLOG))

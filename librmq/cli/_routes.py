@@ -19,10 +19,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
-from librmq.broker.administered_route import AdministeredRoute, StoreRoute
+from librmq.broker import AdministeredRoute, StoreRoute
 from librmq.errors import BrokerUnreachableError, InputError
-from librmq.files.disk import DiskFiles
-from librmq.files.memory import OverlayFiles
+from librmq.files import DiskFiles, OverlayFiles
 from librmq.protocol import (
     CancelMessage,
     CreateTopic,
@@ -35,8 +34,7 @@ from librmq.protocol import (
     Request,
     ResendLetters,
 )
-from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables
+from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.directory import CONFIG
 from librmq.wire.remote import RemoteRoute, connect
 from librmq.wire.remote.administration import tables

@@ -16,21 +16,16 @@ from librmq.cli._output import complain
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import BodyCompressionError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode
-from librmq.message import record
+from librmq.message import DelayLevels, StoredMessage, record
 from librmq.message.batch import inner_messages, is_batch
-from librmq.message.delays import DelayLevels
 from librmq.message.ids import format_host
-from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_KEYS
 from librmq.store.engine.derivation import derived_tags_code
 
 if TYPE_CHECKING:
     from librmq.consumequeue import ConsumeQueue
-    from librmq.files.interface import Damage
-    from librmq.store import MessageStore
-    from librmq.store.recovery.salvage import Gap
-    from librmq.store.recovery.verify import Verdict
-    from librmq.store.snapshots import Snapshot
+    from librmq.files import Damage
+    from librmq.store import Gap, MessageStore, Snapshot, Verdict
 
 
 Row = dict[str, Any]

@@ -16,15 +16,14 @@ from librmq.cli._output import Output, complain
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import BodyCompressionError, CorruptionError, InputError, MissingExtraError, StoreError
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message import MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_INNER_MULTI_DISPATCH
 from librmq.message.topics import LIGHT_PREFIX, is_system_topic, kind_of_topic
 from librmq.runtime.event_log import advance
 
 if TYPE_CHECKING:
     from librmq.diagnosis.view import ClusterView
-    from librmq.store import MessageStore
-    from librmq.store.engine.read import MessageFilter
+    from librmq.store import MessageFilter, MessageStore
     from librmq.store.engine.store_parts import QueueName
 
 
@@ -41,7 +40,7 @@ def age_clock(stores: str | Sequence[str] | None, *times: str | float | None) ->
     paths = [stores] if isinstance(stores, str) else stores or ()
     if not any(isinstance(time, float) or (time is not None and _AGO.fullmatch(time)) for time in times):
         return SystemClock()
-    from librmq.diagnosis.view import StoreView
+    from librmq.diagnosis import StoreView
     from librmq.formatting import moment
 
     last_ms = []
@@ -130,7 +129,7 @@ def note_part(stores: Iterable[str], topics: str | None, groups: str | None, out
 
     It prints nothing if a store can't be read, because its names are not known.
     """
-    from librmq.diagnosis.view import StoreView
+    from librmq.diagnosis import StoreView
 
     known_topics: set[str] = set()
     known_groups: set[str] = set()

@@ -20,9 +20,7 @@ from librmq.cli._syntax import READING
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, InputError, NotAStoreError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Damage, Files
-from librmq.files.memory import OverlayFiles
+from librmq.files import Damage, DiskFiles, Files, OverlayFiles
 from librmq.runtime.event_log import held_back
 from librmq.store.format.directory import (
     COMMITLOG,
@@ -37,14 +35,13 @@ from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.format.log_paths import name_paths
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
-    from librmq.broker import Broker
-    from librmq.broker.administered_route import AdministeredRoute, StoreRoute
+    from librmq.broker import AdministeredRoute, Broker, StoreRoute
     from librmq.cli._routes import OwnedStore
     from librmq.columns import RemoteStore
-    from librmq.diagnosis.view import ClusterView, StoreView
-    from librmq.store import MessageStore
+    from librmq.diagnosis import StoreView
+    from librmq.diagnosis.view import ClusterView
+    from librmq.store import BrokerTables, MessageStore
     from librmq.store.condition import Condition
-    from librmq.store.format.broker_tables import BrokerTables
 
 _DEEPEST: Final = 2
 _MOST_FOLDERS: Final = 2000
@@ -132,7 +129,8 @@ def local_copy(arguments: argparse.Namespace, url: str) -> str:
         StoreError: The store can't be read there.
     """
     from librmq.cli._output import watching_bar
-    from librmq.columns.remote import RemoteStore, located
+    from librmq.columns import RemoteStore
+    from librmq.columns.remote import located
 
     _check_reads(arguments, url)
     store = located(url, storage_options(arguments))
@@ -169,7 +167,7 @@ def _check_reads(arguments: argparse.Namespace, url: str) -> None:
 
 def _counts_receives(store: RemoteStore, arguments: argparse.Namespace) -> bool:
     """Return whether a command counts what POP holds, which is in the log."""
-    from librmq.diagnosis.view import StoreView
+    from librmq.diagnosis import StoreView
 
     if arguments.command.name not in ("groups", "lag"):
         return False
@@ -179,8 +177,7 @@ def _counts_receives(store: RemoteStore, arguments: argparse.Namespace) -> bool:
 
 def _fetch_times(store: RemoteStore, arguments: argparse.Namespace) -> None:
     """Fetch the records whose store times a command prints, all at once."""
-    from librmq.diagnosis.lag_report import lag
-    from librmq.diagnosis.view import StoreView
+    from librmq.diagnosis import StoreView, lag
 
     with StoreView.open(store.path) as view:
         last = sorted(view.ranges, key=lambda name: view.ranges[name].max_physic_offset)[-_FEW_QUEUES:]
@@ -321,7 +318,7 @@ def open_view(arguments: argparse.Namespace) -> Iterator[StoreView]:
     Raises:
         CorruptionError: The store is damaged.
     """
-    from librmq.diagnosis.view import StoreView
+    from librmq.diagnosis import StoreView
 
     if arguments.config is None and getattr(arguments, "at", None) is None:
         with StoreView.open(arguments.store, tables=_owner_tables(arguments)) as view:
@@ -500,7 +497,7 @@ def open_broker(arguments: argparse.Namespace, *, makes_store: bool = False) -> 
         StoreLockedError: Another process owns the store; the error says which.
     """
     from librmq.broker import Broker
-    from librmq.runtime.runner import ManualRunner
+    from librmq.runtime import ManualRunner
 
     files, config = files_and_config(arguments, writable=makes_store)
     if makes_store and not files.is_folder(os.path.join(arguments.store, COMMITLOG)):
@@ -568,7 +565,7 @@ def open_administered(arguments: argparse.Namespace) -> Iterator[tuple[Administe
 
 def view_of(broker: StoreRoute) -> StoreView:
     """View the store of a broker, with its tables."""
-    from librmq.diagnosis.view import StoreView
+    from librmq.diagnosis import StoreView
 
     return StoreView.over(broker.store, broker.tables)
 

@@ -20,7 +20,7 @@ from librmq.broker.groups import describe_differences
 from librmq.client.queue_selectors import LARGEST_RING, text_hash
 from librmq.errors import AllocationError, ConfigError, GroupMismatchError
 from librmq.java.lang import utf16_order
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 from librmq.protocol import site_of
 
 AllocationStrategy = Callable[[str, Sequence[MessageQueue], Sequence[str]], list[MessageQueue]]

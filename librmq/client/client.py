@@ -20,7 +20,8 @@ from librmq.client.observation import ObservedClient, note_client
 from librmq.config import check_kind
 from librmq.errors import ClientError, ClientStateError, ConfigError
 from librmq.java.lang import string_hash
-from librmq.message.ids import Host, UniqueIds, encode_host
+from librmq.message import UniqueIds
+from librmq.message.ids import Host, encode_host
 from librmq.message.properties import PROPERTY_CORRELATION_ID
 from librmq.protocol import (
     CheckTransaction,
@@ -35,9 +36,9 @@ from librmq.protocol import (
     Unregister,
     check_site,
 )
-from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.locks import critical
-from librmq.runtime.runner import Runner, Step, next_on_grid
+from librmq.runtime import Runner, StateLog, Step, critical
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.runner import next_on_grid
 
 R = TypeVar("R")
 FIRST_HEARTBEAT_MS: Final = 1_000

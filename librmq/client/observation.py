@@ -10,11 +10,11 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 
-from librmq.message.message import Message, StoredMessage
+from librmq.message import Message, StoredMessage
 from librmq.protocol import Route
+from librmq.runtime import Runner
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import Runner
 
 R = TypeVar("R")
 _log = EventLog("librmq.client")

@@ -27,16 +27,9 @@ from librmq.errors import (
     MessageIllegalError,
     SendTimeoutError,
 )
+from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.batch import check_batch, check_batch_size, encoded_size
-from librmq.message.message import (
-    Message,
-    MessageQueue,
-    SendKeywords,
-    StoredMessage,
-    body_too_large,
-    priority_with_queue,
-    reserved_topic,
-)
+from librmq.message.message import SendKeywords, body_too_large, priority_with_queue, reserved_topic
 from librmq.message.properties import (
     PROPERTY_CLUSTER,
     PROPERTY_CORRELATION_ID,

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from librmq.errors import AllocationError, ConfigError
 from librmq.java.lang import boolean_hash, double_hash, long_hash, string_hash
-from librmq.message.message import Message, MessageQueue
+from librmq.message import Message, MessageQueue
 from librmq.runtime.locks import Lock
 
 QueueSelector = Callable[[Sequence[MessageQueue], Message, Any], MessageQueue]

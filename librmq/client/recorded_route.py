@@ -11,13 +11,13 @@ from typing import Any, Final, TypeVar
 from librmq.client.recorder import Event, Recorder
 from librmq.config import check_path
 from librmq.errors import ConfigError
+from librmq.message import StoredMessage
 from librmq.message.ids import Host
-from librmq.message.message import StoredMessage
 from librmq.protocol import Endpoint, QueueData, Request, Route
+from librmq.runtime import Runner
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import Runner
 from librmq.store import MessageStore
 
 R = TypeVar("R")

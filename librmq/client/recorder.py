@@ -12,8 +12,7 @@ from typing import Any, Final, Literal, Protocol, TypeVar, cast
 from librmq.client.observation import ObservedClient
 from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqError
 from librmq.java.lang import java_int
-from librmq.message.delays import DEFAULT_LEVELS, DelayLevels
-from librmq.message.message import Message, MessageQueue, StoredMessage
+from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, MessageQueue, StoredMessage
 from librmq.message.properties import (
     PROPERTY_DELAY,
     PROPERTY_ORIGIN_MESSAGE_ID,

@@ -26,8 +26,7 @@ from librmq.errors import (
     RmqError,
     SendTimeoutError,
 )
-from librmq.message import record
-from librmq.message.message import Message, MessageQueue
+from librmq.message import Message, MessageQueue, record
 from librmq.message.properties import PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, priority_of
 from librmq.message.topics import AUTO_CREATE_TOPIC, RETRY_PREFIX
 from librmq.metrics import Metrics

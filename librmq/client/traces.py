@@ -19,9 +19,9 @@ from librmq.client.client import Client, LifeCycle
 from librmq.client.sender import ProducerConfig, PublishRoutes, SendContext, Sender, SendResult
 from librmq.clock import moves_by_itself
 from librmq.errors import ConfigError, NoRouteError
+from librmq.message import Message
 from librmq.message.batch import encoded_size
 from librmq.message.ids import format_host, parse_offset_message_id
-from librmq.message.message import Message
 from librmq.message.properties import (
     PROPERTY_KEYS,
     PROPERTY_TAGS,
@@ -45,9 +45,9 @@ from librmq.message.traces import (
 )
 from librmq.metrics import Metrics
 from librmq.protocol import SendStatus, TransactionState
+from librmq.runtime import Step, Work
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, Lock
-from librmq.runtime.runner import Step, Work
 
 MAX_WAITING: Final = 10_000
 """Most records that wait to be stored."""

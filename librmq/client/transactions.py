@@ -23,8 +23,9 @@ from librmq.client.producer import Producer, ProducerArguments
 from librmq.client.sender import SendResult
 from librmq.config import check_arguments
 from librmq.errors import ClientError, ConfigError, MessageIllegalError
+from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.ids import parse_offset_message_id
-from librmq.message.message import Message, MessageQueue, StoredMessage, delayed_transaction, transaction_with_priority
+from librmq.message.message import delayed_transaction, transaction_with_priority
 from librmq.message.properties import (
     PROPERTY_PRODUCER_GROUP,
     PROPERTY_REAL_TOPIC,
@@ -40,8 +41,8 @@ from librmq.protocol import (
     SendStatus,
     TransactionState,
 )
+from librmq.runtime import Work
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.runner import Work
 
 R = TypeVar("R")
 _log = EventLog("librmq.producer")

@@ -19,20 +19,19 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, Self, TypeVar
 
-from librmq.broker import Broker, BrokerConfig
-from librmq.broker.administered_route import AdministeredRoute, check_id
+from librmq.broker import AdministeredRoute, Broker, BrokerConfig
+from librmq.broker.administered_route import check_id
 from librmq.cluster._sites import SiteRoute
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files
+from librmq.files import DiskFiles, Files
+from librmq.message import StoredMessage
 from librmq.message.ids import parse_host, parse_offset_message_id
-from librmq.message.message import StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import Endpoint, QueueData, Request, check_site, site_of
 from librmq.protocol.endpoint import Watchers
-from librmq.runtime.runner import Runner, Step, next_on_grid
-from librmq.runtime.threads import ThreadRunner
+from librmq.runtime import Runner, Step, ThreadRunner
+from librmq.runtime.runner import next_on_grid
 
 R = TypeVar("R")
 

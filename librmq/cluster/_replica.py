@@ -37,8 +37,8 @@ from librmq.errors import (
     StoreClosedError,
     StoreError,
 )
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files, confine
+from librmq.files import DiskFiles, Files
+from librmq.files.interface import confine
 from librmq.metrics import Metrics
 from librmq.protocol import (
     CopiedTables,
@@ -52,16 +52,15 @@ from librmq.protocol import (
     Request,
     ResponseCode,
 )
+from librmq.runtime import Runner, Step, ThreadRunner, Work
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import Runner, Step, Work, next_on_grid
-from librmq.runtime.threads import ThreadRunner
+from librmq.runtime.runner import next_on_grid
 from librmq.scheduling.waiting import Cancellations
-from librmq.store import MessageStore
+from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.copies import whole_size
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.documents import OWN_FOLDER, ReplicaMark, clear_mark, read_mark, write_mark
 
 # ---- a store on disk as a master

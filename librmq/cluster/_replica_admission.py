@@ -13,7 +13,7 @@ from typing import Final
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, ReplicaError
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.protocol import Endpoint, FollowLog, LogDescription
 from librmq.store import MessageStore
 from librmq.store.format import directory

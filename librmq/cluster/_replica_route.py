@@ -24,7 +24,7 @@ from librmq.protocol import (
     Unregister,
 )
 from librmq.protocol.endpoint import watch_all
-from librmq.runtime.runner import Runner
+from librmq.runtime import Runner
 
 R = TypeVar("R")
 

@@ -25,9 +25,9 @@ from librmq.config import to_seconds
 from librmq.errors import CapacityError, ConfigError
 from librmq.protocol import check_site
 from librmq.protocol.endpoint import watch_all
+from librmq.runtime import Runner, Step, Work
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock
-from librmq.runtime.runner import Runner, Step, Work
 
 _log = EventLog("librmq.cluster")
 _ANY: Final = float("inf")

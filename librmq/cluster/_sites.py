@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from librmq.errors import BrokerUnreachableError
 from librmq.protocol import Endpoint, QueueData, Request, Route
-from librmq.runtime.runner import Runner
+from librmq.runtime import Runner
 
 R = TypeVar("R")
 

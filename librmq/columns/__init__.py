@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from librmq.columns._arrow_dataset import dataset as dataset
     from librmq.columns._exports import Exported as Exported
     from librmq.columns._exports import export as export
+    from librmq.columns._read import Reading as Reading
     from librmq.columns.decoding import CORRUPT as CORRUPT
     from librmq.columns.decoding import TYPES as TYPES
     from librmq.columns.decoding import default_columns as default_columns
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from librmq.columns.options import ReadOptions as ReadOptions
     from librmq.columns.options import ReadSelection as ReadSelection
     from librmq.columns.planner import plan as plan
-    from librmq.columns.read import Reading as Reading
     from librmq.columns.record_batches import ReaderKeywords as ReaderKeywords
     from librmq.columns.record_batches import reader as reader
     from librmq.columns.record_batches import scan as scan
@@ -34,7 +34,7 @@ else:
             "librmq.columns._exports": ("Exported", "export"),
             "librmq.columns.options": ("DataLossError", "Part", "ReadOptions", "ReadSelection"),
             "librmq.columns.planner": ("plan",),
-            "librmq.columns.read": ("Reading",),
+            "librmq.columns._read": ("Reading",),
             "librmq.columns.record_batches": ("ReaderKeywords", "reader", "scan", "traces"),
             "librmq.columns.remote": ("RemoteStore",),
         },

@@ -36,8 +36,8 @@ from librmq.columns.planned_store import PlannedStore
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
 from librmq.columns.remote import RemoteFiles, RemoteStore
 from librmq.errors import ConfigError, StoreIOError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files, make_folders
+from librmq.files import DiskFiles, Files
+from librmq.files.interface import make_folders
 from librmq.printable import cell, guarded, is_safe_in_cell, printable
 from librmq.runtime.event_log import advance
 from librmq.store.format import directory

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, Final, Literal
 
 from librmq.errors import ConfigError, StoreError
-from librmq.files.interface import Damage
+from librmq.files import Damage
 from librmq.message.topics import is_user_topic
 
 View = Literal["messages", "queues", "log"]

@@ -30,8 +30,7 @@ from librmq.columns.remote import RemoteFiles, fetch
 from librmq.config import ENTRY_SIZE, StoreConfig, suggest
 from librmq.consumequeue import ConsumeQueue, Entries, QueueEntry, entry_dtype
 from librmq.errors import ConfigError, CorruptionError, RecordError, StoreError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Damage, Files
+from librmq.files import Damage, DiskFiles, Files
 from librmq.files.rolling import MappingPool, file_name
 from librmq.message.topics import is_system_topic
 from librmq.runtime.closing import Closing

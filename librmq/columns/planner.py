@@ -25,7 +25,7 @@ from librmq.columns.options import Part, ReadOptions, ReadSelection, Slice
 from librmq.columns.planned_store import PlannedStore, stored_entries
 from librmq.columns.remote import RemoteFiles
 from librmq.config import ENTRY_SIZE
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName
 

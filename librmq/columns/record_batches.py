@@ -16,6 +16,7 @@ from typing import Any, Final, TypedDict, Unpack, cast, get_args
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from librmq.columns._read import Reading
 from librmq.columns.decoding import TYPES, columns_of, default_columns
 from librmq.columns.options import (
     LARGEST_OFFSET,
@@ -28,11 +29,10 @@ from librmq.columns.options import (
     check_filters,
 )
 from librmq.columns.planner import plan
-from librmq.columns.read import Reading
 from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_options, located
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.message.topics import TRACE_TOPIC
 from librmq.message.traces import TRACE_PREFIX, Trace, TraceReader
 from librmq.store import MessageStore

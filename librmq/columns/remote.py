@@ -28,8 +28,8 @@ import numpy as np
 from librmq.columns.options import ReadOptions, RemoteLog
 from librmq.config import ENTRY_SIZE
 from librmq.errors import ConfigError, CorruptionError, MissingExtraError, NotAStoreError, StoreIOError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files, make_folders
+from librmq.files import DiskFiles, Files
+from librmq.files.interface import make_folders
 from librmq.files.rolling import file_name
 from librmq.runtime.event_log import advance
 from librmq.store.format import directory

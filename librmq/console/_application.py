@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route as Address
 
-from librmq.broker.administered_route import AdministeredRoute
+from librmq.broker import AdministeredRoute
 from librmq.console._changes import Changes
 from librmq.console._guard import Application, Authorize, Guard
 from librmq.console._pages import Pages

@@ -20,7 +20,7 @@ from librmq.diagnosis import decide_half, plan_skip, skip
 from librmq.diagnosis.deadletters import letters_by_queue
 from librmq.errors import BrokerError, ConfigError, RmqError
 from librmq.formatting import moment, number, short
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.protocol import MoveGroup
 from librmq.runtime.event_log import EventLog
 

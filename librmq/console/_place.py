@@ -13,11 +13,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from librmq import SharedBroker
-from librmq.broker import Broker
-from librmq.broker.administered_route import AdministeredRoute
+from librmq.broker import AdministeredRoute, Broker
 from librmq.clock import Clock, SystemClock
 from librmq.config import wrong_kind
-from librmq.diagnosis.view import ClusterView, StoreView, View
+from librmq.diagnosis import StoreView
+from librmq.diagnosis.view import ClusterView, View
 from librmq.errors import ConfigError
 from librmq.store import MessageStore
 

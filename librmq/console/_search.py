@@ -11,11 +11,12 @@ from typing import Any, Final
 
 from librmq.console._place import Place
 from librmq.console._tables import Query
-from librmq.diagnosis.view import StoreView, View
+from librmq.diagnosis import StoreView
+from librmq.diagnosis.view import View
 from librmq.errors import ConfigError
 from librmq.filter import SqlFilter, TagFilter
 from librmq.formatting import number
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 
 MESSAGES: Final = 25
 _LOOKED_AT: Final = 20_000

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from librmq.clock import Clock
 from librmq.errors import ConfigError
 from librmq.formatting import number
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 
 
 class Cell(NamedTuple):

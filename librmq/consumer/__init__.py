@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from librmq.consumer._orderly import BlockedQueue as BlockedQueue
     from librmq.consumer._orderly import OrderlyResult as OrderlyResult
     from librmq.consumer._pull import PullConsumer as PullConsumer
+    from librmq.consumer._push import PushConsumer as PushConsumer
     from librmq.consumer._simple import ReceivedMessage as ReceivedMessage
     from librmq.consumer._simple import SimpleConsumer as SimpleConsumer
     from librmq.consumer._tracks import MessageTrack as MessageTrack
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from librmq.consumer.config import ConsumerConfig as ConsumerConfig
     from librmq.consumer.config import PullConsumerConfig as PullConsumerConfig
     from librmq.consumer.listeners import DeliveredMessage as DeliveredMessage
-    from librmq.consumer.push import PushConsumer as PushConsumer
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -35,7 +35,7 @@ else:
             "librmq.consumer.listeners": ("DeliveredMessage",),
             "librmq.consumer._orderly": ("BlockedQueue", "OrderlyResult"),
             "librmq.consumer._pull": ("PullConsumer",),
-            "librmq.consumer.push": ("PushConsumer",),
+            "librmq.consumer._push": ("PushConsumer",),
             "librmq.consumer._simple": ("ReceivedMessage", "SimpleConsumer"),
         },
     )

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from librmq.consumer.listeners import DeliveredMessage
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message import MessageQueue, StoredMessage
 from librmq.message.record import header_struct
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import Endpoint
-from librmq.runtime.runner import Step
+from librmq.runtime import Step
 
 _V6_HOSTS: Final = 0x30
 _unpack_body = header_struct("sys_flag", "body_length").unpack_from

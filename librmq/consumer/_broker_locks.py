@@ -19,9 +19,9 @@ from typing import Final
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import Instance, next_from_first
 from librmq.errors import RmqError
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 from librmq.protocol import LockQueues, UnlockQueues
-from librmq.runtime.runner import Step
+from librmq.runtime import Step
 
 FIRST_RENEWAL_MS: Final = 1_000
 RENEWAL_MS: Final = 20_000

@@ -21,9 +21,9 @@ from librmq.consumer._weights import Backlog, Pulled, batches_of
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.listener import DownstreamDown
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.protocol import MessageModel
-from librmq.runtime.runner import Step
+from librmq.runtime import Step
 
 RUN: Final = 32
 """The most messages of a run. Listeners count as fast when so many end in `RUN_S`."""

@@ -29,8 +29,8 @@ from librmq.consumer._instance import ConsumerCounts, Instance
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
+from librmq.message import Message, MessageQueue, retry_topic
 from librmq.message.dead_letter_cause import record_cause
-from librmq.message.message import Message, MessageQueue
 from librmq.message.properties import (
     PROPERTY_DELAY,
     PROPERTY_MAX_RECONSUME_TIMES,
@@ -39,7 +39,6 @@ from librmq.message.properties import (
     PROPERTY_RETRY_TOPIC,
     PROPERTY_TRANSACTION_PREPARED,
 )
-from librmq.message.topics import retry_topic
 from librmq.protocol import (
     MessageModel,
     Request,
@@ -48,7 +47,7 @@ from librmq.protocol import (
     SentBack,
 )
 from librmq.protocol.client_requests import INNER_PRODUCER
-from librmq.runtime.runner import Step
+from librmq.runtime import Step
 
 R = TypeVar("R")
 REDELIVERY_MS: Final = 5_000

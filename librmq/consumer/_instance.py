@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from librmq.client.client import Client
+from librmq.client import Client
 from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._offsets import Offsets
@@ -15,12 +15,13 @@ from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.listeners import DeliveredMessage
 from librmq.errors import RmqError
 from librmq.filter import TagFilter
+from librmq.message import MessageQueue
 from librmq.message.lag import queue_lag
-from librmq.message.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import HeldQueue, InstanceState, ListenerCall, MaxOffset, Route, Subscription
-from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.runner import Runner, Step, next_on_grid
+from librmq.runtime import Runner, StateLog, Step
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.runner import next_on_grid
 
 FIRST_SAVE_MS: Final = 10_000
 SAVE_INTERVAL_MS: Final = 5_000

@@ -26,11 +26,11 @@ from librmq.consumer._failures import cause_of, is_requested, outcome
 from librmq.consumer._instance import ConsumerCounts, Instance
 from librmq.consumer.listeners import DeliveredMessage, Listener, Listeners
 from librmq.errors import ClientStateError
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import ConsumeDirectly, DirectlyConsumed, DirectResult, ListenerCall, MessageModel
+from librmq.runtime import Work
 from librmq.runtime.locks import Event
-from librmq.runtime.runner import Work
 
 Callback = Callable[[object, Exception | None], None]
 """Called after a listener, with its result or its exception."""

@@ -16,18 +16,19 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-from librmq.client.client import Client
+from librmq.client import Client
 from librmq.config import to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer.config import StartAt
 from librmq.errors import ConfigError, MalformedError, RmqError
-from librmq.files.interface import Files, make_folders
+from librmq.files import Files
+from librmq.files.interface import make_folders
 from librmq.java.json import ObjectKey, dumps, loads
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import QueryOffset, StartGroup, StartOutcome, UpdateOffset
-from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.progress_saver import ProgressSaver
+from librmq.runtime import ProgressSaver, StateLog
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 
 _log = EventLog("librmq.consumer")

@@ -28,9 +28,9 @@ from librmq.consumer._rebalancing import Rebalancing
 from librmq.consumer.config import ConsumerConfig
 from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.listener import DownstreamDown
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message import MessageQueue, StoredMessage
 from librmq.protocol import MessageModel
-from librmq.runtime.runner import Step
+from librmq.runtime import Step
 
 WAIT_FOR_LISTENER_MS: Final = 1_000
 MAX_WITHOUT_REST_MS: Final = 60_000

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Final, Unpack
 
-from librmq.client.client import Client
+from librmq.client import Client
 from librmq.client.observation import Operation, observed, observed_async
 from librmq.clock import wait_async
 from librmq.config import check_kind, to_seconds, to_timestamp_ms
@@ -23,7 +23,7 @@ from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
 from librmq.consumer.listeners import DeliveredMessage, Predicate, TopicPredicate
 from librmq.errors import ClientStateError, ConfigError, RmqError
 from librmq.listener import DownstreamDown
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import (
     MaxOffset,

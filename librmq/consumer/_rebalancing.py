@@ -17,7 +17,7 @@ from librmq.client.allocation import own_share
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import SETTLED_MS, Instance, next_from_first
 from librmq.errors import RmqError
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 from librmq.message.topics import RETRY_PREFIX
 from librmq.protocol import (
     PERM_READ,
@@ -29,8 +29,8 @@ from librmq.protocol import (
     QueueData,
     QueueOffsetAt,
 )
+from librmq.runtime import Step
 from librmq.runtime.event_log import counted
-from librmq.runtime.runner import Step
 
 INTERVAL_MS: Final = 20_000
 PULL_IDLE_MS: Final = 120_000

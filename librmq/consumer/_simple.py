@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final, Literal, NoReturn, Self, TypeAlias, TypeVar, cast
 
-from librmq.client.client import Client, LifeCycle, Startable, client_of
+from librmq.client import Client
+from librmq.client.client import LifeCycle, Startable, client_of
 from librmq.client.observation import Operation, observed, observed_async
 from librmq.clock import wait_async
 from librmq.config import check_kind, to_seconds, wrong_kind
@@ -32,7 +33,7 @@ from librmq.errors import (
     ReceiptError,
     RmqError,
 )
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 from librmq.message.topics import check_receive_retry_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -59,9 +60,9 @@ from librmq.protocol import (
     SaveProgress,
     Subscription,
 )
-from librmq.runtime.event_log import EventLog, StateLog
+from librmq.runtime import Runner, StateLog
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event
-from librmq.runtime.runner import Runner
 
 R = TypeVar("R")
 _Source: TypeAlias = tuple[Subscription, str]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from librmq.consumer.listeners import DeliveredMessage
 from librmq.errors import FilterEvaluationError, NoRouteError
 from librmq.filter import TAG, SqlFilter, TagFilter
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.protocol import ConsumerData, Endpoint, MessageModel, QueryOffset, Route, Subscription, TopicGroups
 
 

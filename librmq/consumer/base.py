@@ -12,8 +12,9 @@ from datetime import timedelta
 from typing import Any, Generic, Self, TypeVar, cast
 
 from librmq.broker.groups import comparable
+from librmq.client import Client
 from librmq.client.allocation import refuse_differences
-from librmq.client.client import Client, LifeCycle, Startable, State, client_of
+from librmq.client.client import LifeCycle, Startable, State, client_of
 from librmq.config import to_seconds
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import REOPENED_MS, Instance, instance_state
@@ -23,8 +24,8 @@ from librmq.consumer.config import ConsumerConfig, fixed_because
 from librmq.consumer.listeners import check_at_brokers, make_subscription
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, RmqError
 from librmq.filter import TagFilter
-from librmq.message.message import MessageQueue
-from librmq.message.topics import retry_topic, validate_group
+from librmq.message import MessageQueue, retry_topic
+from librmq.message.topics import validate_group
 from librmq.protocol import (
     ConsumerData,
     ConsumerIds,

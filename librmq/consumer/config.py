@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Annotated, Final, Literal, TypeAlias, TypedDict
 
-from librmq.client.allocation import AllocationStrategy, allocate_averagely
+from librmq.client import allocate_averagely
+from librmq.client.allocation import AllocationStrategy
 from librmq.config import Between, Config, Seconds
 from librmq.errors import ConfigError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files
+from librmq.files import DiskFiles, Files
 from librmq.protocol import ConsumeFrom, MessageModel
 
 StartAt: TypeAlias = Literal["first", "last"] | datetime | int

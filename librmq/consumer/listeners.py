@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar, cast
 
-from librmq.client.client import Client
+from librmq.client import Client
 from librmq.clock import Clock
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.filter import SQL92, TAG, Policy, SqlFilter, TagFilter, WatchedPredicate
 from librmq.listener import ReconsumeLater
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.message import MessageQueue, StoredMessage
 from librmq.message.properties import (
     PROPERTY_CONSUME_START_TIME,
     PROPERTY_MAX_OFFSET,

@@ -10,27 +10,40 @@ if TYPE_CHECKING:
     from librmq.diagnosis._alarms import Alarm as Alarm
     from librmq.diagnosis._alarms import Watch as Watch
     from librmq.diagnosis._alarms import watch as watch
+    from librmq.diagnosis._checks import TopicVolume as TopicVolume
+    from librmq.diagnosis._checks import design_check as design_check
+    from librmq.diagnosis._checks import diagnose as diagnose
+    from librmq.diagnosis._checks import topic_volumes as topic_volumes
+    from librmq.diagnosis._findings import Finding as Finding
+    from librmq.diagnosis._findings import Thresholds as Thresholds
     from librmq.diagnosis._instances import HeldProgress as HeldProgress
     from librmq.diagnosis._instances import held_progress as held_progress
-    from librmq.diagnosis.checks import TopicVolume as TopicVolume
-    from librmq.diagnosis.checks import design_check as design_check
-    from librmq.diagnosis.checks import diagnose as diagnose
-    from librmq.diagnosis.checks import topic_volumes as topic_volumes
+    from librmq.diagnosis._kept_progress import KeptProgress as KeptProgress
+    from librmq.diagnosis._kept_progress import progress_history as progress_history
+    from librmq.diagnosis._lag_report import GroupLag as GroupLag
+    from librmq.diagnosis._lag_report import GroupRate as GroupRate
+    from librmq.diagnosis._lag_report import Lag as Lag
+    from librmq.diagnosis._lag_report import QueueLag as QueueLag
+    from librmq.diagnosis._lag_report import TopicLag as TopicLag
+    from librmq.diagnosis._lag_report import TopicProgress as TopicProgress
+    from librmq.diagnosis._lag_report import lag as lag
+    from librmq.diagnosis._pop import HeldMessage as HeldMessage
+    from librmq.diagnosis._pop import PopHolds as PopHolds
+    from librmq.diagnosis._pop import UnusableRecord as UnusableRecord
+    from librmq.diagnosis._pop import pop_holds as pop_holds
+    from librmq.diagnosis._start_verdict import StartReason as StartReason
+    from librmq.diagnosis._start_verdict import StartVerdict as StartVerdict
+    from librmq.diagnosis._start_verdict import can_start as can_start
+    from librmq.diagnosis._whatif import Consumption as Consumption
+    from librmq.diagnosis._whatif import Estimate as Estimate
+    from librmq.diagnosis._whatif import Scenario as Scenario
+    from librmq.diagnosis._whatif import consumption_of as consumption_of
+    from librmq.diagnosis._whatif import estimate as estimate
+    from librmq.diagnosis._whatif import what_if as what_if
     from librmq.diagnosis.deadletters import DeadLetterCause as DeadLetterCause
     from librmq.diagnosis.deadletters import GivenUpMessage as GivenUpMessage
     from librmq.diagnosis.deadletters import dead_letter_causes as dead_letter_causes
     from librmq.diagnosis.deadletters import dead_letters as dead_letters
-    from librmq.diagnosis.findings import Finding as Finding
-    from librmq.diagnosis.findings import Thresholds as Thresholds
-    from librmq.diagnosis.kept_progress import KeptProgress as KeptProgress
-    from librmq.diagnosis.kept_progress import progress_history as progress_history
-    from librmq.diagnosis.lag_report import GroupLag as GroupLag
-    from librmq.diagnosis.lag_report import GroupRate as GroupRate
-    from librmq.diagnosis.lag_report import Lag as Lag
-    from librmq.diagnosis.lag_report import QueueLag as QueueLag
-    from librmq.diagnosis.lag_report import TopicLag as TopicLag
-    from librmq.diagnosis.lag_report import TopicProgress as TopicProgress
-    from librmq.diagnosis.lag_report import lag as lag
     from librmq.diagnosis.message_story import StoryEvent as StoryEvent
     from librmq.diagnosis.message_story import story as story
     from librmq.diagnosis.pending import ExpiringMessages as ExpiringMessages
@@ -41,10 +54,6 @@ if TYPE_CHECKING:
     from librmq.diagnosis.pending import given_up as given_up
     from librmq.diagnosis.pending import pending_messages as pending_messages
     from librmq.diagnosis.pending import waiting_origins as waiting_origins
-    from librmq.diagnosis.pop import HeldMessage as HeldMessage
-    from librmq.diagnosis.pop import PopHolds as PopHolds
-    from librmq.diagnosis.pop import UnusableRecord as UnusableRecord
-    from librmq.diagnosis.pop import pop_holds as pop_holds
     from librmq.diagnosis.skips import Replay as Replay
     from librmq.diagnosis.skips import Skip as Skip
     from librmq.diagnosis.skips import SkippedQueue as SkippedQueue
@@ -58,30 +67,21 @@ if TYPE_CHECKING:
     from librmq.diagnosis.skips import set_aside as set_aside
     from librmq.diagnosis.skips import skip as skip
     from librmq.diagnosis.skips import skipped as skipped
-    from librmq.diagnosis.start_verdict import StartReason as StartReason
-    from librmq.diagnosis.start_verdict import StartVerdict as StartVerdict
-    from librmq.diagnosis.start_verdict import can_start as can_start
     from librmq.diagnosis.survey.model import Comparison as Comparison
     from librmq.diagnosis.survey.model import Report as Report
     from librmq.diagnosis.survey.model import compare as compare
     from librmq.diagnosis.survey.page import render_page as render_page
     from librmq.diagnosis.survey.report import report as report
     from librmq.diagnosis.view import StoreView as StoreView
-    from librmq.diagnosis.whatif import Consumption as Consumption
-    from librmq.diagnosis.whatif import Estimate as Estimate
-    from librmq.diagnosis.whatif import Scenario as Scenario
-    from librmq.diagnosis.whatif import consumption_of as consumption_of
-    from librmq.diagnosis.whatif import estimate as estimate
-    from librmq.diagnosis.whatif import what_if as what_if
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "librmq.diagnosis._alarms": ("Alarm", "Watch", "watch"),
-            "librmq.diagnosis.checks": ("TopicVolume", "design_check", "diagnose", "topic_volumes"),
+            "librmq.diagnosis._checks": ("TopicVolume", "design_check", "diagnose", "topic_volumes"),
             "librmq.diagnosis.deadletters": ("DeadLetterCause", "GivenUpMessage", "dead_letter_causes", "dead_letters"),
-            "librmq.diagnosis.findings": ("Finding", "Thresholds"),
-            "librmq.diagnosis.lag_report": (
+            "librmq.diagnosis._findings": ("Finding", "Thresholds"),
+            "librmq.diagnosis._lag_report": (
                 "GroupLag",
                 "GroupRate",
                 "Lag",
@@ -91,7 +91,7 @@ else:
                 "lag",
             ),
             "librmq.diagnosis._instances": ("HeldProgress", "held_progress"),
-            "librmq.diagnosis.kept_progress": ("KeptProgress", "progress_history"),
+            "librmq.diagnosis._kept_progress": ("KeptProgress", "progress_history"),
             "librmq.diagnosis.message_story": ("StoryEvent", "story"),
             "librmq.diagnosis.pending": (
                 "ExpiringMessages",
@@ -103,7 +103,7 @@ else:
                 "pending_messages",
                 "waiting_origins",
             ),
-            "librmq.diagnosis.pop": ("HeldMessage", "PopHolds", "UnusableRecord", "pop_holds"),
+            "librmq.diagnosis._pop": ("HeldMessage", "PopHolds", "UnusableRecord", "pop_holds"),
             "librmq.diagnosis.skips": (
                 "Replay",
                 "Skip",
@@ -119,11 +119,18 @@ else:
                 "skip",
                 "skipped",
             ),
-            "librmq.diagnosis.start_verdict": ("StartReason", "StartVerdict", "can_start"),
+            "librmq.diagnosis._start_verdict": ("StartReason", "StartVerdict", "can_start"),
             "librmq.diagnosis.survey.model": ("Comparison", "Report", "compare"),
             "librmq.diagnosis.survey.page": ("render_page",),
             "librmq.diagnosis.survey.report": ("report",),
             "librmq.diagnosis.view": ("StoreView",),
-            "librmq.diagnosis.whatif": ("Consumption", "Estimate", "Scenario", "consumption_of", "estimate", "what_if"),
+            "librmq.diagnosis._whatif": (
+                "Consumption",
+                "Estimate",
+                "Scenario",
+                "consumption_of",
+                "estimate",
+                "what_if",
+            ),
         },
     )

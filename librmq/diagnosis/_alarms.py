@@ -10,18 +10,18 @@ from typing import Any, Final, Literal, NamedTuple
 
 from librmq.broker import Broker
 from librmq.config import check_arguments, to_seconds
-from librmq.diagnosis.checks import diagnose
-from librmq.diagnosis.findings import Finding, Thresholds, grouped, worst_first
-from librmq.diagnosis.lag_report import Lag, lag
+from librmq.diagnosis._checks import diagnose
+from librmq.diagnosis._findings import Finding, Thresholds, grouped, worst_first
+from librmq.diagnosis._lag_report import Lag, lag
 from librmq.diagnosis.pending import waiting_retries
 from librmq.diagnosis.view import StoreView
 from librmq.errors import ConfigError
 from librmq.formatting import duration
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.message.properties import PROPERTY_ORIGIN_MESSAGE_ID, PROPERTY_RETRY_TOPIC
 from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group
+from librmq.runtime import Step, Work
 from librmq.runtime.event_log import EventLog, counted
-from librmq.runtime.runner import Step, Work
 
 _GROWING: Final = {"dead-letters": "messages", "given-up-halves": "halves", "expired-unread": "expired"}
 """Findings with a number that matters: each growth is another alarm."""

@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple
 
 from librmq.broker import GroupConnections
 from librmq.broker.groups import TopicDifference, comparable, group_differences
-from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped, sample_evidence
-from librmq.diagnosis.lag_report import Lag, QueueLag, is_uneven, lag
+from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence, grouped, sample_evidence
+from librmq.diagnosis._lag_report import Lag, QueueLag, is_uneven, lag
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
 from librmq.formatting import duration, id_ranges
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.message.topics import RETRY_PREFIX, is_own_group
 from librmq.protocol import PERM_READ, HeldQueue, InstanceState, ListenerCall, MessageModel
 from librmq.runtime.event_log import counted

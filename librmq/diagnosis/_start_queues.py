@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, RmqError
-from librmq.files.interface import Damage, Files
+from librmq.files import Damage, Files
 from librmq.runtime.event_log import counted
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence, grouped
+from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence, grouped
 from librmq.diagnosis.view import Source, StoreView, View, viewed
+from librmq.message import StoredMessage, retry_topic
 from librmq.message.dead_letter_cause import cause_of
-from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_RESENT_LETTER, PROPERTY_RETRY_TOPIC
-from librmq.message.topics import DEAD_LETTER_PREFIX, retry_topic
+from librmq.message.topics import DEAD_LETTER_PREFIX
 from librmq.runtime.event_log import counted
 from librmq.store.format.documents import LetterIdentity, letter_identity
 

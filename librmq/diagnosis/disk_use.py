@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import HOLE_SIZE
-from librmq.diagnosis.lag_report import lag
+from librmq.diagnosis._lag_report import lag
 from librmq.diagnosis.view import StoreView
 from librmq.formatting import duration, moment, number, percent, size
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id

@@ -29,17 +29,16 @@ from base64 import b64decode
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
+from librmq.diagnosis._pop import PopAcknowledgement, PopCheckPoint, PopEvent, ReceiveName, pop_events, pop_holds
 from librmq.diagnosis.deadletters import given_up
 from librmq.diagnosis.pending import check_times
-from librmq.diagnosis.pop import PopAcknowledgement, PopCheckPoint, PopEvent, ReceiveName, pop_events, pop_holds
 from librmq.diagnosis.view import Source, StoreView, viewed
-from librmq.filter.filters import TagFilter
+from librmq.filter import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
 from librmq.formatting import duration, moment
-from librmq.message import record
+from librmq.message import StoredMessage, record, retry_topic
 from librmq.message.dead_letter_cause import recorded_cause
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_ORIGIN_MESSAGE_ID,
     PROPERTY_PRODUCER_GROUP,
@@ -55,7 +54,6 @@ from librmq.message.topics import (
     group_of_retries,
     is_user_topic,
     receive_retry_topic,
-    retry_topic,
 )
 from librmq.message.traces import TraceReader, is_trace_body, is_trace_topic
 from librmq.runtime.event_log import counted

@@ -24,16 +24,15 @@ from typing import Final, Literal, NamedTuple
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
-from librmq.diagnosis.findings import Finding, Thresholds, grouped
-from librmq.diagnosis.lag_report import QueueLag, lag
-from librmq.diagnosis.pop import PopHolds, pop_holds
+from librmq.diagnosis._findings import Finding, Thresholds, grouped
+from librmq.diagnosis._lag_report import QueueLag, lag
+from librmq.diagnosis._pop import PopHolds, pop_holds
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.formatting import duration
 from librmq.java.lang import java_int, java_long
-from librmq.message import record
+from librmq.message import StoredMessage, record, retry_topic
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_CHECK_IMMUNITY_TIME,
     PROPERTY_PRODUCER_GROUP,
@@ -51,18 +50,16 @@ from librmq.message.topics import (
     RETRY_PREFIX,
     REVIVE_PREFIX,
     is_user_topic,
-    retry_topic,
 )
 from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, is_copy, progress, transaction_of
 from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC
 from librmq.scheduling.timer_wheel import waiting_timers
 from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
-from librmq.store import MessageStore
+from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.derivation import derived_tags_code
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName
-from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.retention import first_behind, last_timestamp_ms
 from librmq.txn import TransactionConfig
 

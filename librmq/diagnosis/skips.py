@@ -10,12 +10,12 @@ import json
 import os
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from librmq.diagnosis.lag_report import QueueLag, lag, no_progress
+from librmq.diagnosis._lag_report import QueueLag, lag, no_progress
 from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves, waiting_retries
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, MalformedError, TransactionRefusedError
 from librmq.files.interface import read_replaced
-from librmq.message.message import Message, StoredMessage
+from librmq.message import Message, StoredMessage, retry_topic
 from librmq.message.properties import (
     PROPERTY_DELAY,
     PROPERTY_ORIGIN_MESSAGE_ID,
@@ -24,14 +24,12 @@ from librmq.message.properties import (
     PROPERTY_REAL_TOPIC,
     RESERVED_PROPERTIES,
 )
-from librmq.message.topics import retry_topic
 from librmq.protocol import LOCAL_HOST, EndTransaction, SendMessage, TopicDescription, TransactionState, UpdateOffset
 from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.store.format.documents import OWN_FOLDER, notes_locked
 
 if TYPE_CHECKING:
-    from librmq.broker import Broker
-    from librmq.broker.administered_route import StoreRoute
+    from librmq.broker import Broker, StoreRoute
 
 Policy = Literal["age", "lag", "end"]
 

@@ -24,12 +24,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, TypeAl
 from librmq.clock import Clock, SystemClock
 from librmq.config import wrong_kind
 from librmq.errors import BrokerError, CorruptionError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files
+from librmq.files import DiskFiles, Files
 from librmq.java.json import NumberColumns
-from librmq.message.delays import DEFAULT_LEVELS, DelayLevels
+from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
-from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import (
     DEAD_LETTER_PREFIX,
@@ -41,15 +39,13 @@ from librmq.message.topics import (
     kind_of_topic,
 )
 from librmq.runtime.closing import Closing
-from librmq.store import MessageStore
+from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.documents import LetterIdentity, resent_times
 
 if TYPE_CHECKING:
-    from librmq.broker import Broker
-    from librmq.broker.administered_route import AdministeredRoute
+    from librmq.broker import AdministeredRoute, Broker
     from librmq.protocol import QueueBounds
 
 Queue = TypeVar("Queue")

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.files.disk import DiskFiles as DiskFiles
-    from librmq.files.disk import TemporaryFolder as TemporaryFolder
+    from librmq.files._disk import DiskFiles as DiskFiles
+    from librmq.files._disk import TemporaryFolder as TemporaryFolder
+    from librmq.files._memory import MemoryFiles as MemoryFiles
+    from librmq.files._memory import OverlayFiles as OverlayFiles
     from librmq.files.interface import Buffer as Buffer
     from librmq.files.interface import Damage as Damage
     from librmq.files.interface import File as File
     from librmq.files.interface import FileLock as FileLock
     from librmq.files.interface import Files as Files
     from librmq.files.interface import FolderEntry as FolderEntry
-    from librmq.files.memory import MemoryFiles as MemoryFiles
-    from librmq.files.memory import OverlayFiles as OverlayFiles
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.files.disk": ("DiskFiles", "TemporaryFolder"),
+            "librmq.files._disk": ("DiskFiles", "TemporaryFolder"),
             "librmq.files.interface": ("Buffer", "Damage", "File", "FileLock", "Files", "FolderEntry"),
-            "librmq.files.memory": ("MemoryFiles", "OverlayFiles"),
+            "librmq.files._memory": ("MemoryFiles", "OverlayFiles"),
         },
     )

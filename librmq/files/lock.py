@@ -21,7 +21,8 @@ from typing import Final
 from librmq.errors import StoreIOError, StoreLockedError
 from librmq.files.interface import SystemCall
 from librmq.files.regular import open_regular
-from librmq.runtime.locks import Lock, call_in_child, critical
+from librmq.runtime import critical
+from librmq.runtime.locks import Lock, call_in_child
 
 if sys.platform != "win32":
     import fcntl

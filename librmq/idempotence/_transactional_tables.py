@@ -20,7 +20,8 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Any, Final
 
-from librmq.client.transactions import CheckedMessage, OpenTransaction, TransactionProducer
+from librmq.client import CheckedMessage, TransactionProducer
+from librmq.client.transactions import OpenTransaction
 from librmq.clock import Clock, default_clock
 from librmq.config import wrong_kind
 from librmq.errors import ConfigError, TransactionRefusedError
@@ -28,7 +29,7 @@ from librmq.idempotence._connections import Link, check_database, linked
 from librmq.idempotence._drivers import TransactionStatus, is_temporary_error
 from librmq.idempotence._sqltables import check_name, purge_expired
 from librmq.idempotence.stores import KEEP_CONSUMED, dedup_key, to_milliseconds, unique_id
-from librmq.message.message import Message
+from librmq.message import Message
 from librmq.protocol import TransactionState
 from librmq.runtime.event_log import EventLog
 

@@ -32,8 +32,8 @@ from functools import partial
 from typing import Annotated, Any, Final, NamedTuple, Protocol, TypedDict, Unpack
 from weakref import WeakSet
 
+from librmq.client import Producer
 from librmq.client.observation import note_kept
-from librmq.client.producer import Producer
 from librmq.clock import Clock, default_clock, moves_by_itself
 from librmq.config import Config, Seconds, check_now
 from librmq.errors import ClientStateError, ConfigError, MessageIllegalError, RmqError
@@ -42,13 +42,13 @@ from librmq.idempotence._connections import Link, check_database
 from librmq.idempotence._drivers import StatementResult, is_temporary_error
 from librmq.idempotence._sqltables import KEY_LIMIT, PURGE_ROWS, check_name, let_writers_in
 from librmq.idempotence.stores import LONGEST
-from librmq.message.message import Message, priority_with_queue, reserved_topic
+from librmq.message import Message
+from librmq.message.message import priority_with_queue, reserved_topic
 from librmq.message.properties import PROPERTY_UNIQUE_KEY
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
-from librmq.runtime.background import Background
+from librmq.runtime import Background, Runner, critical
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import critical
-from librmq.runtime.runner import BackgroundTurns, Runner
+from librmq.runtime.runner import BackgroundTurns
 
 _log = EventLog("librmq.outbox")
 

@@ -33,10 +33,10 @@ from librmq.idempotence._sqltables import (
     upgrade_tables,
 )
 from librmq.listener import Delivered
-from librmq.runtime.background import Background
+from librmq.runtime import Background, critical
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Inherited, Lock, call_in_child, critical
+from librmq.runtime.locks import Inherited, Lock, call_in_child
 
 # ruff: noqa: D102 (the methods of a store are described at DedupStore)
 

@@ -19,7 +19,7 @@ from kombu.utils.json import JSONEncoder, loads
 import librmq
 from librmq import SharedBroker
 from librmq.clock import SystemClock
-from librmq.files.disk import DiskFiles
+from librmq.files import DiskFiles
 from librmq.files.regular import make_owned_folder, open_regular
 from librmq.runtime.locks import Lock
 from librmq.wire.remote import RemoteRoute

@@ -16,8 +16,9 @@ import librmq
 from librmq.clock import SystemClock
 from librmq.integrations._kombu_bindings import KombuRoute
 from librmq.protocol import ResponseCode
+from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Event, Lock, critical
+from librmq.runtime.locks import Event, Lock
 
 _log = EventLog("librmq.integrations")
 _clock: Final = SystemClock()

@@ -32,8 +32,9 @@ from librmq.clock import SystemClock
 from librmq.integrations._kombu_bindings import FolderBindings, topic_of
 from librmq.integrations._kombu_broker import KombuBroker, brokers, check_visibility
 from librmq.integrations._kombu_receivers import AT_ONCE, Delivery, Receiver
+from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Event, Lock, critical
+from librmq.runtime.locks import Event, Lock
 
 _log = EventLog("librmq.integrations")
 _clock: Final = SystemClock()

@@ -41,7 +41,7 @@ SYSTEM_TOPICS: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", TR
 SYSTEM_PREFIX: Final = "rmq_sys_"
 TIMER_TOPIC: Final = "rmq_sys_wheel_timer"
 REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"
-"""With the name of the cluster, the topic of what POP of 5.x holds: `librmq.diagnosis.pop`."""
+"""With the name of the cluster, the topic of what POP of 5.x holds: `librmq.diagnosis._pop`."""
 _RECEIVE_SEPARATOR: Final = "_"
 _RECEIVE_SEPARATOR_V2: Final = "+"  # in no other name
 _OWN_GROUPS: Final = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP"))

@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Any, Final, Literal, NamedTuple
 
 from librmq.config import StoreConfig
+from librmq.message import MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
-from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import TopicType, kind_of_topic
 from librmq.protocol.client_requests import (
     ChannelClosed,

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from librmq.config import wrong_kind
 from librmq.errors import BrokerUnreachableError, MessageIllegalError, RmqError
+from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.ids import Host
-from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol.request import ReadRequest, Request, RequestHandler, value
 

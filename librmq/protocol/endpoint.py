@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, Protocol
 
 from librmq.errors import ConfigError
+from librmq.message import Message
 from librmq.message.ids import Host
-from librmq.message.message import Message
 from librmq.message.topics import TopicType
 from librmq.protocol.client_requests import SendMessage, SendResponse
 from librmq.protocol.request import RequestHandler, value
-from librmq.runtime.runner import Runner
+from librmq.runtime import Runner
 
 
 class ResponseCode(enum.IntEnum):

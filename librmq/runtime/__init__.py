@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.runtime.background import Background as Background
+    from librmq.runtime._background import Background as Background
+    from librmq.runtime._progress_saver import ProgressSaver as ProgressSaver
     from librmq.runtime.event_log import StateLog as StateLog
     from librmq.runtime.locks import critical as critical
-    from librmq.runtime.progress_saver import ProgressSaver as ProgressSaver
     from librmq.runtime.runner import ManualRunner as ManualRunner
     from librmq.runtime.runner import Runner as Runner
     from librmq.runtime.runner import Step as Step
@@ -20,10 +20,10 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.runtime.background": ("Background",),
+            "librmq.runtime._background": ("Background",),
             "librmq.runtime.event_log": ("StateLog",),
             "librmq.runtime.locks": ("critical",),
-            "librmq.runtime.progress_saver": ("ProgressSaver",),
+            "librmq.runtime._progress_saver": ("ProgressSaver",),
             "librmq.runtime.runner": ("ManualRunner", "Runner", "Step", "Work"),
             "librmq.runtime.threads": ("ThreadRunner",),
         },

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from librmq.errors import CorruptionError, RecordError
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.timer_config import ROLL_TIMES

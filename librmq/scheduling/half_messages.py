@@ -17,7 +17,7 @@ from typing import Annotated, Final, NamedTuple, Protocol
 from librmq.config import Between, Config, Seconds, check_now
 from librmq.errors import LASTING, MessageIllegalError, RmqError
 from librmq.java.lang import java_int, java_long
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_CHECK_IMMUNITY_TIME,
     PROPERTY_PRODUCER_GROUP,
@@ -28,11 +28,10 @@ from librmq.message.properties import (
     PROPERTY_WAIT,
 )
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
-from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.progress_saver import ProgressSaver
+from librmq.runtime import ProgressSaver, StateLog
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
-from librmq.store import MessageStore
-from librmq.store.engine.read import GetStatus, ReadResult
+from librmq.store import GetStatus, MessageStore, ReadResult
 
 _log = EventLog("librmq.txn")
 

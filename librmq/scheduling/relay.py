@@ -17,17 +17,16 @@ from typing import Final
 from librmq.config import check_now
 from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
 from librmq.java.lang import java_int, java_long
-from librmq.message.delays import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
-from librmq.message.message import Message, StoredMessage
+from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, StoredMessage
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC
 from librmq.message.topics import validate_topic
-from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.progress_saver import ProgressSaver
+from librmq.runtime import ProgressSaver, StateLog
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.half_messages import TransactionOffsets
-from librmq.store import AppendResult, MessageStore
-from librmq.store.engine.read import GetStatus
+from librmq.store import AppendResult, GetStatus, MessageStore
 
 _log = EventLog("librmq.hops")
 

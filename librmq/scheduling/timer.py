@@ -31,14 +31,14 @@ from librmq.errors import (
     RecordError,
     StoreError,
 )
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.java.lang import java_int, java_long, string_hash
-from librmq.message import record
+from librmq.message import Message, StoredMessage, record
 from librmq.message.delays import SCHEDULE_TOPIC, parse_level
-from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, encode_properties
 from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC, validate_topic
-from librmq.runtime.event_log import EventLog, StateLog
+from librmq.runtime import StateLog
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.timer_config import (

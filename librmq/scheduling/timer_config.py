@@ -12,11 +12,10 @@ from typing import Annotated, Any, Final, Self
 
 from librmq.config import Between, Config, Seconds
 from librmq.errors import MessageIllegalError
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.java.lang import java_long
-from librmq.message import Message
+from librmq.message import Message, StoredMessage
 from librmq.message.delays import parse_level
-from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_DELAY
 from librmq.store.format.timerfiles import SLOT_SIZE, UNIT_SIZE, timer_log_size, wheel_size
 

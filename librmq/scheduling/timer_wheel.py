@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.java.lang import java_long, string_hash
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import TIMER_TOPIC
+from librmq.runtime import ProgressSaver
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.progress_saver import ProgressSaver
 from librmq.runtime.runner import Aside
 from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TimerConfig, delete_key, deleted_before, deletion_end
 from librmq.store import MessageStore

@@ -29,11 +29,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.errors import CorruptionError
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.java.lang import java_int, java_long
-from librmq.message import record
+from librmq.message import StoredMessage, record
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_REAL_QUEUE_ID,
     PROPERTY_REAL_TOPIC,

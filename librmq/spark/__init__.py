@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from librmq.spark._functions import match_sql_5 as match_sql_5
     from librmq.spark._functions import match_tags as match_tags
     from librmq.spark._incremental import run_incrementally as run_incrementally
+    from librmq.spark._stores_report import overview as overview
     from librmq.spark._stream import StreamLag as StreamLag
     from librmq.spark._stream import stream_lags as stream_lags
     from librmq.spark.sessions import cause_of as cause_of
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from librmq.spark.stores import messages as messages
     from librmq.spark.stores import offsets as offsets
     from librmq.spark.stores import queues as queues
-    from librmq.spark.stores_report import overview as overview
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -34,7 +34,7 @@ else:
             "librmq.spark._stream": ("StreamLag", "stream_lags"),
             "librmq.spark.sessions": ("cause_of", "register", "session"),
             "librmq.spark.stores": ("filters", "messages", "offsets", "queues"),
-            "librmq.spark.stores_report": ("overview",),
+            "librmq.spark._stores_report": ("overview",),
         },
         Extra(("pandas", "pyarrow", "pyspark"), "Spark", "spark"),
     )

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
-from librmq.columns.options import DataLossError
+from librmq.columns import DataLossError
 from librmq.errors import ConfigError, CorruptionError, FilterError, RmqError, StoreLockedError
 
 _CONDITIONS: Final[tuple[tuple[type[RmqError], str], ...]] = (

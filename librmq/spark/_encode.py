@@ -31,9 +31,8 @@ from librmq.java.lang import (
     string_hash,
     string_hashes,
 )
-from librmq.message import record
+from librmq.message import Message, record
 from librmq.message.ids import encode_host, parse_host
-from librmq.message.message import Message
 from librmq.message.properties import PROPERTY_KEYS, PROPERTY_TAGS, PROPERTY_UNIQUE_KEY, RESERVED_PROPERTIES, split_keys
 from librmq.message.record import crc32
 from librmq.message.topics import is_system_topic, validate_queue, validate_topic

@@ -37,8 +37,8 @@ from librmq.filter.arrow_backend import match_arrow
 from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect
 from librmq.filter.spark_backend import property_text
-from librmq.idempotence.stores import dedup_key as key_of_record
-from librmq.message.message import MessageQueue
+from librmq.idempotence import dedup_key as key_of_record
+from librmq.message import MessageQueue
 from librmq.spark._conditions import raises_conditions, with_condition
 from librmq.spark._encode import tags_codes
 

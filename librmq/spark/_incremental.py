@@ -21,10 +21,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from librmq.columns.options import DataLossError
+from librmq.columns import DataLossError
 from librmq.columns.planned_store import PlannedStore
 from librmq.errors import ConfigError, CorruptionError
-from librmq.files.disk import DiskFiles
+from librmq.files import DiskFiles
 from librmq.files.interface import make_folders
 from librmq.spark import stores
 from librmq.spark._options import parse_read_options

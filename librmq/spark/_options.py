@@ -13,18 +13,17 @@ from datetime import datetime
 from typing import Any, Final, Literal, cast
 from urllib.parse import unquote, urlsplit
 
+from librmq.columns import ReadOptions, ReadSelection, RemoteStore
 from librmq.columns.options import (
     EARLIEST,
     LARGEST_OFFSET,
     Mode,
     OffsetBounds,
     OffsetTimes,
-    ReadOptions,
-    ReadSelection,
     View,
     check_filters,
 )
-from librmq.columns.remote import RemoteStore, located
+from librmq.columns.remote import located
 from librmq.config import suggest
 from librmq.errors import ConfigError
 

@@ -34,11 +34,12 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
 
-from librmq.columns.decoding import CORRUPT, TYPES, columns_of, default_columns
-from librmq.columns.options import Predicate, ReadOptions
+from librmq.columns import CORRUPT, TYPES, ReadOptions, default_columns
+from librmq.columns.decoding import columns_of
+from librmq.columns.options import Predicate
 from librmq.config import suggest
 from librmq.errors import ConfigError, RmqError
-from librmq.files.disk import DiskFiles
+from librmq.files import DiskFiles
 from librmq.spark._conditions import shows_conditions, with_condition
 from librmq.spark._kafka import Renaming, kafka_columns, kafka_schema, plain_name, plain_schema
 from librmq.spark._options import (
@@ -55,14 +56,14 @@ from librmq.spark._options import (
     refuse_unknown,
     refuse_urls,
 )
+from librmq.store import BrokerTables
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.datasource import DataSourceStreamReader, DataSourceStreamWriter, DataSourceWriter
 
-    from librmq.columns.options import ReadSelection
+    from librmq.columns import ReadSelection
 
 
 _PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
@@ -173,8 +174,8 @@ class Reader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         """Examine the stores, on the driver, and cut the read into tasks."""
-        from librmq.columns.planner import plan
-        from librmq.columns.remote import RemoteFiles, RemoteStore, located
+        from librmq.columns import RemoteStore, plan
+        from librmq.columns.remote import RemoteFiles, located
 
         remote = [located(path, self._options.storage_options) for path in self._options.paths if "://" in path]
         stores = {store.url: store for store in remote if isinstance(store, RemoteStore)}
@@ -185,7 +186,7 @@ class Reader(DataSourceReader):
         """Read a task's rows, in a worker."""
         if partition.value is None:  # Spark's own partition, if there is nothing to read
             return iter(())
-        from librmq.columns.read import Reading
+        from librmq.columns import Reading
 
         batches = Reading(self._options, self._schema).read(partition.value)
         return batches if self._renaming is None else self._renaming.batches(batches)

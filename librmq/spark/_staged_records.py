@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from librmq.columns.arrays import Ints
 from librmq.errors import ConfigError, CorruptionError
-from librmq.files.disk import DiskFiles
+from librmq.files import DiskFiles
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format.documents import OWN_FOLDER
 

@@ -30,7 +30,8 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from librmq.clock import SystemClock
-from librmq.columns.options import LARGEST_OFFSET, DataLossError, ReadOptions
+from librmq.columns import DataLossError, ReadOptions
+from librmq.columns.options import LARGEST_OFFSET
 from librmq.columns.planned_store import PlannedStore
 from librmq.columns.planner import queue_parts
 from librmq.errors import ConfigError, RmqError
@@ -392,7 +393,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a task's rows, in a worker."""
-        from librmq.columns.read import Reading
+        from librmq.columns import Reading
 
         # The offsets hold the stream's start, so times no longer matter.
         options = replace(self._options, selection=replace(self._options.selection, begin_ms=None))

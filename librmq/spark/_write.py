@@ -31,7 +31,7 @@ from librmq.clock import SystemClock
 from librmq.columns.arrays import Ints, runs
 from librmq.consumequeue import entry_dtype
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, StoreLockedError
-from librmq.files.disk import DiskFiles
+from librmq.files import DiskFiles
 from librmq.files.interface import confine, make_folders
 from librmq.message import record
 from librmq.spark._conditions import shows_conditions

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
-from librmq.columns.options import Mode, ReadOptions, ReadSelection
+from librmq.columns import ReadOptions, ReadSelection
+from librmq.columns.options import Mode
 from librmq.columns.planned_store import PlannedStore
 from librmq.diagnosis.survey.message_sums import parse_time
 from librmq.errors import ConfigError, CorruptionError
-from librmq.files.disk import DiskFiles
+from librmq.files import DiskFiles
 from librmq.message.delays import SCHEDULE_TOPIC, queue_id_of_level
 from librmq.message.lag import deleted_unread, queue_lag, unread_from
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.spark._options import parse_read_options, refuse_urls
+from librmq.store import BrokerTables
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, timer_log_size
 
 if TYPE_CHECKING:

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.store._snapshots import Snapshot as Snapshot
+    from librmq.store._snapshots import restore as restore
+    from librmq.store._snapshots import snapshot as snapshot
     from librmq.store._store import MessageStore as MessageStore
     from librmq.store.engine._durability import Acknowledgement as Acknowledgement
+    from librmq.store.engine._message_filters import ByPredicate as ByPredicate
+    from librmq.store.engine._message_filters import BySql as BySql
+    from librmq.store.engine._message_filters import ByTags as ByTags
+    from librmq.store.engine._message_filters import message_filter as message_filter
     from librmq.store.engine.append import AppendResult as AppendResult
-    from librmq.store.engine.message_filters import ByPredicate as ByPredicate
-    from librmq.store.engine.message_filters import BySql as BySql
-    from librmq.store.engine.message_filters import ByTags as ByTags
-    from librmq.store.engine.message_filters import message_filter as message_filter
     from librmq.store.engine.read import GetStatus as GetStatus
     from librmq.store.engine.read import MessageFilter as MessageFilter
     from librmq.store.engine.read import ReadResult as ReadResult
@@ -30,16 +33,13 @@ if TYPE_CHECKING:
     from librmq.store.recovery.salvage import salvaged_records as salvaged_records
     from librmq.store.recovery.verify import Verdict as Verdict
     from librmq.store.recovery.verify import verify as verify
-    from librmq.store.snapshots import Snapshot as Snapshot
-    from librmq.store.snapshots import restore as restore
-    from librmq.store.snapshots import snapshot as snapshot
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "librmq.store.engine.append": ("AppendResult",),
             "librmq.store.engine._durability": ("Acknowledgement",),
-            "librmq.store.engine.message_filters": ("ByPredicate", "BySql", "ByTags", "message_filter"),
+            "librmq.store.engine._message_filters": ("ByPredicate", "BySql", "ByTags", "message_filter"),
             "librmq.store.engine.read": ("GetStatus", "MessageFilter", "ReadResult"),
             "librmq.store.extraction": ("Extracted", "Rescued", "extract", "rescue"),
             "librmq.store.format.checkpoint": ("Checkpoint",),
@@ -50,7 +50,7 @@ else:
                 "salvaged_records",
             ),
             "librmq.store.recovery.verify": ("Verdict", "verify"),
-            "librmq.store.snapshots": ("Snapshot", "restore", "snapshot"),
+            "librmq.store._snapshots": ("Snapshot", "restore", "snapshot"),
             "librmq.store._store": ("MessageStore",),
             "librmq.store.format.broker_tables": ("BrokerTables",),
             "librmq.store.format.directory": ("recognise",),

@@ -11,8 +11,8 @@ from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import ReadOnlyError, StoreClosedError
-from librmq.files.interface import Damage, Files
-from librmq.message.delays import DelayLevels
+from librmq.files import Damage, Files
+from librmq.message import DelayLevels
 from librmq.runtime.compiled_core import CORE, CORE_STATE, IS_CORE_EXPECTED
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited

@@ -22,11 +22,10 @@ from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, entry_dtype
 from librmq.consumequeue_entries import place_at
 from librmq.consumequeue_ext import ConsumeQueueExt
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files.interface import File, Files, FolderEntry
+from librmq.files import File, Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.message import DelayLevels, StoredMessage
 from librmq.message.batch import is_batch
-from librmq.message.delays import DelayLevels
-from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys
 from librmq.message.record import INNER_BATCH, SYS_FLAG_AT
 from librmq.message.topics import validate_queue

@@ -25,12 +25,11 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import first_from
 from librmq.errors import CorruptionError, MessageIllegalError, RecordError
-from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
+from librmq.files import Files, MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.java.lang import java_decode, java_int
+from librmq.message import StoredMessage
 from librmq.message.batch import inner_messages
-from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_INNER_NUM, find_keys_and_tags
 from librmq.message.record import FIXED_SIZE, INNER_BATCH
 from librmq.message.topics import validate_queue

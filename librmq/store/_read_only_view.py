@@ -34,11 +34,12 @@ from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import ENTRY_SIZE, StoreConfig, to_timestamp_ms
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError
-from librmq.files.interface import Damage, Files, read_replaced
-from librmq.files.memory import OverlayFiles
+from librmq.files import Damage, Files, OverlayFiles
+from librmq.files.interface import read_replaced
 from librmq.files.rolling import file_name
-from librmq.message.delays import DelayLevels
-from librmq.runtime.locks import Lock, critical
+from librmq.message import DelayLevels
+from librmq.runtime import critical
+from librmq.runtime.locks import Lock
 from librmq.store._handle import StoreHandle
 from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store._queues_in_memory import DerivedParts, DerivedQueue

@@ -19,13 +19,11 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, check_kind, check_now, check_path, to_seconds, to_timestamp_ms, wrong_kind
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, ReplicaError
-from librmq.files.disk import DiskFiles, TemporaryFolder
-from librmq.files.interface import Damage, Files
-from librmq.message.delays import DelayLevels
-from librmq.message.message import Message, StoredMessage
+from librmq.files import Damage, DiskFiles, Files, TemporaryFolder
+from librmq.message import DelayLevels, Message, StoredMessage
+from librmq.runtime import critical
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE_STATE
-from librmq.runtime.locks import critical
 from librmq.store._handle import StoreHandle
 from librmq.store._read_only_view import ReadOnlyView
 from librmq.store._writer import Writer
@@ -52,7 +50,7 @@ from librmq.store.retention import Readers, clean_unused_topics
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations, SqlFilter, WatchedPredicate
-    from librmq.store.snapshots import Snapshot
+    from librmq.store._snapshots import Snapshot
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -429,7 +427,7 @@ class MessageStore(Closing):
         """
         if tags is None and sql is None and registration is None and predicate is None:
             return None
-        from librmq.store.engine.message_filters import message_filter  # loads a grammar
+        from librmq.store.engine._message_filters import message_filter  # loads a grammar
 
         return message_filter(
             tags,
@@ -686,7 +684,7 @@ class MessageStore(Closing):
         Appends, reads and retention continue. Full log files are hard-linked if the file system allows it, unless
         ``copy`` is true. `librmq.store.snapshot` does the same without a handle, and lists errors and costs.
         """
-        from librmq.store.snapshots import snapshot
+        from librmq.store._snapshots import snapshot
 
         self._handle.check_open()
         if self._view is not None and self._view.moment is not None:

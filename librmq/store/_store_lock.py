@@ -9,8 +9,9 @@ from typing import Final
 
 from librmq.clock import SystemClock
 from librmq.errors import StoreLockedError
-from librmq.files.interface import FileLock, Files
-from librmq.runtime.locks import call_in_child, critical
+from librmq.files import FileLock, Files
+from librmq.runtime import critical
+from librmq.runtime.locks import call_in_child
 from librmq.store.format import directory
 
 _LOOK_AGAIN_S: Final = 0.05

@@ -10,11 +10,11 @@ from threading import get_ident
 from librmq.clock import Clock
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, ReadOnlyError, ReplicaError, StoreIOError
-from librmq.files.disk import TemporaryFolder
-from librmq.files.interface import Damage, FileLock, Files, make_folders
+from librmq.files import Damage, FileLock, Files, TemporaryFolder
+from librmq.files.interface import make_folders
+from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
-from librmq.runtime.locks import critical
 from librmq.store._handle import StoreHandle
 from librmq.store._store_lock import lock_store, unlock_store
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread

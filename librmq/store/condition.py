@@ -27,7 +27,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
-from librmq.files.interface import Damage, Files
+from librmq.files import Damage, Files
 from librmq.store.engine.store_parts import Parts
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.recovery.salvage import find_record

@@ -28,15 +28,11 @@ from librmq.errors import (
     MessageIllegalError,
     RecordError,
 )
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import (
-    Files,
-    make_folders,
-)
-from librmq.message import record
+from librmq.files import DiskFiles, Files
+from librmq.files.interface import make_folders
+from librmq.message import StoredMessage, record
 from librmq.message.batch import inner_messages
 from librmq.message.delays import SCHEDULE_TOPIC, queue_id_of_level
-from librmq.message.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_CHECK_IMMUNITY_TIME,
     PROPERTY_DEAD_LETTER_CAUSE,
@@ -45,6 +41,7 @@ from librmq.message.properties import (
     RESERVED_PROPERTIES,
 )
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, validate_queue
+from librmq.store._snapshots import KEPT_CONFIG, check_outside, copy_config, growing_store
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory
@@ -62,7 +59,6 @@ from librmq.store.format.documents import (
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import settle
 from librmq.store.recovery.salvage import Gap
-from librmq.store.snapshots import KEPT_CONFIG, check_outside, copy_config, growing_store
 
 _TIMER_CHECK: Final = re.compile("timercheck")
 _MAX_DIGITS: Final = 20  # digits of a queue offset

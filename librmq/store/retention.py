@@ -43,12 +43,14 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
-from librmq.files.interface import Files, fills_by_itself
+from librmq.files import Files
+from librmq.files.interface import fills_by_itself
 from librmq.message import record
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, has_no_row
+from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock, critical
+from librmq.runtime.locks import Lock
 from librmq.store.engine.append import Appender
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueTable

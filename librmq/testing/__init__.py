@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from librmq.testing._drills import Drill as Drill
     from librmq.testing._drills import DrillReport as DrillReport
     from librmq.testing._drills import run_drill as run_drill
+    from librmq.testing._evidence import UndeliveredWarning as UndeliveredWarning
+    from librmq.testing._evidence import UnknownGroupError as UnknownGroupError
     from librmq.testing._faults import Faults as Faults
     from librmq.testing._kit import Kit as Kit
     from librmq.testing._kit import UnsoundStoreError as UnsoundStoreError
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from librmq.testing._process import Process as Process
     from librmq.testing._process import ProcessDied as ProcessDied
     from librmq.testing._process import ProcessStateError as ProcessStateError
-    from librmq.testing.evidence import UndeliveredWarning as UndeliveredWarning
-    from librmq.testing.evidence import UnknownGroupError as UnknownGroupError
     from librmq.testing.exploring._exploration import Exploration as Exploration
     from librmq.testing.exploring._exploration import explore as explore
     from librmq.testing.histories._history import DeliveryAttempt as DeliveryAttempt
@@ -39,7 +39,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.testing.evidence": ("UndeliveredWarning", "UnknownGroupError"),
+            "librmq.testing._evidence": ("UndeliveredWarning", "UnknownGroupError"),
             "librmq.testing.exploring._exploration": ("Exploration", "explore"),
             "librmq.testing._faults": ("Faults",),
             "librmq.testing.histories.anomalies": ("Anomaly", "check_history"),

@@ -10,9 +10,7 @@ from functools import partial
 from typing import NamedTuple, Self
 
 from librmq.broker import Broker, BrokerConfig
-from librmq.client.allocation import allocate_by_site
-from librmq.client.client import Client
-from librmq.client.producer import Producer
+from librmq.client import Client, Producer, allocate_by_site
 from librmq.client.recorded_route import RecordedRoute
 from librmq.client.recorder import Event, Recorder
 from librmq.cluster import (
@@ -29,8 +27,8 @@ from librmq.cluster import (
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import ConfigError, RmqError
-from librmq.files.memory import MemoryFiles
-from librmq.runtime.runner import ManualRunner
+from librmq.files import MemoryFiles
+from librmq.runtime import ManualRunner
 from librmq.store import MessageStore
 from librmq.testing._deployments import Deployment, check_deployment
 from librmq.testing.histories._history import History

@@ -24,18 +24,23 @@ from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 from librmq.client.recorder import Event
 from librmq.config import StoreConfig, check_path, nearest, to_timestamp_ms
-from librmq.diagnosis.pending import pending_messages
-from librmq.diagnosis.view import StoreView, viewed
+from librmq.diagnosis import StoreView, pending_messages
+from librmq.diagnosis.view import viewed
 from librmq.errors import ConfigError, CorruptionError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles, OverlayFiles
+from librmq.files import DiskFiles, Files, MemoryFiles, OverlayFiles
+from librmq.message import StoredMessage, retry_topic
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.message import StoredMessage
-from librmq.message.topics import LIGHT_PREFIX, RETRY_PREFIX, is_own_group, kind_of_topic, retry_topic, validate_group
+from librmq.message.topics import (
+    LIGHT_PREFIX,
+    RETRY_PREFIX,
+    is_own_group,
+    kind_of_topic,
+    validate_group,
+)
 from librmq.protocol import PERM_READ, PERM_WRITE
-from librmq.store.extraction import Extracted, make_store, small_config
-from librmq.store.format.broker_tables import BrokerTables, topic_row
+from librmq.store import BrokerTables, Extracted
+from librmq.store.extraction import make_store, small_config
+from librmq.store.format.broker_tables import topic_row
 from librmq.testing._network import SMALL_FILES
 from librmq.testing.histories._history import show
 

@@ -12,26 +12,25 @@ from types import TracebackType
 from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.client import Producer
 from librmq.client.observation import observe_kept
-from librmq.client.producer import Producer, ProducerArguments
+from librmq.client.producer import ProducerArguments
 from librmq.client.recorder import Event, Recorder
 from librmq.clock import LAST_MS, ManualClock, replace_default_clock
 from librmq.cluster import Cluster, ReplicaConfig
 from librmq.config import StoreConfig, to_seconds, wrong_kind
 from librmq.consumer import PushConsumer
 from librmq.errors import ConfigError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
-from librmq.message.message import MessageQueue, StoredMessage
+from librmq.files import DiskFiles, Files, MemoryFiles
+from librmq.message import MessageQueue, StoredMessage
 from librmq.protocol import check_site, site_of
+from librmq.testing._evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing._faults import Faults
 from librmq.testing._from_store import DEFAULT_NOW_MS, FOLDER, GroupNames, StoreStart
 from librmq.testing._kit_runner import Driver, Elapsed, KitRunner, ProcessTable, current_work
 from librmq.testing._network import SMALL_FILES, Frames, Network, broker_names
 from librmq.testing._process import A_PROCESS, ConsumerArguments, Process, ProcessStateError
 from librmq.testing._replica import KitReplica
-from librmq.testing.evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing.histories._history import DeliveryAttempt, History
 from librmq.testing.histories._verdict import HistoryAnomalyError, check_kinds, history_problem
 

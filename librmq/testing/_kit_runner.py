@@ -21,7 +21,8 @@ from librmq.config import to_seconds, wrong_kind
 from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.message.properties import PROPERTY_UNIQUE_KEY
-from librmq.runtime.runner import ManualRunner, Step, Turn, Work
+from librmq.runtime import ManualRunner, Step, Work
+from librmq.runtime.runner import Turn
 from librmq.testing._process import A_PROCESS, LIBRARY, KitParts, Process, ProcessDied, ProcessStateError
 
 LONGEST_CHAIN = 1_000

@@ -14,12 +14,11 @@ from librmq.broker import Broker, BrokerConfig
 from librmq.cluster import Cluster, Replica, RouteTable
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, NoRouteError
-from librmq.files.interface import Files
-from librmq.message.message import StoredMessage
+from librmq.files import Files
+from librmq.message import StoredMessage
 from librmq.protocol import Endpoint, check_site, site_of
-from librmq.runtime.runner import Runner
-from librmq.store import MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.runtime import Runner
+from librmq.store import MessageStore, verify
 
 if TYPE_CHECKING:
     from librmq.wire.frame_links import FrameLinks

@@ -12,16 +12,15 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar, Unpack, cast
 
-from librmq.client.client import Client
-from librmq.client.producer import Producer, ProducerArguments
+from librmq.client import Client, Producer, SendResult
+from librmq.client.producer import ProducerArguments
 from librmq.client.recorder import Recorder
-from librmq.client.sender import SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import Replica, ReplicaRoute
 from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushConsumer
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerKeywords
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.message.topics import RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -43,7 +42,7 @@ from librmq.protocol import (
     SendResponse,
     UpdateOffset,
 )
-from librmq.runtime.runner import Runner, Work
+from librmq.runtime import Runner, Work
 from librmq.testing._network import LinkEnd, Network
 from librmq.testing.histories._history import History, show
 

@@ -9,11 +9,11 @@ from typing import TypeVar
 from librmq.broker import Broker
 from librmq.cluster import Replica, ReplicaConfig
 from librmq.errors import BrokerUnreachableError, ReplicaError
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.protocol import Endpoint, LogBytes, Request, site_of
+from librmq.testing._evidence import Evidence
 from librmq.testing._kit_runner import KitRunner
 from librmq.testing._process import KitParts, ProcessStateError
-from librmq.testing.evidence import Evidence
 
 # ---- the link to the master
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from librmq.clock import LAST_MS, SystemClock
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError
+from librmq.message import MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
-from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
 from librmq.protocol import (
     Acknowledge,
@@ -46,8 +46,8 @@ from librmq.protocol import (
     Unregister,
     UpdateOffset,
 )
+from librmq.runtime import Step
 from librmq.runtime.closing import Closing
-from librmq.runtime.runner import Step
 from librmq.scheduling.timer_config import DELETE_KEY
 from librmq.testing._kit import Kit, time_after
 from librmq.testing._process import Process

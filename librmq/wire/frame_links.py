@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError
 from librmq.protocol import ClientRemoved, Endpoint
-from librmq.runtime.runner import Runner, Step
+from librmq.runtime import Runner, Step
 from librmq.wire.remote._connection import Ended, EndedTogether, Requested, Transport
 from librmq.wire.remote._connections import Connections
 from librmq.wire.remote._remote_broker import RemoteBroker

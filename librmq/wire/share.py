@@ -31,8 +31,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypedDict, TypeVar, Unpack, cast
 
-from librmq.broker import Broker, BrokerConfig
-from librmq.broker.administered_route import AdministeredRoute
+from librmq.broker import AdministeredRoute, Broker, BrokerConfig
 from librmq.broker.broker import check_settings
 from librmq.broker.config import Promises
 from librmq.clock import SystemClock
@@ -45,10 +44,10 @@ from librmq.errors import (
     RmqError,
     StoreLockedError,
 )
-from librmq.files.disk import DiskFiles
+from librmq.files import DiskFiles
 from librmq.files.interface import SystemCall
 from librmq.files.regular import user_name
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
@@ -67,10 +66,10 @@ from librmq.protocol import (
     Unregister,
 )
 from librmq.protocol.endpoint import Watchers
+from librmq.runtime import StateLog, ThreadRunner, critical
 from librmq.runtime.closing import opened_in_thread
-from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.locks import Event, Inherited, Lock, critical
-from librmq.runtime.threads import ThreadRunner
+from librmq.runtime.event_log import EventLog
+from librmq.runtime.locks import Event, Inherited, Lock
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
 from librmq.wire.remote._client_requests import join, leave

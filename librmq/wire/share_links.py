@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from librmq.broker import Broker
 from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, RmqError
-from librmq.files.interface import FileLock
+from librmq.files import FileLock
 from librmq.files.lock import lock_process
 from librmq.message.ids import format_host, parse_host
 from librmq.protocol import (
@@ -32,9 +32,9 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.protocol.endpoint import SendsLater
+from librmq.runtime import ThreadRunner
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event
-from librmq.runtime.threads import ThreadRunner
 from librmq.wire.remote._connection import RequestNotSentError
 from librmq.wire.remote._dialing import dial_locally
 from librmq.wire.remote.remote_route import Notices, RemoteRoute

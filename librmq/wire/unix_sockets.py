@@ -16,8 +16,8 @@ from contextlib import ExitStack, suppress
 from typing import Final, NamedTuple
 
 from librmq.errors import BrokerUnreachableError, StoreError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files, SystemCall
+from librmq.files import DiskFiles, Files
+from librmq.files.interface import SystemCall
 from librmq.store.format.documents import OWN_FOLDER
 
 _UCRED: Final = struct.Struct("iII")

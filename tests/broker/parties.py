@@ -10,8 +10,8 @@ from typing import Any
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import (
     ConsumeFrom,

@@ -20,8 +20,8 @@ from librmq.broker import retries
 from librmq.broker._administration import Administration
 from librmq.broker.administered_route import AdministeredRoute
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MessageIllegalError
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File
-from librmq.files.memory import MemoryFiles
 from librmq.protocol import QueryMessages, SendMessage
 from librmq.wire.remoting import RemotingServer
 from librmq.wire.share_links import connect_to_owner

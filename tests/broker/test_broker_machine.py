@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from librmq.broker import Broker
 from librmq.config import StoreConfig
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message, MessageQueue
 from librmq.protocol import (
     ChannelClosed,

@@ -27,8 +27,8 @@ from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.diagnosis import pending_messages, story
 from librmq.errors import BrokerError, CorruptionError, MessageIllegalError
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import (
     CancelMessage,

@@ -15,8 +15,8 @@ from librmq.client.transactions import TransactionProducer
 from librmq.config import StoreConfig
 from librmq.diagnosis import diagnose
 from librmq.errors import BrokerBusyError, BrokerError, MessageIllegalError, NoRouteError, StoreIOError
-from librmq.files.disk import DiskFiles
-from librmq.files.memory import MemoryFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.java import json as java_json
 from librmq.message import record
 from librmq.message.message import Message

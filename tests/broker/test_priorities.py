@@ -19,7 +19,7 @@ from librmq.client.queue_selectors import select_by_hash
 from librmq.client.transactions import TransactionProducer
 from librmq.consumer import SimpleConsumer
 from librmq.errors import BrokerError, MessageIllegalError, RmqError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import SendMessage, TransactionState
 from librmq.runtime.runner import ManualRunner

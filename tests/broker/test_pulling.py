@@ -17,7 +17,7 @@ from librmq.errors import (
     MessageIllegalError,
     NoRouteError,
 )
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.java import json as java_json
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol import (

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import ReceiptError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import (
     Acknowledge,

@@ -20,7 +20,7 @@ from librmq.client.transactions import TransactionProducer
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.errors import ConfigError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.message.topics import HALF_TOPIC, retry_topic
 from librmq.metrics import Metrics

@@ -13,8 +13,8 @@ from librmq.broker import Broker
 from librmq.broker._offsets import TableWriter
 from librmq.client.producer import Producer
 from librmq.errors import BrokerError, BrokerUnreachableError, StoreClosedError, StoreIOError
-from librmq.files.disk import DiskFiles
-from librmq.files.memory import MemoryFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import LOCAL_HOST, PullMessage, SendMessage, UpdateOffset
 from librmq.runtime.runner import ManualRunner

@@ -10,7 +10,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import PullMessage, PullStatus, SendMessage, Subscription
 from librmq.runtime.threads import ThreadRunner

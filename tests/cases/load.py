@@ -35,7 +35,7 @@ from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig, suggest
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.errors import InputError, MessageIllegalError, TransactionRefusedError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
 from librmq.filter.registrations import Registrations
 from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch

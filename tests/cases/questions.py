@@ -13,7 +13,7 @@ from librmq.cli._stores import open_store
 from librmq.errors import FilterSyntaxError, InputError
 from librmq.filter.filters import TagFilter
 from librmq.store import MessageStore
-from librmq.store.engine.message_filters import ByTags
+from librmq.store.engine._message_filters import ByTags
 from tests.cases import fields
 
 _USUAL_MAX: Final = 64

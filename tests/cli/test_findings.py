@@ -388,7 +388,7 @@ def test_diagnose_says_whether_records_were_checked(shell: Shell, monkeypatch: p
     found = {row["finding"]: row for row in shell("diagnose", "store", "--no-verify").rows}
     assert "damage" not in found
     assert "were not compared" in found["not-verified"]["what"]
-    monkeypatch.setattr("librmq.diagnosis.checks.AT_ONCE", 3)
+    monkeypatch.setattr("librmq.diagnosis._checks.AT_ONCE", 3)
     found = {row["finding"]: row for row in shell("diagnose", "store").rows}
     assert (found["not-verified"]["severity"], found["not-verified"]["evidence"]) == ("info", {"limit": 3})
     assert "salvage STORE --into NEW" in shell("verify", "store").said

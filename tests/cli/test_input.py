@@ -20,7 +20,7 @@ from librmq.cli._stores import settle_config
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import InputError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
 
 NOW = 1_700_000_000_000
 

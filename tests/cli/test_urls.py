@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
 from tests.cli.stand import Shell
 from tests.cli.test_rocksdb_tables import tables_of
 from tests.pop_store import PopStore

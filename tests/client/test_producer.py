@@ -31,7 +31,7 @@ from librmq.errors import (
     RmqError,
     SendTimeoutError,
 )
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.batch import split_batch
 from librmq.message.message import Message, MessageQueue
 from librmq.metrics import Metrics

@@ -14,7 +14,7 @@ from librmq.client import Client
 from librmq.client.allocation import allocate_by_site
 from librmq.cluster import RouteTable
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.protocol import SendBack
 
 TINY = StoreConfig.tiny()

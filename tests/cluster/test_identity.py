@@ -10,7 +10,7 @@ from librmq import Broker, Cluster, ManualRunner, NoRouteError, Producer, PushCo
 from librmq.broker import BrokerConfig
 from librmq.client import Client, ProcessClients
 from librmq.errors import ConfigError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.protocol import ConsumeFrom, MessageModel
 
 STRICT = BrokerConfig(auto_create_topic=False)

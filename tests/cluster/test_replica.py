@@ -20,9 +20,9 @@ from librmq.errors import (
     ReplicaError,
     StoreLockedError,
 )
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.metrics import Metrics
 from librmq.protocol import CopyTables, PullStatus, SendStatus, UpdateOffset

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from librmq import Broker, BrokerConfig, ManualRunner, StoreConfig
 from librmq.cluster import Replica
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.protocol import SendStatus, UpdateOffset
 from librmq.store.recovery.verify import verify
 from tests.broker.parties import send

@@ -18,7 +18,7 @@ from librmq.errors import (
     ReadOnlyError,
     ReplicaError,
 )
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from tests.broker.parties import manual, opened, send
 from tests.cluster.copies import COPY, assert_copies, copy_of, fill, log_files
 from tests.cluster.replica_link import ReplicaLink

@@ -12,7 +12,7 @@ from librmq import ManualRunner, Producer, PushConsumer, StoreConfig
 from librmq.broker import Broker
 from librmq.cluster import Cluster, Replica, ReplicaRoute
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.protocol import PERM_READ, MaxOffset, QueryOffset
 from tests.broker.parties import manual, opened, pull, send
 

@@ -9,7 +9,7 @@ import pytest
 from librmq import Cluster, ManualRunner, Producer, PushConsumer, StoreConfig
 from librmq.cluster import SiteRoute, SiteRouter
 from librmq.errors import CapacityError, ClientStateError, ConfigError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from librmq.client.producer import Producer
 from librmq.cluster import Cluster, RouteTable
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.protocol import MaxOffset, Subscription
 from librmq.runtime.runner import ManualRunner
 from tests.broker.parties import beat

@@ -22,8 +22,8 @@ from librmq.columns.options import OffsetTimes, ReadOptions, ReadSelection, View
 from librmq.columns.planned_store import PlannedStore
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError
-from librmq.files.disk import DiskFiles
-from librmq.files.memory import MemoryFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.delays import SCHEDULE_TOPIC
 from tests.budget import many
 from tests.programs import run_program

@@ -10,8 +10,8 @@ import pytest
 from librmq.client.client import Client
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import ConfigError, MalformedError, StoreIOError
-from librmq.files.disk import DiskFiles
-from librmq.files.memory import MemoryFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.listener import ReconsumeLater
 from librmq.protocol import ConsumeFrom, ConsumerIds, MessageModel
 from librmq.testing import Kit

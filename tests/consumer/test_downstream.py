@@ -10,7 +10,7 @@ import pytest
 from librmq import Broker, DownstreamDown, ManualRunner, Metrics, Producer, PullConsumer, PushConsumer, StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.errors import ClientStateError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 
 
 class Bank:

@@ -16,8 +16,8 @@ from librmq.broker import BrokerConfig
 from librmq.cluster import Replica, promote_replica
 from librmq.consumer.config import StartAt
 from librmq.errors import BrokerError, ConfigError, CorruptionError, MalformedError
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
     ConsumeFrom,

@@ -11,7 +11,7 @@ import pytest
 
 from librmq.broker import Broker
 from librmq.consumer import DeliveredMessage, PushConsumer
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.metrics import Metrics
 from librmq.protocol import LOCAL_HOST, PERM_WRITE, PullMessage, Request, Route, SendMessage, SetGroup

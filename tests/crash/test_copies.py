@@ -13,11 +13,11 @@ from librmq.config import StoreConfig
 from librmq.files.interface import Files
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
+from librmq.store._snapshots import restore, snapshot
 from librmq.store.extraction import rescue
 from librmq.store.recovery import salvage
 from librmq.store.recovery.verify import verify
 from librmq.store.retention import Retention
-from librmq.store.snapshots import restore, snapshot
 from tests.budget import examples, many
 from tests.crash.runs import BusyFiles
 from tests.file_seams import CrashImages, Image, RecordingFiles

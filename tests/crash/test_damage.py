@@ -18,7 +18,7 @@ import pytest
 from librmq.cli import main
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, RmqError, StoreError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import split_keys

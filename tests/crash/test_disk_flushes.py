@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
 from librmq.files.interface import copy_file, make_folders
 
 pytestmark = [pytest.mark.platform, pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="needs fdatasync")]

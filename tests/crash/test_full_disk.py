@@ -27,9 +27,9 @@ import librmq
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import DiskFullError, FlushFailedError, StoreError, StoreIOError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.store.recovery.verify import verify

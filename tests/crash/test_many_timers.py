@@ -9,7 +9,7 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig

@@ -15,7 +15,7 @@ from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import StoreError, StoreIOError
-from librmq.files.memory import OverlayFiles
+from librmq.files._memory import OverlayFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore, snapshot
 from librmq.store.format.indexfile import ENTRY_SIZE, HEADER, HEADER_SIZE, IndexHeader, file_length, unpack_entry

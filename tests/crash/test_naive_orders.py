@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from librmq.clock import ManualClock
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables

@@ -12,8 +12,8 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.errors import TransactionRefusedError
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig

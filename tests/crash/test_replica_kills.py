@@ -7,8 +7,8 @@ import pytest
 from librmq import Broker, BrokerConfig, ManualRunner, StoreConfig
 from librmq.cluster import Replica
 from librmq.errors import ReplicaError
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.protocol import SendStatus
 from librmq.store.recovery.verify import verify
 from tests.broker.parties import send

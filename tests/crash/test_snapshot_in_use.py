@@ -18,15 +18,15 @@ from librmq import DeliveredMessage, ManualRunner, Message, Producer, PushConsum
 from librmq.broker import Broker, BrokerConfig
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
 from librmq.files.interface import FolderEntry
 from librmq.listener import ReconsumeLater
 from librmq.runtime.locks import Lock
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
+from librmq.store._snapshots import snapshot
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.verify import verify
-from librmq.store.snapshots import snapshot
 from tests.conftest import SlowBudget
 from tests.stores import START_MS
 

@@ -20,9 +20,9 @@ import pytest
 
 from librmq.config import StoreConfig
 from librmq.errors import StoreClosedError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.read import GetStatus

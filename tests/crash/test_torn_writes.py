@@ -14,9 +14,9 @@ from librmq import Broker, ManualRunner, Message, MessageStore, StoreConfig
 from librmq.clock import ManualClock
 from librmq.cluster import Replica
 from librmq.errors import CorruptionError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
+from librmq.store._snapshots import snapshot
 from librmq.store.recovery.verify import verify
-from librmq.store.snapshots import snapshot
 from tests.broker.parties import send
 from tests.file_seams import CrashImages, Event, RecordingFiles
 

@@ -22,7 +22,7 @@ from librmq.diagnosis import (
     lag,
     waiting_origins,
 )
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.engine.store_times import store_times_at

@@ -7,7 +7,7 @@ import pytest
 from librmq import DeadLetter, Message, MessageStore, ReconsumeLater, StoreConfig
 from librmq.diagnosis import dead_letter_causes, dead_letters, diagnose
 from librmq.diagnosis.view import StoreView
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.testing import Kit
 
 CASES: list[tuple[dict[str, str], int, str, str]] = [

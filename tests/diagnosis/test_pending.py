@@ -13,7 +13,7 @@ from librmq.config import StoreConfig
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.diagnosis import StoreView, story
 from librmq.diagnosis.pending import PendingMessage, pending_messages
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.properties import tags_code

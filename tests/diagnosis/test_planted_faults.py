@@ -17,7 +17,7 @@ from librmq.client.allocation import allocate_averagely, allocate_averagely_by_c
 from librmq.diagnosis import Thresholds, diagnose
 from librmq.message.message import MessageQueue
 from librmq.testing import Kit
-from librmq.testing.evidence import UndeliveredWarning
+from librmq.testing._evidence import UndeliveredWarning
 from tests.budget import examples
 
 LIMITS: Final = Thresholds(normal_lag=5, large_lag=1000, old_s=600, stuck_s=30)

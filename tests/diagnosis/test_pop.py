@@ -12,8 +12,8 @@ import pytest
 
 from librmq.cli import main
 from librmq.diagnosis import StoreView, Thresholds, diagnose, pending_messages, pop_holds, report, story
-from librmq.diagnosis.pop import REVIVE_GROUP, HeldMessage, PopHolds
-from librmq.files.disk import DiskFiles
+from librmq.diagnosis._pop import REVIVE_GROUP, HeldMessage, PopHolds
+from librmq.files._disk import DiskFiles
 from librmq.message.message import Message
 from librmq.message.record import COMPRESSED
 from librmq.message.topics import group_of_retries

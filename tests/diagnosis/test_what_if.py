@@ -15,7 +15,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.diagnosis import Consumption, consumption_of, estimate, what_if
 from librmq.errors import NotIdleError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.runtime.runner import ManualRunner, Step, Work
 from librmq.testing import Kit
 from tests.broker.parties import send

@@ -19,10 +19,10 @@ import pytest
 
 from librmq import Broker, Producer
 from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
-from librmq.files.disk import DiskFiles, TemporaryFolder
+from librmq.files._disk import DiskFiles, TemporaryFolder
+from librmq.files._memory import MemoryFiles, OverlayFiles
 from librmq.files.interface import File, Files, confine, used_end, without_zeros
 from librmq.files.lock import DiskLock
-from librmq.files.memory import MemoryFiles, OverlayFiles
 from librmq.store import MessageStore
 from tests.file_seams import Event, FailingFiles, RecordingFiles
 from tests.programs import start_program
@@ -302,7 +302,7 @@ def test_a_file_that_can_not_be_made_whole_is_gone(tmp_path: Path, monkeypatch: 
 
     path = str(tmp_path / "f")
     with monkeypatch.context() as patch:
-        patch.setattr(f"librmq.files.disk.{call}", refuse)
+        patch.setattr(f"librmq.files._disk.{call}", refuse)
         with pytest.raises(StoreIOError) as told:
             DiskFiles().create(path, 100)
     assert (told.value.errno, told.value.filename) == (errno.ENOMEM, path)
@@ -325,7 +325,7 @@ def test_a_flush_includes_changes_made_through_a_mapping(
     path.write_bytes(bytes(100))
     with open(path, "rb+") as opened:
         file = File(str(path), Mapping(opened.fileno(), 100), 100, True)
-    monkeypatch.setattr("librmq.files.disk.sys", SimpleNamespace(platform=system))
+    monkeypatch.setattr("librmq.files._disk.sys", SimpleNamespace(platform=system))
     disk.put(file, 10, b"much")
     disk.flush(file)
     assert calls == told

@@ -16,9 +16,9 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, RmqError, StoreIOError, StoreLockedError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles, OverlayFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles, OverlayFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify

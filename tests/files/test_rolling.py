@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File
-from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from tests.file_seams import FailingFiles
 from tests.interrupting import interrupted_at_call

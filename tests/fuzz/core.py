@@ -28,7 +28,7 @@ from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.delay import COPIED_PROPERTIES
 from librmq.errors import RmqError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import texts_before_values
 from librmq.runtime.compiled_core import CORE, CORE_STATE

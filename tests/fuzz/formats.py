@@ -328,7 +328,7 @@ def _spoilt(found: Contents, changes: bytes) -> Contents:
 
 def _files(folder: str, data: bytes, file_size: int) -> Any:
     """Return memory files with ``data`` split into files of one size in ``folder``; zeros fill up the last one."""
-    from librmq.files.memory import MemoryFiles
+    from librmq.files._memory import MemoryFiles
 
     files = MemoryFiles()
     files.make_folder(folder)

@@ -11,7 +11,7 @@ import pytest
 from librmq.broker import Broker, BrokerConfig
 from librmq.config import StoreConfig
 from librmq.errors import MessageIllegalError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.java import json as java_json
 from librmq.message import record
 from librmq.message.delays import SCHEDULE_TOPIC

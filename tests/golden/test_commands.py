@@ -10,7 +10,7 @@ import pytest
 
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
 from librmq.store.format.directory import infer_config
 from tests.budget import examples
 from tests.conftest import Run, StoreCopy

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.java.lang import index_key_hash
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import IndexFile, geometry

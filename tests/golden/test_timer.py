@@ -14,7 +14,7 @@ import pytest
 from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import TIMER_TOPIC
 from librmq.scheduling.timer import Timers

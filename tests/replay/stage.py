@@ -13,7 +13,7 @@ from librmq.cluster import RouteTable
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.errors import RmqError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.ids import format_host
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.txn import TransactionConfig

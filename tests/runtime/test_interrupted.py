@@ -13,7 +13,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.consumer import PullConsumer, PushConsumer
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
 from librmq.protocol import LOCAL_HOST, SendMessage, UpdateOffset
 from librmq.runtime.runner import Step, Work

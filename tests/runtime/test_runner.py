@@ -25,7 +25,7 @@ from librmq import (
 )
 from librmq.clock import ManualClock, SystemClock
 from librmq.errors import RmqError, RunnerError
-from librmq.runtime.background import Background
+from librmq.runtime._background import Background
 from librmq.runtime.runner import ManualRunner, Step, Work
 from librmq.runtime.threads import ThreadRunner
 from tests.budget import examples

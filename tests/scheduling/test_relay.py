@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from librmq.clock import ManualClock
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.errors import ConfigError, DiskFullError, MessageIllegalError, StoreClosedError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.delays import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.scheduling.relay import HOP_TOPIC, HopProxy, best_level, send_at

@@ -10,7 +10,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.record import TRANSACTION_PREPARED

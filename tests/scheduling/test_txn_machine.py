@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from librmq.clock import ManualClock
 from librmq.errors import TransactionRefusedError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC
 from librmq.store import MessageStore

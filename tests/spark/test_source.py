@@ -560,9 +560,9 @@ def test_a_store_that_is_being_written(tmp_path: Path) -> None:
 
 def test_parts_are_read_without_a_session(folder: Path) -> None:
     """Only tasks report it: a damaged entry with its file, an entry without a record as lost data."""
+    from librmq.columns._read import Reading
     from librmq.columns.decoding import default_columns
     from librmq.columns.options import DataLossError, Part, Slice
-    from librmq.columns.read import Reading
     from librmq.consumequeue import ENTRY
     from librmq.errors import CorruptionError, NotAStoreError
     from librmq.spark._options import parse_read_options
@@ -597,7 +597,7 @@ def test_a_reader_needs_no_pandas(folder: Path) -> None:
     code = f"""
 import sys
 from librmq.spark._options import parse_read_options
-from librmq.columns.read import Reading
+from librmq.columns._read import Reading
 from librmq.columns.decoding import default_columns
 from librmq.columns.planner import plan
 from librmq.spark._source import arrow_schema, schema_of

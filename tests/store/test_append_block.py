@@ -9,9 +9,9 @@ import pytest
 
 from librmq.commitlog import CommitLog
 from librmq.errors import StoreIOError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from tests.file_seams import FailingFiles, RecordingFiles
 

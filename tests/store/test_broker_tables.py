@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from librmq.errors import CorruptionError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.java import json as java_json
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, group_row

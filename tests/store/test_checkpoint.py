@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from librmq.errors import CorruptionError, ReadOnlyError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.store.format.checkpoint import CHECKPOINT_SIZE, Checkpoint, clear_abort, has_abort, set_abort
 from tests.reference import existing, rows, store_folders
 

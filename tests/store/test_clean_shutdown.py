@@ -13,7 +13,7 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.errors import CorruptionError, StoreIOError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.runtime.event_log import watched
 from librmq.store import MessageStore

@@ -8,7 +8,7 @@ import pytest
 
 from librmq import Message
 from librmq.clock import ManualClock, SystemClock
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify
 from tests.stores import ROOT, SMALL, START_MS

@@ -22,7 +22,7 @@ from librmq.columns import reader
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage, StoredRecords
 from librmq.runtime import compiled_core

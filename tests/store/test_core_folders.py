@@ -16,7 +16,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule
 from librmq.errors import MessageIllegalError, RmqError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC

@@ -13,9 +13,9 @@ import pytest
 from librmq import Message
 from librmq.config import StoreConfig
 from librmq.store import MessageStore
+from librmq.store._snapshots import snapshot
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery.verify import verify
-from librmq.store.snapshots import snapshot
 from tests.stores import derived, from_disk
 
 CONFIG = StoreConfig.tiny()

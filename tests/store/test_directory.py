@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import FolderEntry
-from librmq.files.memory import MemoryFiles
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.format.directory import StoreKind

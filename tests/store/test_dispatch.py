@@ -19,8 +19,8 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import StoreIOError
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File
-from librmq.files.memory import MemoryFiles
 from librmq.message.delays import DelayLevels
 from librmq.message.message import Message
 from librmq.message.record import Record, check_record, encode_record

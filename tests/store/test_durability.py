@@ -16,8 +16,8 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File, Files
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine._durability import Acknowledgement

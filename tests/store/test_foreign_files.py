@@ -15,9 +15,9 @@ import pytest
 from librmq import Broker
 from librmq.cli._main import main
 from librmq.errors import CorruptionError, NotAStoreError, StoreError, StoreIOError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import FolderEntry
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery.verify import verify

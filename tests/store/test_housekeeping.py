@@ -17,9 +17,9 @@ from librmq.clock import ManualClock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, FlushFailedError, StoreError, StoreIOError
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File
-from librmq.files.memory import MemoryFiles
-from librmq.runtime.background import Background
+from librmq.runtime._background import Background
 from librmq.store.engine._durability import GroupCommit, Housekeeping
 
 NOW = 1_700_000_000_000

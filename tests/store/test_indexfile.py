@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File, Files
-from librmq.files.memory import MemoryFiles
 from librmq.java.lang import index_key_hash
 from librmq.store.format import _keyindex as keyindex
 from librmq.store.format._keyindex import KeyIndex

@@ -12,7 +12,7 @@ import pytest
 
 from librmq.config import StoreConfig
 from librmq.errors import StoreClosedError, StoreError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore, verify
 from librmq.store.engine.copies import CopyTarget

@@ -16,11 +16,11 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue_ext import ExtUnit
 from librmq.errors import ConfigError, FilterSyntaxError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.filter import SQL92, Policy, Registrations, SqlFilter, TagFilter, WatchedPredicate, tags_code
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
-from librmq.store.engine.message_filters import ByTags
+from librmq.store.engine._message_filters import ByTags
 from librmq.store.engine.read import GetStatus, MessageFilter
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, contents, died, in_memory
 

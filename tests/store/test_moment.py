@@ -14,7 +14,7 @@ import pytest
 from librmq import Message, MessageStore, StoreConfig
 from librmq.clock import ManualClock
 from librmq.errors import ConfigError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
 from tests.budget import examples
 
 START_MS = 1_700_000_000_000

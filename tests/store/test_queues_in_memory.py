@@ -18,7 +18,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import HOLE_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, NotAStoreError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.properties import encode_properties
 from librmq.message.record import INNER_BATCH, Record, body_checksum, encode_record

@@ -17,9 +17,9 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.diagnosis import diagnose
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File, Files, FolderEntry
-from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore

@@ -23,8 +23,8 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Damage
-from librmq.files.memory import MemoryFiles
 from librmq.message.delays import DelayLevels
 from librmq.message.record import (
     INNER_BATCH,

@@ -18,9 +18,9 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_SIZE
 from librmq.errors import CorruptionError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Damage, File
-from librmq.files.memory import MemoryFiles
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.store import MessageStore

@@ -8,7 +8,7 @@ from librmq import ManualRunner, Message, Producer, PushConsumer
 from librmq.broker import Broker
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore

@@ -10,8 +10,8 @@ import pytest
 
 from librmq import Message, StoreConfig
 from librmq.diagnosis import diagnose
+from librmq.diagnosis._pop import pop_holds
 from librmq.diagnosis.pending import pending_messages
-from librmq.diagnosis.pop import pop_holds
 from librmq.store import MessageStore, verify
 from tests.rocksdb_stores import pop_row, write_database, write_queues
 from tests.stores_of_5 import state_of

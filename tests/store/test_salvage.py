@@ -13,9 +13,9 @@ import pytest
 
 from librmq.clock import ManualClock
 from librmq.errors import CorruptionError, NotAStoreError, StoreIOError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.files.memory import MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import BODY_AT, MAGIC_AT, PHYSICAL_OFFSET_AT

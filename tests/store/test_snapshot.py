@@ -21,19 +21,19 @@ from librmq.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File, Files
-from librmq.files.memory import MemoryFiles
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_queue
 from librmq.store import MessageStore
+from librmq.store._snapshots import Snapshot, restore, snapshot
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.read import GetStatus
 from librmq.store.extraction import rescue
 from librmq.store.recovery import salvage
 from librmq.store.recovery.salvage import Gap
 from librmq.store.recovery.verify import verify
-from librmq.store.snapshots import Snapshot, restore, snapshot
 from tests.budget import examples, many, some
 from tests.file_seams import FailingFiles
 from tests.programs import start_program

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from librmq import Message, StoreConfig
-from librmq.diagnosis.pop import pop_holds
+from librmq.diagnosis._pop import pop_holds
 from librmq.store import MessageStore, restore, snapshot, verify
 from librmq.store.format.broker_tables import BrokerTables
 from tests.reference import existing, unpack

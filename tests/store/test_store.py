@@ -28,7 +28,7 @@ from librmq.errors import (
     StoreClosedError,
     StoreLockedError,
 )
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import offset_message_id

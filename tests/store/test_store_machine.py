@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from librmq.clock import ManualClock
 from librmq.errors import MessageIllegalError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message

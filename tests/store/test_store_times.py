@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from hypothesis import given, settings
 
 from librmq.columns import reader
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message import Message
 from librmq.store import MessageStore
 from librmq.store.engine.store_times import UNKNOWN, StoreTimes

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from librmq.clock import ManualClock
 from librmq.diagnosis.pending import pending_messages
 from librmq.errors import RmqError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig

@@ -10,7 +10,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerError, StoreClosedError, StoreIOError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.protocol import UpdateOffset
 from librmq.runtime.runner import ManualRunner

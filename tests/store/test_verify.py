@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from librmq.errors import NotAStoreError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message

@@ -19,7 +19,7 @@ import pytest
 
 from librmq.consumer import DeliveredMessage
 from librmq.errors import InputError, NotIdleError
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.protocol import ConsumeFrom, MessageModel
 from librmq.runtime.locks import Lock
 from librmq.testing import Kit, Process, explore

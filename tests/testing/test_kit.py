@@ -34,7 +34,7 @@ from librmq.errors import (
     RunnerError,
     SendTimeoutError,
 )
-from librmq.files.memory import MemoryFiles
+from librmq.files._memory import MemoryFiles
 from librmq.idempotence import MemoryDedupStore, Outbox, OutboxSender, upgrade_tables
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message

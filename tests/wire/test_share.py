@@ -371,7 +371,7 @@ def test_who_joins_a_stopped_owner_does_not_wait_for_its_answer(scene: Scene) ->
 def test_an_owner_that_is_stopped_before_it_listens_is_ended_too(scene: Scene) -> None:
     scene.start().wait_ready().leave()
     lock = os.path.join(share_folder(scene.store), "lock")
-    words = "import os, signal, sys; from librmq.files.disk import DiskFiles; lock = DiskFiles().lock(sys.argv[1])"
+    words = "import os, signal, sys; from librmq.files._disk import DiskFiles; lock = DiskFiles().lock(sys.argv[1])"
     stopping = f"{words}; os.kill(os.getpid(), signal.SIGSTOP)"
     owner: Process[str] = Process([sys.executable, "-P", "-c", stopping, lock], env=environment())
     wait_until(lambda: is_stopped(owner.pid), "the owner is stopped", 60)

@@ -29,12 +29,12 @@ from librmq import (
 from librmq.broker.config import Promises
 from librmq.cli import main
 from librmq.errors import CorruptionError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
+from librmq.files._memory import MemoryFiles
 from librmq.files.interface import FileLock
-from librmq.files.memory import MemoryFiles
 from librmq.store import MessageStore
+from librmq.store._snapshots import snapshot
 from librmq.store.format.documents import RETENTION, read_retention, write_retention
-from librmq.store.snapshots import snapshot
 from tests.conftest import SlowBudget
 from tests.programs import Fork, run_program
 

@@ -21,7 +21,7 @@ from librmq.broker.handlers._send import SendHandler
 from librmq.clock import moves_by_itself
 from librmq.config import StoreConfig
 from librmq.consumequeue_ext import check_bitmap
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.message.lag import queue_lag
 from librmq.message.topics import HALF_TOPIC, is_own_group, validate_kept_names
 from librmq.metrics import Metrics
@@ -65,8 +65,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.store import MessageStore
-from librmq.store.format.broker_tables import BrokerTables
+from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.checkpoint import has_abort
 
 _log = EventLog("librmq.broker")

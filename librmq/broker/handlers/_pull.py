@@ -15,7 +15,7 @@ from librmq.broker._replication import Replication
 from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import HandOver, Selection, parse_selection, registered_selection
 from librmq.errors import BrokerError, RmqError
-from librmq.message.message import Message, StoredMessage
+from librmq.message import Message, StoredMessage
 from librmq.message.topics import OFFSET_MOVED_TOPIC
 from librmq.protocol import (
     CheckSubscription,

@@ -35,7 +35,7 @@ from librmq.broker.handlers.in_flight import (
 from librmq.broker.long_polling import ALL, Deadlines, Selection, selection_of
 from librmq.broker.topics import Topic, not_readable
 from librmq.errors import BrokerError, MalformedError, ReceiptError, RmqError
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.message.topics import check_receive_retry_topic, receive_retry_topic
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
@@ -53,7 +53,8 @@ from librmq.protocol import (
     ResponseCode,
     SendBack,
 )
-from librmq.runtime.event_log import EventLog, StateLog
+from librmq.runtime import StateLog
+from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.broker")
 

@@ -25,9 +25,9 @@ from librmq.errors import (
     RmqError,
 )
 from librmq.java.lang import java_int
-from librmq.message import Message, record
+from librmq.message import Message, StoredMessage, record
 from librmq.message.ids import Host, encode_host, parse_host
-from librmq.message.message import StoredMessage, delayed_batch, delayed_transaction
+from librmq.message.message import delayed_batch, delayed_transaction
 from librmq.message.properties import (
     PROPERTY_CLUSTER,
     PROPERTY_DELAY,

@@ -15,14 +15,15 @@ from librmq.diagnosis.pending import waiting_retries
 from librmq.diagnosis.view import View
 from librmq.errors import InputError
 from librmq.formatting import moment
+from librmq.message import retry_topic
 from librmq.message.lag import queue_lag, unread_from
-from librmq.message.topics import is_system_topic, moved_keys, retry_topic, validate_group
+from librmq.message.topics import is_system_topic, moved_keys, validate_group
 from librmq.protocol import MoveGroup, SetGroup, UpdateOffset
 from librmq.runtime.event_log import counted
 
 if TYPE_CHECKING:
-    from librmq.broker.administered_route import AdministeredRoute, StoreRoute
-    from librmq.diagnosis.skips import Skip
+    from librmq.broker import AdministeredRoute, StoreRoute
+    from librmq.diagnosis import Skip
 
 
 _LAST_S: Final = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
@@ -276,8 +277,8 @@ def _selected_queues(arguments: argparse.Namespace, view: View[Any]) -> dict[Any
 
 def skip(arguments: argparse.Namespace, output: Output) -> int:
     """Move a group's progress forward: past old messages, to the newest, or to the end; record the skip."""
-    from librmq.diagnosis.skips import move_to, plan_skip, set_aside
-    from librmq.diagnosis.skips import skip as pass_over
+    from librmq.diagnosis import move_to, plan_skip, set_aside
+    from librmq.diagnosis import skip as pass_over
 
     if arguments.aside is not None and arguments.move is not None:
         raise InputError("expected either --aside or --move")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final
 from librmq.cli._output import Output, complain, end_signals
 from librmq.cli._stores import locate
 from librmq.errors import InputError, MissingExtraError
-from librmq.files.disk import DiskFiles
+from librmq.files import DiskFiles
 from librmq.store.format.directory import check_kind
 
 if TYPE_CHECKING:
-    from librmq.broker.administered_route import AdministeredRoute
+    from librmq.broker import AdministeredRoute
 
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):\d{1,5}")
 _STOP_S: Final = 5.0

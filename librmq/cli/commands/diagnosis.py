@@ -17,7 +17,7 @@ from librmq.cli._output import LimitReached, Output, complain, watching_bar
 from librmq.cli._selection import note_message, note_part, note_topic, read_ranges
 from librmq.cli._stores import is_url, local_copy, locate, open_view, storage_options
 from librmq.clock import SystemClock
-from librmq.diagnosis.findings import Finding, Thresholds
+from librmq.diagnosis import Finding, Thresholds
 from librmq.errors import CorruptionError, InputError, RmqError, StoreError
 from librmq.runtime.compiled_core import CORE_STATE
 from librmq.runtime.event_log import counted
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from librmq.commitlog import CommitLog
-    from librmq.diagnosis.survey.model import Report
-    from librmq.message.message import StoredMessage
+    from librmq.diagnosis import Report
+    from librmq.message import StoredMessage
     from librmq.spark.pipelines import LeftOut
 
 
@@ -36,7 +36,7 @@ _HAS_ERRORS: Final = 1
 
 def diagnose(arguments: argparse.Namespace, output: Output) -> int:
     """Print the findings, worst first, or the topics by size; status 1 if there is an error among the findings."""
-    from librmq.diagnosis.checks import diagnose
+    from librmq.diagnosis import diagnose
 
     try:
         return _diagnose(arguments, output)
@@ -47,7 +47,7 @@ def diagnose(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _diagnose(arguments: argparse.Namespace, output: Output) -> int:
-    from librmq.diagnosis.checks import design_check, diagnose, topic_volumes
+    from librmq.diagnosis import design_check, diagnose, topic_volumes
 
     with open_view(arguments) as view:
         for topic in arguments.important or ():
@@ -81,7 +81,7 @@ def _print(findings: list[Finding], output: Output) -> int:
 
 def story(arguments: argparse.Namespace, output: Output) -> int:
     """Print the history of a message, in the order of the log, then by group."""
-    from librmq.diagnosis.message_story import story
+    from librmq.diagnosis import story
 
     with open_view(arguments) as view:
         for event in story(view, arguments.id, topic=arguments.topic):
@@ -139,7 +139,8 @@ def _releasing(log: CommitLog, messages: Iterator[StoredMessage]) -> Iterator[St
 
 def report(arguments: argparse.Namespace, output: Output) -> int:
     """Write the page about stores."""
-    from librmq.diagnosis.survey.page import render_page, require
+    from librmq.diagnosis import render_page
+    from librmq.diagnosis.survey.page import require
 
     require()
     earlier = None if arguments.compare is None else _read_report(arguments.compare)
@@ -173,7 +174,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _survey_of_stores(arguments: argparse.Namespace, output: Output) -> Report:
-    from librmq.diagnosis.survey.report import report as report_of
+    from librmq.diagnosis import report as report_of
 
     urls = {local_copy(arguments, place): place for place in arguments.stores if is_url(place)}
     if not urls and storage_options(arguments) is not None:
@@ -189,7 +190,7 @@ def _survey_of_stores(arguments: argparse.Namespace, output: Output) -> Report:
 
 
 def _survey_by_spark(arguments: argparse.Namespace, output: Output) -> Report:
-    from librmq.spark.stores_report import overview
+    from librmq.spark import overview
 
     session = start(arguments)
     with store_errors():
@@ -199,7 +200,7 @@ def _survey_by_spark(arguments: argparse.Namespace, output: Output) -> Report:
 
 
 def _read_report(path: str) -> Report:
-    from librmq.diagnosis.survey.model import Report
+    from librmq.diagnosis import Report
 
     try:
         with open(path, "rb") as file:
@@ -363,7 +364,7 @@ def store_errors() -> Iterator[None]:
     """Raise an error of Spark as a `StoreError` of one line."""
     from pyspark.errors import PySparkException
 
-    from librmq.spark.sessions import cause_of
+    from librmq.spark import cause_of
 
     try:
         yield

@@ -27,12 +27,11 @@ from librmq.cli._stores import (
     view_of,
 )
 from librmq.clock import SystemClock
-from librmq.diagnosis import deadletters
-from librmq.diagnosis.lag_report import GroupRate, Lag, TopicProgress
-from librmq.diagnosis.lag_report import lag as lag_of
-from librmq.diagnosis.view import StoreView, View, group_summaries
+from librmq.diagnosis import GroupRate, Lag, StoreView, TopicProgress, deadletters
+from librmq.diagnosis import lag as lag_of
+from librmq.diagnosis.view import View, group_summaries
 from librmq.errors import CorruptionError, InputError
-from librmq.files.disk import DiskFiles
+from librmq.files import DiskFiles
 from librmq.formatting import moment
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.topics import HALF_TOPIC, is_own_group
@@ -41,8 +40,7 @@ from librmq.store.format.directory import check_kind
 from librmq.store.format.documents import letter_identity
 
 if TYPE_CHECKING:
-    from librmq.diagnosis.pop import PopHolds
-    from librmq.diagnosis.whatif import Consumption
+    from librmq.diagnosis import Consumption, PopHolds
 
 
 def groups(arguments: argparse.Namespace, output: Output) -> int:
@@ -73,7 +71,7 @@ def lag(arguments: argparse.Namespace, output: Output) -> int:
 def _lag_rows(view: View[Any], arguments: argparse.Namespace) -> Iterable[Any]:
     by, group, topic = arguments.by, arguments.group, arguments.topic
     if by == "origin":
-        from librmq.diagnosis.pending import waiting_origins
+        from librmq.diagnosis import waiting_origins
 
         if not isinstance(view, StoreView):
             raise InputError("--by origin: expected a folder, because it reads the messages that wait")
@@ -110,7 +108,7 @@ _PLACE: Final = ("group", "topic", "queue_id")
 
 
 def _pop_holds(view: StoreView) -> PopHolds:
-    from librmq.diagnosis.pop import pop_holds
+    from librmq.diagnosis import pop_holds
 
     holds = pop_holds(view)
     for note in holds.notes:
@@ -143,7 +141,7 @@ def _lacks_tables(view: StoreView) -> str | None:
 
 def expiring(arguments: argparse.Namespace, output: Output) -> int:
     """Print the unconsumed messages that retention by age would delete soon, by group and topic."""
-    from librmq.diagnosis.pending import expiring as expiring_of
+    from librmq.diagnosis import expiring as expiring_of
 
     with open_view(arguments) as view:
         rows = expiring_of(view, reserved_s=arguments.reserved, within_s=arguments.within)
@@ -231,7 +229,7 @@ def _stored_recently(view: StoreView, topic: str) -> tuple[int, float]:
 
 def whatif(arguments: argparse.Namespace, output: Output) -> int:
     """Print the time to drain a group's backlog as it is, then with changes, the greatest speed-up first."""
-    from librmq.diagnosis.whatif import what_if
+    from librmq.diagnosis import what_if
 
     with open_view(arguments) as view:
         for scenario in what_if(_consumption(view, arguments)):
@@ -247,7 +245,7 @@ _OF_CONSUMPTION: Final = ("clients", "threads", "batch_size", "handler_s", "stor
 
 
 def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
-    from librmq.diagnosis.whatif import consumption_of
+    from librmq.diagnosis import consumption_of
 
     stored_per_s = arguments.inflow
     if stored_per_s is None:
@@ -270,7 +268,7 @@ def _consumption(view: StoreView, arguments: argparse.Namespace) -> Consumption:
 
 def progress(arguments: argparse.Namespace, output: Output) -> int:
     """Print the progress of groups as the file, its backup, and records of moves have it."""
-    from librmq.diagnosis.kept_progress import progress_history
+    from librmq.diagnosis import progress_history
 
     with open_view(arguments) as view:
         for row in progress_history(view, beside=tuple(arguments.beside or ())):
@@ -281,7 +279,7 @@ def progress(arguments: argparse.Namespace, output: Output) -> int:
 
 def pending(arguments: argparse.Namespace, output: Output) -> int:
     """Print a line for each message that waits."""
-    from librmq.diagnosis.pending import pending_messages
+    from librmq.diagnosis import pending_messages
 
     with open_store(arguments, all_in_memory=True) as store:
         view = StoreView.over(store)
@@ -307,8 +305,7 @@ def _note_unknown_waiting(view: StoreView, kind: str | None) -> None:
 def decide(arguments: argparse.Namespace, output: Output) -> int:
     """Commit or roll back a half message that checks have given up."""
     from librmq.broker import Broker
-    from librmq.diagnosis.pending import given_up
-    from librmq.diagnosis.skips import decide_half
+    from librmq.diagnosis import decide_half, given_up
 
     physical_offset = arguments.physical_offset
     if arguments.commit == arguments.rollback:

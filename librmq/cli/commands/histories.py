@@ -18,7 +18,8 @@ from librmq.cli._output import Output, complain
 from librmq.errors import InputError
 from librmq.formatting import visible
 from librmq.runtime.event_log import counted
-from librmq.testing.histories.anomalies import KINDS, Anomaly
+from librmq.testing import Anomaly
+from librmq.testing.histories.anomalies import KINDS
 from librmq.testing.histories.events import HistoryEvents, span_of
 
 _HAS_ANOMALIES: Final = 1

@@ -25,7 +25,7 @@ from librmq.cli._stores import read_moment, settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import CorruptionError, InputError, MessageIllegalError, MissingExtraError
-from librmq.files.disk import DiskFiles
+from librmq.files import DiskFiles
 from librmq.message import Message, record
 from librmq.message.ids import parse_host
 from librmq.message.properties import (
@@ -39,10 +39,10 @@ from librmq.message.properties import (
 from librmq.message.topics import is_system_topic, validate_topic
 from librmq.printable import cell_text, unguarded
 from librmq.runtime.event_log import watched
-from librmq.store import MessageStore
+from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.append import AppendFields
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import MOST_QUEUES, BrokerTables
+from librmq.store.format.broker_tables import MOST_QUEUES
 from librmq.store.format.directory import CONFIG, check_kind
 
 _OF_THE_STORE: Final = record.HOSTS_V6 | record.TRANSACTION_MASK | record.COMPRESSED | 0x700

@@ -15,17 +15,16 @@ from librmq.cli._rows import Row, gap_row, message_row, snapshot_row
 from librmq.cli._stores import announced, files_and_config, recorded_settings
 from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, InputError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files
+from librmq.files import DiskFiles, Files
 from librmq.files.lock import lock_process
 from librmq.message.topics import TIMER_TOPIC
+from librmq.store import recognise
 from librmq.store.format.directory import (
     CONFIG,
     check_kind,
     is_made_by_librmq,
     lock_path,
     queue_folder,
-    recognise,
     tables_database,
 )
 from librmq.store.format.directory import broker_conf as broker_conf_of
@@ -63,7 +62,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
 
 def can_start(arguments: argparse.Namespace, output: Output) -> int:
     """Print whether a broker and librmq start on a store, then why; status 1 if one refuses or loses anything."""
-    from librmq.diagnosis.start_verdict import can_start as judge
+    from librmq.diagnosis import can_start as judge
 
     files, config = files_and_config(arguments)
     with log_bar("can-start", arguments.store, 1):
@@ -97,7 +96,7 @@ def recover(arguments: argparse.Namespace, output: Output) -> int:
 
 def _registrations(store: str, files: Files) -> Registrations | None:
     """Return the groups' filters, for the bitmaps of rebuilt extension units; None if they are unreadable."""
-    from librmq.store.format.broker_tables import BrokerTables
+    from librmq.store import BrokerTables
 
     try:
         return BrokerTables.open(os.path.join(store, CONFIG), files=files).registrations(SystemClock().now_ms())
@@ -144,8 +143,8 @@ def _count_timers(path: str, config: StoreConfig, files: Files) -> int:
 
 def salvage(arguments: argparse.Namespace, output: Output) -> int:
     """Print every sound record and every gap, or make a new store of the records."""
-    from librmq.message.delays import DelayLevels
-    from librmq.store.extraction import rescue
+    from librmq.message import DelayLevels
+    from librmq.store import rescue
     from librmq.store.recovery import salvage
 
     store = arguments.store
@@ -168,8 +167,8 @@ def extract(arguments: argparse.Namespace, output: Output) -> int:
     """Make a small store of the selected messages and print its row."""
     from librmq.cli._selection import select
     from librmq.cli._stores import note_tables, open_store
-    from librmq.diagnosis.view import StoreView
-    from librmq.store.extraction import extract
+    from librmq.diagnosis import StoreView
+    from librmq.store import extract
 
     selection = select(arguments)
     with open_store(arguments) as store:
@@ -190,7 +189,7 @@ def extract(arguments: argparse.Namespace, output: Output) -> int:
 
 def snapshot(arguments: argparse.Namespace, output: Output) -> int:
     """Make a snapshot and print its row."""
-    from librmq.store.snapshots import snapshot
+    from librmq.store import snapshot
 
     files, config = files_and_config(arguments)
     with log_bar("snapshot", arguments.store, 3):
@@ -201,7 +200,7 @@ def snapshot(arguments: argparse.Namespace, output: Output) -> int:
 
 def restore(arguments: argparse.Namespace, output: Output) -> int:
     """Make a store from a snapshot and print its row."""
-    from librmq.store.snapshots import restore
+    from librmq.store import restore
 
     files, config = files_and_config(arguments)
     with log_bar("restore", arguments.store, 3):

@@ -28,13 +28,10 @@ from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, InputError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Damage, Files
-from librmq.files.memory import OverlayFiles
+from librmq.files import Damage, DiskFiles, Files, OverlayFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.message.delays import DelayLevels
+from librmq.message import DelayLevels, StoredMessage
 from librmq.message.frames import LogItem
-from librmq.message.message import StoredMessage
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.store_times import StoreTimes, noted_order
 from librmq.store.format.checkpoint import has_abort
@@ -164,7 +161,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.route is None and arguments.at is None and selection.topic is None and not selection.is_by_index:
         _show_log(arguments, selection, output)
         return 0
-    from librmq.diagnosis.view import StoreView
+    from librmq.diagnosis import StoreView
 
     with open_source(arguments) as view:
         messages = (

@@ -15,15 +15,14 @@ from librmq.cli._output import Output, ProgressBar, complain
 from librmq.cli._routes import OwnedStore, connect_to
 from librmq.cli._selection import MessageQuery, select
 from librmq.cli._stores import open_running, open_store
-from librmq.client.producer import Producer
-from librmq.client.sender import SendResult
+from librmq.client import Producer, SendResult
+from librmq.diagnosis import StoreView
 from librmq.diagnosis.deadletters import OF_A_LETTER
-from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError, InputError
-from librmq.files.disk import DiskFiles
-from librmq.message.message import Message, MessageQueue, StoredMessage
+from librmq.files import DiskFiles
+from librmq.message import Message, MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.properties import PROPERTY_KEYS, PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, RESERVED_PROPERTIES
-from librmq.message.topics import dead_letter_topic, is_user_topic, validate_client_topic
+from librmq.message.topics import is_user_topic, validate_client_topic
 from librmq.protocol import Route, SendStatus
 from librmq.protocol.client_requests import REPLAY_PRODUCER
 from librmq.store import MessageStore
@@ -40,7 +39,7 @@ def replay(arguments: argparse.Namespace, output: Output) -> int:
         return _replay_to_cluster(arguments, output)
     if None in (arguments.group, arguments.topic, arguments.to):
         raise InputError("expected --group, --topic and --to; or --route or --to-topic, to send messages")
-    from librmq.diagnosis.skips import replay, skipped
+    from librmq.diagnosis import replay, skipped
 
     with open_running(arguments) as broker:
         name = arguments.group, arguments.topic

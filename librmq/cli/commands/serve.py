@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 from librmq.cli._output import EndSignals, Output, complain, end_signals
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, RmqError
-from librmq.files.disk import DiskFiles
+from librmq.files import DiskFiles
 from librmq.message.ids import format_host, parse_host
 from librmq.message.record import store_timestamp_ms
 from librmq.runtime.event_log import EventLog
@@ -35,9 +35,9 @@ from librmq.store.format.documents import read_clock, write_clock
 if TYPE_CHECKING:
     from librmq.broker import Broker
     from librmq.config import StoreConfig
-    from librmq.message.message import StoredMessage
-    from librmq.testing import Kit
-    from librmq.testing.served import Ports, ServedKit
+    from librmq.message import StoredMessage
+    from librmq.testing import Kit, ServedKit
+    from librmq.testing.served import Ports
     from librmq.wire.grpc import GrpcServer
     from librmq.wire.remoting import RemotingServer
 
@@ -194,8 +194,7 @@ def _by_hand(
 ) -> dict[str, Any]:
     """Serve a kit, whose clock moves by requests to a control port; return its part of the first line."""
     from librmq.config import StoreConfig
-    from librmq.testing import Kit
-    from librmq.testing.served import ServedKit
+    from librmq.testing import Kit, ServedKit
 
     was_killed = has_abort(DiskFiles(), arguments.store)
     kit = Kit(
@@ -494,7 +493,7 @@ class Control:
             self._busy.discard(thread)
 
     def _answer(self, handler: BaseHTTPRequestHandler, thread: threading.Thread) -> None:
-        from librmq.testing.evidence import UnknownGroupError
+        from librmq.testing import UnknownGroupError
         from librmq.testing.served import NotSettledError
 
         try:

@@ -16,12 +16,13 @@ from librmq.cli._output import Output, ProgressBar, complain, log_bar, watching_
 from librmq.cli._rows import entry_rows, queue_row
 from librmq.cli._selection import TOPICS, MessageQuery, near, note_topic_of, places_in, select
 from librmq.cli._stores import open_source, open_store, open_view, recorded_settings, report_cut
-from librmq.diagnosis.view import StoreView, topic_summaries
+from librmq.diagnosis import StoreView
+from librmq.diagnosis.view import topic_summaries
 from librmq.errors import InputError
-from librmq.files.interface import Damage
+from librmq.files import Damage
 from librmq.formatting import id_ranges
+from librmq.message import StoredMessage
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.message import StoredMessage
 from librmq.message.properties import tags_code
 from librmq.message.topics import is_own_group, kind_of_topic
 from librmq.store import MessageStore
@@ -245,7 +246,8 @@ def _by_columns(
     if find_spec("pyarrow") is None:
         return None, False
     by, everything = arguments.by, arguments.all
-    from librmq.columns.record_batches import ReaderKeywords, reader_of
+    from librmq.columns import ReaderKeywords
+    from librmq.columns.record_batches import reader_of
 
     names = _COLUMNS.get(by, ("storeTimestamp",))
     settings = ReaderKeywords(columns=[*names, "size"], tags=selection.tags, sql=selection.sql, checksums=False)

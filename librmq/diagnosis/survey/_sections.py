@@ -19,7 +19,7 @@ from librmq.diagnosis.survey.model import (
     StoredTopic,
 )
 from librmq.formatting import duration, moment, number, percent, rate, short, size, span
-from librmq.message.delays import DEFAULT_LEVELS
+from librmq.message import DEFAULT_LEVELS
 from librmq.message.topics import is_user_topic
 from librmq.runtime.event_log import counted
 

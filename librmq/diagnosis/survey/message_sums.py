@@ -33,7 +33,7 @@ from librmq.diagnosis.survey.model import (
 )
 from librmq.diagnosis.view import StoreView
 from librmq.errors import ConfigError, CorruptionError
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.message.properties import split_keys
 from librmq.message.topics import RETRY_PREFIX, is_user_topic
 from librmq.runtime.event_log import advance

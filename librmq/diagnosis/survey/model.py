@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, NamedTuple, Self, get_args, get_type_hints
 
-from librmq.diagnosis.lag_report import TopicProgress, rate_between
+from librmq.diagnosis._lag_report import TopicProgress, rate_between
 from librmq.errors import InputError
 
 VERSION: Final = 3

@@ -9,7 +9,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from typing import Final, Literal, NamedTuple
 
-from librmq.diagnosis.findings import grouped
+from librmq.diagnosis._findings import grouped
 from librmq.diagnosis.survey.model import Comparison, Report, ReportedFinding, compare
 from librmq.errors import MissingExtraError
 from librmq.formatting import duration, moment, number, size, visible

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, entry_dtype
-from librmq.diagnosis.checks import (
+from librmq.diagnosis._checks import (
     damage_finding,
     diagnose,
     is_verified,
@@ -24,9 +24,9 @@ from librmq.diagnosis.checks import (
     unverified_damage,
     verified_damage,
 )
+from librmq.diagnosis._findings import Finding, Thresholds, finding_order
+from librmq.diagnosis._lag_report import Lag, lag
 from librmq.diagnosis.deadletters import dead_letter_causes, dead_letters, sum_up_causes
-from librmq.diagnosis.findings import Finding, Thresholds, finding_order
-from librmq.diagnosis.lag_report import Lag, lag
 from librmq.diagnosis.pending import PendingMessage, pending_messages
 from librmq.diagnosis.survey.message_sums import (
     KeyCounts,
@@ -57,9 +57,9 @@ from librmq.message.properties import PROPERTY_PRODUCER_GROUP
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import group_of_retries, is_own_group
 from librmq.runtime.event_log import advance
+from librmq.store import verify
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format.directory import COMMITLOG, MISSING_LOG
-from librmq.store.recovery.verify import verify
 
 # ------------------------------------------------------------------------------------------------------------ log files
 

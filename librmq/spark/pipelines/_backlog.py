@@ -10,13 +10,13 @@ from pyspark.sql import Window
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.decoding import LAST_MS
+from librmq.diagnosis import Consumption, estimate
 from librmq.diagnosis.deadletters import OF_A_LETTER, ORIGIN_TOPIC, VARIABLE_PARTS
-from librmq.diagnosis.whatif import Consumption, estimate
 from librmq.errors import AllocationError
+from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue
 from librmq.message.dead_letter_cause import AT_ONCE, IN_ORDER, USED_UP
-from librmq.message.delays import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.lag import lag_terms
-from librmq.message.message import MessageQueue
 from librmq.message.properties import (
     PROPERTY_DEAD_LETTER_CAUSE,
     PROPERTY_RECONSUME_TIME,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
-from librmq.columns.decoding import CORRUPT
+from librmq.columns import CORRUPT
 from librmq.columns.options import Mode
 from librmq.columns.record_batches import TRACE_TOPICS, decoded_traces
 from librmq.config import suggest

@@ -25,10 +25,10 @@ from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
-from librmq.runtime.background import Background
+from librmq.runtime import Background, critical
 from librmq.runtime.compiled_core import AlarmState
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock, critical
+from librmq.runtime.locks import Lock
 from librmq.store.engine.store_parts import AppendLock, Parts
 
 # ---- group commit

@@ -19,11 +19,12 @@ from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.files.interface import is_full
+from librmq.message import DelayLevels, Message, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE, check_batch, check_batch_size
-from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels, parse_level, queue_id_of_level
+from librmq.message.delays import SCHEDULE_TOPIC, parse_level, queue_id_of_level
 from librmq.message.ids import Host, decode_host, encode_host, offset_message_id, parse_host
-from librmq.message.message import Message, StoredMessage, body_too_large, delayed_batch
+from librmq.message.message import body_too_large, delayed_batch
 from librmq.message.properties import (
     PROPERTY_DELAY,
     checked_encoding,
@@ -34,8 +35,9 @@ from librmq.message.properties import (
 )
 from librmq.message.record import crc32
 from librmq.message.topics import validate_topic
+from librmq.runtime import critical
 from librmq.runtime.compiled_core import AppendState
-from librmq.runtime.locks import Lock, critical
+from librmq.runtime.locks import Lock
 from librmq.store.engine._durability import GroupCommit, Housekeeping
 from librmq.store.engine.derivation import Pending, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane

@@ -15,11 +15,11 @@ from librmq.config import wrong_kind
 from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, RmqError, StoreIOError
 from librmq.java.lang import JAVA_ERRORS, java_decode
+from librmq.message import StoredMessage
 from librmq.message import record as record_format
-from librmq.message.message import StoredMessage
 from librmq.message.properties import tags_code
 from librmq.message.record import crc32
-from librmq.runtime.locks import critical
+from librmq.runtime import critical
 from librmq.store.engine.append import Appender, AppendResult
 from librmq.store.engine.derivation import Derivation, Pending, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane

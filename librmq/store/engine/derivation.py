@@ -27,10 +27,10 @@ from librmq.java.lang import (
     part_hashes,
     string_hash,
 )
+from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.batch import is_batch
-from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels, parse_level
-from librmq.message.message import StoredMessage
+from librmq.message.delays import SCHEDULE_TOPIC, parse_level
 from librmq.message.properties import (
     PROPERTY_DELAY,
     PROPERTY_INNER_MULTI_DISPATCH,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.message.properties import decode_properties, split_keys
+from librmq.runtime import critical
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE, DispatchState, LaneState
-from librmq.runtime.locks import critical
 from librmq.store.engine.derivation import BitmapOf, KeyBlock, Pending, key_block, key_hashes, topic_hash
 from librmq.store.engine.store_times import TimeOrder
 from librmq.store.format._keyindex import KeyIndex

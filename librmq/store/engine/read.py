@@ -25,11 +25,11 @@ from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, Entr
 from librmq.consumequeue_entries import places_and_sizes
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.errors import CorruptionError, RecordError
-from librmq.files.interface import Buffer
+from librmq.files import Buffer
 from librmq.java.lang import index_key_hash
+from librmq.message import StoredMessage
 from librmq.message.batch import inner_messages, is_batch
 from librmq.message.ids import parse_offset_message_id
-from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.message.stored_message import StoredRecords
 from librmq.runtime import lazy_numpy as np

@@ -14,11 +14,11 @@ from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import places_and_sizes
 from librmq.errors import CorruptionError, StoreError
-from librmq.files.interface import Damage, Files
+from librmq.files import Damage, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
-from librmq.message.delays import DelayLevels
-from librmq.message.message import StoredMessage
-from librmq.runtime.locks import Lock, RLock, critical
+from librmq.message import DelayLevels, StoredMessage
+from librmq.runtime import critical
+from librmq.runtime.locks import Lock, RLock
 from librmq.store.engine.derivation import derived_tags_code, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.format import directory

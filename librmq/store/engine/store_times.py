@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import HOLE_SIZE, Entries, QueueEntry
 from librmq.errors import CorruptionError
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.message.record import (
     BORN_HOST_V6,
     FIXED_SIZE,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from librmq.clock import SystemClock
 from librmq.errors import CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files, FolderEntry, make_folders
+from librmq.files import DiskFiles, Files, FolderEntry
+from librmq.files.interface import make_folders
 from librmq.java.lang import index_key_hash
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing

@@ -35,8 +35,8 @@ from sys import intern
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from librmq.errors import CorruptionError, MalformedError, MissingExtraError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Files, read_replaced
+from librmq.files import DiskFiles, Files
+from librmq.files.interface import read_replaced
 from librmq.java import json as java_json
 from librmq.java.json import NumberColumns, NumberRows
 from librmq.message.topics import DEAD_LETTER_PREFIX, LIGHT_PREFIX, RETRY_PREFIX, TOPIC_TYPES, TopicType, is_own_group
@@ -318,8 +318,8 @@ class BrokerTables:
         Raises:
             ConfigError: A filter is malformed.
         """
+        from librmq.filter import Registrations  # loads a grammar that few callers need
         from librmq.filter.bloom import bloom_of
-        from librmq.filter.registrations import Registrations  # loads a grammar that few callers need
 
         registrations = Registrations(bloom_of(self.filters) if bloom is None else bloom)
         registrations.load({"filterDataByTopic": self.filters}, now_ms)

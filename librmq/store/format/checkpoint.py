@@ -17,8 +17,7 @@ import struct
 from typing import Final, Self
 
 from librmq.errors import CorruptionError, ReadOnlyError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import File, Files
+from librmq.files import DiskFiles, File, Files
 
 CHECKPOINT_SIZE: Final = 4096
 _TIMES: Final = struct.Struct(">qqq")

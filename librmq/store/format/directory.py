@@ -34,7 +34,8 @@ from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files.interface import File, Files, FolderEntry, confine, numbered_files, read_replaced
+from librmq.files import File, Files, FolderEntry
+from librmq.files.interface import confine, numbered_files, read_replaced
 from librmq.files.regular import joined_folders
 from librmq.message.topics import reply_topic, validate_topic
 from librmq.runtime import lazy_numpy as np

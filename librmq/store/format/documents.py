@@ -48,8 +48,9 @@ from typing import Any, Final, NamedTuple
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MalformedError, StoreIOError, StoreLockedError
-from librmq.files.interface import Files, confine, identity_of, is_full, make_folders, read_replaced
-from librmq.message.message import StoredMessage
+from librmq.files import Files
+from librmq.files.interface import confine, identity_of, is_full, make_folders, read_replaced
+from librmq.message import StoredMessage
 from librmq.runtime.event_log import EventLog
 
 OWN_FOLDER: Final = "librmq"

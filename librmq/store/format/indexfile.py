@@ -34,8 +34,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Buffer, File, Files, used_end
+from librmq.files import Buffer, DiskFiles, File, Files
+from librmq.files.interface import used_end
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from librmq.errors import NotAStoreError
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.files.regular import join_folders, joined_folders
 from librmq.message.record import BLANK_MAGIC, MESSAGE_MAGIC, MESSAGE_MAGIC_V2
 

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.errors import CorruptionError, MalformedError, MissingExtraError
-from librmq.files.interface import Files
+from librmq.files import Files
 from librmq.java import json as java_json
 
 if TYPE_CHECKING:

@@ -40,8 +40,8 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.errors import CorruptionError, StoreIOError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import File, Files, make_folders
+from librmq.files import DiskFiles, File, Files
+from librmq.files.interface import make_folders
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.store.format.directory import CONFIG, TIMERLOG, TIMERWHEEL
 

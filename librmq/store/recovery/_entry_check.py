@@ -10,10 +10,9 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import CorruptionError
-from librmq.files.interface import Damage
-from librmq.message import record
+from librmq.files import Damage
+from librmq.message import StoredMessage, record
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties, tags_code
 from librmq.store.engine.derivation import BitmapOf
 from librmq.store.engine.store_parts import QueueName

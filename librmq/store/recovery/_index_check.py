@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
-from librmq.files.interface import Damage
+from librmq.files import Damage
 from librmq.java.lang import java_decode
-from librmq.message.delays import DelayLevels
-from librmq.message.message import StoredMessage
+from librmq.message import DelayLevels, StoredMessage
 from librmq.message.properties import split_keys
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import Derivation, DerivedRecord, KeyBlock, RawPending, key_block, key_hashes

@@ -15,11 +15,10 @@ from typing import Final
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError
-from librmq.files.interface import Damage
+from librmq.files import Damage
 from librmq.java.lang import java_decode
+from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
-from librmq.message.delays import DelayLevels
-from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_INNER_NUM
 from librmq.message.topics import LIGHT_PREFIX, validate_queue
 from librmq.store.engine.derivation import BitmapOf, Derivation, DerivedBlock, DerivedRecord

@@ -12,10 +12,9 @@ from typing import Final, Protocol
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
-from librmq.files.interface import Damage
-from librmq.message import record
+from librmq.files import Damage
+from librmq.message import StoredMessage, record
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.message import StoredMessage
 from librmq.message.topics import LIGHT_PREFIX
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import BitmapOf, topic_hash

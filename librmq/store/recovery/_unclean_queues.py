@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
-from librmq.files.interface import Files, FolderEntry
+from librmq.files import Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState

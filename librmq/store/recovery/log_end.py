@@ -22,7 +22,7 @@ from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError
-from librmq.files.interface import Damage, Files
+from librmq.files import Damage, Files
 from librmq.files.rolling import file_name
 from librmq.java.lang import java_decode
 from librmq.message import record

@@ -15,8 +15,8 @@ from typing import Final
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
 from librmq.errors import CorruptionError
-from librmq.files.interface import Files
-from librmq.message.delays import DelayLevels
+from librmq.files import Files
+from librmq.message import DelayLevels
 from librmq.message.topics import LIGHT_PREFIX
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import Derivation, DerivedBlock, DerivedRecord

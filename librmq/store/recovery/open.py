@@ -20,10 +20,10 @@ from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import CorruptionError, NotAStoreError, RecordError
-from librmq.files.interface import Damage, Files, make_folders, numbered_files
+from librmq.files import Damage, Files
+from librmq.files.interface import make_folders, numbered_files
 from librmq.files.rolling import MappingPool
-from librmq.message import record
-from librmq.message.delays import DelayLevels
+from librmq.message import DelayLevels, record
 from librmq.store.engine.derivation import BitmapOf
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueTable

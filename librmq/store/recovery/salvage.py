@@ -25,11 +25,10 @@ from typing import Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Buffer, File, Files, copy_file, link_file, numbered_files, used_end
+from librmq.files import Buffer, DiskFiles, File, Files
+from librmq.files.interface import copy_file, link_file, numbered_files, used_end
 from librmq.files.rolling import MappedFileQueue, file_name
-from librmq.message import record
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage, record
 from librmq.runtime.event_log import advance
 from librmq.store.format.directory import COMMITLOG, check_kind
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document

@@ -42,7 +42,8 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
-from librmq.files.interface import Damage, Files, identity_of, is_full, read_replaced
+from librmq.files import Damage, Files
+from librmq.files.interface import identity_of, is_full, read_replaced
 from librmq.files.rolling import file_name
 from librmq.message.record import crc32
 from librmq.message.topics import validate_queue

@@ -22,14 +22,11 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, MissingExtraError, RecordError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Damage, Files
-from librmq.files.memory import MemoryFiles, OverlayFiles
+from librmq.files import Damage, DiskFiles, Files, MemoryFiles, OverlayFiles
 from librmq.files.rolling import MappingPool
 from librmq.java.lang import java_decode
+from librmq.message import DelayLevels, StoredMessage
 from librmq.message.batch import inner_messages, is_batch
-from librmq.message.delays import DelayLevels
-from librmq.message.message import StoredMessage
 from librmq.runtime.event_log import counted
 from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues
 from librmq.store.engine.read import recreated_queues

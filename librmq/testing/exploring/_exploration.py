@@ -26,7 +26,7 @@ from typing import Final, NamedTuple, Unpack
 
 from librmq.clock import ManualClock
 from librmq.errors import InputError
-from librmq.files.disk import TemporaryFolder
+from librmq.files import TemporaryFolder
 from librmq.runtime.event_log import HeldLine, held_back, log_again
 from librmq.testing._from_store import Shrunk, StoreStart, moved_label, shrink
 from librmq.testing._kit import Kit, KitKeywords, starting_store

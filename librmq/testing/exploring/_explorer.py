@@ -41,11 +41,12 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeVar
 
-from librmq.client.client import Client
+from librmq.client import Client
 from librmq.clock import ManualClock
 from librmq.errors import NotIdleError
+from librmq.runtime import Runner, Step, Work
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import Runner, Step, Turn, Work
+from librmq.runtime.runner import Turn
 from librmq.testing._from_store import StoreStart
 from librmq.testing._kit import Kit
 from librmq.testing._kit_runner import KitRunner, current_work, is_dead

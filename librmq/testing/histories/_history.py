@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 
 from librmq.broker import Broker
 from librmq.client.recorder import Event, id_of
-from librmq.message.message import Message, StoredMessage
+from librmq.message import Message, StoredMessage
 from librmq.message.properties import PROPERTY_WAIT
 from librmq.printable import printable
-from librmq.runtime.runner import Work
+from librmq.runtime import Work
 from librmq.store import MessageStore
 
 _SHOWN_BYTES = 40

@@ -10,18 +10,18 @@ from librmq.client.recorder import Event, id_of
 from librmq.config import nearest
 from librmq.consumer import PushConsumer
 from librmq.consumer.base import Consumer
-from librmq.diagnosis.pending import given_up_halves, pending_messages
+from librmq.diagnosis import pending_messages
+from librmq.diagnosis.pending import given_up_halves
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import SQL92, SqlFilter
+from librmq.message import MessageQueue, StoredMessage, retry_topic
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.topics import (
     CHECK_MAX_TIME_TOPIC,
     DEAD_LETTER_PREFIX,
     HALF_TOPIC,
     RETRY_PREFIX,
     TIMER_TOPIC,
-    retry_topic,
 )
 from librmq.protocol import PERM_READ, Heartbeat, MessageModel
 from librmq.scheduling.relay import HOP_TOPIC

@@ -16,7 +16,7 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import string_hash
-from librmq.message.message import Message, StoredMessage
+from librmq.message import Message, StoredMessage
 from librmq.message.properties import (
     PROPERTY_CHECK_IMMUNITY_TIME,
     PROPERTY_KEYS,

@@ -27,9 +27,9 @@ from librmq.protocol import (
     Received,
     Subscription,
 )
+from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import Runner, Step
 from librmq.wire.grpc._messages import check_group, check_topic, milliseconds, to_received
 from librmq.wire.grpc._protocol import (
     Code,

@@ -12,8 +12,8 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.clock import SystemClock, moves_by_itself
 from librmq.errors import MalformedError, RmqError
+from librmq.message import Message
 from librmq.message.ids import RecallHandle
-from librmq.message.message import Message
 from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,

@@ -14,8 +14,8 @@ from functools import partial, reduce
 from typing import Any, Final, TypeVar
 
 from librmq.errors import ClientStateError, MalformedError, RmqError
+from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.ids import parse_host
-from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_PRODUCER_GROUP, decode_properties
 from librmq.protocol import (
     LOCAL_HOST,

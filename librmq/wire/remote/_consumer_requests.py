@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Final, TypeGuard
 
 from librmq.errors import BrokerUnreachableError, MalformedError, RmqError
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.protocol import (
     CancelReceive,
     PullMessage,

@@ -22,8 +22,8 @@ from librmq.errors import (
     MessageIllegalError,
     RmqError,
 )
-from librmq.message.delays import NO_LEVELS, DelayLevels
-from librmq.message.message import Message
+from librmq.message import DelayLevels, Message
+from librmq.message.delays import NO_LEVELS
 from librmq.message.properties import PROPERTY_DELAY
 from librmq.protocol import (
     MEMBERSHIP,
@@ -65,9 +65,10 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.protocol.client_requests import PendingSend
+from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import NEVER, Runner, Step
+from librmq.runtime.runner import NEVER
 from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote._client_requests import ClientRequests, join, leave
 from librmq.wire.remote._connection import Transport

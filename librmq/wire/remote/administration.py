@@ -17,8 +17,8 @@ from librmq.broker.groups import settings_in
 from librmq.clock import Clock
 from librmq.config import to_timestamp_ms
 from librmq.errors import BrokerError, BrokerUnreachableError, ClientStateError, MalformedError
+from librmq.message import MessageQueue
 from librmq.message.lag import queue_lag
-from librmq.message.message import MessageQueue
 from librmq.protocol import (
     ConnectedClient,
     ConsumerData,

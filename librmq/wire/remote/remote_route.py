@@ -17,16 +17,15 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-from librmq.broker.administered_route import AdministeredRoute
+from librmq.broker import AdministeredRoute
 from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
 from librmq.message.ids import Host
 from librmq.protocol import PERM_WRITE, Endpoint, QueueData, Request, ResponseCode
 from librmq.protocol.endpoint import SendsLater, Watchers
-from librmq.runtime.event_log import EventLog, StateLog
-from librmq.runtime.runner import Runner, Step, Work
-from librmq.runtime.threads import ThreadRunner
+from librmq.runtime import Runner, StateLog, Step, ThreadRunner, Work
+from librmq.runtime.event_log import EventLog
 from librmq.wire.remote._connection import Transport
 from librmq.wire.remote._connections import Connections, Dial, is_held_here
 from librmq.wire.remote._dialing import AccessKeys, HostNames, OpenSocket, dial_by_tcp, split_address

@@ -17,7 +17,7 @@ from typing import Any, Final
 from librmq.broker import Broker
 from librmq.errors import BrokerError, ConfigError, MalformedError, MessageIllegalError, RmqError
 from librmq.java.json import ObjectKey
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 from librmq.message.topics import TRACE_TOPIC, is_system_topic, validate_client_topic
 from librmq.protocol import (
     PERM_READ,

@@ -29,9 +29,9 @@ from librmq.errors import (
     ReceiptError,
     RmqError,
 )
+from librmq.message import MessageQueue, StoredMessage
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.ids import parse_offset_message_id
-from librmq.message.message import MessageQueue, StoredMessage
 from librmq.message.properties import PROPERTY_WAIT, encode_properties
 from librmq.message.record import INNER_BATCH
 from librmq.message.topics import AUTO_CREATE_TOPIC, TopicType

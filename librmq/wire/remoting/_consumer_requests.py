@@ -16,7 +16,7 @@ from typing import Final, Literal
 from librmq.broker import Broker
 from librmq.broker.long_polling import Deadlines
 from librmq.errors import BrokerError, BrokerUnreachableError, RmqError
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 from librmq.protocol import (
     Acknowledge,
     CancelReceive,
@@ -40,9 +40,9 @@ from librmq.protocol import (
     UnlockQueues,
     UpdateOffset,
 )
+from librmq.runtime import Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.runtime.runner import Step
 from librmq.wire.remoting._bodies import records_body
 from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting._codec import FORMS, parse_pull, parse_receive, pulled_remark, received_reply

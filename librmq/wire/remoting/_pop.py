@@ -30,8 +30,8 @@ from librmq.broker import Broker
 from librmq.broker.handlers.in_flight import IN_ORDER, Receipt
 from librmq.broker.long_polling import Deadlines
 from librmq.errors import BrokerError, MalformedError, ReceiptError, RmqError
+from librmq.message import StoredMessage
 from librmq.message.ids import RecallHandle
-from librmq.message.message import StoredMessage
 from librmq.message.properties import decode_properties, encode_properties
 from librmq.message.record import decode_record, encode_record
 from librmq.message.topics import receive_retry_topic
@@ -47,7 +47,7 @@ from librmq.protocol import (
     ResponseCode,
     Subscription,
 )
-from librmq.runtime.runner import Step
+from librmq.runtime import Step
 from librmq.wire.remoting._bodies import messages_of, records_body, unwrapped
 from librmq.wire.remoting._channels import Handlers, RemotingCall
 from librmq.wire.remoting._codec import check, frame_of

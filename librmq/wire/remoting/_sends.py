@@ -17,9 +17,9 @@ from librmq.broker import Broker
 from librmq.clock import SystemClock, moves_by_itself
 from librmq.errors import BrokerBusyError, BrokerUnreachableError, MalformedError, MessageIllegalError, RmqError
 from librmq.java.lang import java_long
+from librmq.message import Message
 from librmq.message.batch import check_batch_size, decode_batch
 from librmq.message.ids import Host, RecallHandle, format_host
-from librmq.message.message import Message
 from librmq.message.properties import (
     PROPERTY_PUSH_REPLY_TIME,
     PROPERTY_REPLY_TO_CLIENT,

@@ -36,9 +36,10 @@ from librmq.protocol import (
     ResendLetters,
     ResponseCode,
 )
+from librmq.runtime import critical
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import Lock, critical
+from librmq.runtime.locks import Lock
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting._administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting._bodies import broker_row, route_body, write_body

@@ -16,26 +16,26 @@ import numpy as np
 
 from librmq.config import nearest
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE
-from librmq.diagnosis._instances import consistency_findings, stuck_findings
-from librmq.diagnosis.deadletters import dead_letter_findings, given_up
-from librmq.diagnosis.findings import (
+from librmq.diagnosis._findings import (
     Finding,
     Thresholds,
     cut_evidence,
     sample_evidence,
     worst_first,
 )
-from librmq.diagnosis.kept_progress import kept_progress_findings
-from librmq.diagnosis.lag_report import lag, lag_findings
+from librmq.diagnosis._instances import consistency_findings, stuck_findings
+from librmq.diagnosis._kept_progress import kept_progress_findings
+from librmq.diagnosis._lag_report import lag, lag_findings
+from librmq.diagnosis._pop import pop_findings
+from librmq.diagnosis.deadletters import dead_letter_findings, given_up
 from librmq.diagnosis.pending import half_findings, kind_of, never_read_topics
-from librmq.diagnosis.pop import pop_findings
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
 from librmq.files.rolling import file_name
-from librmq.filter.registrations import Registration
+from librmq.filter import Registration
 from librmq.formatting import NAMED, duration
+from librmq.message import StoredMessage
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.message import StoredMessage
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
 from librmq.runtime.event_log import counted
@@ -48,7 +48,7 @@ from librmq.store.recovery.saved_state import judge_begin
 
 if TYPE_CHECKING:
     from librmq.diagnosis.survey.model import DamagedPlace
-    from librmq.files.interface import Damage
+    from librmq.files import Damage
 
 
 # ---- damage: what verify finds, or without it the queues whose files are missing
@@ -90,7 +90,7 @@ def verified_damage(view: StoreView) -> list[Damage]:
 
     Of a killed store that lacks nothing, what a recovery cuts is no damage: bytes behind the log's end, and entries.
     """
-    from librmq.store.recovery.verify import verify
+    from librmq.store import verify
 
     store = view.store
     is_cut = has_abort(store.files, store.path) and store.condition.kind in (Wholeness.SOUND, Wholeness.AS_RECOVERED)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE
 from librmq.consumequeue_entries import PLACE
-from librmq.diagnosis.findings import Finding, Severity, Thresholds, cut_evidence
+from librmq.diagnosis._findings import Finding, Severity, Thresholds, cut_evidence
 from librmq.diagnosis.view import ClusterView, QueueProgress, Source, StoreView, View, viewed
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.files.rolling import file_name

@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypeVar, Unpack, cast, overload
 
-from librmq.client.client import Client
+from librmq.client import Client
 from librmq.client.traces import TraceWriter, trace_topic
 from librmq.config import check_arguments, check_kind
 from librmq.consumer._assignment import AssignedQueue
@@ -41,7 +41,7 @@ from librmq.consumer.listeners import (
 )
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
 from librmq.filter import Policy, WatchedPredicate
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ConsumeDirectly,
@@ -55,7 +55,8 @@ from librmq.protocol import (
     ResponseCode,
     Route,
 )
-from librmq.runtime.runner import NEVER, Step
+from librmq.runtime import Step
+from librmq.runtime.runner import NEVER
 
 # ---- pulls
 

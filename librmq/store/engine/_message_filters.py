@@ -15,7 +15,7 @@ from librmq.config import wrong_kind
 from librmq.consumequeue_ext import ExtUnit
 from librmq.errors import ConfigError
 from librmq.filter import Policy, Registration, Registrations, SqlFilter, TagFilter, WatchedPredicate
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.store.engine.read import MessageFilter
 
 

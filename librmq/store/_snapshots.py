@@ -30,20 +30,10 @@ from librmq.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import (
-    Damage,
-    FileLock,
-    Files,
-    FolderEntry,
-    confine,
-    copy_file,
-    link_file,
-    make_folders,
-    numbered_files,
-)
+from librmq.files import Damage, DiskFiles, FileLock, Files, FolderEntry
+from librmq.files.interface import confine, copy_file, link_file, make_folders, numbered_files
 from librmq.files.rolling import file_name
-from librmq.runtime.locks import critical
+from librmq.runtime import critical
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.documents import JOB_NOTES_FOLDER, OWN_FOLDER

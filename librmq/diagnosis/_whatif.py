@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal, NamedTuple
 
-from librmq.client.allocation import AllocationStrategy, allocate_averagely
+from librmq.client import allocate_averagely
+from librmq.client.allocation import AllocationStrategy
 from librmq.config import Between, Config
 from librmq.diagnosis._instances import instances
-from librmq.diagnosis.lag_report import lag, no_progress
+from librmq.diagnosis._lag_report import lag, no_progress
 from librmq.diagnosis.view import Source, viewed
-from librmq.message.message import MessageQueue
+from librmq.message import MessageQueue
 
 _DEVIATIONS: Final = 2.0  # on either side: about 95 %
 _EXACT: Final = 0.03

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from librmq.columns.options import Mode
-from librmq.diagnosis.findings import Thresholds
+from librmq.diagnosis import Report, StoreView, Thresholds
 from librmq.diagnosis.survey.message_sums import MOST_OF_A_TOPIC, ReportScope, TimeAxis, most_frequent
 from librmq.diagnosis.survey.model import (
     ATTEMPTS,
@@ -24,14 +24,12 @@ from librmq.diagnosis.survey.model import (
     FilterMatch,
     FrequentKey,
     RepeatedKeys,
-    Report,
     ReportPart,
     RetriedMessages,
     StoredTopic,
     StoreSummary,
 )
 from librmq.diagnosis.survey.report import WINDOW_S, broken_store, join_parts, short_names, survey_findings
-from librmq.diagnosis.view import StoreView
 from librmq.errors import CorruptionError
 from librmq.message.topics import RETRY_PREFIX, SYSTEM_PREFIX, SYSTEM_TOPICS, is_user_topic
 from librmq.spark import stores

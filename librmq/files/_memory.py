@@ -10,7 +10,7 @@ import weakref
 from typing import Any, Self, SupportsIndex
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
-from librmq.files.disk import DiskFiles
+from librmq.files._disk import DiskFiles
 from librmq.files.interface import Buffer, File, FileLock, Files, FolderEntry
 from librmq.runtime.locks import RLock
 

@@ -33,20 +33,19 @@ from librmq.commitlog import CommitLog
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.diagnosis._start_queues import QueuesAtStart
 from librmq.errors import CorruptionError, MalformedError, RmqError, StoreIOError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Damage, Files, FolderEntry
-from librmq.files.memory import OverlayFiles
+from librmq.files import Damage, DiskFiles, Files, FolderEntry, OverlayFiles
 from librmq.formatting import duration
 from librmq.formatting import size as size_text
 from librmq.java import json as java_json
-from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels
+from librmq.message import DelayLevels
+from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.record import MESSAGE_MAGIC, MESSAGE_MAGIC_V2
+from librmq.runtime import ManualRunner
 from librmq.runtime.event_log import counted, held_back
-from librmq.runtime.runner import ManualRunner
-from librmq.store import MessageStore
+from librmq.store import BrokerTables, Checkpoint, MessageStore
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables, repair_advice
-from librmq.store.format.checkpoint import Checkpoint, has_abort
+from librmq.store.format.broker_tables import repair_advice
+from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import StoreKind
 from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader
 from librmq.store.format.timerfiles import wheel_snapshots

@@ -25,7 +25,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 
 from librmq.consumequeue import HOLE_SIZE
-from librmq.diagnosis.findings import Finding, Thresholds, cut_evidence
+from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError, MalformedError
 from librmq.formatting import NAMED, duration, id_ranges, moment
@@ -33,9 +33,10 @@ from librmq.java import json as java_json
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
 from librmq.message.topics import OFFSET_MOVED_TOPIC, RETRY_PREFIX, TIMER_TOPIC, is_own_group
 from librmq.runtime.event_log import counted
+from librmq.store import BrokerTables
 from librmq.store.engine.store_parts import QueueState
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import BrokerTables, progress_of
+from librmq.store.format.broker_tables import progress_of
 from librmq.store.format.timerfiles import (
     UNIT_SIZE,
     TimerCheckpoint,

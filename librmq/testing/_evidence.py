@@ -9,15 +9,14 @@ from difflib import get_close_matches
 from typing import Any
 
 from librmq.broker import Broker
+from librmq.consumer import PushConsumer
 from librmq.consumer.base import Consumer
-from librmq.consumer.push import PushConsumer
 from librmq.diagnosis.pending import open_halves
 from librmq.errors import FilterSyntaxError, RmqError
-from librmq.filter import SQL92, SqlFilter, TagFilter
-from librmq.filter.filters import PredicateCounts
+from librmq.filter import SQL92, PredicateCounts, SqlFilter, TagFilter
+from librmq.message import MessageQueue, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.message import MessageQueue, StoredMessage
-from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, dead_letter_topic, is_user_topic, retry_topic
+from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, is_user_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.testing._faults import Faults
 from librmq.testing._from_store import StoreStart

@@ -44,7 +44,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from librmq.diagnosis.findings import Finding, Thresholds, grouped
+from librmq.diagnosis._findings import Finding, Thresholds, grouped
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import (
     BodyCompressionError,
@@ -54,7 +54,7 @@ from librmq.errors import (
     MissingExtraError,
 )
 from librmq.formatting import duration
-from librmq.message.message import StoredMessage
+from librmq.message import StoredMessage
 from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import RETRY_PREFIX, TIMER_TOPIC, receive_retry_topic, validate_topic
 from librmq.runtime.event_log import counted

@@ -27,13 +27,11 @@ from librmq.config import ENTRY_SIZE
 from librmq.consumequeue import entry_dtype
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, RecordError, StoreIOError
-from librmq.files.disk import DiskFiles
-from librmq.files.interface import Damage, File, Files
+from librmq.files import Damage, DiskFiles, File, Files
 from librmq.files.rolling import file_name
-from librmq.message import record
+from librmq.message import StoredMessage, record
 from librmq.message.batch import inner_messages
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.message import StoredMessage
 from librmq.message.properties import PROPERTY_TAGS
 from librmq.message.topics import LIGHT_PREFIX
 from librmq.runtime.event_log import EventLog
