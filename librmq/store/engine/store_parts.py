@@ -43,7 +43,7 @@ class QueueState(NamedTuple):
 
 
 class ShortQueue(ConsumeQueue):
-    """A queue with few entries at the begin of its only file, which are in memory. It is only read.
+    """A queue with few entries at the beginning of its only file, which are in memory. It is only read.
 
     A store can have many thousands of queues of a few entries. Mapping the file of one takes several times as long as
     reading it, so it is mapped only if a caller asks for more than its entries.
