@@ -133,6 +133,9 @@ def _thrown(error: RmqError) -> Exception:
         def __init__(self) -> None:
             Exception.__init__(self, str(error))
 
+        def __str__(self) -> str:
+            return str(error)  # py4j logs it before it reads the exception
+
         @property
         def java_exception(self) -> Any:
             parameters.propagate_java_exceptions = before
