@@ -14,10 +14,11 @@ from librmq.clock import ManualClock
 from librmq.diagnosis._pop import REVIVE_GROUP, HeldMessage, PopCheckPoint, parse_record
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
+from librmq.message.delivery_times import DELIVER_MS
 from librmq.message.message import Message
 from librmq.message.topics import receive_retry_topic
 from librmq.scheduling.timer import Timers
-from librmq.scheduling.timer_config import DELIVER_MS, TimerConfig
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from tests.stores import ROOT, SMALL, START_MS

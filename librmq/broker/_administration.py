@@ -20,6 +20,7 @@ from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.lag import queue_lag
 from librmq.message.topics import (
     HALF_TOPIC,
+    HOP_TOPIC,
     OP_TOPIC,
     RETRY_PREFIX,
     TIMER_TOPIC,
@@ -65,7 +66,6 @@ from librmq.protocol import (
 )
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.half_messages import CHECK_GROUP, QUEUE
-from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.timer import Timers
 from librmq.store.retention import Unread, UnreadInFile
 

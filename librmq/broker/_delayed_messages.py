@@ -14,26 +14,26 @@ from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_int, java_long
 from librmq.message import Message, StoredMessage
 from librmq.message.delays import NO_LEVELS, SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message.ids import parse_offset_message_id
-from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, PROPERTY_UNIQUE_KEY
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, TIMER_TOPIC
-from librmq.protocol import CancelMessage, CancelResult
-from librmq.protocol.client_requests import NOT_SENT_HERE
-from librmq.runtime import Step
-from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
-from librmq.scheduling.timer import Timers
-from librmq.scheduling.timer_config import (
+from librmq.message.delivery_times import (
     DELAY_SEC,
     DELETE_KEY,
     DELETES_EARLIER,
     DELIVER_MS,
     OUT_MS,
-    TimerConfig,
     delete_key,
     deliver_time_ms,
     without_time,
 )
-from librmq.scheduling.waiting import WAITING_TOPICS, destination_of
+from librmq.message.ids import parse_offset_message_id
+from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, PROPERTY_UNIQUE_KEY
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, HOP_TOPIC, RETRY_PREFIX, TIMER_TOPIC, WAITING_TOPICS
+from librmq.protocol import CancelMessage, CancelResult
+from librmq.protocol.client_requests import NOT_SENT_HERE
+from librmq.runtime import Step
+from librmq.scheduling.relay import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
+from librmq.scheduling.timer import Timers
+from librmq.scheduling.timer_config import TimerConfig
+from librmq.scheduling.waiting import destination_of
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint
 

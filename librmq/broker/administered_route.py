@@ -27,6 +27,7 @@ from librmq.errors import (
 from librmq.message import MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.topics import (
+    WAITING_TOPICS,
     TopicType,
     is_own_group,
     is_system_topic,
@@ -75,7 +76,6 @@ from librmq.protocol.client_requests import NOT_SENT_HERE, SentMessage, cancel_r
 from librmq.runtime import Runner
 from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.event_log import EventLog
-from librmq.scheduling.waiting import WAITING_TOPICS
 from librmq.store.format.documents import letter_identity
 
 if TYPE_CHECKING:

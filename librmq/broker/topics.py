@@ -15,6 +15,7 @@ from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import reserved_topic
 from librmq.message.topics import (
     AUTO_CREATE_TOPIC,
+    HOP_TOPIC,
     NOT_FOR_SENDING,
     OFFSET_MOVED_TOPIC,
     RETRY_PREFIX,
@@ -29,7 +30,6 @@ from librmq.message.topics import (
 from librmq.protocol import PERM_INHERIT, PERM_READ, PERM_WRITE, ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.scheduling.relay import HOP_TOPIC
 from librmq.store.format.broker_tables import MOST_QUEUES, ConfigTable, topic_row, topic_type, with_topic_type
 
 _READ_WRITE: Final = PERM_READ | PERM_WRITE

@@ -13,6 +13,7 @@ from librmq.client.observation import ObservedClient
 from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqError
 from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, MessageQueue, StoredMessage
+from librmq.message.delivery_times import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, deliver_time_ms, time_properties
 from librmq.message.properties import (
     PROPERTY_DELAY,
     PROPERTY_ORIGIN_MESSAGE_ID,
@@ -44,7 +45,6 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, deliver_time_ms, time_properties
 
 R = TypeVar("R")
 Event = dict[str, Any]

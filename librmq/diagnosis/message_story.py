@@ -39,6 +39,7 @@ from librmq.formatting import duration, moment
 from librmq.message import StoredMessage, record, retry_topic
 from librmq.message.dead_letter_cause import recorded_cause
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delivery_times import DELETE_KEY, ROLL_TIMES
 from librmq.message.properties import (
     PROPERTY_ORIGIN_MESSAGE_ID,
     PROPERTY_PRODUCER_GROUP,
@@ -49,8 +50,10 @@ from librmq.message.topics import (
     CHECK_MAX_TIME_TOPIC,
     DEAD_LETTER_PREFIX,
     HALF_TOPIC,
+    HOP_TOPIC,
     OP_TOPIC,
     RETRY_PREFIX,
+    WAITING_TOPICS,
     group_of_retries,
     is_user_topic,
     receive_retry_topic,
@@ -58,9 +61,7 @@ from librmq.message.topics import (
 from librmq.message.traces import TraceReader, is_trace_body, is_trace_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, halves_of
-from librmq.scheduling.relay import HOP_TOPIC
-from librmq.scheduling.timer_config import DELETE_KEY, ROLL_TIMES
-from librmq.scheduling.waiting import WAITING_TOPICS, Cancellation, Cancellations, destination_of
+from librmq.scheduling.waiting import Cancellation, Cancellations, destination_of
 from librmq.store import MessageStore
 from librmq.store.engine.read import offset_at_place
 

@@ -45,6 +45,7 @@ from librmq.message.topics import (
     CHECK_MAX_TIME_TOPIC,
     DEAD_LETTER_PREFIX,
     HALF_TOPIC,
+    HOP_TOPIC,
     LIGHT_PREFIX,
     OP_TOPIC,
     RETRY_PREFIX,
@@ -53,7 +54,7 @@ from librmq.message.topics import (
 )
 from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, is_copy, progress, transaction_of
-from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC
+from librmq.scheduling.relay import HOP_GROUP
 from librmq.scheduling.timer_wheel import waiting_timers
 from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
 from librmq.store import BrokerTables, MessageStore

@@ -40,6 +40,10 @@ SYSTEM_TOPICS: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", TR
 """The topics that RocketMQ reserves, besides topics with `SYSTEM_PREFIX`."""
 SYSTEM_PREFIX: Final = "rmq_sys_"
 TIMER_TOPIC: Final = "rmq_sys_wheel_timer"
+HOP_TOPIC: Final = "SYSTEM_SCHEDULE_MSG"
+"""The topic of the relay, whose messages wait in hops of a delay level each."""
+WAITING_TOPICS: Final = (SCHEDULE_TOPIC, TIMER_TOPIC, HOP_TOPIC)
+"""The topics in which messages wait for their time."""
 REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"
 """With the name of the cluster, the topic of what POP of 5.x holds: `librmq.diagnosis._pop`."""
 _RECEIVE_SEPARATOR: Final = "_"

@@ -12,9 +12,9 @@ from typing import Final
 
 from librmq.errors import CorruptionError, RecordError
 from librmq.message import StoredMessage
+from librmq.message.delivery_times import ROLL_TIMES
 from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.runtime.event_log import EventLog
-from librmq.scheduling.timer_config import ROLL_TIMES
 from librmq.store import MessageStore
 
 _log = EventLog("librmq.delay")

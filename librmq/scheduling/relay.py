@@ -20,7 +20,7 @@ from librmq.java.lang import java_int, java_long
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, StoredMessage
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC
-from librmq.message.topics import validate_topic
+from librmq.message.topics import HOP_TOPIC, validate_topic
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
@@ -30,7 +30,6 @@ from librmq.store import AppendResult, GetStatus, MessageStore
 
 _log = EventLog("librmq.hops")
 
-HOP_TOPIC: Final = "SYSTEM_SCHEDULE_MSG"
 HOP_GROUP: Final = "CID_SYSTEM_SCHEDULE_MSG"
 """The consumer group that has the proxy's progress."""
 _SAVE_EVERY_S: Final = 10

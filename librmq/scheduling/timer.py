@@ -35,25 +35,14 @@ from librmq.files import Files
 from librmq.java.lang import java_int, java_long, string_hash
 from librmq.message import Message, StoredMessage, record
 from librmq.message.delays import SCHEDULE_TOPIC, parse_level
+from librmq.message.delivery_times import DELETE_KEY, DEQUEUE_MS, ENQUEUE_MS, OUT_MS, ROLL_TIMES, is_timed, without_time
 from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, encode_properties
 from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC, validate_topic
 from librmq.runtime import StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.earlier_copies import EarlierCopies
-from librmq.scheduling.timer_config import (
-    DELETE_KEY,
-    DEQUEUE_MS,
-    ENQUEUE_MS,
-    OUT_MS,
-    ROLL_TIMES,
-    TimerConfig,
-    deleted_before,
-    deletion_end,
-    is_timed,
-    out_time_ms,
-    without_time,
-)
+from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end, out_time_ms
 from librmq.scheduling.timer_wheel import TimerProgress, TimerSlots
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.timerfiles import DEFAULT, DELETE, ROLL, TimerCheckpoint, timer_log_size

@@ -19,12 +19,13 @@ import numpy.typing as npt
 from librmq.files import Files
 from librmq.java.lang import java_long, string_hash
 from librmq.message import StoredMessage
+from librmq.message.delivery_times import DELETE_KEY, OUT_MS, delete_key
 from librmq.message.properties import PROPERTY_REAL_TOPIC
 from librmq.message.topics import TIMER_TOPIC
 from librmq.runtime import ProgressSaver
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
-from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, TimerConfig, delete_key, deleted_before, deletion_end
+from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import (
     DELETE,

@@ -33,23 +33,29 @@ from librmq.files import Files
 from librmq.java.lang import java_int, java_long
 from librmq.message import StoredMessage, record
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delivery_times import DELETE_KEY, OUT_MS, ROLL_TIMES, deliver_time_ms
 from librmq.message.properties import (
     PROPERTY_REAL_QUEUE_ID,
     PROPERTY_REAL_TOPIC,
     PROPERTY_TRANSACTION_CHECK_TIMES,
     PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
 )
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, TIMER_TOPIC, is_system_topic
+from librmq.message.topics import (
+    DEAD_LETTER_PREFIX,
+    HALF_TOPIC,
+    HOP_TOPIC,
+    RETRY_PREFIX,
+    TIMER_TOPIC,
+    WAITING_TOPICS,
+    is_system_topic,
+)
 from librmq.runtime.locks import Lock
-from librmq.scheduling.relay import HOP_TOPIC, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
-from librmq.scheduling.timer_config import DELETE_KEY, OUT_MS, ROLL_TIMES, deliver_time_ms
+from librmq.scheduling.relay import TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
 from librmq.store.format.documents import CANCELLED_FILE, CANCELLED_SINCE_FILE, read_document, write_document
 
 if TYPE_CHECKING:
     from librmq.store import MessageStore
 
-WAITING_TOPICS: Final = (SCHEDULE_TOPIC, TIMER_TOPIC, HOP_TOPIC)
-"""The topics in which messages wait for their time."""
 _OF_GROUPS: Final = (RETRY_PREFIX, DEAD_LETTER_PREFIX)
 PRECISION_MS: Final = 1000
 

@@ -20,6 +20,7 @@ from librmq.clock import LAST_MS, SystemClock
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError
 from librmq.message import MessageQueue, StoredMessage
+from librmq.message.delivery_times import DELETE_KEY
 from librmq.message.lag import queue_lag
 from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
 from librmq.protocol import (
@@ -48,7 +49,6 @@ from librmq.protocol import (
 )
 from librmq.runtime import Step
 from librmq.runtime.closing import Closing
-from librmq.scheduling.timer_config import DELETE_KEY
 from librmq.testing._kit import Kit, time_after
 from librmq.testing._process import Process
 from librmq.testing.histories._history import Call, show

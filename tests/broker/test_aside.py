@@ -17,7 +17,7 @@ from librmq.consumer import PushConsumer
 from librmq.errors import FlushFailedError, StoreIOError
 from librmq.files import File, MemoryFiles
 from librmq.message import Message
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import HALF_TOPIC, HOP_TOPIC, OP_TOPIC
 from librmq.protocol import (
     ConsumeFrom,
     EndTransaction,
@@ -29,7 +29,7 @@ from librmq.protocol import (
 )
 from librmq.runtime.runner import ManualRunner, Turn
 from librmq.scheduling.half_messages import CHECK_GROUP
-from librmq.scheduling.relay import HOP_GROUP, HOP_TOPIC, send_at
+from librmq.scheduling.relay import HOP_GROUP, send_at
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog

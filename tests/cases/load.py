@@ -40,6 +40,7 @@ from librmq.filter.registrations import Registrations
 from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.delays import parse_level
+from librmq.message.delivery_times import TimerRefusedError
 from librmq.message.message import Message, delayed_batch
 from librmq.message.properties import (
     PROPERTY_DELAY,
@@ -50,7 +51,7 @@ from librmq.message.properties import (
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.timer import Timers
-from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables

@@ -14,10 +14,10 @@ from librmq.cli import main
 from librmq.diagnosis import StoreView, Thresholds, diagnose, pending_messages, pop_holds, report, story
 from librmq.diagnosis._pop import REVIVE_GROUP, HeldMessage, PopHolds
 from librmq.files._disk import DiskFiles
+from librmq.message.delivery_times import DELIVER_MS
 from librmq.message.message import Message
 from librmq.message.record import COMPRESSED
 from librmq.message.topics import group_of_retries
-from librmq.scheduling.timer_config import DELIVER_MS
 from librmq.store import MessageStore
 from tests.budget import some
 from tests.pop_store import REVIVE_TOPIC, PopStore, places

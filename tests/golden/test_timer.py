@@ -15,10 +15,11 @@ from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files._disk import DiskFiles
+from librmq.message.delivery_times import TimerRefusedError
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import TIMER_TOPIC
 from librmq.scheduling.timer import Timers
-from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
 from tests.cases.load import run

@@ -11,8 +11,8 @@ import pytest
 
 from librmq.diagnosis import StoreView, diagnose, pending_messages, story
 from librmq.diagnosis.view import group_summaries, topic_summaries
+from librmq.message.delivery_times import DELETE_KEY
 from librmq.message.topics import TIMER_TOPIC
-from librmq.scheduling.timer_config import DELETE_KEY
 from librmq.wire.remoting._codec import read_pulled
 from librmq.wire.remoting._frames import Frame
 from tests.reference import existing, unpack

@@ -14,7 +14,8 @@ from librmq.errors import ConfigError, DiskFullError, MessageIllegalError, Store
 from librmq.files._memory import MemoryFiles
 from librmq.message.delays import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message, StoredMessage
-from librmq.scheduling.relay import HOP_TOPIC, HopProxy, best_level, send_at
+from librmq.message.topics import HOP_TOPIC
+from librmq.scheduling.relay import HopProxy, best_level, send_at
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from tests.stores import ROOT, SMALL, START_MS, died

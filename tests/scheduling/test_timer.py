@@ -12,10 +12,11 @@ from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
 from librmq.files._memory import MemoryFiles
 from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.delivery_times import TimerRefusedError, delete_key, is_timed
 from librmq.message.message import Message
 from librmq.message.record import TRANSACTION_PREPARED
 from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC
-from librmq.scheduling.timer_config import TimerConfig, TimerRefusedError, delete_key, is_timed
+from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit, read_slots
 from tests.bytime import TINY, Wheel
 from tests.stores import ROOT, START_MS, contents, died

@@ -26,6 +26,7 @@ from librmq.errors import (
 )
 from librmq.java.lang import java_int
 from librmq.message import Message, StoredMessage, record
+from librmq.message.delivery_times import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, is_timed, time_properties
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.message import delayed_batch, delayed_transaction
 from librmq.message.properties import (
@@ -43,7 +44,15 @@ from librmq.message.properties import (
     PROPERTY_WAIT,
     priority_of,
 )
-from librmq.message.topics import AUTO_CREATE_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX, is_system_topic
+from librmq.message.topics import (
+    AUTO_CREATE_TOPIC,
+    DEAD_LETTER_PREFIX,
+    HALF_TOPIC,
+    HOP_TOPIC,
+    RETRY_PREFIX,
+    WAITING_TOPICS,
+    is_system_topic,
+)
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ReplyArrived,
@@ -58,9 +67,8 @@ from librmq.protocol import (
 from librmq.protocol.client_requests import TOOL_PRODUCERS
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
-from librmq.scheduling.relay import HOP_TOPIC, TARGET_TOPIC
-from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, is_timed, time_properties
-from librmq.scheduling.waiting import WAITING_TOPICS, sent_to
+from librmq.scheduling.relay import TARGET_TOPIC
+from librmq.scheduling.waiting import sent_to
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.store_parts import CTRL_C_WAITS_S
 

@@ -16,6 +16,15 @@ from librmq.errors import AllocationError
 from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue
 from librmq.message.dead_letter_cause import AT_ONCE, IN_ORDER, USED_UP
 from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.delivery_times import (
+    DELAY_MS,
+    DELAY_SEC,
+    DELETE_KEY,
+    DELETES_EARLIER,
+    DELIVER_MS,
+    OUT_MS,
+    ROLL_TIMES,
+)
 from librmq.message.lag import lag_terms
 from librmq.message.properties import (
     PROPERTY_DEAD_LETTER_CAUSE,
@@ -25,15 +34,6 @@ from librmq.message.properties import (
 )
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
 from librmq.scheduling.half_messages import CHECK_GROUP, HALF_SEPARATOR
-from librmq.scheduling.timer_config import (
-    DELAY_MS,
-    DELAY_SEC,
-    DELETE_KEY,
-    DELETES_EARLIER,
-    DELIVER_MS,
-    OUT_MS,
-    ROLL_TIMES,
-)
 from librmq.scheduling.waiting import PRECISION_MS
 from librmq.spark._functions import arrow_function, strategy_of
 from librmq.spark.stores import DELAY_GROUP

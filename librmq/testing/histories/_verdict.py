@@ -20,11 +20,11 @@ from librmq.message.topics import (
     CHECK_MAX_TIME_TOPIC,
     DEAD_LETTER_PREFIX,
     HALF_TOPIC,
+    HOP_TOPIC,
     RETRY_PREFIX,
     TIMER_TOPIC,
 )
 from librmq.protocol import PERM_READ, Heartbeat, MessageModel
-from librmq.scheduling.relay import HOP_TOPIC
 from librmq.scheduling.waiting import Cancellations
 from librmq.testing._from_store import StoreStart, earlier_attempts
 from librmq.testing._kit_runner import KitRunner, ProcessTable

@@ -17,6 +17,7 @@ from librmq.broker import Broker
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import string_hash
 from librmq.message import Message, StoredMessage
+from librmq.message.delivery_times import DELAY_MS, DELAY_SEC, DELIVER_MS
 from librmq.message.properties import (
     PROPERTY_CHECK_IMMUNITY_TIME,
     PROPERTY_KEYS,
@@ -39,7 +40,6 @@ from librmq.message.topics import (
     validate_group,
 )
 from librmq.protocol import Received
-from librmq.scheduling.timer_config import DELAY_MS, DELAY_SEC, DELIVER_MS
 from librmq.wire.grpc._protocol import Code, Refusal, message_class
 
 MAX_BODY: Final = 4 << 20

@@ -13,6 +13,7 @@ from librmq.broker import Broker
 from librmq.clock import SystemClock, moves_by_itself
 from librmq.errors import MalformedError, RmqError
 from librmq.message import Message
+from librmq.message.delivery_times import DELIVER_MS
 from librmq.message.ids import RecallHandle
 from librmq.protocol import (
     PERM_READ,
@@ -24,7 +25,6 @@ from librmq.protocol import (
     SendMessage,
     TransactionState,
 )
-from librmq.scheduling.timer_config import DELIVER_MS
 from librmq.wire.grpc._messages import (
     MAX_DELAY_MS,
     MessageType,

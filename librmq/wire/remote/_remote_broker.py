@@ -24,6 +24,7 @@ from librmq.errors import (
 )
 from librmq.message import DelayLevels, Message
 from librmq.message.delays import NO_LEVELS
+from librmq.message.delivery_times import time_properties
 from librmq.message.properties import PROPERTY_DELAY
 from librmq.protocol import (
     MEMBERSHIP,
@@ -69,7 +70,6 @@ from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import NEVER
-from librmq.scheduling.timer_config import time_properties
 from librmq.wire.remote._client_requests import ClientRequests, join, leave
 from librmq.wire.remote._connection import Transport
 from librmq.wire.remote._connections import Connections

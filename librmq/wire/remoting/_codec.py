@@ -31,6 +31,7 @@ from librmq.errors import (
 )
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.batch import BatchItem, encode_batch
+from librmq.message.delivery_times import TimerRefusedError
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.properties import PROPERTY_WAIT, encode_properties
 from librmq.message.record import INNER_BATCH
@@ -83,7 +84,6 @@ from librmq.protocol import (
     UpdateOffset,
     ViewMessage,
 )
-from librmq.scheduling.timer_config import TimerRefusedError
 from librmq.store.format.broker_tables import group_row
 from librmq.wire.remoting._bodies import (
     heartbeat_body,

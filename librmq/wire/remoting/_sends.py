@@ -19,6 +19,7 @@ from librmq.errors import BrokerBusyError, BrokerUnreachableError, MalformedErro
 from librmq.java.lang import java_long
 from librmq.message import Message
 from librmq.message.batch import check_batch_size, decode_batch
+from librmq.message.delivery_times import DELIVER_MS
 from librmq.message.ids import Host, RecallHandle, format_host
 from librmq.message.properties import (
     PROPERTY_PUSH_REPLY_TIME,
@@ -39,7 +40,6 @@ from librmq.protocol import (
     SendTogether,
 )
 from librmq.runtime.locks import Lock
-from librmq.scheduling.timer_config import DELIVER_MS
 from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
 from librmq.wire.remoting._codec import SENT_FORM, send_form, sent_reply
 from librmq.wire.remoting._frames import (
