@@ -130,7 +130,7 @@ class ConcurrentDelivery:
         self._begin_waiting(now_ms)
         # The timeout can be shorter now than when the step was planned, so plan it again from the new one.
         if self._expiring.at is not None:
-            self._runner.wake(self._expiring, next_from_first(now_ms, self._instance.started_ms, self._timeout_ms))
+            self._watch_timeouts(now_ms)
 
     def stop(self) -> threading.Event | None:
         """Begin nothing more, also not of a run; return an event as `ListenerCalls.wait_for_end` does."""
@@ -212,7 +212,8 @@ class ConcurrentDelivery:
             return False
         begun.consume_start_timestamp_ms = now_ms
         calls.submit(DeliveryCall(calls, self._apply_result, calls.listener_for(assigned, begun), assigned, [begun]))
-        self._watch_timeouts(now_ms)
+        if self._expiring.at is None:
+            self._watch_timeouts(now_ms)
         return True
 
     def _begin_waiting(self, now_ms: int) -> None:
@@ -259,11 +260,11 @@ class ConcurrentDelivery:
                     self._runner.wake(self._watching, now_ms + LOOK_MS)
                 self._run = Run(calls, self._apply_result, run_listener, assigned, messages)
                 calls.submit(self._run)
-            self._watch_timeouts(now_ms)
+            if self._expiring.at is None:
+                self._watch_timeouts(now_ms)
 
     def _watch_timeouts(self, now_ms: int) -> None:
-        if self._expiring.at is None:
-            self._runner.wake(self._expiring, next_from_first(now_ms, self._instance.started_ms, self._timeout_ms))
+        self._runner.wake(self._expiring, next_from_first(now_ms, self._instance.started_ms, self._timeout_ms))
 
     def _apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""

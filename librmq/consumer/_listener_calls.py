@@ -78,7 +78,28 @@ class DeliveryCall(Work):
         self.messages = messages
 
     def call(self) -> object:
-        return self.calls.call(self)
+        """Call the listener, without the lock."""
+        if self.assigned.released:
+            # The queue went to another reader while this call waited for a thread. Its result would be ignored, and the
+            # other reader delivers the message, so the listener is not called.
+            return None
+        calls, instance, thread = self.calls, self.calls.instance, get_ident()
+        # A listener that moves time in a test runs other listeners in its own thread, so calls of one thread can nest.
+        outer = calls.by_thread.get(thread)
+        calls.by_thread[thread] = self
+        try:
+            if instance.recorder is not None:
+                instance.recorder.begins(self.assigned.queue, self.messages)
+            observer = instance.client.observer
+            is_observed = observer is not None and observer.is_active()
+            if is_observed or calls.hooks or instance.metrics is not None or calls.before_last_attempt is not None:
+                return self.call_listener(partial(calls.call_with_hooks, self.listener, self.assigned))
+            return self.call_listener(None)
+        finally:
+            if outer is None:
+                del calls.by_thread[thread]
+            else:
+                calls.by_thread[thread] = outer
 
     def call_listener(self, with_hooks: Callable[[list[DeliveredMessage]], object] | None) -> object:
         """Call the listener, by ``with_hooks(messages)`` unless that is None."""
@@ -92,7 +113,10 @@ class DeliveryCall(Work):
         return self.messages
 
     def done(self, result: object, error: Exception | None) -> None:
-        self.calls.ended()
+        calls = self.calls
+        calls.running -= 1
+        if calls.all_ended is not None and not calls.running:
+            calls.all_ended.set()
         self.apply_result(self, result, error)
 
     @property
@@ -106,7 +130,7 @@ class DeliveryCall(Work):
 
 
 class ListenerCalls:
-    """The calls of one consumer's listeners. Called under the runner's lock, except for `call`."""
+    """The calls of one consumer's listeners. Called under the runner's lock, except for `call_with_hooks`."""
 
     def __init__(
         self,
@@ -124,8 +148,10 @@ class ListenerCalls:
         self.running: int = 0
         """The listeners that run or are about to."""
         self.counts: ConsumerCounts = ConsumerCounts()
-        self._by_thread: dict[int, DeliveryCall] = {}
-        self._all_ended: threading.Event | None = None
+        self.by_thread: dict[int, DeliveryCall] = {}
+        """The calls that threads make now."""
+        self.all_ended: threading.Event | None = None
+        """Set when no listener runs any more; None until the consumer stops."""
 
     # ---- which call
 
@@ -150,12 +176,6 @@ class ListenerCalls:
         self.counts.delivered += len(call.messages)
         self.instance.runner.submit(call)
 
-    def ended(self) -> None:
-        """Note that a call has ended."""
-        self.running -= 1
-        if self._all_ended is not None and not self.running:
-            self._all_ended.set()
-
     def count_running(self) -> None:
         """Count the listeners again that run or are about to, after an interrupted `submit`."""
         works = {*self.instance.runner.ready, *self.instance.runner.running}
@@ -165,8 +185,8 @@ class ListenerCalls:
         """Return an event that is set when all listeners have ended, None if none runs."""
         if not self.running:
             return None
-        self._all_ended = Event()
-        return self._all_ended
+        self.all_ended = Event()
+        return self.all_ended
 
     def cancel(self) -> int:
         """Cancel the coroutine listeners that still run; return their number."""
@@ -177,34 +197,10 @@ class ListenerCalls:
                 cancelled += 1
         return cancelled
 
-    # ---- the call
+    # ---- around a call
 
-    def call(self, call: DeliveryCall) -> object:
-        """Call the listener, without the lock."""
-        if call.assigned.released:
-            # The queue went to another reader while this call waited for a thread. Its result would be ignored, and the
-            # other reader delivers the message, so the listener is not called.
-            return None
-        calls, thread = self._by_thread, get_ident()
-        # A listener that moves time in a test runs other listeners in its own thread, so calls of one thread can nest.
-        outer = calls.get(thread)
-        calls[thread] = call
-        instance = self.instance
-        try:
-            if instance.recorder is not None:
-                instance.recorder.begins(call.assigned.queue, call.messages)
-            observer = instance.client.observer
-            is_observed = observer is not None and observer.is_active()
-            if is_observed or self.hooks or instance.metrics is not None or self.before_last_attempt is not None:
-                return call.call_listener(partial(self._call_with_hooks, call.listener, call.assigned))
-            return call.call_listener(None)
-        finally:
-            if outer is None:
-                del calls[thread]
-            else:
-                calls[thread] = outer
-
-    def _call_with_hooks(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
+    def call_with_hooks(self, listener: Listener, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> object:
+        """Call a listener, with what is to be around the call."""
         # The call has a context of its own, so what a hook sets in it ends with the call.
         before = copy_context()
         context = before.copy()
@@ -286,7 +282,7 @@ class ListenerCalls:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
         calls = []
-        for ident, call in dict(self._by_thread).items():  # threads begin and end calls meanwhile
+        for ident, call in dict(self.by_thread).items():  # threads begin and end calls meanwhile
             callers = type(call).call_listener.__code__, ListenerCalls._call_in_context.__code__
             top: FrameType | None = frames.get(ident)
             frame = top
