@@ -538,8 +538,12 @@ class ConsumeQueue(Closing):
             self.ext.note_flushed()
         self._files.note_flushed()
 
+    def keep_descriptors(self) -> None:
+        """Keep a descriptor open with each mapping until `unmap_all`, which is faster for a short use."""
+        self._files.keeps_descriptors = True
+
     def unmap_all(self) -> None:
-        """Unmap all files, and keep no descriptor open with later mappings, although that is faster for a short use."""
+        """Unmap all files, and keep no descriptor open with later mappings."""
         self._files.keeps_descriptors = False
         self._files.unmap_all()
 

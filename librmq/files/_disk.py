@@ -353,18 +353,29 @@ class DiskFiles:
             if root is None:
                 _make_folders(path)
                 return
+            if self._make_below(path, missing_ok=True):
+                return
             _make_folders(root)
             at = root
             for name in path[len(root) :].split(os.sep):
                 at = os.path.join(at, name)
-                with self._place(at) as place:
-                    try:
-                        make_owned_folder(at, name=place.name, folder=place.folder)
-                    except FileExistsError:
-                        if os.path.islink(at):
-                            raise self._link_refused(at) from None
-                        if not os.path.isdir(at):
-                            raise
+                self._make_below(at)
+
+    def _make_below(self, path: str, *, missing_ok: bool = False) -> bool:
+        """Make a folder of a store unless it is there; with ``missing_ok`` return False if the one above is missing."""
+        try:
+            with self._place(path) as place:
+                make_owned_folder(path, name=place.name, folder=place.folder)
+        except FileExistsError:
+            if os.path.islink(path):
+                raise self._link_refused(path) from None
+            if not os.path.isdir(path):
+                raise
+        except FileNotFoundError:
+            if missing_ok:
+                return False
+            raise
+        return True
 
     def delete(self, path: str) -> None:
         with SystemCall("delete", path):

@@ -292,12 +292,12 @@ class MappedFileQueue:
 
     def _create_file(self, path: str) -> File:
         try:
-            return self._files.create(path, self.file_size, keep_descriptor=self._durable)
+            return self._files.create(path, self.file_size, keep_descriptor=self.keeps_descriptors)
         except StoreIOError as error:
             if error.errno != errno.EEXIST:
                 raise
         self._files.delete(path)  # left by an interrupted call; there is only one writer
-        return self._files.create(path, self.file_size, keep_descriptor=self._durable)
+        return self._files.create(path, self.file_size, keep_descriptor=self.keeps_descriptors)
 
     def reserve(self, start: int, begin: int, end: int) -> int:
         """Allocate blocks for bytes ``begin`` to ``end`` of the file at ``start``, in growing steps.

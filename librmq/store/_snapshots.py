@@ -168,6 +168,10 @@ def check_outside(path: str, target: str) -> None:
         raise ConfigError(f"target: {target} is in the store; name a folder outside of it")
 
 
+_MANY_FOLDERS: Final = 256
+"""Folders from which flushing the whole file system takes less time than flushing each of them."""
+
+
 @contextlib.contextmanager
 def growing_store(target: str, files: Files) -> Iterator[str]:
     """Make a folder that gets the name ``target`` on success, and is removed after an error."""
@@ -207,10 +211,19 @@ def growing_store(target: str, files: Files) -> Iterator[str]:
 
 
 def _flush_folders(folder: str, files: Files) -> None:
+    folders = list(_folders_below(folder, files))
+    if len(folders) > _MANY_FOLDERS and files.flush_all(folder):
+        return
+    for path in folders:
+        files.flush_folder(path)
+
+
+def _folders_below(folder: str, files: Files) -> Iterator[str]:
+    """Yield the folders below a folder, and then the folder itself."""
     for entry in files.list(folder):
         if entry.is_folder:
-            _flush_folders(os.path.join(folder, entry.name), files)
-    files.flush_folder(folder)
+            yield from _folders_below(os.path.join(folder, entry.name), files)
+    yield folder
 
 
 # ------------------------------------------------------------------------------------------------------ the source

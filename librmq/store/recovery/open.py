@@ -213,6 +213,7 @@ class _Opening:
         self._pool = MappingPool(config.mapped_files)
         self._unclean = UncleanQueues(path, files, config.consumequeue_file_size, self._pool)
         self._recovery: Recovery | None = None
+        self._is_recovering = False
 
     def parts(self, levels: DelayLevels, bitmap_of: BitmapOf | None) -> Parts:
         """Open the parts, and recover them.
@@ -331,6 +332,8 @@ class _Opening:
         )
         if len(self.repairs) > before:
             self._changed_queues = (self._changed_queues or frozenset()) | {(topic, queue_id)}
+        if self._is_recovering:  # a missing queue, which is unmapped when it has been made from the log
+            queue.keep_descriptors()
         return queue
 
     def open_queues(self, log: CommitLog, names: Sequence[QueueName]) -> QueueTable:
@@ -389,6 +392,7 @@ class _Opening:
         # Set the abort marker only after the plan, because a refused store must stay as it was found.
         set_abort(files, path)
         make_folders(files, log.sequence.folder)  # a store is recognised by it
+        self._is_recovering = True
         try:
             recovery.carry_out()
         except (CorruptionError, NotAStoreError):
@@ -397,6 +401,8 @@ class _Opening:
             if self._clean:
                 clear_abort(files, path)
             raise
+        finally:
+            self._is_recovering = False
         for name, state in self._unclean.states.items():
             parts.queues.expect(name, state)
         if mode is RecoveryMode.PREVIEW:
