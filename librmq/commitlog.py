@@ -462,9 +462,8 @@ class CommitLog(Closing, LogState):
             or not record.FIXED_SIZE <= length <= self.file_size - at
         ):
             kind = "a record" if size is None else f"a record of {size} bytes"
-            raise CorruptionError(
-                file.path, physical_offset, "record", f"expected {kind}, found {length} bytes with magic {magic:08x}"
-            )
+            actual = f"one of {length} bytes" if magic in MAGICS else f"magic {magic:08x}, which no record has"
+            raise CorruptionError(file.path, physical_offset, "record", f"expected {kind}, found {actual}")
         if physical_offset + length > self.end:
             return None
         return file.buffer[at : at + length]

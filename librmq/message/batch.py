@@ -194,8 +194,12 @@ def inner_messages(record: StoredMessage) -> list[StoredMessage]:
     except MessageIllegalError as error:
         raise RecordError(str(error), BODY_CRC_AT) from None
     number = record.properties[PROPERTY_INNER_NUM]
-    if not items or java_int(number) != len(items):
-        raise RecordError(f"batch: expected {number} messages in the body, found {len(items)}", BODY_CRC_AT)
+    if not items:
+        raise RecordError("batch: expected messages in the body, found none", BODY_CRC_AT)
+    if (expected := java_int(number)) is None:
+        raise RecordError(f"batch: {PROPERTY_INNER_NUM}: expected a number, found {number!r:.40}", BODY_CRC_AT)
+    if expected != len(items):
+        raise RecordError(f"batch: expected {expected} messages in the body, found {len(items)}", BODY_CRC_AT)
     raw, (body_at, body_end, _, topic_end, _, _) = record.raw, record.frame
     topic, first = raw[body_end:topic_end], record.queue_offset
     messages = []

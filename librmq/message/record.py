@@ -435,10 +435,10 @@ def frame(raw: Raw, position: int, limit: int) -> Frame:
     properties_at = topic_end + 2
     properties_length = raw[topic_end] << 8 | raw[topic_end + 1]
     if properties_at + (properties_length if properties_length <= MAX_PROPERTIES_SIZE else 0) != end:
-        raise RecordError(
-            f"properties length: expected {end - properties_at}, found {properties_length}",
-            topic_end - position,
-        )
+        expected = f"expected {end - properties_at}"
+        if properties_length == end - properties_at:  # RocketMQ reads a negative number
+            expected = f"expected at most {MAX_PROPERTIES_SIZE}"
+        raise RecordError(f"properties length: {expected}, found {properties_length}", topic_end - position)
     return body_at, body_end, topic_at, topic_end, properties_at, end
 
 

@@ -58,6 +58,8 @@ def test_due_messages_are_sent_immediately_or_refused(broker: Broker) -> None:
         TimerRefusedError, match=r"at most 259200 s away, found 259201 s, .*UTC: raise TimerConfig\(timer_max_del"
     ):
         timed(broker, TIMER_DELAY_SEC=259_201)
+    with pytest.raises(TimerRefusedError, match=r"at most 259200 s away, found 259200\.5 s, "):
+        timed(broker, TIMER_DELAY_MS=259_200_500)
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(timers=WHEEL))

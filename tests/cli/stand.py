@@ -15,6 +15,7 @@ import pytest
 
 from librmq.cli import main
 from tests import cases
+from tests.message.samples import EQUAL_VALUES
 from tests.reference import CHECKOUT, COMPACT, unpack_compact
 
 
@@ -64,6 +65,7 @@ class Shell:
         self._capsys.readouterr()
         status = main([str(word) for word in words], cases.commands_for(words))
         shown = self._capsys.readouterr()
+        assert not EQUAL_VALUES.search(shown.out + shown.err), shown
         return Answer(status, shown.out, shown.err)
 
 

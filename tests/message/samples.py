@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from librmq.message.record import Record, body_checksum
+
+EQUAL_VALUES: Final = re.compile(
+    r"expected (?:[a-z]+ )*(\S*\d\S*?)(?: (?:[a-z]+ )*[a-z]+)?, (?:as closed, )?found (?:[a-z]+ )*\1(?![\w.])"
+)
+"""An error that names one value as expected and as found, and so does not say what is wrong."""
 
 
 def record(**changes: object) -> Record:

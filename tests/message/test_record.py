@@ -44,7 +44,7 @@ from librmq.message.properties import (
     tags_code,
 )
 from librmq.message.record import check_record, compression_type, crc32, decode_record, encode_record
-from tests.message.samples import record
+from tests.message.samples import EQUAL_VALUES, record
 
 V6 = ("fe80:0:0:0:0:0:0:1", 10911)
 
@@ -579,3 +579,35 @@ def test_logs_are_equal_with_and_without_isal(tmp_path: Path) -> None:
         assert (ran.stdout.strip() == "zlib") == (kind == "without")
         logs.append(min((tmp_path / kind / "commitlog").iterdir()).read_bytes())
     assert logs[0] == logs[1]
+
+
+def test_an_error_does_not_name_one_value_twice() -> None:
+    """A length of properties above 32,767 is negative for RocketMQ, though it is what the record has room for."""
+    raw = encode_record(record(properties_raw=b"", body=b"x"))
+    size = 40_004
+    raw = struct.pack(">i", len(raw) + size) + raw[4:-2] + struct.pack(">H", size) + bytes(size)
+    with pytest.raises(RecordError, match="properties length: expected at most 32767, found 40004"):
+        decode_record(raw)
+    for text, is_bad in (
+        ("properties length: expected 40004, found 40004", True),
+        ("expected the end at queue offset 3, as closed, found 3: run", True),
+        ("expected a time at most 259200 s away, found 259200 s, where", True),
+        ("size: expected 91 to 178, found 17", False),
+        ("expected 3 messages in the body, found 30", False),
+    ):
+        assert bool(EQUAL_VALUES.search(text)) is is_bad
+
+
+@pytest.mark.parametrize("changes", [{}, {"properties_raw": b"", "magic": record_format.MESSAGE_MAGIC_V2}])
+def test_the_error_of_a_flipped_bit_does_not_name_one_value_twice(changes: dict[str, object]) -> None:
+    raw = bytearray(encode_record(record(**changes)))
+    errors = set()
+    for bit in range(8 * len(raw)):
+        raw[bit // 8] ^= 1 << bit % 8
+        try:
+            check_record(raw, 0, len(raw), check_body=True)
+        except (RecordError, BodyChecksumError) as error:
+            errors.add(str(error))
+        raw[bit // 8] ^= 1 << bit % 8
+    assert len(errors) > 100
+    assert not list(filter(EQUAL_VALUES.search, errors))

@@ -158,6 +158,21 @@ def test_a_queue_changed_since_closing_is_refused_when_asked() -> None:
         assert len(served(store)) == 200
 
 
+def test_a_changed_last_entry_is_named_by_what_differs() -> None:
+    """The queue ends at the same offset as at the close, and its last entry leads to a record of another length."""
+    files = MemoryFiles()
+    with MessageStore.open(ROOT, SMALL, files=files) as store:
+        end = store.append(Message("T", b"x")).size
+    spoil(files, "consumequeue/T/0/" + "0" * 20, at=11)
+    with (
+        MessageStore.open(ROOT, SMALL, files=files) as store,
+        pytest.raises(
+            CorruptionError, match=f"offset 0: .* ends at {end}, as closed, found one that ends at {end ^ 1}"
+        ),
+    ):
+        store.append(Message("T", b"y"))
+
+
 def test_a_queue_that_is_gone_is_rebuilt() -> None:
     files = in_memory(closed())
     lose_queue(files)

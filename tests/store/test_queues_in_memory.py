@@ -167,6 +167,7 @@ def assert_columns(path: Path, model: Model) -> None:
     [
         (b"abc", "1", "message 0 is cut off"),
         (encode_batch([BatchItem(b"a")]), "2", "expected 2 messages in the body, found 1"),
+        (b"", "1", "expected messages in the body, found none"),
     ],
 )
 def test_a_batch_that_cannot_be_opened_is_damage(tmp_path: Path, body: bytes, number: str, what: str) -> None:

@@ -85,7 +85,7 @@ class ShortQueue(ConsumeQueue):
     def from_sole_file(
         cls, folder: str, file_size: int, files: Files, open_queue: Callable[[], ConsumeQueue]
     ) -> Self | None:
-        """Return the queue in ``folder``; None if it has several files, or is not short or sound: open it to see why."""
+        """Return the queue in ``folder``; None unless it is short and sound, and has one file: open it to see why."""
         file = files.read_sole_file(folder, file_size, cls._READ)
         if file is None or not 0 < len(file[1]) <= cls._SHORT or not (file[0].isdigit() and len(file[0]) == 20):
             return None
@@ -198,6 +198,12 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         if (queue.max_offset, queue.max_physic_offset) != state[1:]:
             path, position = queue.place_of(min(queue.max_offset, state.max_offset))
             mismatch = f"expected the end at queue offset {state.max_offset}, as closed, found {queue.max_offset}"
+            if queue.max_offset == state.max_offset:
+                path, position = queue.place_of(queue.max_offset - 1)
+                mismatch = (
+                    f"queue offset {queue.max_offset - 1}: expected a message that ends at {state.max_physic_offset}, "
+                    f"as closed, found one that ends at {queue.max_physic_offset}"
+                )
             raise CorruptionError(path, position, "entry", f"{mismatch}: run librmq recover")
         if state.min_offset < min(queue.stored_begin, state.max_offset):  # retention keeps what the log has
             path, position = queue.place_of(state.min_offset)

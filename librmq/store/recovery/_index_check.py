@@ -223,7 +223,7 @@ class IndexCheck:
             before = run.before
             times[0] = run.seconds[0] if before is None else entry_seconds(store_timestamp_ms, before.end_timestamp_ms)
         if run.seconds != times:
-            self._damaged(run, f"times of {place}: expected {seconds} s, found {run.seconds}")
+            self._damaged(run, f"times of {place}: expected {times} s, found {run.seconds}")
         first, last = run.number == 1, run.number + len(run.hashes) == header.index_count
         if (first and header.begin_timestamp_ms != store_timestamp_ms) or (
             last and header.end_timestamp_ms != store_timestamp_ms
