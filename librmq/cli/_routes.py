@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from librmq.broker import AdministeredRoute, StoreRoute
-from librmq.errors import BrokerUnreachableError, InputError
+from librmq.errors import InputError
 from librmq.files import DiskFiles, OverlayFiles
 from librmq.protocol import (
     CancelMessage,
@@ -37,9 +37,7 @@ from librmq.protocol import (
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.directory import CONFIG
 from librmq.wire.remote import RemoteRoute, connect
-from librmq.wire.remote.administration import tables
-from librmq.wire.share_links import connect_to_owner
-from librmq.wire.unix_sockets import share_folder
+from librmq.wire.share_links import connect_to_sharing
 
 _VARIABLES: Final = {
     "accessKey": "LIBRMQ_ACCESS_KEY",
@@ -178,31 +176,13 @@ class OwnedStore(ActingRoute, StoreRoute):
     def tables(self) -> BrokerTables:
         """The tables that the owner has at the first use."""
         rows = BrokerTables(os.path.join(self._path, CONFIG), DiskFiles())
-        rows.take(*tables(self._owner))
+        rows.take(*self._owner.tables())
         return rows
 
     @cached_property
     def store(self) -> MessageStore:
         """The store, opened for reading at the first use: commands that read open it by themselves."""
         return self._opened.enter_context(MessageStore.open(self._path, read_only=True, files=self._files))
-
-
-@contextmanager
-def connect_to_sharing(path: str) -> Iterator[RemoteRoute | None]:
-    """Connect to the process that owns and shares a store; None if there is no such process.
-
-    Raises:
-        BrokerUnreachableError: It is stopped, or does not answer.
-    """
-    with ExitStack() as opened:
-        try:
-            route = opened.enter_context(connect_to_owner(path))
-        except BrokerUnreachableError:
-            if DiskFiles().lock_holder(os.path.join(share_folder(path), "lock")) is not None:
-                raise
-            yield None
-            return
-        yield route
 
 
 @contextmanager

@@ -16,7 +16,7 @@ that gets the lock opens the store, and is the owner.
               └────────── takes the locks, recovers ──> owner
 
 A command finds the owner by `librmq.wire.share_links.connect_to_owner`, a route to it that takes nothing over;
-`librmq.wire.unix_sockets.owner_socket` is the path of the socket.
+`librmq.wire._unix_sockets.owner_socket` is the path of the socket.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, Inherited, Lock
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
+from librmq.wire._unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
 from librmq.wire.remote._client_requests import join, leave
 from librmq.wire.remote._connection import RequestNotSentError
 from librmq.wire.remote._connections import is_held_here
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
-from librmq.wire.unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
 
 R = TypeVar("R")
 T = TypeVar("T")

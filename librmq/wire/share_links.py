@@ -1,6 +1,6 @@
 """What a process is to a store that several share: its owner, or a peer of the owner.
 
-`connect_to_owner` is for a command, which acts through the owner and takes nothing over.
+A command acts through the owner by `connect_to_owner`, and takes nothing over.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from librmq.broker import Broker
 from librmq.clock import SystemClock
@@ -35,20 +35,23 @@ from librmq.protocol.endpoint import SendsLater
 from librmq.runtime import ThreadRunner
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event
+from librmq.wire._unix_sockets import (
+    checked_credentials,
+    connect_to,
+    credentials_of,
+    delete_place,
+    is_stopped,
+    listen_as_owner,
+    owner_socket,
+    process_of_host,
+    share_folder,
+)
+from librmq.wire.remote._administration import connections
 from librmq.wire.remote._connection import RequestNotSentError
 from librmq.wire.remote._dialing import dial_locally
 from librmq.wire.remote.remote_route import Notices, RemoteRoute
 from librmq.wire.remoting._frames import close_in_child
 from librmq.wire.remoting._server import RemotingServer
-from librmq.wire.unix_sockets import (
-    checked_credentials,
-    connect_to,
-    delete_place,
-    is_stopped,
-    listen_as_owner,
-    owner_socket,
-    share_folder,
-)
 
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
@@ -159,7 +162,7 @@ class StorePeer:
         """
         address = owner_socket(path)
         self._path = path
-        self._lock_path = os.path.join(share_folder(path), "lock")
+        self._lock_path = _lock_path(path)
         self._take_over_stopped_s = take_over_stopped_s
         self._stopped_since_s: float | None = None
         self.has_ended: Event = Event()
@@ -355,3 +358,72 @@ def connect_to_owner(path: str | os.PathLike[str], *, timeout_s: float = _TIMEOU
         BrokerUnreachableError: No process that shares the store owns it, or it does not answer.
     """
     return StorePeer(os.path.abspath(os.fspath(path)), timeout_s, None).route
+
+
+# ---- the processes that share a store, as a command sees them
+
+_LOOK_S: Final = 3.0
+
+
+@contextmanager
+def connect_to_sharing(path: str) -> Iterator[RemoteRoute | None]:
+    """Connect to the process that owns and shares a store; None if there is no such process.
+
+    Raises:
+        BrokerUnreachableError: It is stopped, or does not answer.
+    """
+    with ExitStack() as opened:
+        try:
+            route = opened.enter_context(connect_to_owner(path))
+        except BrokerUnreachableError:
+            if lock_process(_lock_path(path)) is not None:
+                raise
+            yield None
+            return
+        yield route
+
+
+class SharingProcess(NamedTuple):
+    """A process that uses a store together with others."""
+
+    role: Literal["owner", "peer"]
+    process: int
+    since_ms: int | None
+    """When it opened the store, or reached the owner; None if the owner does not answer."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it."""
+        return is_stopped(self.process)
+
+
+def sharing_processes(path: str) -> tuple[list[SharingProcess], BrokerUnreachableError | None]:
+    """Return the owner of a store, then the processes that reach it, the first that came first; none without an owner.
+
+    The error says why the owner does not answer; its peers are unknown then.
+    """
+    try:
+        with connect_to(owner_socket(path), _LOOK_S) as connected:
+            owner = credentials_of(connected).process
+    except BrokerUnreachableError:  # also of an owner that is stopped while many wait for it
+        holder = lock_process(_lock_path(path))
+        if holder is None:
+            return [], None
+        owner = holder
+    try:
+        with connect_to_sharing(path) as route:
+            if route is None:
+                return [], None
+            started_ms, hosts = connections(route.broker(*route.broker_names()))
+    except BrokerUnreachableError as error:
+        return [SharingProcess("owner", owner, None)], error
+    since = {process: since_ms for host, since_ms in reversed(hosts) if (process := process_of_host(host))}
+    peers = sorted((since_ms, process) for process, since_ms in since.items() if process not in (owner, os.getpid()))
+    return [
+        SharingProcess("owner", owner, started_ms),
+        *(SharingProcess("peer", process, since_ms) for since_ms, process in peers),
+    ], None
+
+
+def _lock_path(path: str) -> str:
+    return os.path.join(share_folder(path), "lock")

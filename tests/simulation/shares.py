@@ -29,7 +29,7 @@ from librmq.files.lock import lock_process
 from librmq.message.properties import PROPERTY_UNIQUE_KEY
 from librmq.scheduling.half_messages import TransactionConfig
 from librmq.testing import check_history
-from librmq.wire.unix_sockets import share_folder
+from librmq.wire._unix_sockets import share_folder
 from tests.simulation.promises import broken_promises, records, unfinished
 from tests.soak.worker import Recording
 

@@ -395,7 +395,7 @@ TOOLS: Final[dict[str, tuple[Callable[[RemoteRoute, Mapping[str, str]], Any], Ca
 
 def test_answers_to_tools(replay: Replay, route: RemoteRoute, monkeypatch: pytest.MonkeyPatch) -> None:
     admin = route
-    monkeypatch.setattr("librmq.wire.remote.administration._SAVED_WITHIN_S", 0)
+    monkeypatch.setattr("librmq.wire.remote._administration._SAVED_WITHIN_S", 0)
     compared: Counter[str] = Counter()
     for recording in recordings():
         for one, answer in to_client(recording, ("broker", "slave")):

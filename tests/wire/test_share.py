@@ -64,13 +64,7 @@ from librmq.protocol import (
     Unregister,
 )
 from librmq.testing import check_history
-from librmq.wire.remote._connection import Connection, EndedTogether, GiveUp
-from librmq.wire.remoting._codec import frame_of
-from librmq.wire.remoting._frames import Frame, FrameSocket, encode
-from librmq.wire.remoting._headers import RequestCode
-from librmq.wire.share import SharedBroker
-from librmq.wire.share_links import StoreOwner, StorePeer, connect_to_owner
-from librmq.wire.unix_sockets import (
+from librmq.wire._unix_sockets import (
     connect_to,
     credentials_of,
     host_of_process,
@@ -80,6 +74,12 @@ from librmq.wire.unix_sockets import (
     process_of_host,
     share_folder,
 )
+from librmq.wire.remote._connection import Connection, EndedTogether, GiveUp
+from librmq.wire.remoting._codec import frame_of
+from librmq.wire.remoting._frames import Frame, FrameSocket, encode
+from librmq.wire.remoting._headers import RequestCode
+from librmq.wire.share import SharedBroker
+from librmq.wire.share_links import StoreOwner, StorePeer, connect_to_owner
 from tests.conftest import SlowBudget
 from tests.interrupting import at_each_call
 from tests.programs import Fork, Process, environment, in_child, start_program
@@ -959,7 +959,7 @@ def test_a_process_without_descriptors(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("librmq.wire.unix_sockets.socket.socket", refuse)
+    monkeypatch.setattr("librmq.wire._unix_sockets.socket.socket", refuse)
     with pytest.raises(BrokerUnreachableError, match="Too many open files"):
         connect_to(str(tmp_path / "owner"), 1)
 

@@ -68,7 +68,8 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> tuple[Administer
         InputError: The place is neither.
         BrokerUnreachableError: No name server answers, or the owner is stopped.
     """
-    from librmq.cli._routes import connect_to, connect_to_sharing
+    from librmq.cli._routes import connect_to
+    from librmq.wire.share_links import connect_to_sharing
 
     place = arguments.place
     if not os.path.lexists(place) and _ADDRESS.fullmatch(place):

@@ -14,9 +14,8 @@ from librmq.cli._output import DAMAGED, INTERRUPTED, EndSignals, Output, Progres
 from librmq.cli._rows import Row, gap_row, message_row, snapshot_row
 from librmq.cli._stores import announced, files_and_config, recorded_settings
 from librmq.clock import SystemClock
-from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, InputError
+from librmq.errors import ConfigError, CorruptionError, InputError
 from librmq.files import DiskFiles, Files
-from librmq.files.lock import lock_process
 from librmq.message.topics import TIMER_TOPIC
 from librmq.store import recognise
 from librmq.store.format.directory import (
@@ -353,42 +352,21 @@ def who(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _sharing(path: str) -> list[Row]:
-    from librmq.cli._routes import connect_to_sharing
-    from librmq.wire.remote.administration import connections as connections_of
-    from librmq.wire.unix_sockets import connect_to, credentials_of, owner_socket, process_of_host, share_folder
+    from librmq.wire.share_links import sharing_processes
 
-    try:
-        with connect_to(owner_socket(path), _LOOK_S) as connected:
-            owner = credentials_of(connected).process
-    except BrokerUnreachableError:  # also of an owner that is stopped while many wait for it
-        holder = lock_process(os.path.join(share_folder(path), "lock"))
-        if holder is None:
-            return []
-        owner = holder
-    try:
-        with connect_to_sharing(path) as route:
-            if route is None:
-                return []
-            begin_ms, connections = connections_of(route.broker(*route.broker_names()))
-    except BrokerUnreachableError as error:
+    processes, error = sharing_processes(path)
+    if error is not None:
         complain(f"note: the owner does not answer, so that its peers are unknown: {error}")
-        return [_process_row("owner", owner, None)]
-    since = {process: since_ms for host, since_ms in reversed(connections) if (process := process_of_host(host))}
-    peers = sorted((since_ms, process) for process, since_ms in since.items() if process not in (owner, os.getpid()))
     return [
-        _process_row("owner", owner, begin_ms),
-        *(_process_row("peer", process, since_ms) for since_ms, process in peers),
+        {
+            "role": sharing.role,
+            "pid": sharing.process,
+            "program": _program(sharing.process),
+            "since_ms": sharing.since_ms,
+            "state": "stopped" if sharing.is_stopped else "running",
+        }
+        for sharing in processes
     ]
-
-
-_LOOK_S: Final = 3.0
-
-
-def _process_row(role: str, process: int, since_ms: int | None) -> Row:
-    from librmq.wire.unix_sockets import is_stopped
-
-    state = "stopped" if is_stopped(process) else "running"
-    return {"role": role, "pid": process, "program": _program(process), "since_ms": since_ms, "state": state}
 
 
 def _program(process: int) -> str | None:

@@ -70,12 +70,12 @@ from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import NEVER
+from librmq.wire.remote._administration import ANSWERS, COMMIT_IGNORED, Rows, all_offsets, group_rows, topic_rows
 from librmq.wire.remote._client_requests import ClientRequests, join, leave
 from librmq.wire.remote._connection import Transport
 from librmq.wire.remote._connections import Connections
 from librmq.wire.remote._consumer_requests import HeldReceives, LongPulls
 from librmq.wire.remote._pop_receives import PopReceives
-from librmq.wire.remote.administration import ANSWERS, COMMIT_IGNORED
 from librmq.wire.remoting._bodies import group_clients_of, read_body, table_in
 from librmq.wire.remoting._codec import FORMS, SentFrame, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting._frames import Frame, version_name
@@ -581,6 +581,10 @@ class RemoteBroker(Endpoint):
         """Return the groups that consume a topic or have progress in it."""
         request, form = TopicGroups(topic), FORMS[TopicGroups]
         return cast("list[str]", self._read_result(form.read, request, self.request(form.write(request))))
+
+    def tables(self) -> tuple[Rows, Rows, Rows]:
+        """Return the rows of topics, of groups, and of offsets by ``topic@group``, as slaves get them."""
+        return topic_rows(self), group_rows(self), all_offsets(self)
 
     def request(self, frame: Frame) -> Frame:
         """Send a request that is no client's, and return its answer.

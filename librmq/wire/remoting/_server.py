@@ -40,6 +40,7 @@ from librmq.runtime import critical
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
+from librmq.wire._unix_sockets import checked_credentials, host_of_process
 from librmq.wire.certificates import server_context
 from librmq.wire.remoting._administration import ADMINISTRATIVE, AdminRequests
 from librmq.wire.remoting._bodies import broker_row, route_body, write_body
@@ -70,7 +71,6 @@ from librmq.wire.remoting._headers import (
 from librmq.wire.remoting._known_headers import KnownHeaders
 from librmq.wire.remoting._rates import Rates
 from librmq.wire.remoting._sends import SENDS, Replies, Sends
-from librmq.wire.unix_sockets import checked_credentials, host_of_process
 
 # ---- the name server
 
@@ -473,7 +473,7 @@ class RemotingServer(Closing):
         Args:
             broker: The broker to serve. Close the server before it. Clients also connect to its ``store_host``: open
                 the store with the server's address, as ``librmq serve`` does by `listen`.
-            listening: A socket that `listen` or `librmq.wire.unix_sockets.listen_at` has created, or a port on the
+            listening: A socket that `listen` or `librmq.wire._unix_sockets.listen_at` has created, or a port on the
                 loopback address; 0 takes a free one, which `port` names.
             advertise: ``host:port`` for routes. None uses the address that each client has connected to.
             tls: Certificate chain and private key, in PEM; None serves plain text.

@@ -117,6 +117,12 @@ def read_answer(broker: AskedBroker, frame: Frame, what: str, parse: Callable[[d
 # ---- topics
 
 
+def topic_rows(broker: AskedBroker) -> Rows:
+    """Return a broker's rows of all topics."""
+    frame = frame_of(RequestCode.GET_ALL_TOPIC_CONFIG)
+    return read_answer(broker, frame, "the topics", partial(table_in, name="topicConfigTable"))
+
+
 def _describe_topics(broker: AskedBroker, request: DescribeTopics) -> dict[str, QueueData]:
     def parse(body: Mapping[str, Any]) -> dict[str, QueueData]:
         rows = table_in(body, "topicConfigTable").items()
@@ -354,9 +360,9 @@ def _reset_running(broker: AskedBroker, request: ResetGroup) -> dict[MessageQueu
 
 
 def connections(broker: AskedBroker) -> tuple[int, list[tuple[str, int]]]:
-    """Return when the owner of a shared store began, and host and begin (ms) of each connection, the first first.
+    """Return when the owner of a shared store started, and host and start (ms) of each connection, the first first.
 
-    `librmq.wire.unix_sockets.process_of_host` has the process of a host.
+    `process_of_host` has the process of a host.
     """
 
     def parse(body: Mapping[str, Any]) -> tuple[int, list[tuple[str, int]]]:
@@ -364,13 +370,6 @@ def connections(broker: AskedBroker) -> tuple[int, list[tuple[str, int]]]:
         return number_in(body, "beginMs"), [(text_in(row, "host"), number_in(row, "beginMs")) for row in rows]
 
     return read_answer(broker, frame_of(RequestCode.LIST_CONNECTIONS), "the connections", parse)
-
-
-def tables(broker: AskedBroker) -> tuple[Rows, Rows, Rows]:
-    """Return a broker's rows of topics, of groups, and of offsets by ``topic@group``, as its slaves get them."""
-    topics = frame_of(RequestCode.GET_ALL_TOPIC_CONFIG)
-    rows: Rows = read_answer(broker, topics, "the topics", partial(table_in, name="topicConfigTable"))
-    return rows, group_rows(broker), all_offsets(broker)
 
 
 ANSWERS: Final[Mapping[type[Any], Callable[[AskedBroker, Any], Any]]] = {
