@@ -97,7 +97,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "topic:str messages:int body_bytes:int unconfirmed:int dry_run:bool",
     ),
     "decide": ("librmq.diagnosis.pending.PendingMessage decision:str dry_run:bool",),
-    "cancel": ("librmq.protocol.client_requests.CancelResult id:str dry_run?:bool",),
+    "cancel": ("librmq.protocol.CancelResult id:str dry_run?:bool",),
     "import": ("topic:str queues:int messages:int body_bytes:int dry_run:bool",),
     "recover": (
         "type:str phase:str min_phy_offset:int max_phy_offset:int flushed_where:int checkpoint_physic_ts:int "

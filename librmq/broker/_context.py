@@ -30,8 +30,7 @@ from librmq.errors import (
 from librmq.files.interface import is_full
 from librmq.message.topics import has_no_row, is_valid_queue
 from librmq.metrics import Metrics
-from librmq.protocol import CopiedTables, ResponseCode
-from librmq.protocol.endpoint import Watchers
+from librmq.protocol import CopiedTables, ResponseCode, Watchers
 from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited

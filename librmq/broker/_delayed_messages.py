@@ -27,8 +27,7 @@ from librmq.message.delivery_times import (
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, PROPERTY_UNIQUE_KEY
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, HOP_TOPIC, RETRY_PREFIX, TIMER_TOPIC, WAITING_TOPICS
-from librmq.protocol import CancelMessage, CancelResult
-from librmq.protocol.client_requests import NOT_SENT_HERE
+from librmq.protocol import NOT_SENT_HERE, CancelMessage, CancelResult
 from librmq.runtime import Step
 from librmq.scheduling.relay import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
 from librmq.scheduling.timer import Timers

@@ -35,6 +35,7 @@ from librmq.message.topics import (
     validate_topic,
 )
 from librmq.protocol import (
+    NOT_SENT_HERE,
     PERM_INHERIT,
     PERM_READ,
     PERM_WRITE,
@@ -66,13 +67,14 @@ from librmq.protocol import (
     Request,
     ResponseCode,
     Route,
+    SentMessage,
     SetGroup,
     Subscription,
     TopicDescription,
     TopicGroups,
     ViewMessage,
+    cancel_request,
 )
-from librmq.protocol.client_requests import NOT_SENT_HERE, SentMessage, cancel_request
 from librmq.runtime import Runner
 from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.event_log import EventLog

@@ -31,6 +31,7 @@ from librmq.message.properties import (
 )
 from librmq.message.topics import RETRY_PREFIX, receive_retry_topic
 from librmq.protocol import (
+    INNER_PRODUCER,
     LOCAL_HOST,
     PERM_WRITE,
     GroupSettings,
@@ -44,7 +45,6 @@ from librmq.protocol import (
     SendTogether,
     SentBack,
 )
-from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.store import AppendResult, MessageStore

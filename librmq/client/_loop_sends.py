@@ -14,8 +14,7 @@ from contextlib import suppress
 from typing import cast
 
 from librmq.errors import BrokerUnreachableError, RmqError
-from librmq.protocol import Endpoint, SendLater, SendMessage, SendResponse
-from librmq.protocol.client_requests import PendingSend
+from librmq.protocol import Endpoint, PendingSend, SendLater, SendMessage, SendResponse
 
 
 class _Pending(PendingSend):

@@ -51,8 +51,9 @@ from librmq.protocol import (
     Route,
     SendMessage,
     SendReply,
+    SentMessage,
+    cancel_request,
 )
-from librmq.protocol.client_requests import SentMessage, cancel_request
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event
 

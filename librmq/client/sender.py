@@ -38,10 +38,10 @@ from librmq.protocol import (
     SendBatch,
     SendMessage,
     SendResponse,
+    SendsLater,
     SendStatus,
     site_of,
 )
-from librmq.protocol.endpoint import SendsLater
 from librmq.runtime.event_log import EventLog
 
 # ---- settings

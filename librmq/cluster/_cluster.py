@@ -28,8 +28,7 @@ from librmq.files import DiskFiles, Files
 from librmq.message import StoredMessage
 from librmq.message.ids import parse_host, parse_offset_message_id
 from librmq.metrics import Metrics
-from librmq.protocol import Endpoint, QueueData, Request, check_site, site_of
-from librmq.protocol.endpoint import Watchers
+from librmq.protocol import Endpoint, QueueData, Request, Watchers, check_site, site_of
 from librmq.runtime import Runner, Step, ThreadRunner
 from librmq.runtime.runner import next_on_grid
 

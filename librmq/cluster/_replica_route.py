@@ -22,8 +22,8 @@ from librmq.protocol import (
     Request,
     Route,
     Unregister,
+    watch_all,
 )
-from librmq.protocol.endpoint import watch_all
 from librmq.runtime import Runner
 
 R = TypeVar("R")

@@ -23,8 +23,7 @@ from librmq.cluster._cluster import RouteTable
 from librmq.cluster._sites import SiteRoute
 from librmq.config import to_seconds
 from librmq.errors import CapacityError, ConfigError
-from librmq.protocol import check_site
-from librmq.protocol.endpoint import watch_all
+from librmq.protocol import check_site, watch_all
 from librmq.runtime import Runner, Step, Work
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock, RLock

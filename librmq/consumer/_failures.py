@@ -40,13 +40,13 @@ from librmq.message.properties import (
     PROPERTY_TRANSACTION_PREPARED,
 )
 from librmq.protocol import (
+    INNER_PRODUCER,
     MessageModel,
     Request,
     SendBack,
     SendMessage,
     SentBack,
 )
-from librmq.protocol.client_requests import INNER_PRODUCER
 from librmq.runtime import Step
 
 R = TypeVar("R")

@@ -24,8 +24,15 @@ from librmq.message.properties import (
     PROPERTY_REAL_TOPIC,
     RESERVED_PROPERTIES,
 )
-from librmq.protocol import LOCAL_HOST, EndTransaction, SendMessage, TopicDescription, TransactionState, UpdateOffset
-from librmq.protocol.client_requests import INNER_PRODUCER
+from librmq.protocol import (
+    INNER_PRODUCER,
+    LOCAL_HOST,
+    EndTransaction,
+    SendMessage,
+    TopicDescription,
+    TransactionState,
+    UpdateOffset,
+)
 from librmq.store.format.documents import OWN_FOLDER, notes_locked
 
 if TYPE_CHECKING:

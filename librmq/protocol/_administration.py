@@ -12,7 +12,7 @@ from librmq.config import StoreConfig
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
 from librmq.message.topics import TopicType, kind_of_topic
-from librmq.protocol.client_requests import (
+from librmq.protocol._client_requests import (
     ChannelClosed,
     ConsumeFrom,
     Heartbeat,
@@ -21,8 +21,8 @@ from librmq.protocol.client_requests import (
     Unregister,
     UpdateOffset,
 )
-from librmq.protocol.endpoint import PERM_READ, PERM_WRITE, QueueData
-from librmq.protocol.request import ReadRequest, Request, value
+from librmq.protocol._endpoint import PERM_READ, PERM_WRITE, QueueData
+from librmq.protocol._request import ReadRequest, Request, value
 from librmq.store.format.documents import LetterIdentity
 
 __all__ = [

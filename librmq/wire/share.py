@@ -64,8 +64,8 @@ from librmq.protocol import (
     SendMessage,
     SendReply,
     Unregister,
+    Watchers,
 )
-from librmq.protocol.endpoint import Watchers
 from librmq.runtime import StateLog, ThreadRunner, critical
 from librmq.runtime.closing import opened_in_thread
 from librmq.runtime.event_log import EventLog

@@ -29,9 +29,9 @@ from librmq.protocol import (
     QueryOffset,
     QueueData,
     Request,
+    SendsLater,
     UpdateOffset,
 )
-from librmq.protocol.endpoint import SendsLater
 from librmq.runtime import ThreadRunner
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event

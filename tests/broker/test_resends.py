@@ -25,6 +25,8 @@ from librmq.message.message import Message
 from librmq.message.topics import HALF_TOPIC, retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
+    INNER_PRODUCER,
+    REPLAY_PRODUCER,
     EndTransaction,
     SendBack,
     SendBatch,
@@ -33,7 +35,6 @@ from librmq.protocol import (
     SendTogether,
     TransactionState,
 )
-from librmq.protocol.client_requests import INNER_PRODUCER, REPLAY_PRODUCER
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.scheduling.waiting import sent_to

@@ -55,6 +55,7 @@ from librmq.message.topics import (
 )
 from librmq.metrics import Metrics
 from librmq.protocol import (
+    TOOL_PRODUCERS,
     ReplyArrived,
     ResponseCode,
     SendBatch,
@@ -64,7 +65,6 @@ from librmq.protocol import (
     SendStatus,
     SendTogether,
 )
-from librmq.protocol.client_requests import TOOL_PRODUCERS
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
 from librmq.scheduling.relay import TARGET_TOPIC

@@ -23,8 +23,7 @@ from librmq.files import DiskFiles
 from librmq.message import Message, MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.properties import PROPERTY_KEYS, PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, RESERVED_PROPERTIES
 from librmq.message.topics import is_user_topic, validate_client_topic
-from librmq.protocol import Route, SendStatus
-from librmq.protocol.client_requests import REPLAY_PRODUCER
+from librmq.protocol import REPLAY_PRODUCER, Route, SendStatus
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import has_queue_entry
 

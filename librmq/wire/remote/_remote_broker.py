@@ -42,6 +42,7 @@ from librmq.protocol import (
     GroupSubscriptions,
     Heartbeat,
     LockQueues,
+    PendingSend,
     PullMessage,
     PullResponse,
     PullStatus,
@@ -65,7 +66,6 @@ from librmq.protocol import (
     Unregister,
     UpdateOffset,
 )
-from librmq.protocol.client_requests import PendingSend
 from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock

@@ -22,8 +22,7 @@ from librmq.clock import moves_by_itself
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError, RmqError
 from librmq.message.ids import Host
-from librmq.protocol import PERM_WRITE, Endpoint, QueueData, Request, ResponseCode
-from librmq.protocol.endpoint import SendsLater, Watchers
+from librmq.protocol import PERM_WRITE, Endpoint, QueueData, Request, ResponseCode, SendsLater, Watchers
 from librmq.runtime import Runner, StateLog, Step, ThreadRunner, Work
 from librmq.runtime.event_log import EventLog
 from librmq.wire.remote._connection import Transport

@@ -12,8 +12,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple
 
-from librmq.protocol import PullStatus, ResponseCode, SendStatus
-from librmq.protocol.request import value
+from librmq.protocol import PullStatus, ResponseCode, SendStatus, value
 
 # ---- codes of requests and results
 

@@ -11,7 +11,7 @@ from librmq.errors import BrokerUnreachableError, MessageIllegalError, RmqError
 from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.ids import Host
 from librmq.message.topics import AUTO_CREATE_TOPIC
-from librmq.protocol.request import ReadRequest, Request, RequestHandler, value
+from librmq.protocol._request import ReadRequest, Request, RequestHandler, value
 
 INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
 """Producer group of the messages that consumers and tools send for a group."""

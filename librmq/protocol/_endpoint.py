@@ -10,8 +10,8 @@ from librmq.errors import ConfigError
 from librmq.message import Message
 from librmq.message.ids import Host
 from librmq.message.topics import TopicType
-from librmq.protocol.client_requests import SendMessage, SendResponse
-from librmq.protocol.request import RequestHandler, value
+from librmq.protocol._client_requests import SendMessage, SendResponse
+from librmq.protocol._request import RequestHandler, value
 from librmq.runtime import Runner
 
 
