@@ -1,4 +1,8 @@
-"""Effects that happen once and messages that are sent for sure: stores of the dedup guard, the inbox and the outbox."""
+"""Effects that happen once and messages that are sent for sure: stores of the dedup guard, the inbox and the outbox.
+
+Its face is what it exports, and `stores`, with the claims and keys that the guard of `librmq.dedup` and Spark's
+duplicates share; drivers, tables and connections of databases are inside.
+"""
 
 from __future__ import annotations
 

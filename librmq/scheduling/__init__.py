@@ -1,1 +1,7 @@
-"""Messages that wait: timers, relays, half messages and their checks."""
+"""Messages that wait, as steps over a store and a clock, without a broker: timers, the relay, half messages.
+
+Its face: `timer` and `timer_config` deliver at any time, `relay` by hops of delay levels, and `half_messages` asks
+about open transactions; `waiting` says of a record that waits where it goes and when, and has the cancelled ones;
+`timer_wheel.waiting_timers` reads the timers of any store, and `earlier_copies` finds what a killed process wrote.
+`librmq.delay` and `librmq.txn` stand on it.
+"""

@@ -2,7 +2,8 @@
 
 `Kit` is a broker under a clock that the test moves; with pytest it is the fixture ``rmq``. `explore` runs a test under
 many legal schedules; with pytest it is the marker ``rmq_explore``. `check_history` finds what is wrong in the history
-of a run.
+of a run. Its face is what it exports, `served` for the command that serves a kit, and `histories` for the one that
+checks recorded runs; the parts of a kit are inside.
 """
 
 from __future__ import annotations
