@@ -61,7 +61,7 @@ from librmq.scheduling.waiting import Cancellations
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.copies import whole_size
 from librmq.store.format import directory
-from librmq.store.format.documents import OWN_FOLDER, ReplicaMark, clear_mark, read_mark, write_mark
+from librmq.store.format.documents import OWN_FOLDER, ReplicaMark
 
 # ---- a store on disk as a master
 
@@ -326,8 +326,8 @@ class Replica(Closing):
     def _mark(self) -> None:
         """Note which store the master is."""
         mark = ReplicaMark(self.broker.name, self._described.place[1])
-        if read_mark(self.path, self._files) != mark:
-            write_mark(self.path, mark, self._files)
+        if ReplicaMark.read(self.path, self._files) != mark:
+            mark.write(self.path, self._files)
 
     # ---- state of the copy
 
@@ -383,7 +383,7 @@ class Replica(Closing):
     def _admit(self, master: Endpoint) -> None:
         """Check that the copy is a part of the master's log; see `reconnect`."""
         described = master.call(DescribeLog())
-        check_origin(self.path, read_mark(self.path, self._files), self.store.log, described)
+        check_origin(self.path, ReplicaMark.read(self.path, self._files), self.store.log, described)
         check_bytes(self.path, self.store.log, master, described)
         self._described = described
         self._mark()
@@ -732,11 +732,11 @@ def promote_replica(path: str | os.PathLike[str], *, files: Files | None = None)
         StoreLockedError: It is open.
     """
     folder, files = os.fspath(path), files or DiskFiles()
-    if read_mark(folder, files) is None:
+    if ReplicaMark.read(folder, files) is None:
         raise ReplicaError(f"{folder}: expected a replica, found none")
     confine(files, folder, OWN_FOLDER)
     lock = files.lock(directory.lock_path(folder))
     try:
-        clear_mark(folder, files)
+        ReplicaMark.clear(folder, files)
     finally:
         lock.release()

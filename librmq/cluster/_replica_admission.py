@@ -18,7 +18,7 @@ from librmq.protocol import Endpoint, FollowLog, LogDescription
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.documents import ReplicaMark, read_mark
+from librmq.store.format.documents import ReplicaMark
 
 _COMPARED: Final = 64 << 10
 _AT_ONCE: Final = 1 << 20
@@ -36,7 +36,7 @@ def check_folder(path: str, files: Files, clock: Clock, master: Endpoint, descri
     master_files, place = described.place
     if copy_files is master_files and os.path.realpath(path) == place:
         raise ReplicaError(f"{path}: expected another folder than the master's, because a store can't copy itself")
-    mark = read_mark(path, files)
+    mark = ReplicaMark.read(path, files)
     if not directory.recognise(path, files).has_log:
         return False
     if mark is None:

@@ -51,7 +51,7 @@ from librmq.message.topics import (
 )
 from librmq.runtime.locks import Lock
 from librmq.scheduling.relay import TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
-from librmq.store.format.documents import CANCELLED_FILE, CANCELLED_SINCE_FILE, read_document, write_document
+from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 
 if TYPE_CHECKING:
     from librmq.store import MessageStore
@@ -168,8 +168,8 @@ class Cancellations:
 
     def __init__(self, path: str, files: Files) -> None:
         """Read the file of the store in ``path``; `CorruptionError` if it holds something else."""
-        self._path = os.path.join(path, CANCELLED_FILE)
-        self._since_path = os.path.join(path, CANCELLED_SINCE_FILE)
+        self._path = os.path.join(path, OWN_FOLDER, "cancelled.json")
+        self._since_path = os.path.join(path, OWN_FOLDER, "cancelled-since.json")
         self._files = files
         self._lock = Lock()
         self._by_name: dict[tuple[str, str], Cancellation] = {}

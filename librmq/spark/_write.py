@@ -43,7 +43,7 @@ from librmq.store import MessageStore
 from librmq.store.engine.dispatch import Lane
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
-from librmq.store.format.documents import JOB_FIRST_BYTES, JOB_NOTES_FOLDER, OWN_FOLDER, JobNote, note_path
+from librmq.store.format.documents import OWN_FOLDER, JobNote
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -79,7 +79,7 @@ def commit(
     """
     files = DiskFiles()
     confine(files, path, OWN_FOLDER, *directory.WRITTEN_FOLDERS)
-    make_folders(files, os.path.join(path, JOB_NOTES_FOLDER))
+    make_folders(files, os.path.join(path, JobNote.FOLDER))
     with _when_free(lambda: MessageStore.open(path, background=False), wait_seconds) as store:
         if _was_committed(store, job):
             discard(folder)
@@ -90,9 +90,9 @@ def commit(
                 if keep_note:
                     _mark_done(store, job)
                 else:
-                    files.delete(note_path(path, job))
+                    files.delete(JobNote.path(path, job))
             elif keep_note:
-                JobNote(store.log.end, store.log.end, b"", 0).write(note_path(path, job), files)
+                JobNote(store.log.end, store.log.end, b"", 0).write(JobNote.path(path, job), files)
                 _mark_done(store, job)
             count = len(records)
     discard(folder)
@@ -132,14 +132,14 @@ def _when_free(action: Callable[[], _T], wait_seconds: float) -> _T:
 
 
 def _was_committed(store: MessageStore, job: str) -> bool:
-    note = note_path(store.path, job)
+    note = JobNote.path(store.path, job)
     if store.files.size(note) is None:
         return False
     return JobNote.read(note, store.files).is_committed(store.log.begin, store.log.end, store.log.data_at)
 
 
 def _mark_done(store: MessageStore, job: str) -> None:
-    note = note_path(store.path, job)
+    note = JobNote.path(store.path, job)
     replace(JobNote.read(note, store.files), done=True).write(note, store.files)
 
 
@@ -185,7 +185,7 @@ def _bring_in(store: MessageStore, job: str, records: StagedRecords, folder: str
         log.patch(begin, head)  # within one sector, so it is atomic
     except BaseException:
         log.truncate(old_end)
-        store.files.delete(note_path(store.path, job))
+        store.files.delete(JobNote.path(store.path, job))
         raise
     log.last_write = last
     try:
@@ -228,8 +228,8 @@ def _write(
                 if written is None:
                     gate = min(len(data), _SECTOR - begin % _SECTOR)
                     head = bytes(data[:gate])
-                    note = JobNote(begin, end, bytes(data[:JOB_FIRST_BYTES]), len(records))
-                    note.write(note_path(store.path, job), store.files)
+                    note = JobNote(begin, end, bytes(data[: JobNote.FIRST_BYTES]), len(records))
+                    note.write(JobNote.path(store.path, job), store.files)
                     data[:gate] = bytes(gate)
                 else:
                     written.result()
@@ -430,7 +430,7 @@ class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
         """Commit the staged files of a batch to the store, on the driver."""
         self._commit(messages, f"{self._job}.{batchId}", keep_note=True)
         # Spark repeats no batch but the last.
-        DiskFiles().delete(note_path(self._options.path, f"{self._job}.{batchId - 1}"))
+        DiskFiles().delete(JobNote.path(self._options.path, f"{self._job}.{batchId - 1}"))
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Delete the staged files, on the driver."""

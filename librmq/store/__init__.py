@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from librmq.store.format.checkpoint import Checkpoint as Checkpoint
     from librmq.store.format.directory import recognise as recognise
     from librmq.store.format.indexfile import IndexFile as IndexFile
+    from librmq.store.recovery._verify import Verdict as Verdict
+    from librmq.store.recovery._verify import verify as verify
     from librmq.store.recovery.salvage import Gap as Gap
     from librmq.store.recovery.salvage import salvaged_records as salvaged_records
-    from librmq.store.recovery.verify import Verdict as Verdict
-    from librmq.store.recovery.verify import verify as verify
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -49,7 +49,7 @@ else:
                 "Gap",
                 "salvaged_records",
             ),
-            "librmq.store.recovery.verify": ("Verdict", "verify"),
+            "librmq.store.recovery._verify": ("Verdict", "verify"),
             "librmq.store._snapshots": ("Snapshot", "restore", "snapshot"),
             "librmq.store._store": ("MessageStore",),
             "librmq.store.format.broker_tables": ("BrokerTables",),

@@ -36,7 +36,7 @@ from librmq.files.rolling import file_name
 from librmq.runtime import critical
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.documents import JOB_NOTES_FOLDER, OWN_FOLDER
+from librmq.store.format.documents import OWN_FOLDER, JobNote
 from librmq.store.format.rocksdb import is_database
 from librmq.store.format.timerfiles import TimerCheckpoint, wheel_snapshots
 from librmq.store.recovery import salvage
@@ -403,7 +403,7 @@ def _copy_progress(path: str, part: str, files: Files) -> None:
     copy_config(path, part, files, only=_PROGRESS)
     if files.size(TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
         _copy_sequence(path, part, directory.TIMERLOG, files)
-    copy_config(path, part, files, JOB_NOTES_FOLDER, only=_NOTE)
+    copy_config(path, part, files, JobNote.FOLDER, only=_NOTE)
     copy_config(path, part, files, OWN_FOLDER, only=_OF_PLACES)
 
 

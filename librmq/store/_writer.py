@@ -25,11 +25,11 @@ from librmq.store.engine.store_parts import PartFiles, Parts, QueueTable
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import clear_abort, has_abort
-from librmq.store.format.documents import ReplicaMark, read_mark, write_kept_config, write_mark, write_retention
+from librmq.store.format.documents import ReplicaMark, write_kept_config, write_retention
+from librmq.store.recovery._verify import Verdict, verify_parts
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import describe_recovery, load
 from librmq.store.recovery.saved_state import MarkWriter, delete_mark, write_closed_state
-from librmq.store.recovery.verify import Verdict, verify_parts
 from librmq.store.retention import DISK_CHECK_MS, Readers, Retention
 
 _log = EventLog("librmq.store")
@@ -88,7 +88,7 @@ class Writer(StoreHandle):
                 config = directory.complete_config(path, config, files)
             if self.replica_of is not None and (mark is None or mark.master != self.replica_of):
                 # Write the mark before the log is opened, so that the folder of a killed replica is known as one.
-                write_mark(path, ReplicaMark(self.replica_of, None), files)
+                ReplicaMark(self.replica_of, None).write(path, files)
             import_numpy()
             self.configure(config or directory.infer_config(path, files))
             if kind is directory.StoreKind.NEW:
@@ -123,7 +123,7 @@ class Writer(StoreHandle):
         """
         path, files = self.path, self.files
         kind = directory.check_kind(path, files, writable=True)
-        mark = read_mark(path, files)
+        mark = ReplicaMark.read(path, files)
         if mark is not None and self.replica_of is None:
             raise ReadOnlyError(_no_writes(path, mark.master))
         if mark is None and self.replica_of is not None and kind.has_log:

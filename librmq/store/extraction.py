@@ -48,11 +48,9 @@ from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.documents import (
-    JOB_NOTES_FOLDER,
     OWN_FOLDER,
     JobNote,
     MovedJobs,
-    note_path,
     noted_jobs,
     write_kept_config,
 )
@@ -130,9 +128,9 @@ def rescue(
         copy_config(path, part, files, OWN_FOLDER, only=KEPT_CONFIG)
         moved = jobs.committed_jobs()
         if moved:
-            make_folders(files, os.path.join(part, JOB_NOTES_FOLDER))
+            make_folders(files, os.path.join(part, JobNote.FOLDER))
         for job, note in moved.items():
-            note.write(note_path(part, job), files)
+            note.write(JobNote.path(part, job), files)
         copy_config(path, part, files, without=_TIMER_CHECK)  # it belongs to a timer log that is not copied
         with contextlib.suppress(CorruptionError):  # a table that can't be read stays as it is
             revise_progress(part, files, numbers.new_offset, clock.now_ms())
@@ -376,7 +374,7 @@ def _sound_notes(path: str, files: Files, tell: Callable[[Gap], object]) -> dict
     notes = {}
     for job in noted_jobs(path, files):
         try:
-            notes[job] = JobNote.read(note_path(path, job), files)
+            notes[job] = JobNote.read(JobNote.path(path, job), files)
         except CorruptionError as error:
             tell(Gap(0, 0, error.file, error.what))
     return notes

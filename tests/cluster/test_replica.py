@@ -27,7 +27,7 @@ from librmq.message import record
 from librmq.metrics import Metrics
 from librmq.protocol import CopyTables, PullStatus, SendStatus, UpdateOffset
 from librmq.store.format import directory
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.broker.parties import manual, opened, pull, send
 from tests.cluster.copies import COPY, assert_copies, copy_of, fill, log_files
 from tests.cluster.replica_link import ReplicaLink

@@ -12,7 +12,7 @@ from librmq import Broker, BrokerConfig, ManualRunner, StoreConfig
 from librmq.cluster import Replica
 from librmq.files._memory import MemoryFiles
 from librmq.protocol import SendStatus, UpdateOffset
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.broker.parties import send
 from tests.budget import examples
 from tests.cluster.replica_link import ReplicaLink

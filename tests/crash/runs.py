@@ -19,7 +19,7 @@ from librmq.runtime.locks import Lock
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine._durability import Acknowledgement
 from librmq.store.engine.derivation import has_queue_entry
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from librmq.store.retention import Retention
 from tests.file_seams import CrashImages, Event, Image, RecordingFiles
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, RetainedStore, any_message, opened, served

@@ -16,7 +16,7 @@ from librmq.store import MessageStore
 from librmq.store._snapshots import restore, snapshot
 from librmq.store.extraction import rescue
 from librmq.store.recovery import salvage
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from librmq.store.retention import Retention
 from tests.budget import examples, many
 from tests.crash.runs import BusyFiles

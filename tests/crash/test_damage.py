@@ -25,7 +25,7 @@ from librmq.message.properties import split_keys
 from librmq.message.record import check_record
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import derived_tags_code, has_queue_entry, is_indexed
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import examples
 from tests.conftest import SlowBudget
 from tests.reference import rows, store_folders

@@ -22,7 +22,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import FlushFailedError, StoreIOError
 from librmq.store import AppendResult, MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import examples, many
 from tests.conftest import SlowBudget
 from tests.crash.runs import Recorded, check

@@ -32,7 +32,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.conftest import SlowBudget
 from tests.stores import ROOT, SMALL, START_MS, store_threads
 

@@ -28,7 +28,7 @@ from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine._durability import Acknowledgement
 from librmq.store.recovery import saved_state
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.programs import Fork

@@ -17,7 +17,7 @@ from librmq.errors import StoreLockedError
 from librmq.message.message import StoredMessage
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import examples
 from tests.crash.writer import CONFIG, message_of
 from tests.programs import start_program

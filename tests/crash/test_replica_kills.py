@@ -10,7 +10,7 @@ from librmq.errors import ReplicaError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
 from librmq.protocol import SendStatus
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.broker.parties import send
 from tests.conftest import SlowBudget
 from tests.file_seams import CrashImages, RecordingFiles

@@ -21,7 +21,7 @@ import pytest
 from librmq import Broker, BrokerConfig, ManualRunner, MessageStore
 from librmq.cluster import Replica, ReplicaConfig
 from librmq.protocol import SendStatus
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.broker.parties import send
 from tests.conftest import SlowBudget
 from tests.crash.test_kill import CONFIG, MODES, body_of, run_threads, write

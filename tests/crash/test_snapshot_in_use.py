@@ -26,7 +26,7 @@ from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
 from librmq.store._snapshots import snapshot
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.conftest import SlowBudget
 from tests.stores import START_MS
 

@@ -14,7 +14,7 @@ import pytest
 
 from librmq.broker import Broker
 from librmq.config import StoreConfig
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.conftest import SlowBudget
 from tests.soak.run import Soak, SoakPlan
 

@@ -26,7 +26,7 @@ from librmq.files.interface import Files
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.read import GetStatus
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.conftest import SlowBudget
 from tests.programs import run_program
 from tests.stores import ROOT

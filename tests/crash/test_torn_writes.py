@@ -16,7 +16,7 @@ from librmq.cluster import Replica
 from librmq.errors import CorruptionError
 from librmq.files._memory import MemoryFiles
 from librmq.store._snapshots import snapshot
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.broker.parties import send
 from tests.file_seams import CrashImages, Event, RecordingFiles
 

@@ -21,7 +21,7 @@ from librmq.files._memory import MemoryFiles, OverlayFiles
 from librmq.files.interface import Files
 from librmq.message.message import Message
 from librmq.store import MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import examples
 from tests.crash.test_damage import spoil, subjects
 from tests.stores import SMALL, START_MS, contents, filled, from_disk, on_disk

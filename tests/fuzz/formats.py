@@ -231,7 +231,7 @@ def _core_fuzzer() -> Any:
 def store(data: bytes) -> None:
     """Change a small store: the first byte selects it; each change is a file, a place, a length and new bytes."""
     from librmq.errors import ConfigError, StoreError
-    from librmq.store.recovery.verify import verify
+    from librmq.store.recovery._verify import verify
     from tests.stores import ROOT, contents, in_memory, opened
 
     if not data:

@@ -21,7 +21,7 @@ from librmq.message.topics import HALF_TOPIC, NOT_FOR_SENDING
 from librmq.protocol import SendBack, SendBatch, SendMessage
 from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.conftest import StoreCopy
 from tests.reference import Row, folders, jsonl, rows, store_folders
 

@@ -26,7 +26,7 @@ from librmq.message.record import BORN_TIMESTAMP_AT, SYS_FLAG_AT, TRANSACTION_CO
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
 from librmq.store.format import directory
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.cases.load import run
 from tests.golden.recorded import contents
 from tests.reference import Row, jsonl, rows, store_folders

@@ -11,7 +11,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.message.message import Message
 from librmq.store import MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.conftest import StoreCopy
 from tests.reference import Row, rows, store_folders
 from tests.stores import from_disk

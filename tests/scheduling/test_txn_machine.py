@@ -19,7 +19,7 @@ from librmq.message.message import Message
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from librmq.txn import CheckBack, TransactionConfig, Transactions
 from tests.budget import examples
 from tests.stores import ROOT, SMALL, START_MS, died

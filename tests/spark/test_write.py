@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.programs import run_program
 
 pytest.importorskip("pyspark")

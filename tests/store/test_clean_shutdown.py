@@ -17,7 +17,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.runtime.event_log import watched
 from librmq.store import MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import many
 from tests.file_seams import FailingFiles
 from tests.stores import ROOT, SMALL, START_MS, Contents, OpenedFiles, contents, fill, in_memory, opened, served

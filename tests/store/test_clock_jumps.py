@@ -10,7 +10,7 @@ from librmq import Message
 from librmq.clock import ManualClock, SystemClock
 from librmq.files._memory import MemoryFiles
 from librmq.store import MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.stores import ROOT, SMALL, START_MS
 
 

@@ -31,7 +31,7 @@ from librmq.store.engine.derivation import key_block
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import HEADER, IndexHeader, IndexWriter
 from librmq.store.recovery._log_walk import COMPARED
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.programs import POSIX
 from tests.stores import ROOT, Contents, contents, in_memory
 

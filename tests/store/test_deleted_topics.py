@@ -15,7 +15,7 @@ from librmq.config import StoreConfig
 from librmq.store import MessageStore
 from librmq.store._snapshots import snapshot
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.stores import derived, from_disk
 
 CONFIG = StoreConfig.tiny()

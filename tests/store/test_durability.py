@@ -21,7 +21,7 @@ from librmq.files.interface import File, Files
 from librmq.message.message import Message
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine._durability import Acknowledgement
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.file_seams import FailingFiles, RecordingFiles
 from tests.programs import run_program
 from tests.stores import ROOT, SMALL, START_MS, contents, opened, store_threads, with_contents

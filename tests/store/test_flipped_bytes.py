@@ -15,7 +15,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.store import MessageStore
 from librmq.store.extraction import rescue
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import examples
 from tests.conftest import SlowBudget
 from tests.store.test_reconcile import broker_gives

@@ -20,7 +20,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import FolderEntry
 from librmq.message.message import Message
 from librmq.store import MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import many
 from tests.stores import SMALL, filled, served
 

@@ -21,10 +21,10 @@ from librmq.store import MessageStore
 from librmq.store._snapshots import snapshot
 from librmq.store.extraction import rescue
 from librmq.store.format.directory import broker_conf, infer_config
-from librmq.store.format.documents import is_kept_as_own, read_kept_config, read_mark, read_retention, resent_times
+from librmq.store.format.documents import ReplicaMark, is_kept_as_own, read_kept_config, read_retention, resent_times
+from librmq.store.recovery._verify import verify
 from librmq.store.recovery.saved_state import read_closed_state
 from librmq.store.recovery.saved_state import read_mark as read_mark_of_flush
-from librmq.store.recovery.verify import verify
 from tests.budget import many
 
 LEVELS = "1s 1h"
@@ -219,7 +219,7 @@ class Vanishing(MemoryFiles):
         ("config.json", read_kept_config),
         ("config.json", is_kept_as_own),
         ("retention.json", lambda path, files: read_retention(path, files).named),
-        ("replica.json", read_mark),
+        ("replica.json", ReplicaMark.read),
         ("resent.json", resent_times),
         ("settings.json", lambda path, files: any(Promises.read(path, files).named())),
     ],

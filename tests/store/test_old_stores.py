@@ -18,7 +18,7 @@ from librmq.errors import CorruptionError, NotAStoreError
 from librmq.idempotence import SqliteDedupStore
 from librmq.message.message import Message
 from librmq.store import MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.reference import COMPACT, unpack
 from tests.stores import derived, from_disk
 from tests.stores_of_5 import KINDS, keep_queues_elsewhere, state_of

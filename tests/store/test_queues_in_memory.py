@@ -23,7 +23,7 @@ from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.properties import encode_properties
 from librmq.message.record import INNER_BATCH, Record, body_checksum, encode_record
 from librmq.store import MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import examples
 from tests.rocksdb_stores import write_database
 from tests.stores_of_5 import batch_record, write_log

@@ -44,7 +44,7 @@ from librmq.store import MessageStore
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.recovery._log_comparison import Reconciliation, Scope
 from librmq.store.recovery._queue_check import GapError
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import examples, many
 from tests.store.test_core import without_core
 from tests.stores import START_MS

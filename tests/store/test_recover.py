@@ -28,8 +28,8 @@ from librmq.store.engine.copies import CopyTarget
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.recovery import salvage
+from librmq.store.recovery._verify import verify
 from librmq.store.recovery.open import clear_leftovers
-from librmq.store.recovery.verify import verify
 from librmq.store.retention import Retention
 from tests.budget import many, step
 from tests.file_seams import FailingFiles, RecordingFiles

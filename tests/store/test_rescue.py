@@ -14,8 +14,8 @@ from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
 from librmq.store.extraction import rescue
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.documents import JOB_NOTES_FOLDER, JobNote, note_path, noted_jobs
-from librmq.store.recovery.verify import verify
+from librmq.store.format.documents import JobNote, noted_jobs
+from librmq.store.recovery._verify import verify
 from tests.stores import START_MS
 
 CONFIG = StoreConfig.tiny()
@@ -130,12 +130,12 @@ def test_jobs_of_spark_stay_committed(tmp_path: Path) -> None:
     old, new = str(tmp_path / "old"), str(tmp_path / "new")
     files = DiskFiles()
     places = store_of(tmp_path / "old")
-    (tmp_path / "old" / JOB_NOTES_FOLDER).mkdir(parents=True)
+    (tmp_path / "old" / JobNote.FOLDER).mkdir(parents=True)
 
     def remember(job: str, first: int, last: int, *, done: bool = True, raw: bytes | None = None) -> None:
         with MessageStore.open(old, read_only=True) as store:
             found = bytes(store.log.data_at(places[first], 64) or b"") if raw is None else raw
-        JobNote(places[first], places[last], found, last - first, done).write(note_path(old, job), files)
+        JobNote(places[first], places[last], found, last - first, done).write(JobNote.path(old, job), files)
 
     remember("whole", 110, 120)
     remember("without-its-first", 150, 160)
@@ -143,8 +143,8 @@ def test_jobs_of_spark_stay_committed(tmp_path: Path) -> None:
     remember("never-appeared", 220, 230, done=False, raw=bytes(64))
     remember("killed-and-damaged", 300, 310, done=False)
     remember("lost", 400, 402)
-    JobNote(0, 0, b"", 0, True).write(note_path(old, "empty"), files)
-    (tmp_path / "old" / JOB_NOTES_FOLDER / "unreadable.json").write_text("{")
+    JobNote(0, 0, b"", 0, True).write(JobNote.path(old, "empty"), files)
+    (tmp_path / "old" / JobNote.FOLDER / "unreadable.json").write_text("{")
     for number in (100, 150, 300, 400, 401):
         spoil(tmp_path / "old", places[number], 88)
     told: list[str] = []
@@ -155,11 +155,11 @@ def test_jobs_of_spark_stay_committed(tmp_path: Path) -> None:
     with MessageStore.open(new, read_only=True) as store:
         starts = {message.body: message.physical_offset for message in store.messages("T")}
         for job in noted_jobs(new, files):
-            note = JobNote.read(note_path(new, job), files)
+            note = JobNote.read(JobNote.path(new, job), files)
             assert note.is_committed(store.log.begin, store.log.end, store.log.data_at)
-    assert JobNote.read(note_path(new, "whole"), files).begin == starts[b"110"]
-    assert JobNote.read(note_path(new, "whole"), files).end == starts[b"120"]
-    assert JobNote.read(note_path(new, "without-its-first"), files).begin == starts[b"151"]
+    assert JobNote.read(JobNote.path(new, "whole"), files).begin == starts[b"110"]
+    assert JobNote.read(JobNote.path(new, "whole"), files).end == starts[b"120"]
+    assert JobNote.read(JobNote.path(new, "without-its-first"), files).begin == starts[b"151"]
 
 
 def test_a_job_that_retention_deleted_stays_done(tmp_path: Path) -> None:
@@ -167,10 +167,10 @@ def test_a_job_that_retention_deleted_stays_done(tmp_path: Path) -> None:
     places = store_of(tmp_path / "old")
     second = CONFIG.commitlog_file_size
     assert places[-1] > second
-    (tmp_path / "old" / JOB_NOTES_FOLDER).mkdir(parents=True)
-    JobNote(places[1], places[3], b"gone", 2, True).write(note_path(str(tmp_path / "old"), "early"), files)
+    (tmp_path / "old" / JobNote.FOLDER).mkdir(parents=True)
+    JobNote(places[1], places[3], b"gone", 2, True).write(JobNote.path(str(tmp_path / "old"), "early"), files)
     (tmp_path / "old" / "commitlog" / f"{0:020d}").unlink()
     rescue(str(tmp_path / "old"), str(tmp_path / "new"), CONFIG)
     with MessageStore.open(tmp_path / "new", read_only=True) as store:
-        note = JobNote.read(note_path(str(tmp_path / "new"), "early"), files)
+        note = JobNote.read(JobNote.path(str(tmp_path / "new"), "early"), files)
         assert note.is_committed(store.log.begin, store.log.end, store.log.data_at)

@@ -24,7 +24,7 @@ from librmq.message.frames import LogItem
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from librmq.store.retention import Retention, Unread, UnreadInFile, unread_between
 from tests.budget import some
 from tests.file_seams import Event, FailingFiles, RecordingFiles

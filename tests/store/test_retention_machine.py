@@ -14,7 +14,7 @@ from librmq.clock import ManualClock
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.store import MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from librmq.store.retention import Retention
 from tests.budget import examples
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, RetainedStore, died, served

@@ -21,8 +21,8 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.record import BODY_AT, MAGIC_AT, PHYSICAL_OFFSET_AT
 from librmq.store import MessageStore
 from librmq.store.recovery import salvage
+from librmq.store.recovery._verify import verify
 from librmq.store.recovery.salvage import Gap
-from librmq.store.recovery.verify import verify
 from tests.budget import examples
 from tests.file_seams import FailingFiles
 from tests.reference import store_folders

@@ -32,8 +32,8 @@ from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.read import GetStatus
 from librmq.store.extraction import rescue
 from librmq.store.recovery import salvage
+from librmq.store.recovery._verify import verify
 from librmq.store.recovery.salvage import Gap
-from librmq.store.recovery.verify import verify
 from tests.budget import examples, many, some
 from tests.file_seams import FailingFiles
 from tests.programs import start_program

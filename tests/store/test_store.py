@@ -35,7 +35,7 @@ from librmq.message.ids import offset_message_id
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import tags_code
 from librmq.store import AppendResult, GetStatus, MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import many
 from tests.file_seams import RecordingFiles
 from tests.programs import run_program

@@ -17,7 +17,7 @@ from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels
 from librmq.message.message import Message
 from librmq.message.properties import RESERVED_PROPERTIES
 from librmq.store import AppendResult, GetStatus, MessageStore
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.budget import examples
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, V4, V6, contents, derived, died
 

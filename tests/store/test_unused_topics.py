@@ -16,7 +16,7 @@ from librmq.protocol import UpdateOffset
 from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 from librmq.store.format.directory import list_queues
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from tests.file_seams import RecordingFiles
 from tests.stores import ROOT, SMALL, SMALL_EXT, died, opened
 

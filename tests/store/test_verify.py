@@ -12,7 +12,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
-from librmq.store.recovery.verify import UNKNOWABLE, Verdict, verify
+from librmq.store.recovery._verify import UNKNOWABLE, Verdict, verify
 from tests.budget import many
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents, filled, in_memory, opened
 

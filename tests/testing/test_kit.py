@@ -39,7 +39,7 @@ from librmq.idempotence import MemoryDedupStore, Outbox, OutboxSender, upgrade_t
 from librmq.listener import ReconsumeLater
 from librmq.message.message import Message
 from librmq.protocol import ConsumeFrom, MessageModel, Route, TransactionState
-from librmq.store.recovery.verify import verify
+from librmq.store.recovery._verify import verify
 from librmq.testing import (
     Kit,
     NotAwaitedError,

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 def verify(arguments: argparse.Namespace, output: Output) -> int:
     """Print the damage of a store, without changing it."""
     from librmq.cli._rows import verify_row
+    from librmq.store import verify as verify_store
     from librmq.store.format.broker_tables import repair_advice
-    from librmq.store.recovery import verify
 
     files, config = files_and_config(arguments)
     with log_bar("verify", arguments.store, 2):
-        verdict = verify.verify(arguments.store, config, files)
+        verdict = verify_store(arguments.store, config, files)
     output.row(verify_row(arguments.store, verdict))
     output.close()
     for note in verdict.notes:

@@ -30,7 +30,7 @@ from librmq.message.record import store_timestamp_ms
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.documents import read_clock, write_clock
+from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 
 if TYPE_CHECKING:
     from librmq.broker import Broker
@@ -204,7 +204,7 @@ def _by_hand(
     )
     serving.callback(_close_kit, kit)
     # An earlier run can have moved its clock, and stored messages after the last note of it.
-    kit.clock.move_to(max(kit.clock.now_ms(), _last_stored_ms(kit.broker), read_clock(arguments.store, DiskFiles())))
+    kit.clock.move_to(max(kit.clock.now_ms(), _last_stored_ms(kit.broker), _noted_time(arguments.store)))
     served = ServedKit(kit, grpc, listening, changed=changed, was_killed=was_killed, min_polling=arguments.min_polling)
     serving.callback(lambda: stop.close(served.server))
     control = Control(served, arguments.store, arguments.control or 0, put_row)
@@ -215,6 +215,20 @@ def _by_hand(
         "remoting": None if ports.remoting is None else ports.remoting.address,
         "control": control.address,
     }
+
+
+def _clock_path(store: str) -> str:
+    """Return the file with the time of a moved clock, at which the next process goes on."""
+    return os.path.join(store, OWN_FOLDER, "clock.json")
+
+
+def _noted_time(store: str) -> int:
+    """Return the time of a moved clock that was noted last, in ms; 0 without one.
+
+    Raises:
+        CorruptionError: The note can't be read.
+    """
+    return int((read_document(_clock_path(store), DiskFiles(), {"now_ms": (int,)}) or {"now_ms": 0})["now_ms"])
 
 
 def _last_stored_ms(broker: Broker) -> int:
@@ -533,7 +547,7 @@ class Control:
         try:
             self._served.advance(**fields)
         finally:  # a client that does not settle ends it halfway
-            write_clock(self._store, DiskFiles(), self._served.kit.clock.now_ms())
+            write_document(_clock_path(self._store), DiskFiles(), {"now_ms": self._served.kit.clock.now_ms()})
         return self._report_state("advanced")
 
     def _settle_kit(self, fields: Fields) -> dict[str, Any]:

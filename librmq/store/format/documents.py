@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import NoneType
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig
@@ -57,12 +57,9 @@ OWN_FOLDER: Final = "librmq"
 """The folder of librmq's own files in a store."""
 CLOSED_FILE: Final = os.path.join(OWN_FOLDER, "closed.json")
 CONFIG_FILE: Final = os.path.join(OWN_FOLDER, "config.json")
-CANCELLED_FILE: Final = os.path.join(OWN_FOLDER, "cancelled.json")
-CANCELLED_SINCE_FILE: Final = os.path.join(OWN_FOLDER, "cancelled-since.json")
 RETENTION_FILE: Final = os.path.join(OWN_FOLDER, "retention.json")
 SETTINGS_FILE: Final = os.path.join(OWN_FOLDER, "settings.json")
 START_FILE: Final = os.path.join(OWN_FOLDER, "starts.json")
-CLOCK_FILE: Final = os.path.join(OWN_FOLDER, "clock.json")
 MARK_FILE: Final = os.path.join(OWN_FOLDER, "replica.json")
 _log = EventLog("librmq.store")
 _VERSION: Final = 1
@@ -292,20 +289,6 @@ def _is_stricter(name: str, now: Any, before: Any) -> bool:  # noqa: ANN401 (set
 # ---- the clock of tests
 
 
-def read_clock(path: str, files: Files) -> int:
-    """Return the time of a moved clock that was noted last, in ms; 0 without one.
-
-    Raises:
-        CorruptionError: The note can't be read.
-    """
-    return int((read_document(os.path.join(path, CLOCK_FILE), files, {"now_ms": (int,)}) or {"now_ms": 0})["now_ms"])
-
-
-def write_clock(path: str, files: Files, now_ms: int) -> None:
-    """Note the time of a moved clock, at which the next process goes on."""
-    write_document(os.path.join(path, CLOCK_FILE), files, {"now_ms": now_ms})
-
-
 class ReplicaMark(NamedTuple):
     """The master of a copy."""
 
@@ -313,55 +296,57 @@ class ReplicaMark(NamedTuple):
     folder: str | None
     """The folder of its store; None if unknown."""
 
+    @classmethod
+    def read(cls, path: str, files: Files) -> ReplicaMark | None:
+        """Return the master that the store in ``path`` copies; None if it is an independent store.
+
+        Raises:
+            CorruptionError: The mark is unreadable, or a later version of librmq wrote it.
+        """
+        fields = read_document(os.path.join(path, MARK_FILE), files, {"of": (str,), "folder": (str, NoneType)})
+        return None if fields is None else cls(fields["of"], fields.get("folder"))
+
+    def write(self, path: str, files: Files) -> None:
+        """Mark the store in ``path`` as the copy of this master. The mark is durable on return."""
+        folder = {} if self.folder is None else {"folder": self.folder}
+        write_document(os.path.join(path, MARK_FILE), files, {"of": self.master, **folder}, indent=1)
+
+    @staticmethod
+    def clear(path: str, files: Files) -> None:
+        """Make the store in ``path`` independent. The change is durable on return."""
+        files.delete(os.path.join(path, MARK_FILE))
+        files.flush_folder(os.path.join(path, os.path.dirname(MARK_FILE)))
+
     def is_of(self, name: str, folder: str) -> bool:
         """Return whether the master is the store in this folder, or has this name if its folder is unknown."""
         return self.master == name if self.folder is None else self.folder == folder
 
 
-def read_mark(path: str, files: Files) -> ReplicaMark | None:
-    """Return the master that the store in ``path`` copies; None if it is an independent store.
-
-    Raises:
-        CorruptionError: The mark is unreadable, or a later version of librmq wrote it.
-    """
-    fields = read_document(os.path.join(path, MARK_FILE), files, {"of": (str,), "folder": (str, NoneType)})
-    return None if fields is None else ReplicaMark(fields["of"], fields.get("folder"))
-
-
-def write_mark(path: str, mark: ReplicaMark, files: Files) -> None:
-    """Mark the store in ``path`` as the copy of this master. The mark is durable on return."""
-    folder = {} if mark.folder is None else {"folder": mark.folder}
-    write_document(os.path.join(path, MARK_FILE), files, {"of": mark.master, **folder}, indent=1)
-
-
-def clear_mark(path: str, files: Files) -> None:
-    """Make the store in ``path`` independent. The change is durable on return."""
-    files.delete(os.path.join(path, MARK_FILE))
-    files.flush_folder(os.path.join(path, os.path.dirname(MARK_FILE)))
-
-
 # ---- notes about Spark jobs
 
-JOB_NOTES_FOLDER: Final = os.path.join(OWN_FOLDER, "spark")
-JOB_FIRST_BYTES: Final = 64
 _JOB_SUFFIX: Final = ".json"
 _JOB_KINDS: Final = {"begin": (int,), "end": (int,), "first": (str,), "records": (int,), "done": (bool,)}
-
-
-def note_path(path: str, job: str) -> str:
-    """Return the file of a job of the store in ``path``."""
-    return os.path.join(path, JOB_NOTES_FOLDER, f"{job}{_JOB_SUFFIX}")
 
 
 @dataclass(frozen=True, slots=True)
 class JobNote:
     """Begin and end of a job's records in the log, the first bytes of the first one, and whether the job is done."""
 
+    FOLDER: ClassVar = os.path.join(OWN_FOLDER, "spark")
+    """The folder of the notes in a store."""
+    FIRST_BYTES: ClassVar = 64
+    """The number of bytes of the first record to note."""
+
     begin: int
     end: int
     first: bytes
     records: int
     done: bool = False
+
+    @classmethod
+    def path(cls, store: str, job: str) -> str:
+        """Return the file of a job in the folder of a store."""
+        return os.path.join(store, cls.FOLDER, f"{job}{_JOB_SUFFIX}")
 
     @classmethod
     def read(cls, path: str, files: Files) -> JobNote:
@@ -391,7 +376,7 @@ class JobNote:
 
 def noted_jobs(path: str, files: Files) -> list[str]:
     """Return the names of the jobs that the store in ``path`` remembers."""
-    entries = files.list(os.path.join(path, JOB_NOTES_FOLDER))
+    entries = files.list(os.path.join(path, JobNote.FOLDER))
     return [entry.name.removesuffix(_JOB_SUFFIX) for entry in entries if entry.name.endswith(_JOB_SUFFIX)]
 
 
@@ -429,7 +414,7 @@ class MovedJobs:
                 self.moved[name] = replace(self.moved[name], end=new_physical_offset + len(new_raw))
             elif physical_offset == note.begin or note.done:
                 end = new_physical_offset + len(new_raw)
-                first = new_raw[:JOB_FIRST_BYTES]
+                first = new_raw[: JobNote.FIRST_BYTES]
                 self.moved[name] = replace(note, begin=new_physical_offset, end=end, first=first)
 
     def committed_jobs(self) -> dict[str, JobNote]:
