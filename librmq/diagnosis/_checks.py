@@ -477,6 +477,8 @@ def _all_findings(view: StoreView, limits: Thresholds, check: bool | None) -> It
 
 # ---- design
 
+_UNEVEN = 2
+"""Ratio of the fullest queue of a topic to the mean over all its queues, empty ones too, from which it is skewed."""
 _FAR_APART = 100
 """Ratio from which one topic of a group, or one tag of a topic, delays the other."""
 
@@ -493,6 +495,8 @@ class TopicVolume(NamedTuple):
     """Size of whole records in bytes."""
     largest: int
     """Size of the largest record in bytes."""
+    fullest: int
+    """Number of messages in the queue that has most of them."""
 
 
 def topic_volumes(source: Source) -> list[TopicVolume]:
@@ -508,14 +512,16 @@ def topic_volumes(source: Source) -> list[TopicVolume]:
 
 
 def _volume(view: StoreView, topic: str) -> TopicVolume:
-    messages = size = largest = 0
+    messages = size = largest = fullest = 0
     for queue_id in view.topics[topic]:
+        before = messages
         for _, block in view.store.queues[topic, queue_id].blocks():
             sizes = block["size"][block["size"] != HOLE_SIZE].astype(np.int64)
             messages += len(sizes)
             size += int(sizes.sum())
             largest = max(largest, int(sizes.max(initial=0)))
-    return TopicVolume(topic, view.queue_count(topic), messages, size, largest)
+        fullest = max(fullest, messages - before)
+    return TopicVolume(topic, view.queue_count(topic), messages, size, largest, fullest)
 
 
 def design_check(source: Source, thresholds: Thresholds | None = None) -> list[Finding]:
@@ -547,6 +553,15 @@ def _volume_findings(volume: TopicVolume, limits: Thresholds) -> Iterator[Findin
             f"{volume.messages:,} messages share {volume.queues} queue, so only one consumer of a group is busy.",
             {"queues": volume.queues, "messages": volume.messages},
             "Add queues, unless all messages must stay in one order; stored messages do not move.",
+        )  # fmt: skip
+    if volume.messages > limits.busy_messages and volume.fullest * volume.queues >= _UNEVEN * volume.messages:
+        ratio = volume.fullest * volume.queues / volume.messages
+        yield Finding(
+            "skewed-queues", "warning", f"topic {volume.topic}",
+            f"One of {volume.queues} queues has {volume.fullest:,} of {volume.messages:,} messages, {ratio:.1f} times "
+            "the mean, so the consumer of that queue limits the group.",
+            {"queues": volume.queues, "messages": volume.messages, "fullest": volume.fullest},
+            "Choose queues by a value that is spread evenly, or send without a queue: producers then take turns.",
         )  # fmt: skip
     if volume.largest > limits.large_body + FIXED_SIZE:
         yield Finding(

@@ -13,7 +13,7 @@ from tests.cli.stand import ROW_TYPES, Shell, errors_of
 from tests.reference import COMPACT, unpack
 
 ROWS = ROW_TYPES | cases.ROW_TYPES
-WITHOUT_ROWS = {"broker-conf", "completion", "filter"}
+WITHOUT_ROWS = {"broker-conf", "completion", "demo", "filter"}
 OF_THEIR_OWN_TESTS = {"console", "serve", "spark", "who"}
 """They run longer, or beside other processes."""
 EXAMPLES = tuple(

@@ -33,7 +33,7 @@ def test_a_sound_design_has_no_findings(sound: Kit) -> None:
 def test_volumes_count_stored_messages(sound: Kit) -> None:
     (volume,) = topic_volumes(sound.broker)
     records = [message.size for message in sound.broker.messages("T")]
-    assert volume == ("T", 4, 80, sum(records), max(records))
+    assert volume == ("T", 4, 80, sum(records), max(records), 20)
 
 
 def test_few_queues_for_many_messages(sound: Kit) -> None:
@@ -41,6 +41,16 @@ def test_few_queues_for_many_messages(sound: Kit) -> None:
     for _ in range(60):
         sound.producer().send("Narrow", b"x")
     assert kinds(sound) == ["few-queues"]
+
+
+def test_one_queue_with_most_of_a_topic(sound: Kit) -> None:
+    """The mean is over all queues, so seven that are empty do not hide the one that has everything."""
+    sound.broker.create_topic("Skewed", 8)
+    for number in range(60):
+        sound.producer().send("Skewed", b"x", queue=number % 20 and 3)
+    (found,) = design_check(sound.broker, LIMITS)
+    assert (found.kind, found.subject) == ("skewed-queues", "topic Skewed")
+    assert found.evidence["queues"] == 8
 
 
 def test_large_bodies(sound: Kit) -> None:
