@@ -1,4 +1,8 @@
-"""A broker in the process: topics, groups, progress, clients, queue locks and long polling over a store."""
+"""A broker in the process: topics, groups, progress, clients, queue locks and long polling over a store.
+
+Other rooms take `Broker`, and the routes that it has in common with clusters and connections, from here. What
+`librmq.wire` and `librmq.diagnosis` share with a broker is in the modules without underscore.
+"""
 
 from __future__ import annotations
 

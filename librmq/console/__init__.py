@@ -1,6 +1,7 @@
 """A console in the browser: pages about topics, groups and messages of a broker, a shared store, a cluster, a folder.
 
-`console` returns an ASGI application that any application mounts; ``librmq console PLACE`` serves it alone.
+`console`, its only face, returns an ASGI application that any application mounts; ``librmq console PLACE`` serves it
+alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Diagnosis of stores and brokers: lag, dead letters, waiting messages, the life of a message, findings, the report."""
+"""Diagnosis of stores and brokers: lag, dead letters, waiting messages, the life of a message, findings, the report.
+
+The functions here return data, which commands and the console show. They read a `view` of a folder, a broker or a
+cluster; the model of the report in `survey` is also what Spark fills.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Messages, the layout of their records, ids, batches and topic names."""
+"""Messages, the layout of their records, ids, batches and topic names: what every other room knows of a message.
+
+All modules are its face, one for each part of the format: one that only `librmq.message` needed would begin with an
+underscore.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol of clients and brokers: requests and responses as values.
+"""The protocol of clients and brokers: requests and responses as values, all of which are imported from here.
 
 Clients hold a `Route` to `Endpoint`s; a broker is an endpoint, and a route with one endpoint. An endpoint takes a
 message by `send`, which makes a request unless the broker is in the process, and all else by `call`. Faults, latency, a

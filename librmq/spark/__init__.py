@@ -1,7 +1,7 @@
 """librmq on Spark: stores as DataFrames, filters and allocation as columns, pipelines.
 
 ``docs/spark.md`` is the guide. ``session`` makes a session that runs; ``register`` makes the data source and the SQL
-functions known to any session.
+functions known to any session. Commands are its only user within librmq.
 """
 
 from __future__ import annotations

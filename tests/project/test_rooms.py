@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from tests.reference import CHECKOUT
 
 LIBRARY = CHECKOUT / "librmq"
+MODULES, NAMES = 110, 557
+"""The most modules that other rooms import from, and names that they import from these. They may only go down."""
 LOADED_BY_NAME = (
     "librmq.cli.commands.",  # one module for each group of commands
     "librmq.integrations.django.apps",  # Django's own names, from here on
@@ -25,8 +27,12 @@ def room_of(module: str) -> str:
     return name if (LIBRARY / name / "__init__.py").is_file() and name else ""
 
 
-def imports() -> Iterator[tuple[str, str]]:
-    """Yield each module of librmq with each module that it imports."""
+def is_package(module: str) -> bool:
+    return (LIBRARY.parent / module.replace(".", "/")).is_dir()
+
+
+def imports() -> Iterator[tuple[str, str, str]]:
+    """Yield each module of librmq with each module that it imports, and the name that it imports from that."""
     names = {}
     for path in LIBRARY.rglob("*.py"):
         parts = path.relative_to(CHECKOUT).with_suffix("").parts
@@ -36,15 +42,15 @@ def imports() -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 for alias in node.names:
                     inner = f"{node.module}.{alias.name}"
-                    yield name, inner if inner in names else node.module
+                    yield name, inner if inner in names else node.module, alias.name
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names:
-                yield name, node.value
+                yield name, node.value, ""
 
 
 def test_a_room_imports_only_the_faces_of_others() -> None:
     inside = {
         (name, imported)
-        for name, imported in imports()
+        for name, imported, _ in imports()
         if imported.rpartition(".")[2].startswith("_") and room_of(imported) not in ("", room_of(name))
     }
     assert inside == set(), "move what they share into a module without underscore"
@@ -52,7 +58,7 @@ def test_a_room_imports_only_the_faces_of_others() -> None:
 
 def test_inner_modules_begin_with_an_underscore() -> None:
     users = defaultdict(set)
-    for name, imported in imports():
+    for name, imported, _ in imports():
         users[imported].add(room_of(name))
     shown = {
         module
@@ -60,7 +66,21 @@ def test_inner_modules_begin_with_an_underscore() -> None:
         if room_of(module)
         and rooms == {room_of(module)}
         and not module.rpartition(".")[2].startswith("_")
-        and not (LIBRARY.parent / module.replace(".", "/")).is_dir()
+        and not is_package(module)
         and not module.startswith(LOADED_BY_NAME)
     }
     assert shown == set(), "no other room imports them"
+
+
+def test_less_crosses_between_rooms() -> None:
+    """What a package promises is imported through it and does not count: `__init__` shows it in one look."""
+    crossing = {
+        (imported, name)
+        for importer, imported, name in imports()
+        if name
+        and room_of(imported) not in ("", room_of(importer))
+        and not (is_package(imported) or is_package(importer))
+    }
+    advice = "import through the package of the room, or move the code to where it is used"
+    assert len({module for module, _ in crossing}) <= MODULES, advice
+    assert len(crossing) <= NAMES, advice
