@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from demo_store import run_part
-from librmq.cli.demo import Screen
+from librmq.cli._demo import Screen
 from librmq.diagnosis import render_page, report
 
 if TYPE_CHECKING:

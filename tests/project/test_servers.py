@@ -29,8 +29,8 @@ from librmq.clock import SystemClock
 from librmq.idempotence import upgrade_tables
 from librmq.protocol import QueryOffset
 from librmq.testing import check_history
-from librmq.wire.share import SharedBroker
 from librmq.wire._unix_sockets import connect_to, credentials_of, owner_socket
+from librmq.wire.share import SharedBroker
 from tests.conftest import SlowBudget
 from tests.programs import Process, environment
 from tests.project.test_docs import DOCS, blocks

@@ -7,8 +7,8 @@ import os
 import secrets
 import sys
 
+from librmq.cli._demo import PAGE, Screen, demo_folder, prove_by_kills, tell_shop
 from librmq.cli._output import DAMAGED, Output
-from librmq.cli.demo import PAGE, Screen, demo_folder, prove_by_kills, tell_shop
 from librmq.errors import InputError
 
 

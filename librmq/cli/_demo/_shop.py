@@ -27,7 +27,7 @@ from librmq import (
     TransactionState,
     select_by_hash,
 )
-from librmq.cli.demo._stage import Program, Screen
+from librmq.cli._demo._stage import Program, Screen
 from librmq.clock import SystemClock
 from librmq.dedup import DedupListener
 from librmq.runtime.event_log import held_back

@@ -7,7 +7,7 @@ from random import Random
 from typing import Final
 
 from librmq import Broker, Producer
-from librmq.cli.demo._stage import Program, Screen
+from librmq.cli._demo._stage import Program, Screen
 from librmq.runtime.event_log import held_back
 from librmq.store import verify
 
