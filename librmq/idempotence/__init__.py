@@ -12,8 +12,8 @@ from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from librmq.idempotence._dedup_redis import RedisDedupStore as RedisDedupStore
+    from librmq.idempotence._dedup_sql import SeenKeys as SeenKeys
     from librmq.idempotence._dedup_sql import SqlDedupStore as SqlDedupStore
-    from librmq.idempotence._seen_keys import SeenKeys as SeenKeys
     from librmq.idempotence._sqltables import upgrade_tables as upgrade_tables
     from librmq.idempotence._transactional_tables import LocalTransactions as LocalTransactions
     from librmq.idempotence._transactional_tables import Transactional as Transactional
@@ -34,9 +34,8 @@ else:
         __name__,
         {
             "librmq.idempotence._dedup_redis": ("RedisDedupStore",),
-            "librmq.idempotence._dedup_sql": ("SqlDedupStore",),
+            "librmq.idempotence._dedup_sql": ("SeenKeys", "SqlDedupStore"),
             "librmq.idempotence.outbox": ("Outbox", "OutboxSender"),
-            "librmq.idempotence._seen_keys": ("SeenKeys",),
             "librmq.idempotence._sqltables": ("upgrade_tables",),
             "librmq.idempotence.stores": (
                 "Claim",

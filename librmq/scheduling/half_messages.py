@@ -21,7 +21,6 @@ from librmq.message import StoredMessage
 from librmq.message.properties import (
     PROPERTY_CHECK_IMMUNITY_TIME,
     PROPERTY_PRODUCER_GROUP,
-    PROPERTY_REAL_QUEUE_ID,
     PROPERTY_REAL_TOPIC,
     PROPERTY_TRANSACTION_CHECK_TIMES,
     PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
@@ -215,16 +214,6 @@ class CheckBack(NamedTuple):
     def topic(self) -> str:
         """The message's own topic."""
         return self.half.properties.get(PROPERTY_REAL_TOPIC, "")
-
-    @property
-    def queue_id(self) -> int:
-        """The message's own queue."""
-        return java_int(self.half.properties.get(PROPERTY_REAL_QUEUE_ID, "")) or 0
-
-    @property
-    def properties(self) -> dict[str, str]:
-        """The properties in the producer's form."""
-        return {**self.half.properties, PROPERTY_WAIT: "false"}
 
 
 class Checked(NamedTuple):

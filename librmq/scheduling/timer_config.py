@@ -106,7 +106,8 @@ def out_time_ms(properties: Mapping[str, str], now_ms: int, config: TimerConfig)
     if deliver_ms - now_ms > 1000 * config.timer_max_delay_sec:
         raise TimerRefusedError(
             f"expected a time at most {config.timer_max_delay_sec} s away, found "
-            f"{(deliver_ms - now_ms) / 1000:.15g} s, where the broker's time is {datetime.fromtimestamp(now_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC: raise "
+            f"{(deliver_ms - now_ms) / 1000:.15g} s, where the broker's time is "
+            f"{datetime.fromtimestamp(now_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC: raise "
             "TimerConfig(timer_max_delay_sec=…), or let the relay carry the message by BrokerConfig(hops=True)"
         )
     precision_ms = config.timer_precision_ms
