@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from librmq.broker.groups import describe_differences
 from librmq.client.queue_selectors import LARGEST_RING, text_hash
-from librmq.errors import AllocationError, ConfigError, GroupMismatchError
+from librmq.errors import AllocationError, ConfigError
 from librmq.java.lang import utf16_order
 from librmq.message import MessageQueue
 from librmq.protocol import site_of
@@ -229,17 +228,6 @@ def own_share(
 
 
 # ----------------------------------------------------------------------------------- groups whose instances differ
-
-
-def refuse_differences(group: str, subscriptions: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise if the instances of ``group`` have different subscriptions (see `group_differences`).
-
-    Raises:
-        GroupMismatchError: They have; the message names topics, clients and subscriptions.
-    """
-    differences = describe_differences(group, subscriptions)
-    if differences:
-        raise GroupMismatchError(differences)
 
 
 def unowned_queues(

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any, Final
 
 from librmq.errors import AllocationError, ConfigError
-from librmq.java.lang import boolean_hash, double_hash, long_hash, string_hash
+from librmq.java.lang import number_hash, string_hash
 from librmq.message import Message, MessageQueue
 from librmq.runtime.locks import Lock
 
@@ -53,14 +53,8 @@ def key_hash(key: object) -> int:
     match key:
         case str():
             return string_hash(key)
-        case bool():
-            return boolean_hash(key)
-        case int() if -(1 << 31) <= key < 1 << 31:
-            return key
-        case int() if -(1 << 63) <= key < 1 << 63:
-            return long_hash(key)
-        case float():
-            return double_hash(key)
+        case int() | float() if (code := number_hash(key)) is not None:
+            return code
         case MessageQueue():
             return key.java_hash
         case None:

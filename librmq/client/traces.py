@@ -25,7 +25,6 @@ from librmq.message.ids import format_host, parse_offset_message_id
 from librmq.message.properties import (
     PROPERTY_KEYS,
     PROPERTY_TAGS,
-    PROPERTY_TRACE_SWITCH,
     PROPERTY_TRANSACTION_PREPARED,
     PROPERTY_UNIQUE_KEY,
     PROPERTY_WAIT,
@@ -321,11 +320,6 @@ class TraceWriter:
             if self._unwatch is not None:
                 self._unwatch()
                 self._unwatch = None
-
-
-def is_traced(properties: Mapping[str, str]) -> bool:
-    """Return whether the broker lets a message be traced."""
-    return properties.get(PROPERTY_TRACE_SWITCH) != "false"
 
 
 def _type_of(message: Message) -> int:

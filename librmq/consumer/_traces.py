@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from librmq.client.traces import TraceWriter, is_traced
+from librmq.client.traces import TraceWriter
 from librmq.consumer._failures import is_requested, outcome
 from librmq.consumer._listener_calls import ConsumeContext, ConsumeHook
 from librmq.consumer.listeners import DeliveredMessage
-from librmq.message.properties import PROPERTY_KEYS
+from librmq.message.properties import PROPERTY_KEYS, PROPERTY_TRACE_SWITCH
 from librmq.message.traces import TRACE_REGION, SubAfter, SubBefore, result_code
 
 
@@ -51,7 +51,7 @@ def _traced(messages: Sequence[DeliveredMessage]) -> list[tuple[str, int, str | 
     return [
         (message.message_id, message.reconsume_times, message.properties.get(PROPERTY_KEYS), index)
         for index, message in enumerate(messages)
-        if is_traced(message.properties)
+        if message.properties.get(PROPERTY_TRACE_SWITCH) != "false"
     ]
 
 

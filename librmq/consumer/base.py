@@ -11,9 +11,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Generic, Self, TypeVar, cast
 
-from librmq.broker.groups import comparable
+from librmq.broker.groups import comparable, describe_differences
 from librmq.client import Client
-from librmq.client.allocation import refuse_differences
 from librmq.client.client import LifeCycle, Startable, State, client_of
 from librmq.config import to_seconds
 from librmq.consumer._assignment import AssignedQueue
@@ -22,7 +21,7 @@ from librmq.consumer._offsets import BrokerOffsets, LocalOffsets
 from librmq.consumer._rebalancing import Rebalancing, readable_queues
 from librmq.consumer.config import ConsumerConfig, fixed_because
 from librmq.consumer.listeners import check_at_brokers, make_subscription
-from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, RmqError
+from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, GroupMismatchError, RmqError
 from librmq.filter import TagFilter
 from librmq.message import MessageQueue, retry_topic
 from librmq.message.topics import validate_group
@@ -176,8 +175,8 @@ class Consumer(Instance, Startable, Generic[C]):
             aside = aside_by(self.runner, f"{self.label} writes progress", self.client, lambda at: None)
             now_ms, client_id = self.runner.now_ms, self.client.client_id
             self.offsets = LocalOffsets(folder, client_id, self.group, files, now_ms, aside)
-        if config.guard:
-            refuse_differences(self.group, self._subscriptions_of_all())
+        if config.guard and (differences := describe_differences(self.group, self._subscriptions_of_all())):
+            raise GroupMismatchError(differences)
         for subscription in self.subscriptions.values():
             check_at_brokers(self.client, self.group, subscription)
         self._warn_of_same_id()

@@ -85,15 +85,18 @@ def long_hash(value: int) -> int:
     return (((bits ^ bits >> 32) & _MASK) ^ _SIGN) - _SIGN
 
 
-def double_hash(value: float) -> int:
-    """Return Java's ``Double.hashCode``: the same for every NaN, different for the two zeros."""
-    bits = _NAN_BITS if value != value else struct.unpack(">q", struct.pack(">d", value))[0]
-    return long_hash(bits)
+def number_hash(value: bool | float) -> int | None:
+    """Return Java's ``hashCode`` of a ``Boolean``, ``Integer``, ``Long`` or ``Double``; None if no type has the value.
 
-
-def boolean_hash(value: bool) -> int:
-    """Return Java's ``Boolean.hashCode``."""
-    return 1231 if value else 1237
+    A whole number of 32 bits is an ``Integer``. A ``Double`` has one hash for every NaN, and two for the two zeros.
+    """
+    if isinstance(value, bool):
+        return 1231 if value else 1237
+    if isinstance(value, float):
+        return long_hash(_NAN_BITS if value != value else struct.unpack(">q", struct.pack(">d", value))[0])
+    if INT_MIN <= value <= INT_MAX:
+        return value
+    return long_hash(value) if LONG_MIN <= value <= LONG_MAX else None
 
 
 def _hash(text: str) -> int:
