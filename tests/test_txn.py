@@ -450,6 +450,15 @@ def test_halves_with_an_op_are_passed(desk: Desk) -> None:
     assert desk.progress() == (40, 40)
 
 
+@pytest.mark.parametrize("age_h", [0, 100])
+def test_any_number_of_ended_halves_is_passed_at_any_age(desk: Desk, age_h: int) -> None:
+    """4.9 stops behind 32 that are too young for a check, and gives up later ones that are too old."""
+    for number in range(40):
+        desk.commit(desk.prepare(number, born_timestamp_ms=START_MS - age_h * 3_600_000))
+    assert desk.check(1) == []
+    assert (desk.discarded, desk.progress()) == ([], (40, 40))
+
+
 def test_ops_out_of_order(desk: Desk) -> None:
     halves = [desk.prepare(number) for number in range(4)]
     desk.commit(halves[3])
