@@ -152,6 +152,12 @@ class ConsumeQueue(Closing):
         """The queue offset up to which the files have the entries."""
         return self.max_offset
 
+    def what_is_missing(self) -> str | None:
+        """Return what is missing of a queue without any file: its folder, or its files; None if it has a file."""
+        if self._files.starts:
+            return None
+        return f"the {'files of the queue are' if self._files.has_folder else 'folder of the queue is'} missing"
+
     def place_of(self, queue_offset: int) -> tuple[str, int]:
         """Return the path of the file for an entry, and the entry's position in it, as the address of damage."""
         at = queue_offset * ENTRY_SIZE % self._files.file_size

@@ -187,6 +187,11 @@ class MappedFileQueue:
         """Return the path of the file for ``position``, which need not exist."""
         return self.path(position - position % self.file_size)
 
+    @property
+    def has_folder(self) -> bool:
+        """Whether the folder of the files exists."""
+        return self._files.is_folder(self.folder)
+
     def start_of(self, position: int) -> int | None:
         """Return the start of the file that contains ``position``, None if there is none."""
         starts = self.starts

@@ -46,7 +46,14 @@ from librmq.store._queues_in_memory import DerivedParts, DerivedQueue
 from librmq.store.condition import Condition, Wholeness, condition_of
 from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
-from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable, ShortQueue
+from librmq.store.engine.store_parts import (
+    Parts,
+    QueueName,
+    QueueState,
+    QueueTable,
+    ShortQueue,
+    without_advice,
+)
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
@@ -414,7 +421,7 @@ class ReadOnlyView(StoreHandle):
         def rebuild(error: CorruptionError) -> QueueTable:
             whole = previewed(frozenset(parts.queues))
             added = [damage for damage in whole.repairs if damage not in parts.repairs]
-            parts.repairs += added or [Damage(error.file, error.offset, error.kind, error.what)]
+            parts.repairs += added or [Damage(error.file, error.offset, error.kind, without_advice(error))]
             if whole.log.end < parts.log.end:  # the rebuild has met a damaged record
                 parts.repairs += [cut for cut in whole.cuts if cut.kind == "record"]
                 parts.log.end = whole.log.end

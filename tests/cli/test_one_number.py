@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from librmq import Broker, ManualClock, ManualRunner, Producer, StoreConfig
+from librmq import Broker, ManualClock, ManualRunner, Message, Producer, StoreConfig
+from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
 from tests.cli.stand import Shell
 from tests.reference import existing
 
@@ -94,3 +96,39 @@ def test_fourteen_commands_agree(shell: Shell, path: Path) -> None:
     assert start["log_end"] == stats["max_phy_offset"]
     assert f"RocketMQ {start['version'].partition('.')[0]}" in stats["kind"]
     assert rows("verify")[0]["sound"]
+
+
+@pytest.mark.parametrize("part", ["folder", "files"])
+def test_commands_agree_about_a_missing_queue(shell: Shell, part: str) -> None:
+    """They have the numbers from the log, and name the queue in the same words."""
+    whole, lacking = shell.folder / "whole", shell.folder / "lacking"
+    with MessageStore.open(whole, StoreConfig.tiny(), clock=ManualClock(1_700_000_000_000)) as store:
+        for number in range(6):
+            store.append(Message("orders", b"x", keys=f"k{number}"), number % 2)
+    tables = BrokerTables.open(str(whole / "config"))
+    tables.topics.set("orders", {"topicName": "orders", "readQueueNums": 2, "writeQueueNums": 2, "perm": 6})
+    tables.offsets.set("orders@g", {0: 1, 1: 1})
+    tables.persist(1)
+    shutil.copytree(whole, lacking)
+    folder = lacking / "consumequeue" / "orders" / "1"
+    shutil.rmtree(folder)
+    if part == "files":
+        folder.mkdir()
+    words = f"the {'folder of the queue is' if part == 'folder' else 'files of the queue are'} missing"
+    for command in ("lag", "topics", "stats", "count", "disk", "groups", "pending", "queues", "show"):
+        answer, expected = shell(command, lacking), shell(command, whole)
+        assert (answer.status, expected.status) == (1, 0), command
+        assert f"consumequeue/orders/1: at 0: {words}" in answer.said, command
+        if command == "disk":  # the files have other sizes
+            answer, expected = (
+                given._replace(out="".join(line for line in given.out.splitlines(True) if '"topic"' in line))
+                for given in (answer, expected)
+            )
+        assert answer.out.replace("lacking", "whole") == expected.out, command
+    for command in ("verify", "diagnose", "can-start"):
+        answer = shell(command, lacking)
+        assert answer.status == 1, command
+        assert "consumequeue/orders/1" in answer.out, command
+        assert words in answer.out, command
+    assert shell("report", lacking, "-o", "report.html").status == 1
+    assert f"at 0: {words}" in (shell.folder / "report.json").read_text()

@@ -144,6 +144,14 @@ def _short_state(start: int, raw: bytes) -> QueueState | None:
     return QueueState(first, first + len(places), places[-1] + sizes[-1])
 
 
+_ADVICE: Final = ": run librmq recover"
+
+
+def without_advice(error: CorruptionError) -> str:
+    """Return what is wrong with a queue, for a caller that says itself what helps."""
+    return error.what.removesuffix(_ADVICE)
+
+
 class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
     """The queues of a store, each opened at its first use. Thread-safe like a dict.
 
@@ -195,6 +203,8 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
             return opened
         if state is None:
             return self._open.setdefault(name, queue)
+        if state.max_offset and (missing := queue.what_is_missing()) is not None:
+            raise CorruptionError(queue.folder, 0, "missing", f"{missing}{_ADVICE}")
         if (queue.max_offset, queue.max_physic_offset) != state[1:]:
             path, position = queue.place_of(min(queue.max_offset, state.max_offset))
             mismatch = f"expected the end at queue offset {state.max_offset}, as closed, found {queue.max_offset}"
@@ -204,11 +214,11 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
                     f"queue offset {queue.max_offset - 1}: expected a message that ends at {state.max_physic_offset}, "
                     f"as closed, found one that ends at {queue.max_physic_offset}"
                 )
-            raise CorruptionError(path, position, "entry", f"{mismatch}: run librmq recover")
+            raise CorruptionError(path, position, "entry", f"{mismatch}{_ADVICE}")
         if state.min_offset < min(queue.stored_begin, state.max_offset):  # retention keeps what the log has
             path, position = queue.place_of(state.min_offset)
             mismatch = f"expected the begin at queue offset {state.min_offset}, as closed, found {queue.stored_begin}"
-            raise CorruptionError(path, position, "missing", f"{mismatch}: run librmq recover")
+            raise CorruptionError(path, position, "missing", f"{mismatch}{_ADVICE}")
         queue.min_offset = max(queue.min_offset, state.min_offset)
         return self._open.setdefault(name, queue)
 

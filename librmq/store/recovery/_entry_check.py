@@ -72,6 +72,8 @@ class EntryCheck:
             return  # reported before
         path, position = queue.place_of(queue_offset)
         what = f"lacks entries from queue offset {queue_offset} on"
+        if lacking and (missing := queue.what_is_missing()) is not None:
+            path, position, what = queue.folder, 0, missing
         if queue.min_offset <= queue_offset < queue.max_offset:
             actual = ENTRY.unpack(queue.read(queue_offset, 1))
             what = f"queue offset {queue_offset}: expected {ENTRY.unpack(expected)}, found {actual}"

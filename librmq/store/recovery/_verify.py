@@ -256,7 +256,9 @@ class _StoreCheck:
             )  # fmt: skip
             damages = comparison.run(begin, scope)
             self._damages.extend(
-                damage for damage in damages if os.path.dirname(damage.file) not in self._closed_folders
+                damage
+                for damage in damages
+                if self._closed_folders.isdisjoint((damage.file, os.path.dirname(damage.file)))
             )
         except CorruptionError as error:
             self._add_damage(error)

@@ -303,7 +303,7 @@ class _Opening:
         if self._mode is RecoveryMode.PREVIEW:
             for name in trusted.queues.keys() - set(names):
                 folder = directory.queue_folder(self._path, *name)
-                self.repairs.append(Damage(folder, 0, "missing", "the folder of a queue is missing"))
+                self.repairs.append(Damage(folder, 0, "missing", "the folder of the queue is missing"))
             if not trusted.has_index(index):
                 what = "the key index is not as it was at the close"
                 self.repairs.append(Damage(index.folder, 0, "missing", what))
@@ -407,7 +407,12 @@ class _Opening:
             parts.queues.expect(name, state)
         if mode is RecoveryMode.PREVIEW:
             folders = {directory.queue_folder(path, *name) for name in recovery.lacking}
-            self.repairs += [cut for cut in parts.cuts if os.path.dirname(cut.file) in folders]
+            noted = {(damage.file, damage.what) for damage in self.repairs}
+            self.repairs += [
+                cut
+                for cut in parts.cuts
+                if not folders.isdisjoint((cut.file, os.path.dirname(cut.file))) and (cut.file, cut.what) not in noted
+            ]
         else:
             withdraw_closed_state(path, files, log)
 
