@@ -10,9 +10,11 @@ import sys
 
 import pytest
 
+from tests import budget
 from tests.mutation.__main__ import modules, mutants
 from tests.mutation.planted import BUGS, SHARES, Bug
 from tests.mutation.programs import PROGRAMS, anomalies_of
+from tests.mutation.trusted import BUGS as TRUSTED
 from tests.programs import environment
 from tests.reference import CHECKOUT
 
@@ -50,6 +52,29 @@ def test_the_page_lists_what_rocketmq_had() -> None:
     rows = re.findall(r"^\| \[(\S+)\].*\| `(\S+)` \| `(\S+)` \|$", page, re.MULTILINE)
     assert sorted(rows) == sorted((bug.issue, bug.name, bug.anomaly) for bug in BUGS if bug.issue)
     assert len(rows) >= 10
+
+
+# Each file that one has to trust has a bug that a test finds.
+
+
+def test_each_trusted_file_has_a_planted_bug() -> None:
+    rows = json.loads((CHECKOUT / "tests" / "judged" / "facts.json").read_text("utf-8"))["trusted"]
+    assert sorted({bug.edit.file for bug in TRUSTED}) == sorted(
+        name.removeprefix("librmq/") for row in rows for name in row["files"]
+    )
+    for bug in TRUSTED:
+        compile(bug.edit.source(), bug.edit.file, "exec")
+        path, _, name = bug.test.partition("::")
+        assert f"def {name}(" in (CHECKOUT / path).read_text("utf-8"), bug.test
+
+
+@pytest.mark.slow
+def test_a_test_finds_the_bug_in_a_trusted_file() -> None:
+    """CI tries one in six; `python -m tests.mutation.trusted` tries all."""
+    files = [bug.edit.file for bug in TRUSTED[:: budget.run.drawn_part]]
+    command = [sys.executable, "-m", "tests.mutation.trusted", *files]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # Each mutant of `tests.mutation` is a module that compiles and whose code differs.
