@@ -37,15 +37,7 @@ from librmq.store import BrokerTables
 from librmq.store.engine.store_parts import QueueState
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_of
-from librmq.store.format.timerfiles import (
-    UNIT_SIZE,
-    TimerCheckpoint,
-    TimerLog,
-    read_slots,
-    timer_log_size,
-    wheel_files,
-    wheel_snapshots,
-)
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel
 
 ProgressSource = Literal["file", "backup", "moved", "skipped", "beside"]
 _OVERDUE_S: Final = 60.0
@@ -260,7 +252,7 @@ def _overdue_levels(view: StoreView) -> Iterator[Finding]:
 def _timer_findings(view: StoreView) -> Iterator[Finding]:
     """Yield what is wrong with the timer: late messages, entries past the log's end, a wheel that does not fit."""
     store = view.store
-    size = timer_log_size(store.path, store.files)
+    size = TimerLog.file_size_in(store.path, store.files)
     if store.past_ms is not None or TIMER_TOPIC not in view.topics or not size:
         return
     log = TimerLog(store.path, size, files=store.files, writable=False)
@@ -276,15 +268,15 @@ def _timer_findings(view: StoreView) -> Iterator[Finding]:
         out = np.flatnonzero(places > store.log.end)
         beyond += len(out)
         if len(out) and first_beyond is None:
-            first_beyond = position + int(out[0]) * UNIT_SIZE
+            first_beyond = position + int(out[0]) * TimerLog.UNIT_SIZE
         if now_ms is not None:
             overdue = times[waits & (times < now_ms - _OVERDUE_S * 1000) & (block["magic"] == 1)]
             late += len(overdue)
             if len(overdue):
                 first_ms = int(overdue.min()) if first_ms is None else min(first_ms, int(overdue.min()))
         if waits.any():
-            last_waiting = position + int(np.flatnonzero(waits)[-1]) * UNIT_SIZE
-        end = position + len(block) * UNIT_SIZE
+            last_waiting = position + int(np.flatnonzero(waits)[-1]) * TimerLog.UNIT_SIZE
+        end = position + len(block) * TimerLog.UNIT_SIZE
     if late and first_ms is not None and now_ms is not None:
         yield Finding(
             "overdue", "warning", "timer",
@@ -312,14 +304,14 @@ def _wheel_findings(view: StoreView, log: TimerLog, end: int, last_waiting: int,
     on a broker that loads ``timerwheel`` reads the timer log again at its start.
     """
     store = view.store
-    wheels = wheel_files(store.path, store.files)
+    wheels = TimerWheel.files_in(store.path, store.files)
     for wheel in wheels:
         if wheel.damage is not None:
             yield Finding(
                 "stale-wheel", "warning", wheel.name,
                 f"{wheel.name} is no wheel: {wheel.damage.what}. A broker that reads it does not start.",
                 {"slots": 0, "timer_log_end": end, "newest": wheels[0].name,
-                 "snapshots": wheel_snapshots(store.path, store.files)[-NAMED:], "bytes_behind": 0},
+                 "snapshots": TimerWheel.snapshots_in(store.path, store.files)[-NAMED:], "bytes_behind": 0},
                 "Run librmq can-start STORE, which names what to delete.",
             )  # fmt: skip
     wheels = [wheel for wheel in wheels if wheel.damage is None]
@@ -327,14 +319,14 @@ def _wheel_findings(view: StoreView, log: TimerLog, end: int, last_waiting: int,
         return
     newest = wheels[0]
     try:
-        slots = [slot for _, slot in read_slots(store.path, store.files) if slot.messages > 0]
+        slots = [slot for _, slot in TimerWheel.read_slots(store.path, store.files) if slot.messages > 0]
     except CorruptionError:
         slots = []  # reported above
     wrong = [slot for slot in slots if slot.last >= end or (slot.last >= log.begin and log.unit(slot.last) is None)]
     itself = next((wheel for wheel in wheels if wheel.position is None), None)
     behind = max(0, last_waiting - newest.last) if view.owner is None else 0  # a running broker flushes it now and then
     again = read_again if newest.position is None else newest.position
-    lacks = behind > 0 and newest.last + UNIT_SIZE < again
+    lacks = behind > 0 and newest.last + TimerLog.UNIT_SIZE < again
     older = itself is not None and itself.last < newest.last
     by_librmq = "With the broker stopped, librmq serve makes timerwheel from the whole timer log."
     next_step = "Nothing, if the broker starts; librmq pending STORE --kind timer lists what waits, by the timer log."
@@ -361,6 +353,6 @@ def _wheel_findings(view: StoreView, log: TimerLog, end: int, last_waiting: int,
     yield Finding(
         "stale-wheel", "warning" if wrong or lacks else "info", "timer", what,
         {"slots": len(wrong), "timer_log_end": end, "newest": newest.name,
-         "snapshots": wheel_snapshots(store.path, store.files)[-NAMED:], "bytes_behind": behind},
+         "snapshots": TimerWheel.snapshots_in(store.path, store.files)[-NAMED:], "bytes_behind": behind},
         next_step,
     )  # fmt: skip

@@ -47,8 +47,8 @@ from librmq.store.format import directory
 from librmq.store.format.broker_tables import repair_advice
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import StoreKind
-from librmq.store.format.indexfile import HEADER, HEADER_SIZE, IndexHeader
-from librmq.store.format.timerfiles import wheel_snapshots
+from librmq.store.format.indexfile import IndexHeader
+from librmq.store.format.timerfiles import TimerWheel
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import clear_leftovers, load
 from librmq.store.recovery.salvage import find_record
@@ -324,7 +324,7 @@ class _Judge:
             self._add("refuses", wheel, f"expected a multiple of 64 bytes, two turns of slots, found {length}",
                       f"{_COPY}, then delete timerwheel, timerlog/ and config/timercheck: the broker makes them again "
                       "from the topic of timers, and delivers those again")  # fmt: skip
-        for position in wheel_snapshots(self._path, self._files)[-1:]:
+        for position in TimerWheel.snapshots_in(self._path, self._files)[-1:]:
             snapshot = f"{wheel}.{position}"
             length = self._files.size(snapshot) or 0
             if length % 64:
@@ -489,8 +489,7 @@ class _Judge:
                 if self._is_5:
                     self._add("refuses", place, "a folder among the files of the index", "move it away")
             elif not self._was_closed and entry.name.isdigit():
-                raw = self._files.read_at(place, 0, min(entry.size, HEADER_SIZE)).ljust(HEADER_SIZE, b"\0")
-                header = IndexHeader(*HEADER.unpack(raw))
+                header = IndexHeader.read(place, self._files)
                 if header.end_timestamp_ms > checkpoint_ms:
                     deleted.append(header)
         lost = [header for header in deleted if start is not None and header.begin_physical_offset < start]

@@ -45,7 +45,7 @@ from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end, out_time_ms
 from librmq.scheduling.timer_wheel import TimerProgress, TimerSlots
 from librmq.store import AppendResult, MessageStore
-from librmq.store.format.timerfiles import DEFAULT, DELETE, ROLL, TimerCheckpoint, timer_log_size
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog
 
 _log = EventLog("librmq.timer")
 
@@ -122,7 +122,7 @@ class Timers:
         self._states = StateLog(_log, "the timer")
         self._emptying: _Emptying | None = None
         self._earlier = EarlierCopies(store, in_order=False)
-        size = timer_log_size(store.path, self._files)
+        size = TimerLog.file_size_in(store.path, self._files)
         if size is not None and size != config.timer_log_file_size:
             raise ConfigError(
                 f"timer_log_file_size: expected {size}, as in the files of {store.path}, "
@@ -283,7 +283,7 @@ class Timers:
         """Follow a slot's units from the last to the first, and read the deleting ones at once."""
         units, deletions, last = array("q"), list[StoredMessage](), self._slots.last(time_ms)
         for unit in self._slots.units(time_ms):
-            if unit.magic & DELETE and not unit.magic & ROLL:
+            if unit.magic & TimerLog.DELETE and not unit.magic & TimerLog.ROLL:
                 message = self._message(unit.physical_offset, unit.message_size)
                 if message is not None and DELETE_KEY in message.properties:
                     deletions.append(message)
@@ -298,7 +298,7 @@ class Timers:
         message = self._message(physical_offset, size)
         if message is None:
             return
-        rolls = bool(magic & ROLL)
+        rolls = bool(magic & TimerLog.ROLL)
         out_ms = java_long(message.properties.get(OUT_MS, "")) or 0
         if message.topic != TIMER_TOPIC or (not rolls and self._floor(out_ms) > slot.time_ms):
             # A crash lost the message of this unit. The message at its place has its own unit.
@@ -422,13 +422,13 @@ class Timers:
         if out_ms < write_ms:
             self._deliver_message(message, _NEVER_IN_THE_WHEEL, False, now_ms)
             return
-        magic, window_ms, slots = DEFAULT, self._config.window_ms, self._config.window_slots
+        magic, window_ms, slots = TimerLog.DEFAULT, self._config.window_ms, self._config.window_slots
         if out_ms - write_ms >= window_ms:
-            magic |= ROLL
+            magic |= TimerLog.ROLL
             nearly = out_ms - write_ms - window_ms < slots // 3 * precision_ms  # leave enough time to the next turn
             out_ms = write_ms + (slots // 2 if nearly else slots) * precision_ms
         if DELETE_KEY in properties:
-            magic |= DELETE
+            magic |= TimerLog.DELETE
         self._slots.add_unit(
             out_ms,
             write_ms,

@@ -27,19 +27,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end
 from librmq.store import MessageStore
-from librmq.store.format.timerfiles import (
-    DELETE,
-    ROLL,
-    UNIT_SIZE,
-    Slot,
-    TimerCheckpoint,
-    TimerLog,
-    TimerWheel,
-    Unit,
-    timer_log_size,
-    wheel_files,
-    wheel_snapshots,
-)
+from librmq.store.format.timerfiles import Slot, TimerCheckpoint, TimerLog, TimerWheel, Unit
 
 _log = EventLog("librmq.timer")
 
@@ -85,7 +73,7 @@ class TimerSlots:
         for position, block in self.log.blocks(log_position):
             beyond = np.flatnonzero(block["physical_offset"] >= physical_offset)
             if len(beyond):
-                return position + int(beyond[0]) * UNIT_SIZE
+                return position + int(beyond[0]) * TimerLog.UNIT_SIZE
         return log_position
 
     def recover(self, log_position: int, begin_ms: int) -> bool:
@@ -118,9 +106,9 @@ class TimerSlots:
 
     def _delete_wrong_snapshots(self) -> None:
         """Delete snapshots of the wheel that know units behind the end of the log: others come into these places."""
-        if not wheel_snapshots(self._store, self._files):
+        if not TimerWheel.snapshots_in(self._store, self._files):
             return
-        for snapshot in wheel_files(self._store, self._files):
+        for snapshot in TimerWheel.files_in(self._store, self._files):
             if snapshot.position is not None and max(snapshot.position, snapshot.last + 1) > self.log.end:
                 self.flush()  # before the deletion, so that a broker finds every slot in one of the files
                 self._files.delete(os.path.join(self._store, snapshot.name))
@@ -130,7 +118,7 @@ class TimerSlots:
         slots: dict[int, Slot] = {}
         self.last_unit = None
         for position, block in self.log.blocks(self.log.end):
-            self.last_unit = self.log.unit(position + (len(block) - 1) * UNIT_SIZE)
+            self.last_unit = self.log.unit(position + (len(block) - 1) * TimerLog.UNIT_SIZE)
             times, sound = self._times(block)
             if not sound.all():
                 _log.error(
@@ -145,9 +133,9 @@ class TimerSlots:
                 return None
             waiting = waiting[np.argsort(times[waiting], kind="stable")]
             slot_times, firsts = np.unique(times[waiting], return_index=True)
-            counts = np.add.reduceat(np.where(block["magic"][waiting] & DELETE, -1, 1), firsts)
+            counts = np.add.reduceat(np.where(block["magic"][waiting] & TimerLog.DELETE, -1, 1), firsts)
             lasts = np.append(firsts[1:], len(waiting)) - 1
-            places = position + waiting * UNIT_SIZE
+            places = position + waiting * TimerLog.UNIT_SIZE
             for time, first, latest, count in zip(
                 slot_times.tolist(), places[firsts].tolist(), places[lasts].tolist(), counts.tolist(), strict=True
             ):
@@ -238,10 +226,12 @@ class TimerSlots:
         slot = self._wheel.slot(time) if self._waiting[time % self._slots] and not starts_empty else None
         previous = -1 if slot is None else slot.last
         position = self.log.append(
-            Unit(UNIT_SIZE, previous, magic, write_ms, time_ms - write_ms, physical_offset, size, topic_hash, 0)
+            Unit(
+                TimerLog.UNIT_SIZE, previous, magic, write_ms, time_ms - write_ms, physical_offset, size, topic_hash, 0
+            )
         )
         first, count = (position, 0) if slot is None else (slot.first, slot.messages)
-        self._wheel.put(Slot(time, first, position, count + (-1 if magic & DELETE else 1), 0))
+        self._wheel.put(Slot(time, first, position, count + (-1 if magic & TimerLog.DELETE else 1), 0))
         self._waiting[time % self._slots] = True
 
     def empty(self, time_ms: int, last: int) -> None:
@@ -362,7 +352,7 @@ def _due_ms(message: StoredMessage) -> int:
 
 def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iterator[tuple[int, StoredMessage]]:
     checkpoint = TimerCheckpoint.read(store.path, store.files) or TimerCheckpoint()
-    size = timer_log_size(store.path, store.files)
+    size = TimerLog.file_size_in(store.path, store.files)
     if size:
         log = TimerLog(store.path, size, files=store.files, writable=False)
         yield from _waiting_in_the_wheel(store, checkpoint, log, hashes)
@@ -402,7 +392,7 @@ def _waiting_in_the_wheel(
         if hashes is not None:
             is_waiting &= np.isin(block["topic_hash"], hashes)
         waiting = np.flatnonzero(is_waiting)
-        places = position + waiting * UNIT_SIZE
+        places = position + waiting * TimerLog.UNIT_SIZE
         blocks.append(np.stack((times[waiting], places, block["magic"][waiting].astype(np.int64)), axis=1))
     units = np.concatenate(blocks) if blocks else np.empty((0, 3), np.int64)
     del blocks
@@ -412,12 +402,12 @@ def _waiting_in_the_wheel(
     _, begins = np.unique(units[:, 0], return_index=True)
     for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(units)], strict=True):
         magics = units[begin:end, 2]
-        deletes = units[begin:end, 1][(magics & DELETE > 0) & (magics & ROLL == 0)]
+        deletes = units[begin:end, 1][(magics & TimerLog.DELETE > 0) & (magics & TimerLog.ROLL == 0)]
         deletions = [message for _, message in _messages_of_slot(store, log, deletes)]
         deleted = deleted_before(deletions)
-        for magic, message in _messages_of_slot(store, log, units[begin:end, 1][magics & DELETE == 0]):
+        for magic, message in _messages_of_slot(store, log, units[begin:end, 1][magics & TimerLog.DELETE == 0]):
             key, topic = message.unique_key, message.properties.get(PROPERTY_REAL_TOPIC, "")
-            is_kept = magic & ROLL or key is None or not deleted
+            is_kept = magic & TimerLog.ROLL or key is None or not deleted
             if is_kept or message.physical_offset >= deletion_end(deleted, topic, key or ""):
                 yield _due_ms(message), message
 

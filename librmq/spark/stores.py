@@ -27,7 +27,7 @@ from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.spark._options import parse_read_options, refuse_urls
 from librmq.store import BrokerTables
 from librmq.store.format import directory
-from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, timer_log_size
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -205,7 +205,7 @@ def timer_units(spark: SparkSession, paths: Paths) -> DataFrame:
     Each task reads the timer's log of one store.
     """
     files = DiskFiles()
-    stores = [(path, size) for path in paths_of(paths) if (size := timer_log_size(path, files))]
+    stores = [(path, size) for path in paths_of(paths) if (size := TimerLog.file_size_in(path, files))]
     schema = "store string, slot bigint, magic int, physicalOffset bigint"
     logs = _frame(spark, stores, "store string, size bigint")
     return logs.repartition(max(1, len(stores)), "store").mapInArrow(_units, schema)

@@ -38,7 +38,7 @@ from librmq.store.format import directory
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.documents import OWN_FOLDER, JobNote
 from librmq.store.format.rocksdb import is_database
-from librmq.store.format.timerfiles import TimerCheckpoint, wheel_snapshots
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerWheel
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import settle
 from librmq.store.recovery.saved_state import read_closed_state
@@ -249,7 +249,7 @@ _OF_QUEUES: Final = (
 
 def _copy_files_of_5(path: str, part: str, kind: directory.StoreKind, files: Files) -> None:
     """Copy what a store of 5.x has beside the files of 4.9; databases of RocksDB as a whole."""
-    wheels = [f"{directory.TIMERWHEEL}.{position}" for position in wheel_snapshots(path, files)]
+    wheels = [f"{directory.TIMERWHEEL}.{position}" for position in TimerWheel.snapshots_in(path, files)]
     for name in (*wheels, *_OF_5, *(_OF_QUEUES if kind.derives_queues else ())):
         _copy_below(path, part, name, files)
     for name in files.names(os.path.join(path, directory.CONFIG)):

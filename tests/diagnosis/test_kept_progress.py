@@ -13,7 +13,7 @@ import pytest
 
 from librmq import Broker, ManualClock, ManualRunner, Message, Producer, StoreConfig
 from librmq.diagnosis import diagnose
-from librmq.store.format.timerfiles import SLOT_DTYPE, SLOT_SIZE, UNIT_SIZE
+from librmq.store.format.timerfiles import SLOT_DTYPE, TimerLog, TimerWheel
 from tests.cli.stand import Shell, errors_of
 from tests.reference import COMPACT, unpack
 
@@ -167,15 +167,15 @@ def test_progress_of_the_timer_beyond_its_end(timers: Path) -> None:
 
 def test_units_that_name_messages_beyond_the_log(timers: Path) -> None:
     log = next((timers / "timerlog").iterdir())
-    patch(log, 2 * UNIT_SIZE + 28, struct.pack(">q", 1 << 40))
+    patch(log, 2 * TimerLog.UNIT_SIZE + 28, struct.pack(">q", 1 << 40))
     evidence = found(timers)["timers-beyond-log timer"]
-    assert (evidence["units"], evidence["position"]) == (1, 2 * UNIT_SIZE)
+    assert (evidence["units"], evidence["position"]) == (1, 2 * TimerLog.UNIT_SIZE)
 
 
 def test_a_wheel_that_leads_nowhere(timers: Path) -> None:
     wheel = timers / "timerwheel"
     data = wheel.read_bytes()
-    slot = next(at for at in range(0, len(data), SLOT_SIZE) if any(data[at : at + SLOT_SIZE]))
+    slot = next(at for at in range(0, len(data), TimerWheel.SLOT_SIZE) if any(data[at : at + TimerWheel.SLOT_SIZE]))
     patch(wheel, slot + 16, struct.pack(">q", 1 << 30))
     evidence = found(timers)["stale-wheel timer"]
     assert evidence["slots"] == 1
@@ -190,7 +190,7 @@ def slots_of(shell: Shell, path: Path, status: int = 0) -> list[dict[str, Any]]:
 def older_wheel(path: Path, units: int) -> bytes:
     """Return the wheel without the slots of the units from a number on; each has a slot of its own."""
     slots = np.fromfile(path / "timerwheel", SLOT_DTYPE)
-    slots[slots["last"] >= units * UNIT_SIZE] = 0
+    slots[slots["last"] >= units * TimerLog.UNIT_SIZE] = 0
     return slots.tobytes()
 
 
@@ -198,37 +198,37 @@ def test_the_newest_of_wheel_and_snapshots_is_read(timers: Path, shell: Shell) -
     wheel = timers / "timerwheel"
     slots = slots_of(shell, timers)
     assert len(slots) == 4
-    (timers / f"timerwheel.{UNIT_SIZE}").write_bytes(older_wheel(timers, 1))
-    (timers / f"timerwheel.{2 * UNIT_SIZE}").write_bytes(older_wheel(timers, 2))
+    (timers / f"timerwheel.{TimerLog.UNIT_SIZE}").write_bytes(older_wheel(timers, 1))
+    (timers / f"timerwheel.{2 * TimerLog.UNIT_SIZE}").write_bytes(older_wheel(timers, 2))
     assert slots_of(shell, timers) == slots  # the wheel is newer than its snapshots
     assert found(timers) == {}
 
     old = older_wheel(timers, 1)
-    wheel.rename(timers / f"timerwheel.{4 * UNIT_SIZE}")
+    wheel.rename(timers / f"timerwheel.{4 * TimerLog.UNIT_SIZE}")
     assert slots_of(shell, timers) == slots
     assert found(timers) == {}
     wheel.write_bytes(old)  # a broker that loads snapshots no longer writes the wheel
     assert slots_of(shell, timers) == slots
     evidence = found(timers)["stale-wheel timer"]
-    assert (evidence["newest"], evidence["bytes_behind"]) == (f"timerwheel.{4 * UNIT_SIZE}", 0)
+    assert (evidence["newest"], evidence["bytes_behind"]) == (f"timerwheel.{4 * TimerLog.UNIT_SIZE}", 0)
 
-    (timers / f"timerwheel.{4 * UNIT_SIZE}").unlink()
+    (timers / f"timerwheel.{4 * TimerLog.UNIT_SIZE}").unlink()
     assert len(slots_of(shell, timers)) == 2
-    assert found(timers)["stale-wheel timer"]["bytes_behind"] == 2 * UNIT_SIZE
+    assert found(timers)["stale-wheel timer"]["bytes_behind"] == 2 * TimerLog.UNIT_SIZE
     assert len(shell("pending", timers, "--kind", "timer").rows) == 4  # by the timer log
 
 
 def test_a_wheel_that_a_broker_does_not_complete(timers: Path) -> None:
-    (timers / f"timerwheel.{3 * UNIT_SIZE}").write_bytes(older_wheel(timers, 1))
+    (timers / f"timerwheel.{3 * TimerLog.UNIT_SIZE}").write_bytes(older_wheel(timers, 1))
     (timers / "timerwheel").unlink()
     (finding,) = (finding for finding in diagnose(timers) if finding.kind == "stale-wheel")
-    assert (finding.severity, finding.evidence["bytes_behind"]) == ("warning", 3 * UNIT_SIZE)
-    assert f"only from {3 * UNIT_SIZE} on" in finding.what
+    assert (finding.severity, finding.evidence["bytes_behind"]) == ("warning", 3 * TimerLog.UNIT_SIZE)
+    assert f"only from {3 * TimerLog.UNIT_SIZE} on" in finding.what
 
 
 def test_a_damaged_snapshot_of_the_wheel(timers: Path, shell: Shell) -> None:
     slots = slots_of(shell, timers)
-    snapshot = timers / f"timerwheel.{4 * UNIT_SIZE}"
+    snapshot = timers / f"timerwheel.{4 * TimerLog.UNIT_SIZE}"
     snapshot.write_bytes(bytes(100))
     answer = shell("timers", timers)
     assert answer.status == 1
@@ -242,11 +242,13 @@ def test_librmq_continues_with_snapshots(timers: Path, shell: Shell) -> None:
     before = (timers / "timerwheel").read_bytes()
     (timers / "timerwheel").write_bytes(older_wheel(timers, 1))
     for units in (2, 4, 5):  # a crash of the machine took the last unit from the timer log, not from its snapshot
-        (timers / f"timerwheel.{units * UNIT_SIZE}").write_bytes(before if units > 2 else older_wheel(timers, 2))
+        (timers / f"timerwheel.{units * TimerLog.UNIT_SIZE}").write_bytes(
+            before if units > 2 else older_wheel(timers, 2)
+        )
     clock = ManualClock(START_MS + 3_600_000)
     with Broker.open(timers, runner=ManualRunner(clock)) as broker:
         assert sorted(entry.name for entry in timers.glob("timerwheel.*")) == [
-            f"timerwheel.{2 * UNIT_SIZE}", f"timerwheel.{4 * UNIT_SIZE}",
+            f"timerwheel.{2 * TimerLog.UNIT_SIZE}", f"timerwheel.{4 * TimerLog.UNIT_SIZE}",
         ]  # fmt: skip
         assert (timers / "timerwheel").read_bytes() == before
         broker.runner.advance(3_800_000)  # type: ignore[attr-defined]
@@ -254,11 +256,11 @@ def test_librmq_continues_with_snapshots(timers: Path, shell: Shell) -> None:
 
 
 def test_only_snapshots_of_the_wheel_are_left(timers: Path, shell: Shell) -> None:
-    (timers / "timerwheel").rename(timers / f"timerwheel.{4 * UNIT_SIZE}")
+    (timers / "timerwheel").rename(timers / f"timerwheel.{4 * TimerLog.UNIT_SIZE}")
     slots = slots_of(shell, timers)
     with Broker.open(timers, runner=ManualRunner(ManualClock(START_MS + 3_600_000))):
         pass
-    wheel, snapshot = timers / "timerwheel", timers / f"timerwheel.{4 * UNIT_SIZE}"
+    wheel, snapshot = timers / "timerwheel", timers / f"timerwheel.{4 * TimerLog.UNIT_SIZE}"
     assert wheel.stat().st_size == snapshot.stat().st_size
     assert slots_of(shell, timers) == slots
 

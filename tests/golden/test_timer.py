@@ -21,7 +21,7 @@ from librmq.message.topics import TIMER_TOPIC
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
-from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, Unit, read_slots
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit
 from tests.cases.load import run
 from tests.reference import Row, folders, jsonl, rows
 
@@ -116,7 +116,7 @@ def test_recorded_puts_come_to_the_recorded_files(folder: Path, tmp_path: Path) 
             due = int(message.properties["TIMER_OUT_MS"]) + replayed.settings.timer_precision_ms
             assert message.store_timestamp_ms == due
     assert list(unit_rows(tmp_path / "store", replayed.settings)) == list(recorded_units(folder))
-    slots = [(number, *slot) for number, slot in read_slots(str(tmp_path / "store"), DiskFiles())]
+    slots = [(number, *slot) for number, slot in TimerWheel.read_slots(str(tmp_path / "store"), DiskFiles())]
     assert slots == recorded_slots(folder)
     checkpoint = TimerCheckpoint.read(str(tmp_path / "store"), DiskFiles())
     (row,) = rows(folder, "timercheck")
@@ -160,7 +160,9 @@ def recorded_slots(folder: Path) -> list[tuple[int, ...]]:
 def test_files_are_read_as_recorded(folder: Path) -> None:
     store = folder / "store"
     assert list(unit_rows(store, settings_of(folder))) == list(recorded_units(folder))
-    assert [(number, *slot) for number, slot in read_slots(str(store), DiskFiles())] == recorded_slots(folder)
+    assert [(number, *slot) for number, slot in TimerWheel.read_slots(str(store), DiskFiles())] == recorded_slots(
+        folder
+    )
     checkpoint = TimerCheckpoint.read(str(store), DiskFiles())
     (row,) = rows(folder, "timercheck")
     assert checkpoint is not None
@@ -198,7 +200,7 @@ def test_load_replays_the_puts(folder: Path, tmp_path: Path) -> None:
             assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
             assert ours.get("wrote_bytes") == theirs.get("size")
         assert list(unit_rows(tmp_path / name, settings_of(folder))) == list(recorded_units(folder))
-        slots = [(number, *slot) for number, slot in read_slots(str(tmp_path / name), DiskFiles())]
+        slots = [(number, *slot) for number, slot in TimerWheel.read_slots(str(tmp_path / name), DiskFiles())]
         assert slots == recorded_slots(folder)
         found.append(
             {

@@ -17,7 +17,7 @@ from librmq.message.message import Message
 from librmq.message.record import TRANSACTION_PREPARED
 from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC
 from librmq.scheduling.timer_config import TimerConfig
-from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit, read_slots
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit
 from tests.bytime import TINY, Wheel
 from tests.stores import ROOT, START_MS, contents, died
 
@@ -259,7 +259,7 @@ def test_a_deletion_stored_before_its_message() -> None:
     wheel.put(b"delete", key="D", TIMER_DELIVER_MS=START_MS + 10_500, TIMER_DEL_UNIQKEY="T+U")
     wheel.put(TIMER_DELIVER_MS=START_MS + 10_500)
     wheel.put(b"other", key=None, TIMER_DELIVER_MS=START_MS + 10_500)
-    assert [slot.messages for _, slot in read_slots(ROOT, wheel.files)] == [1]
+    assert [slot.messages for _, slot in TimerWheel.read_slots(ROOT, wheel.files)] == [1]
     wheel.pass_to(60_000)
     assert wheel.delivered() == [(b"other", 11_000)]
 
@@ -356,11 +356,11 @@ def test_a_wheel_that_is_lost_is_rebuilt() -> None:
         wheel.put(str(number).encode(), TIMER_DELAY_SEC=number % 20 + 1)
     wheel.pass_to(5_000)
     wheel.save()
-    slots = [slot for _, slot in read_slots(ROOT, wheel.files) if slot.time * 1000 > START_MS + 4_999]
+    slots = [slot for _, slot in TimerWheel.read_slots(ROOT, wheel.files) if slot.time * 1000 > START_MS + 4_999]
     files = died(wheel.files)
     files.delete(TimerWheel.path_in(ROOT))
     again = Wheel(files=files, at_ms=START_MS + 5_000)
-    assert [slot for _, slot in read_slots(ROOT, files)] == slots
+    assert [slot for _, slot in TimerWheel.read_slots(ROOT, files)] == slots
     again.pass_to(60_000)
     assert len(again.delivered()) == 40
 

@@ -16,7 +16,7 @@ from librmq.message.message import Message
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
-from librmq.store.format.timerfiles import UNIT_SIZE, TimerCheckpoint, TimerLog, Unit, read_slots
+from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit
 from tests.budget import examples
 from tests.stores import ROOT, SMALL, START_MS, Contents, contents, in_memory
 
@@ -65,7 +65,7 @@ def test_any_file_is_refused_or_continued(changes: list[tuple[str, int, bytes]],
     with MessageStore.open(ROOT, SMALL, files=in_memory(found), clock=clock) as store:
         logging.disable(logging.CRITICAL)
         try:
-            list(read_slots(ROOT, store.files))
+            list(TimerWheel.read_slots(ROOT, store.files))
             list(pending_messages(store, kind="timer"))
             timers = Timers.open(store, WHEEL)
             for _ in range(60):
@@ -126,7 +126,7 @@ def test_the_log_is_read_while_it_is_cut() -> None:
     log = TimerLog(ROOT, 1024, files=MemoryFiles())
     log.resume(0)
     for number in range(60):
-        log.append(Unit(UNIT_SIZE, -1, 1, 1000, 1000, 100 * number, 90, 0, 0))
+        log.append(Unit(TimerLog.UNIT_SIZE, -1, 1, 1000, 1000, 100 * number, 90, 0, 0))
     reading = log.blocks(log.end)
     next(reading)
     log.trim(1 << 40)

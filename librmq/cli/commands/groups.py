@@ -356,26 +356,26 @@ def _fields(item: object, names: dict[str, str]) -> dict[str, Any]:
 
 def timers(arguments: argparse.Namespace, output: Output) -> int:
     """Print the timer log, the used slots of the wheel, and the checkpoint."""
-    from librmq.store.format import timerfiles
+    from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit
 
     files, store = DiskFiles(), arguments.store
     check_kind(store, files)
-    size = timerfiles.timer_log_size(store, files)
+    size = TimerLog.file_size_in(store, files)
     if size:
-        for position, item in timerfiles.TimerLog(store, size, files=files, writable=False).items():
-            if isinstance(item, timerfiles.Unit):
+        for position, item in TimerLog(store, size, files=files, writable=False).items():
+            if isinstance(item, Unit):
                 output.row({"type": "timerlog_unit", "pos": position, **_fields(item, _UNIT)})
             else:
                 output.row({"type": "timerlog_blank", "pos": position, "size": item})
     damage = None
     try:
-        for number, slot in timerfiles.read_slots(store, files):
+        for number, slot in TimerWheel.read_slots(store, files):
             output.row({"type": "wheel_slot", "index": number, **_fields(slot, _SLOT)})
     except CorruptionError as error:
         damage = error  # raised when everything else is printed
-    checkpoint = timerfiles.TimerCheckpoint.read(store, files)
+    checkpoint = TimerCheckpoint.read(store, files)
     if checkpoint is not None:
-        size = timerfiles.CHECKPOINT_SIZE
+        size = TimerCheckpoint.FILE_SIZE
         output.row({"type": "timercheck", "file_size": size, **_fields(checkpoint, _CHECKPOINT)})
     if damage is not None:
         raise damage

@@ -37,7 +37,7 @@ from librmq.scheduling.half_messages import CHECK_GROUP, HALF_SEPARATOR
 from librmq.scheduling.waiting import PRECISION_MS
 from librmq.spark._functions import arrow_function, strategy_of
 from librmq.spark.stores import DELAY_GROUP
-from librmq.store.format.timerfiles import DELETE, ROLL
+from librmq.store.format.timerfiles import TimerLog
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -283,7 +283,7 @@ def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -
     """
     value_of = _properties("properties")
     timers = units.join(messages, ["store", "physicalOffset"])
-    rolled, deletes = F.col("magic").bitwiseAND(ROLL) != 0, F.col("magic").bitwiseAND(DELETE) != 0
+    rolled, deletes = F.col("magic").bitwiseAND(TimerLog.ROLL) != 0, F.col("magic").bitwiseAND(TimerLog.DELETE) != 0
     timers = timers.withColumn("end", F.when(value_of(DELETES_EARLIER).isNotNull(), F.col("physicalOffset")))
     deleted = timers.where(deletes & ~rolled).select("store", "slot", "end", value_of(DELETE_KEY).alias("deleted"))
     name = F.concat(F.coalesce(value_of("REAL_TOPIC"), F.lit("")), F.lit("+"), F.col("uniqueKey"))  # as `delete_key`

@@ -99,6 +99,11 @@ class IndexHeader(NamedTuple):
     index_count: int
     """The number of the next entry: one more than the number of entries."""
 
+    @classmethod
+    def read(cls, path: str, files: Files) -> IndexHeader:
+        """Read the header of the file ``path``, without a mapping; what the file lacks counts as zeros."""
+        return cls(*HEADER.unpack(files.read_at(path, 0, HEADER_SIZE).ljust(HEADER_SIZE, b"\0")))
+
     def overlaps(self, begin_ms: int, end_ms: int) -> bool:
         """Return whether the file can hold entries of a time from ``begin_ms`` to ``end_ms``."""
         first, last = self.begin_timestamp_ms, self.end_timestamp_ms

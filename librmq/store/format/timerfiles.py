@@ -34,7 +34,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -45,12 +45,6 @@ from librmq.files.interface import make_folders
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.store.format.directory import CONFIG, TIMERLOG, TIMERWHEEL
 
-UNIT_SIZE: Final = 52
-SLOT_SIZE: Final = 32
-CHECKPOINT_SIZE: Final = 4096
-DEFAULT: Final = 1
-ROLL: Final = 2
-DELETE: Final = 4
 BLANK_MAGIC: Final = -875286124
 
 _UNIT: Final = struct.Struct(">iqiqiqiiq")
@@ -106,8 +100,21 @@ class Slot(NamedTuple):
     magic: int
 
 
+class WheelFile(NamedTuple):
+    """A file with the slots of a wheel."""
+
+    name: str
+    position: int | None
+    """Position in the timer log that a snapshot has in its name; None for the wheel itself."""
+    last: int
+    """Position of the newest unit that its slots know, -1 if it knows none or is damaged."""
+    damage: CorruptionError | None
+
+
 class TimerWheel:
     """The slots, in one mapped file. One writer; not thread-safe."""
+
+    SLOT_SIZE: Final = 32
 
     def __init__(self, path: str, files: Files, slots: int, file: File) -> None:
         self.path = path
@@ -123,6 +130,62 @@ class TimerWheel:
         """Return the path of the wheel in a store."""
         return os.path.join(store, TIMERWHEEL)
 
+    @staticmethod
+    def files_in(store: str, files: Files) -> list[WheelFile]:
+        """Return the wheel of a store and its snapshots, the newest first.
+
+        Versions after 5.3.3 can write the wheel as ``timerwheel.<position in the timer log>``, and a broker that has
+        loaded such a snapshot need not write ``timerwheel`` any more. What the slots lead to shows which file is the
+        newest.
+        """
+        wheels: list[WheelFile] = []
+        for name, position in _wheel_names(store, files).items():
+            try:
+                slots = _read_wheel(store, name, files)
+            except CorruptionError as error:
+                wheels.append(WheelFile(name, position, -1, error))
+            except StoreIOError:
+                if files.size(os.path.join(store, name)) is not None:
+                    raise
+                # Otherwise a broker has deleted an old snapshot meanwhile.
+            else:
+                last = np.where(slots["time"] != 0, slots["last"], -1).max(initial=-1)
+                wheels.append(WheelFile(name, position, int(last), None))
+        return sorted(
+            wheels, key=lambda wheel: (wheel.damage is not None, -wheel.last)
+        )  # keeps the wheel before snapshots
+
+    @staticmethod
+    def snapshots_in(store: str, files: Files) -> list[int]:
+        """Return the positions in the timer log up to which snapshots of the wheel go, ascending."""
+        prefix = f"{TIMERWHEEL}."
+        names = (entry.name for entry in files.list(store) if entry.name.startswith(prefix) and entry.size)
+        suffixes = [name[len(prefix) :] for name in names]
+        return sorted(int(suffix) for suffix in suffixes if suffix.isdecimal() and suffix == str(int(suffix)))
+
+    @staticmethod
+    def size_in(store: str, files: Files) -> int | None:
+        """Return the length of a store's wheel, or else of its last snapshot; None if there is neither."""
+        names = (name for name in _wheel_names(store, files) if not name.endswith(".gz"))
+        return next((files.size(os.path.join(store, name)) for name in names), None)
+
+    @classmethod
+    def read_slots(cls, store: str, files: Files) -> Iterator[tuple[int, Slot]]:
+        """Yield the used slots of the newest wheel of a store with their numbers.
+
+        Raises:
+            CorruptionError: A file is no wheel; the slots of the newest sound one come first.
+        """
+        wheels = cls.files_in(store, files)
+        if wheels and wheels[0].damage is None:
+            slots = _read_wheel(store, wheels[0].name, files)
+            rows = slots.view(f"V{TimerWheel.SLOT_SIZE}")
+            for number in np.flatnonzero(rows != rows.dtype.type(bytes(TimerWheel.SLOT_SIZE))).tolist():
+                yield number, Slot._make(slots[number].item())
+        for wheel in wheels:
+            if wheel.damage is not None:
+                raise wheel.damage
+
     @classmethod
     def open(cls, store: str, slots: int, *, files: Files | None = None) -> Self | None:
         """Open the wheel of a store for writing, None if there is none.
@@ -134,8 +197,8 @@ class TimerWheel:
         size = files.size(path)
         if not size:
             return None
-        if size != slots * SLOT_SIZE:
-            raise CorruptionError(path, 0, "size", f"expected {slots * SLOT_SIZE} bytes, found {size}")
+        if size != slots * TimerWheel.SLOT_SIZE:
+            raise CorruptionError(path, 0, "size", f"expected {slots * TimerWheel.SLOT_SIZE} bytes, found {size}")
         return cls(path, files, slots, files.open(path, writable=True))
 
     @classmethod
@@ -144,14 +207,14 @@ class TimerWheel:
         files, path = files or DiskFiles(), cls.path_in(store)
         if files.size(path) is not None:
             files.delete(path)
-        file = files.create(path, slots * SLOT_SIZE)
+        file = files.create(path, slots * TimerWheel.SLOT_SIZE)
         files.flush(file)
         files.flush_folder(store)
         return cls(path, files, slots, file)
 
     def slot(self, time: int) -> Slot | None:
         """Return the slot for a time in units of the precision, None if it was last used for another time."""
-        slot = Slot._make(_SLOT.unpack_from(self._file.buffer, time % self.slots * SLOT_SIZE))
+        slot = Slot._make(_SLOT.unpack_from(self._file.buffer, time % self.slots * TimerWheel.SLOT_SIZE))
         return slot if slot.time == time and (slot.first or slot.last or slot.messages or slot.time) else None
 
     def put(self, slot: Slot) -> None:
@@ -160,15 +223,15 @@ class TimerWheel:
 
     def clear(self, time: int) -> None:
         """Empty the slot for a time."""
-        self._write(time, bytes(SLOT_SIZE))
+        self._write(time, bytes(TimerWheel.SLOT_SIZE))
 
     def _write(self, time: int, data: bytes) -> None:
-        at = time % self.slots * SLOT_SIZE
+        at = time % self.slots * TimerWheel.SLOT_SIZE
         page = at // _PAGE
         if page not in self._reserved:
-            self._files.reserve(self._file, page * _PAGE, min((page + 1) * _PAGE, self.slots * SLOT_SIZE))
+            self._files.reserve(self._file, page * _PAGE, min((page + 1) * _PAGE, self.slots * TimerWheel.SLOT_SIZE))
             self._reserved.add(page)
-        self._file.buffer[at : at + SLOT_SIZE] = data
+        self._file.buffer[at : at + TimerWheel.SLOT_SIZE] = data
         self._dirty = True
 
     def times(self) -> npt.NDArray[np.int64]:
@@ -186,82 +249,20 @@ class TimerWheel:
                 raise
 
 
-class WheelFile(NamedTuple):
-    """A file with the slots of a wheel."""
-
-    name: str
-    position: int | None
-    """Position in the timer log that a snapshot has in its name; None for the wheel itself."""
-    last: int
-    """Position of the newest unit that its slots know, -1 if it knows none or is damaged."""
-    damage: CorruptionError | None
-
-
-def wheel_files(store: str, files: Files) -> list[WheelFile]:
-    """Return the wheel of a store and its snapshots, the newest first.
-
-    Versions after 5.3.3 can write the wheel as ``timerwheel.<position in the timer log>``, and a broker that has loaded
-    such a snapshot need not write ``timerwheel`` any more. What the slots lead to shows which file is the newest.
-    """
-    wheels: list[WheelFile] = []
-    for name, position in _wheel_names(store, files).items():
-        try:
-            slots = _read_wheel(store, name, files)
-        except CorruptionError as error:
-            wheels.append(WheelFile(name, position, -1, error))
-        except StoreIOError:
-            if files.size(os.path.join(store, name)) is not None:
-                raise
-            # Otherwise a broker has deleted an old snapshot meanwhile.
-        else:
-            last = np.where(slots["time"] != 0, slots["last"], -1).max(initial=-1)
-            wheels.append(WheelFile(name, position, int(last), None))
-    return sorted(wheels, key=lambda wheel: (wheel.damage is not None, -wheel.last))  # keeps the wheel before snapshots
-
-
-def read_slots(store: str, files: Files) -> Iterator[tuple[int, Slot]]:
-    """Yield the used slots of the newest wheel of a store with their numbers.
-
-    Raises:
-        CorruptionError: A file is no wheel; the slots of the newest sound one come first.
-    """
-    wheels = wheel_files(store, files)
-    if wheels and wheels[0].damage is None:
-        slots = _read_wheel(store, wheels[0].name, files)
-        rows = slots.view(f"V{SLOT_SIZE}")
-        for number in np.flatnonzero(rows != rows.dtype.type(bytes(SLOT_SIZE))).tolist():
-            yield number, Slot._make(slots[number].item())
-    for wheel in wheels:
-        if wheel.damage is not None:
-            raise wheel.damage
-
-
-def wheel_size(store: str, files: Files) -> int | None:
-    """Return the length of a store's wheel, or else of its last snapshot; None if there is neither."""
-    names = (name for name in _wheel_names(store, files) if not name.endswith(".gz"))
-    return next((files.size(os.path.join(store, name)) for name in names), None)
-
-
-def wheel_snapshots(store: str, files: Files) -> list[int]:
-    """Return the positions in the timer log up to which snapshots of the wheel go, ascending."""
-    prefix = f"{TIMERWHEEL}."
-    names = (entry.name for entry in files.list(store) if entry.name.startswith(prefix) and entry.size)
-    suffixes = [name[len(prefix) :] for name in names]
-    return sorted(int(suffix) for suffix in suffixes if suffix.isdecimal() and suffix == str(int(suffix)))
-
-
 def _wheel_names(store: str, files: Files) -> dict[str, int | None]:
     """Return the name of a store's wheel, which can be packed, and its snapshots with their positions, last first."""
     names = [name for name in (TIMERWHEEL, f"{TIMERWHEEL}.gz") if files.size(os.path.join(store, name))]
-    snapshots = {f"{TIMERWHEEL}.{position}": position for position in reversed(wheel_snapshots(store, files))}
+    snapshots = {f"{TIMERWHEEL}.{position}": position for position in reversed(TimerWheel.snapshots_in(store, files))}
     return {**dict.fromkeys(names[:1]), **snapshots}
 
 
 def _read_wheel(store: str, name: str, files: Files) -> npt.NDArray[Any]:
     path = os.path.join(store, name)
     data = _unpacked(path, files) if name.endswith(".gz") else files.read(path, _MAX_WHEEL_SIZE)
-    if len(data) % SLOT_SIZE:
-        raise CorruptionError(path, 0, "size", f"expected a multiple of {SLOT_SIZE} bytes, found {len(data)}")
+    if len(data) % TimerWheel.SLOT_SIZE:
+        raise CorruptionError(
+            path, 0, "size", f"expected a multiple of {TimerWheel.SLOT_SIZE} bytes, found {len(data)}"
+        )
     return np.frombuffer(data, SLOT_DTYPE)
 
 
@@ -275,6 +276,14 @@ def _unpacked(path: str, files: Files) -> bytes:
 
 class TimerLog:
     """The log of units. One writer; not thread-safe."""
+
+    UNIT_SIZE: Final = 52
+    DEFAULT: Final = 1
+    """The flag of every unit's magic."""
+    ROLL: Final = 2
+    """The flag of a message that moves to a later slot."""
+    DELETE: Final = 4
+    """The flag of a message that deletes another."""
 
     def __init__(self, store: str, file_size: int, *, files: Files | None = None, writable: bool = True) -> None:
         """List the files; a writer removes those of length zero, which a crash leaves.
@@ -296,6 +305,12 @@ class TimerLog:
         """Start of the first file."""
         return self._files.begin
 
+    @staticmethod
+    def file_size_in(store: str, files: Files) -> int | None:
+        """Return the length of the timer log's files, None if there are none."""
+        sizes = (entry.size for entry in files.list(os.path.join(store, TIMERLOG)) if not entry.is_folder)
+        return next(filter(None, sizes), None)
+
     def resume(self, end: int) -> bool:
         """Continue at ``end``, clear everything after it, and return whether there was anything."""
         files = self._files
@@ -315,13 +330,13 @@ class TimerLog:
             files.create(self.end)
         start = self.end - self.end % size
         room = start + size - self.end
-        if UNIT_SIZE + _BLANK.size > room:
+        if TimerLog.UNIT_SIZE + _BLANK.size > room:
             self._write(start, self.end, _BLANK.pack(room, 0, BLANK_MAGIC))
             self.end = start = start + size
             files.create(start)
         at = self.end
         self._write(start, at, _UNIT.pack(*unit))
-        self.end = at + UNIT_SIZE
+        self.end = at + TimerLog.UNIT_SIZE
         return at
 
     def _write(self, start: int, at: int, data: bytes) -> None:
@@ -335,10 +350,10 @@ class TimerLog:
         if file is None:
             return None
         at = position % file.size
-        if at + UNIT_SIZE > file.size:
+        if at + TimerLog.UNIT_SIZE > file.size:
             return None
         unit = Unit._make(_UNIT.unpack_from(file.buffer, at))
-        return unit if unit.size == UNIT_SIZE and 0 < unit.magic < 8 else None
+        return unit if unit.size == TimerLog.UNIT_SIZE and 0 < unit.magic < 8 else None
 
     def items(self) -> Iterator[tuple[int, Unit | int]]:
         """Yield every unit with its position, and the size of every blank, up to the first place with neither."""
@@ -348,7 +363,7 @@ class TimerLog:
                 unit = self.unit(start + at)
                 if unit is not None:
                     yield start + at, unit
-                    at += UNIT_SIZE
+                    at += TimerLog.UNIT_SIZE
                     continue
                 size, _, magic = _BLANK.unpack_from(buffer, at)
                 if magic != BLANK_MAGIC or size != len(buffer) - at:
@@ -364,17 +379,17 @@ class TimerLog:
             if file is None:
                 continue  # deleted, because its messages are deleted
             buffer, at = file.buffer, 0
-            while at + UNIT_SIZE <= block_end:
-                count = min(_UNITS_AT_ONCE, (block_end - at) // UNIT_SIZE)
-                block = np.frombuffer(buffer[at : at + count * UNIT_SIZE], UNIT_DTYPE)
-                sound = (block["size"] == UNIT_SIZE) & (block["magic"] > 0) & (block["magic"] < 8)
+            while at + TimerLog.UNIT_SIZE <= block_end:
+                count = min(_UNITS_AT_ONCE, (block_end - at) // TimerLog.UNIT_SIZE)
+                block = np.frombuffer(buffer[at : at + count * TimerLog.UNIT_SIZE], UNIT_DTYPE)
+                sound = (block["size"] == TimerLog.UNIT_SIZE) & (block["magic"] > 0) & (block["magic"] < 8)
                 if not sound.all():
                     block = block[: int(sound.argmin())]
                 if len(block):
                     yield start + at, block
                 if len(block) < count:
                     break
-                at += count * UNIT_SIZE
+                at += count * TimerLog.UNIT_SIZE
 
     def trim(self, physical_offset: int) -> None:
         """Delete the files, except the last, whose units all name messages below a physical offset.
@@ -384,7 +399,7 @@ class TimerLog:
         size = self._files.file_size
         while len(self._files.starts) > 1:
             start = self._files.starts[0]
-            at = (size - _BLANK.size) // UNIT_SIZE * UNIT_SIZE - UNIT_SIZE
+            at = (size - _BLANK.size) // TimerLog.UNIT_SIZE * TimerLog.UNIT_SIZE - TimerLog.UNIT_SIZE
             last = self.unit(start + at)
             if last is None or last.physical_offset >= physical_offset:
                 return
@@ -395,15 +410,11 @@ class TimerLog:
         self._files.flush()
 
 
-def timer_log_size(store: str, files: Files) -> int | None:
-    """Return the length of the timer log's files, None if there are none."""
-    sizes = (entry.size for entry in files.list(os.path.join(store, TIMERLOG)) if not entry.is_folder)
-    return next(filter(None, sizes), None)
-
-
 @dataclass(slots=True)
 class TimerCheckpoint:
     """Progress of a timer."""
+
+    FILE_SIZE: ClassVar = 4096
 
     read_time_ms: int = 0
     """Time of the next slot to empty."""
@@ -432,8 +443,10 @@ class TimerCheckpoint:
         size = files.size(path)
         if not size:
             return None
-        if size != CHECKPOINT_SIZE:
-            raise CorruptionError(path, min(size, CHECKPOINT_SIZE), "size", f"expected 4096 bytes, found {size}")
+        if size != TimerCheckpoint.FILE_SIZE:
+            raise CorruptionError(
+                path, min(size, TimerCheckpoint.FILE_SIZE), "size", f"expected 4096 bytes, found {size}"
+            )
         return cls(*_CHECKPOINT.unpack_from(files.read(path)))
 
     def write(self, store: str, files: Files) -> None:
@@ -449,4 +462,4 @@ class TimerCheckpoint:
             self.version_timestamp_ms,
             self.version_counter,
         )
-        files.write(path, data.ljust(CHECKPOINT_SIZE, b"\0"))
+        files.write(path, data.ljust(TimerCheckpoint.FILE_SIZE, b"\0"))

@@ -378,7 +378,7 @@ class Mark(NamedTuple):
         for name in names:
             place = os.path.join(folder, name)
             try:
-                header = IndexHeader(*HEADER.unpack(files.read_at(place, 0, HEADER_SIZE).ljust(HEADER_SIZE, b"\0")))
+                header = IndexHeader.read(place, files)
                 count = header.index_count
                 if (name == newest and header.end_physical_offset < self.state.index_end) or (
                     name < newest and count < config.max_index_num
