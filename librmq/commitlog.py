@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Final, NamedTuple, Self
 
+from librmq import commitlog_frames as frames
 from librmq.clock import SystemClock
+from librmq.commitlog_frames import MAGICS, SIZE_AND_MAGIC, LogItem
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, RecordError, StoreClosedError
 from librmq.files import Buffer, DiskFiles, File, Files
 from librmq.files.interface import without_zeros
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.message import Message, StoredMessage, frames, record
-from librmq.message.frames import MAGICS, SIZE_AND_MAGIC, LogItem
+from librmq.message import Message, StoredMessage, record
 from librmq.message.properties import encode_properties
 from librmq.message.topics import validate_topic
 from librmq.runtime.closing import Closing

@@ -41,7 +41,7 @@ from tests.mutation.planted import plant_sources, simulate, simulate_shares
 from tests.reference import CHECKOUT
 
 PARTS = {
-    "log": ("commitlog", "message.frames", "files.disk"),
+    "log": ("commitlog", "commitlog_frames", "files.disk"),
     "append": ("store.engine.append",),
     "recovery": (
         "store.recovery.open",
@@ -76,7 +76,7 @@ TESTS = {
         *("test_commitlog.py", "store/test_recover.py", "store/test_store.py", "crash/test_full_disk.py"),
         *("store/test_append_block.py", "cluster/test_replica.py", "cli/test_damage_by_command.py"),
     ),
-    "message.frames": ("test_commitlog.py", "message", "store/test_flipped_bytes.py", "store/test_recover.py"),
+    "commitlog_frames": ("test_commitlog.py", "message", "store/test_flipped_bytes.py", "store/test_recover.py"),
     "files.disk": (
         *("files", "crash/test_disk_flushes.py", "crash/test_parts.py", "store/test_directory.py"),
         *("store/test_salvage.py", "store/test_foreign_files.py", "wire/test_share.py"),

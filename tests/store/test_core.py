@@ -46,7 +46,7 @@ def needs_core(test: Any) -> Any:
 def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the store run its Python code."""
     for module in (
-        "message.frames",
+        "commitlog_frames",
         "store.engine.derivation",
         "store.recovery._log_walk",
     ):

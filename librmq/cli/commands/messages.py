@@ -26,12 +26,12 @@ from librmq.cli._selection import (
 from librmq.cli._stores import check_queues, files_and_config, open_source, open_store, report_cut, report_record
 from librmq.clock import Clock, SystemClock
 from librmq.commitlog import CommitLog
+from librmq.commitlog_frames import LogItem
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, InputError
 from librmq.files import Damage, DiskFiles, Files, OverlayFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import DelayLevels, StoredMessage
-from librmq.message.frames import LogItem
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.store_times import StoreTimes, noted_order
 from librmq.store.format.checkpoint import has_abort
