@@ -1,4 +1,8 @@
-"""A store as Arrow record batches: one process plans a read, and this process or several workers carry it out."""
+"""A store as Arrow record batches: one process plans a read, and this process or several workers carry it out.
+
+Other rooms read a store by what is exported here. `librmq.spark` plans and decodes in processes of its own, by the
+modules without underscore.
+"""
 
 from __future__ import annotations
 

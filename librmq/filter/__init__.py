@@ -1,6 +1,7 @@
 """Filters by tag, SQL92 expression, bloom bitmap or predicate, without a store or a broker.
 
-`Registrations` makes the bitmap of a message, from the filters of all groups on its topic.
+`Registrations` makes the bitmap of a message, from the filters of all groups on its topic. Other rooms take filters of
+messages from here; what translates an expression for columns, Spark or a person is in the modules without underscore.
 """
 
 from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions

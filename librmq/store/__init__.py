@@ -1,4 +1,9 @@
-"""A message store: one log, its consume queues and its index, in one folder."""
+"""A message store: one log, its consume queues and its index, in one folder.
+
+Other rooms open it by `MessageStore`, and take from here what reads, checks, copies or extracts one. The modules
+without underscore are for those who look at files themselves: `format` at single ones, `recovery` at what a crash left,
+`engine` at what a record defines.
+"""
 
 from __future__ import annotations
 
