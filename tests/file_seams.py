@@ -165,10 +165,8 @@ class FailingFiles:
     open = _passed_on("open")
     create = _passed_on("create")
     reserve = _passed_on("reserve")
-    touch = _passed_on("touch", can_fail=False)
+    advise = _passed_on("advise", can_fail=False)
     put = _passed_on("put")
-    no_read_ahead = _passed_on("no_read_ahead", can_fail=False)
-    unmap = _passed_on("unmap", can_fail=False)
     flush_folder = _passed_on("flush_folder")
     list = _passed_on("list")
     names = _passed_on("names")
@@ -185,7 +183,6 @@ class FailingFiles:
     break_links = _passed_on("break_links")
     read = _passed_on("read")
     read_used = _passed_on("read_used")
-    read_sole_file = _passed_on("read_sole_file")
     read_first = _passed_on("read_first")
     overwrite = _passed_on("overwrite")
     read_at = _passed_on("read_at")
@@ -202,9 +199,6 @@ class FailingFiles:
                 self._files.trace.append(Event("give_up", file.path))
             raise
         self._files.flush(file)
-
-    def flush_path(self, path: str) -> None:
-        self.flush(self.open(path, writable=True))
 
 
 # ---- contents of a disk after a power failure

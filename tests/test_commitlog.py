@@ -20,7 +20,7 @@ from librmq.errors import (
 )
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import File, Files
+from librmq.files.interface import Advice, File, Files
 from librmq.message.record import BLANK_MAGIC, STORE_TIMESTAMP_AT, Record, body_checksum, encode_record
 from tests.file_seams import FailingFiles, RecordingFiles
 
@@ -160,8 +160,9 @@ def test_only_many_pages_are_unmapped_before_they_are_flushed() -> None:
     class Told(MemoryFiles):
         calls: list[tuple[str, int, int]]
 
-        def unmap(self, file: File, begin: int, end: int) -> None:
-            self.calls.append((file.path[-2:], begin, end))
+        def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
+            if advice is Advice.NO_USE:
+                self.calls.append((file.path[-2:], begin, end))
 
         def flush(self, file: File) -> None:
             self.calls.append((file.path[-2:], -1, -1))

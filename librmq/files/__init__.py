@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from librmq.files._disk import TemporaryFolder as TemporaryFolder
     from librmq.files._memory import MemoryFiles as MemoryFiles
     from librmq.files._memory import OverlayFiles as OverlayFiles
+    from librmq.files.interface import Advice as Advice
     from librmq.files.interface import Buffer as Buffer
     from librmq.files.interface import Damage as Damage
     from librmq.files.interface import File as File
@@ -26,7 +27,7 @@ else:
         __name__,
         {
             "librmq.files._disk": ("DiskFiles", "TemporaryFolder"),
-            "librmq.files.interface": ("Buffer", "Damage", "File", "FileLock", "Files", "FolderEntry"),
+            "librmq.files.interface": ("Advice", "Buffer", "Damage", "File", "FileLock", "Files", "FolderEntry"),
             "librmq.files._memory": ("MemoryFiles", "OverlayFiles"),
         },
     )

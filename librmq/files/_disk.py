@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from librmq.errors import CorruptionError, StoreIOError
-from librmq.files.interface import File, FileLock, FolderEntry, SystemCall, without_zeros
+from librmq.files.interface import Advice, File, FileLock, FolderEntry, SystemCall, without_zeros
 from librmq.files.lock import DiskLock, lock_holder
 from librmq.files.regular import give_to_owner, joined_folders, make_owned_folder, open_regular, place_of
 from librmq.runtime.event_log import EventLog
@@ -249,14 +249,15 @@ class DiskFiles:
         with self._descriptor(file, "allocate") as descriptor:
             os.posix_fallocate(descriptor, begin, min(end, file.size) - begin)
 
-    def touch(self, file: File, begin: int, end: int) -> None:
-        self._advise(file, begin - begin % mmap.PAGESIZE, end, _MADV_POPULATE_WRITE)
-
-    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
-        self._advise(file, begin + -begin % mmap.PAGESIZE, end, _MADV_RANDOM)
-
-    def unmap(self, file: File, begin: int, end: int) -> None:
-        begin, end = begin + -begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE
+    def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
+        if advice is Advice.WRITES:
+            self._advise(file, begin - begin % mmap.PAGESIZE, end, _MADV_POPULATE_WRITE)
+            return
+        begin += -begin % mmap.PAGESIZE  # the page before it may be in use
+        if advice is Advice.RANDOM_READS:
+            self._advise(file, begin, end, _MADV_RANDOM)
+            return
+        end -= end % mmap.PAGESIZE
         self._advise(file, begin, end, _MADV_DONTNEED)
         if sys.platform == "linux" and end > begin and not file.writable:
             file.buffer.madvise(_MADV_DONTNEED, begin, end - begin)
@@ -283,13 +284,6 @@ class DiskFiles:
             if sys.platform != "linux" and file.writable:  # elsewhere a file may not have the changes of its mapping
                 file.buffer.flush()
             (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
-
-    def flush_path(self, path: str) -> None:
-        if not sys.platform.startswith("linux"):
-            self.flush(self.open(path, writable=True))
-            return
-        with self._opened_to_write("flush", path) as descriptor:
-            os.fdatasync(descriptor)
 
     @contextmanager
     def _descriptor(self, file: File, call: str) -> Iterator[int]:
@@ -419,7 +413,7 @@ class DiskFiles:
             raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
         return data
 
-    def read_used(self, path: str, limit: int) -> bytes | None:
+    def read_used(self, path: str, limit: int, size: int | None = None) -> bytes | None:
         if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
             return None
         with SystemCall("open", path):
@@ -430,30 +424,12 @@ class DiskFiles:
                     return None
                 raise
         try:
+            if size is not None and os.fstat(descriptor).st_size != size:
+                return None
             end = _data_end(descriptor, 0, limit + 1)
             return None if end > limit else without_zeros(os.pread(descriptor, end, 0))
         except OSError as error:
             raise StoreIOError("read", path, error) from error
-        finally:
-            os.close(descriptor)
-
-    def read_sole_file(self, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
-        if not sys.platform.startswith("linux"):
-            return None
-        try:
-            names = os.listdir(folder)
-            if len(names) != 1:
-                return None
-            descriptor = open_regular(f"{folder}/{names[0]}", os.O_RDONLY | os.O_NOFOLLOW)
-        except (OSError, CorruptionError):
-            return None  # the usual calls raise it with its reason
-        try:
-            if os.fstat(descriptor).st_size != size:
-                return None
-            end = _data_end(descriptor, 0, limit + 1)
-            return None if end > limit else (names[0], without_zeros(os.pread(descriptor, end, 0)))
-        except OSError as error:
-            raise StoreIOError("read", f"{folder}/{names[0]}", error) from error
         finally:
             os.close(descriptor)
 

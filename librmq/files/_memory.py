@@ -11,7 +11,7 @@ from typing import Any, Self, SupportsIndex
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files._disk import DiskFiles
-from librmq.files.interface import Buffer, File, FileLock, Files, FolderEntry
+from librmq.files.interface import Advice, Buffer, File, FileLock, Files, FolderEntry
 from librmq.runtime.locks import RLock
 
 
@@ -52,23 +52,14 @@ class MemoryFiles:
     def reserve(self, file: File, begin: int, end: int) -> None:
         pass
 
-    def touch(self, file: File, begin: int, end: int) -> None:
-        pass
-
     def put(self, file: File, at: int, data: bytes | bytearray) -> None:
         file.buffer[at : at + len(data)] = data
 
-    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
-        pass
-
-    def unmap(self, file: File, begin: int, end: int) -> None:
+    def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
         pass
 
     def flush(self, file: File) -> None:
         pass
-
-    def flush_path(self, path: str) -> None:
-        self.flush(self.open(path, writable=True))
 
     def flush_folder(self, path: str) -> None:
         pass
@@ -155,12 +146,10 @@ class MemoryFiles:
                 raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
             return file if isinstance(file, bytes) else file.buffer[:]
 
-    def read_used(self, path: str, limit: int) -> bytes | None:
-        size = self.size(path)
-        return None if size is None or size > limit else self.read(path).rstrip(b"\0")
-
-    def read_sole_file(self, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
-        return None
+    def read_used(self, path: str, limit: int, size: int | None = None) -> bytes | None:
+        length = self.size(path)
+        fits = length is not None and length <= limit and size in (None, length)
+        return self.read(path).rstrip(b"\0") if fits else None
 
     def read_first(self, path: str, size: int, count: int) -> bytes | None:
         return None
@@ -323,10 +312,15 @@ class OverlayFiles(MemoryFiles):
         finally:
             os.close(descriptor)  # the mapping keeps its own duplicate
 
-    def unmap(self, file: File, begin: int, end: int) -> None:
+    def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
         buffer = file.buffer
-        if self._base is self._disk and isinstance(buffer, _PrivateBuffer) and buffer.overlay is not None:
-            self._disk.unmap(file, begin, end)  # without a change, the file brings the pages back
+        if (
+            advice is Advice.NO_USE
+            and self._base is self._disk
+            and isinstance(buffer, _PrivateBuffer)
+            and buffer.overlay is not None
+        ):
+            self._disk.advise(file, begin, end, advice)  # without a change, the file brings the pages back
 
     def data_end(self, file: File, begin: int) -> int:
         buffer = file.buffer
@@ -398,11 +392,11 @@ class OverlayFiles(MemoryFiles):
                 return super().read_at(path, at, size)
         return self._base.read_at(path, at, size)
 
-    def read_used(self, path: str, limit: int) -> bytes | None:
+    def read_used(self, path: str, limit: int, size: int | None = None) -> bytes | None:
         with self._guard:
             if path in self._files or not self._in_base(path):
-                return super().read_used(path, limit)
-        return self._base.read_used(path, limit)
+                return super().read_used(path, limit, size)
+        return self._base.read_used(path, limit, size)
 
     def lock(self, path: str) -> FileLock:
         holder = self._base.lock_holder(path)

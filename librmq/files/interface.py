@@ -16,6 +16,7 @@ Rules of use:
 
 from __future__ import annotations
 
+import enum
 import errno
 import mmap
 import os
@@ -24,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from librmq.errors import StoreIOError
+from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.regular import with_owner
 
 Buffer = mmap.mmap
@@ -85,6 +86,18 @@ class FolderEntry(NamedTuple):
     """Whether it is a regular file, or a link to one, and no pipe, socket or device."""
 
 
+class Advice(enum.Enum):
+    """What comes to pages of a file."""
+
+    WRITES = "writes"
+    """They are written soon. The first write to a page is slow, so give this advice while no producer waits."""
+    RANDOM_READS = "random reads"
+    """Touching one loads only that one, not those after it. Use it for places without data or with random reads."""
+    NO_USE = "no use"
+    """Unmap the whole pages among them until their next use. Use it before a flush of many pages, because the kernel
+    makes mapped pages read-only one by one and interrupts all other threads for each."""
+
+
 class FileLock(Protocol):
     """A held lock of a store."""
 
@@ -133,13 +146,6 @@ class Files(Protocol):
         """Allocate blocks for bytes ``begin`` to ``end``, so that writing there cannot fail."""
         ...
 
-    def touch(self, file: File, begin: int, end: int) -> None:
-        """Prepare the pages of bytes ``begin`` to ``end`` for writing, if the system can.
-
-        The first write to a page is slow, so call this while no producer waits.
-        """
-        ...
-
     def put(self, file: File, at: int, data: bytes | bytearray) -> None:
         """Write much data into existing blocks, and start to write it back to the device.
 
@@ -147,27 +153,12 @@ class Files(Protocol):
         """
         ...
 
-    def no_read_ahead(self, file: File, begin: int, end: int) -> None:
-        """Switch off read-ahead for bytes ``begin`` to ``end``, so that touching a page loads only that page.
-
-        Use it for places without data or with random reads.
-        """
-        ...
-
-    def unmap(self, file: File, begin: int, end: int) -> None:
-        """Unmap the whole pages in bytes ``begin`` to ``end`` until their next use, without losing data.
-
-        Use it before a flush of many pages, because the kernel makes mapped pages read-only one by one and interrupts
-        all other threads for each.
-        """
+    def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
+        """Prepare the pages of bytes ``begin`` to ``end`` for what comes, if the system can; no data change."""
         ...
 
     def flush(self, file: File) -> None:
         """Flush the file to the device."""
-        ...
-
-    def flush_path(self, path: str) -> None:
-        """Flush a file to the device, whether it is mapped or not."""
         ...
 
     def flush_folder(self, path: str) -> None:
@@ -235,17 +226,10 @@ class Files(Protocol):
         """
         ...
 
-    def read_used(self, path: str, limit: int) -> bytes | None:
+    def read_used(self, path: str, limit: int, size: int | None = None) -> bytes | None:
         """Return a file's content without the zeros at its end, without a mapping, which is faster if it is small.
 
-        None if it is longer than ``limit``, or if only a mapping shows its content.
-        """
-        ...
-
-    def read_sole_file(self, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
-        """Return name and content, as of `read_used`, of a folder's only file, with fewer calls than `list` needs.
-
-        None if it is not the only one, or no regular file of this size, or if `read_used` could not read it.
+        None if it is longer than ``limit``, if the file has another ``size``, or if only a mapping shows its content.
         """
         ...
 
@@ -298,6 +282,21 @@ class Files(Protocol):
     def used_ratio(self, path: str) -> float:
         """Return the used fraction of the disk of ``path``, 0.0 to 1.0; 0.0 without a disk."""
         ...
+
+
+def read_sole_file(files: Files, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
+    """Return name and content, as of `Files.read_used`, of a folder's only file, with fewer calls than `list` needs.
+
+    None if there are others, if it is not a regular file of this size, if `Files.read_used` could not read it, and for
+    files in memory.
+    """
+    if not files.is_shared:
+        return None
+    with suppress(StoreIOError, CorruptionError):  # the usual calls raise it with its reason
+        names = files.names(folder)
+        if len(names) == 1 and (used := files.read_used(os.path.join(folder, names[0]), limit, size)) is not None:
+            return names[0], used
+    return None
 
 
 def fills_by_itself(files: Files) -> bool:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
-from librmq.files.interface import File, Files, FolderEntry, folders_to_name, used_end
+from librmq.files.interface import Advice, File, Files, FolderEntry, folders_to_name, used_end
 from librmq.runtime.locks import Lock
 
 _POSITIONS: Final = 1 << 63
@@ -348,7 +348,7 @@ class MappedFileQueue:
     def touch(self, start: int, begin: int, end: int) -> None:
         """Prepare blocks and pages of bytes ``begin`` to ``end`` of the file at ``start`` for writing."""
         self.reserve(start, begin, end)
-        self._files.touch(self.file(start), begin, end)
+        self._files.advise(self.file(start), begin, end, Advice.WRITES)
 
     def write(self, start: int, at: int, data: bytes) -> None:
         """Write few bytes into reserved blocks of the file at ``start``, and include it in the next flush."""
@@ -365,8 +365,8 @@ class MappedFileQueue:
         self._files.put(self.file(start), at, data)
 
     def no_read_ahead(self, start: int, begin: int) -> None:
-        """Call `Files.no_read_ahead` for the file at ``start`` from byte ``begin`` to its end."""
-        self._files.no_read_ahead(self.file(start), begin, self.file_size)
+        """Let reads of the file at ``start`` from byte ``begin`` to its end load only the pages that they touch."""
+        self._files.advise(self.file(start), begin, self.file_size, Advice.RANDOM_READS)
 
     def release_read_pages(self, begin: int, end: int) -> None:
         """Unmap positions ``begin`` to ``end`` that were read once; a writer of shared files keeps its pages."""
@@ -374,11 +374,11 @@ class MappedFileQueue:
             self.unmap_pages(begin, end)
 
     def unmap_pages(self, begin: int, end: int) -> None:
-        """Call `Files.unmap` for positions ``begin`` to ``end`` in mapped files."""
+        """Unmap the pages of positions ``begin`` to ``end`` in mapped files until their next use."""
         for start in range(begin - begin % self.file_size, end, self.file_size):
             file = self.mapped.get(start)
             if file is not None:
-                self._files.unmap(file, max(begin - start, 0), min(end - start, self.file_size))
+                self._files.advise(file, max(begin - start, 0), min(end - start, self.file_size), Advice.NO_USE)
 
     def mark_dirty(self, start: int) -> None:
         """Include the file at ``start`` in the next flush."""
@@ -415,7 +415,7 @@ class MappedFileQueue:
                     if self._durable or start in self.mapped:
                         self._files.flush(self.file(start))
                     else:
-                        self._files.flush_path(self.path(start))
+                        self._files.flush(self._files.open(self.path(start), writable=True))
             except BaseException as error:
                 if start in self.starts:
                     self._dirty.add(start)

@@ -21,7 +21,7 @@ from librmq import Broker, Producer
 from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
 from librmq.files._disk import DiskFiles, TemporaryFolder
 from librmq.files._memory import MemoryFiles, OverlayFiles
-from librmq.files.interface import File, Files, confine, used_end, without_zeros
+from librmq.files.interface import Advice, File, Files, confine, read_sole_file, used_end, without_zeros
 from librmq.files.lock import DiskLock
 from librmq.store import MessageStore
 from tests.file_seams import Event, FailingFiles, RecordingFiles
@@ -70,18 +70,18 @@ def test_advice_about_pages_changes_no_byte(files: Files, root: str, begin: int,
     path, data = os.path.join(root, "f"), random.Random(1).randbytes(50_000)
     file = files.create(path, len(data))
     files.reserve(file, 0, len(data))
-    files.no_read_ahead(file, begin, end)
+    files.advise(file, begin, end, Advice.RANDOM_READS)
     file.buffer[:] = data
-    files.unmap(file, begin, end)
+    files.advise(file, begin, end, Advice.NO_USE)
     assert file.buffer[:] == data
-    files.touch(file, begin, end)
-    files.unmap(file, begin, end)
+    files.advise(file, begin, end, Advice.WRITES)
+    files.advise(file, begin, end, Advice.NO_USE)
     files.flush(file)
     file.buffer[begin:end] = data[begin:end]
     assert files.read(path) == file.buffer[:] == data
     reader = files.open(path)
-    for advise in (files.no_read_ahead, files.unmap):
-        advise(reader, begin, end)
+    for advice in Advice:
+        files.advise(reader, begin, end, advice)
         assert reader.buffer[:] == data
 
 
@@ -550,26 +550,26 @@ def test_used_bytes_are_read_and_written_without_a_mapping(place: tuple[Files, s
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file may not have the changes of its mapping")
 def test_the_sole_file_of_a_folder_is_read(tmp_path: Path) -> None:
     files = DiskFiles()
-    assert files.read_sole_file(str(tmp_path), 8192, 100) is None
+    assert read_sole_file(files, str(tmp_path), 8192, 100) is None
     file = files.create(str(tmp_path / "0"), 8192)
     file.buffer[4:8] = b"\0abc"
-    assert files.read_sole_file(str(tmp_path), 8192, 8192) == ("0", b"\0\0\0\0\0abc")
-    assert files.read_sole_file(str(tmp_path), 8192, 100) is None
-    assert files.read_sole_file(str(tmp_path), 4096, 8192) is None
+    assert read_sole_file(files, str(tmp_path), 8192, 8192) == ("0", b"\0\0\0\0\0abc")
+    assert read_sole_file(files, str(tmp_path), 8192, 100) is None
+    assert read_sole_file(files, str(tmp_path), 4096, 8192) is None
     assert files.read_first(str(tmp_path / "0"), 8192, 7) == b"\0\0\0\0\0ab"
     assert files.read_first(str(tmp_path / "0"), 8192, 100) == b"\0\0\0\0\0abc"
     assert files.read_first(str(tmp_path / "0"), 4096, 100) is None
     assert files.read_first(str(tmp_path / "1"), 8192, 100) is None
     assert files.read_first(str(tmp_path), 8192, 100) is None
     files.create(str(tmp_path / "1"), 8192)
-    assert files.read_sole_file(str(tmp_path), 8192, 8192) is None
+    assert read_sole_file(files, str(tmp_path), 8192, 8192) is None
     for name in ("link", "pipe", "folder"):
         (tmp_path / name).mkdir()
     (tmp_path / "link" / "1").symlink_to(tmp_path / "0")
     (tmp_path / "folder" / "1").mkdir()
     os.mkfifo(tmp_path / "pipe" / "1")
     for name in ("link", "pipe", "folder"):
-        assert files.read_sole_file(str(tmp_path / name), 8192, 8192) is None
+        assert read_sole_file(files, str(tmp_path / name), 8192, 8192) is None
 
 
 def test_a_link_is_not_read_without_a_mapping(tmp_path: Path) -> None:
@@ -642,12 +642,12 @@ def test_each_way_to_open_refuses_what_is_no_regular_file(
     ways: list[Callable[[], object]] = [
         lambda: files.open(place), lambda: files.open(place, writable=True), lambda: files.read(place),
         lambda: files.read_at(place, 0, 1), lambda: files.read_used(place, 1), lambda: files.lock(place),
-        lambda: files.overwrite(place, 0, b"x"), lambda: files.flush_path(place), lambda: files.lock_holder(place),
+        lambda: files.overwrite(place, 0, b"x"), lambda: files.lock_holder(place),
     ]  # fmt: skip
     for way in ways:
         with pytest.raises(CorruptionError, match="expected a regular file"):
             way()
-    assert files.read_sole_file(str(tmp_path), 0, 1) is None
+    assert read_sole_file(files, str(tmp_path), 0, 1) is None
 
 
 as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")

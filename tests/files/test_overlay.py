@@ -18,7 +18,7 @@ from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, RmqError, StoreIOError, StoreLockedError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles, OverlayFiles
-from librmq.files.interface import Files
+from librmq.files.interface import Advice, Files
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.recovery._verify import verify
@@ -113,10 +113,10 @@ def test_unmapping_loses_no_change(base: Files, tmp_path: Path) -> None:
     base.create(path, len(data)).buffer[:] = data
     files = OverlayFiles(None if isinstance(base, DiskFiles) else base)
     file = files.open(path, writable=True)
-    files.unmap(file, 0, len(data))
+    files.advise(file, 0, len(data), Advice.NO_USE)
     assert file.buffer[:] == data
     file.buffer[5000:5001] = b"X"
-    files.unmap(file, 0, len(data))
+    files.advise(file, 0, len(data), Advice.NO_USE)
     assert file.buffer[:] == files.open(path).buffer[:] == data[:5000] + b"X" + data[5001:]
 
 

@@ -18,7 +18,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, FlushFailedError, StoreError, StoreIOError
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import File
+from librmq.files.interface import Advice, File
 from librmq.runtime._background import Background
 from librmq.store.engine._durability import GroupCommit, Housekeeping
 
@@ -37,8 +37,9 @@ class TouchedFiles(MemoryFiles):
         super().__init__()
         self.touched: list[tuple[str, int, int]] = []
 
-    def touch(self, file: File, begin: int, end: int) -> None:
-        self.touched.append((file.path, begin, end))
+    def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
+        if advice is Advice.WRITES:
+            self.touched.append((file.path, begin, end))
 
 
 def io_error(call: str) -> StoreIOError:

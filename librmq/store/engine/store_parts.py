@@ -15,6 +15,7 @@ from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import places_and_sizes
 from librmq.errors import CorruptionError, StoreError
 from librmq.files import Damage, Files
+from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from librmq.message import DelayLevels, StoredMessage
 from librmq.runtime import critical
@@ -86,7 +87,7 @@ class ShortQueue(ConsumeQueue):
         cls, folder: str, file_size: int, files: Files, open_queue: Callable[[], ConsumeQueue]
     ) -> Self | None:
         """Return the queue in ``folder``; None unless it is short and sound, and has one file: open it to see why."""
-        file = files.read_sole_file(folder, file_size, cls._READ)
+        file = read_sole_file(files, folder, file_size, cls._READ)
         if file is None or not 0 < len(file[1]) <= cls._SHORT or not (file[0].isdigit() and len(file[0]) == 20):
             return None
         start = int(file[0])

@@ -34,7 +34,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
-from librmq.files import Buffer, DiskFiles, File, Files
+from librmq.files import Advice, Buffer, DiskFiles, File, Files
 from librmq.files.interface import used_end
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing
@@ -440,7 +440,7 @@ class IndexFile(Closing):
                 self.path, min(file.size, length), "size", f"expected {length} bytes, found {file.size}"
             )
         self._file = file
-        self._files.no_read_ahead(file, self.entry_position(0), length)
+        self._files.advise(file, self.entry_position(0), length, Advice.RANDOM_READS)
         if self._on_map:
             self._on_map(self)
 
@@ -451,7 +451,9 @@ class IndexFile(Closing):
     def release_pages(self, begin: int, end: int) -> None:
         """Release the pages of entries that were read in their order, from number ``begin`` to below ``end``."""
         if self._file is not None and not self.writable:
-            self._files.unmap(self._file, self.entry_position(begin), min(self.entry_position(end), self._file.size))
+            self._files.advise(
+                self._file, self.entry_position(begin), min(self.entry_position(end), self._file.size), Advice.NO_USE
+            )
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -656,7 +658,7 @@ class IndexFile(Closing):
         if self._dirty:
             self._dirty = False
             file = self.file
-            self._files.unmap(file, 0, file.size)  # any page of the slots can have been written
+            self._files.advise(file, 0, file.size, Advice.NO_USE)  # any page of the slots can have been written
             try:
                 self._files.flush(file)
             except BaseException:

@@ -8,6 +8,7 @@ from typing import Final
 
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.files import Files, FolderEntry
+from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
@@ -47,7 +48,7 @@ class UncleanQueues:
             CorruptionError: A file has a wrong name or length.
         """
         folder = directory.queue_folder(self._path, *name)
-        only = self._files.read_sole_file(folder, self._file_size, _LARGEST)
+        only = read_sole_file(self._files, folder, self._file_size, _LARGEST)
         listed = self._files.list(folder) if only is None else [FolderEntry(only[0], self._file_size, False, True)]
         starts = list_starts(folder, self._file_size, listed)
         content = None if only is None or len(only[1]) > _LARGEST_KEPT else only[1]

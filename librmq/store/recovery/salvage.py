@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
-from librmq.files import Buffer, DiskFiles, File, Files
+from librmq.files import Advice, Buffer, DiskFiles, File, Files
 from librmq.files.interface import copy_file, link_file, numbered_files, used_end
 from librmq.files.rolling import MappedFileQueue, file_name
 from librmq.message import StoredMessage, record
@@ -221,7 +221,7 @@ def _read(
     for place, size, what in source.items(files, file):
         advance(size)
         if place - released > _MOST_HELD:
-            files.unmap(file, released, place)
+            files.advise(file, released, place, Advice.NO_USE)
             released = place
         physical_offset = source.start + place
         if only is not None and what is None and physical_offset not in only:
