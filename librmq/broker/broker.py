@@ -259,7 +259,10 @@ class Broker(StoreRoute, Endpoint):
             BrokerUnreachableError: The broker is closed.
         """
         try:
-            return self._sending.send(group, message, queue_id, born_timestamp_ms, born_host, sys_flag, default_queues)
+            stored_queue_id, result = self._sending.put(
+                group, message, queue_id, born_timestamp_ms, born_host, sys_flag, default_queues
+            )
+            return self._sending.confirmed(message, stored_queue_id, result)
         except StoreError as error:
             raise self._life.refusal(error) from error
 

@@ -252,7 +252,8 @@ class Producer(Startable):
         prepared = self._prepare(message, body, fields)
         if queue is None and selector is None and self.client.observer is None:
             return self.sender.send(prepared, timeout_ms)
-        return self._observed((prepared,), lambda: self._send_prepared(prepared, queue, selector, arg, timeout_ms))
+        send = partial(self._send_prepared, prepared, queue, selector, arg, timeout_ms)
+        return self._observed((prepared,), send)
 
     def _send_prepared(
         self,

@@ -403,15 +403,14 @@ class Sender:
         if first is not None:
             begin_ms, broker_name, failure, result = first
             tried.append(broker_name)
-        for attempt in range(len(tried), self.config.retries + 1):
-            if attempt:
+        while len(tried) <= self.config.retries:
+            if tried:
                 now_ms = self._now_ms()
                 if now_ms - begin_ms > timeout_ms:
-                    raise _over_time(message, timeout_ms, attempt, failure, is_bound)
+                    raise _over_time(message, timeout_ms, len(tried), failure, is_bound)
             target = choose(tried)
-            tried.append(target.broker_name)
             try:
-                result = self._send_to(message, target, begin_ms + timeout_ms - now_ms, now_ms, batch, attempt)
+                result = self._send_to(message, target, timeout_ms - now_ms + begin_ms, now_ms, batch, len(tried))
             except (BrokerError, BrokerUnreachableError) as error:
                 if not (isinstance(error, LostAnswerError) if is_bound else _is_retried(error)):
                     raise
@@ -419,6 +418,7 @@ class Sender:
             else:
                 if result.status is _OK or is_bound or not self.config.retry_another_broker_when_not_ok:
                     return result
+            tried.append(target.broker_name)
         if result is not None:
             return result
         assert failure is not None
@@ -528,11 +528,10 @@ class Sender:
             now_ms = self._now_ms()
         if attempt and self._metrics is not None:
             self._metrics.count("send_retries", topic=queue.topic)
-        sent, sys_flag, config, host = message, 0, self.config, self._host
+        config, sent, sys_flag = self.config, message, 0
         if batch is None and len(message.body) >= config.compress_from:
             packed, sys_flag = record.compress_body(message.body), _COMPRESSED
             sent = Message.from_parts(message.topic, packed, message.flag, message.properties, message._delays)
-        queue_id, default_queues = queue.queue_id, config.default_topic_queues
         after = []
         if self._hooks:
             context = SendContext(self._group, message, queue, attempt, batch or (message,))
@@ -541,12 +540,19 @@ class Sender:
             endpoint = self._endpoints.get(queue.broker_name) or self._routes.endpoint(queue.broker_name)
             if batch is None:
                 response = endpoint.send(
-                    self._group, sent, queue_id, now_ms, host, sys_flag, default_queues, timeout_ms, is_one_way
+                    self._group,
+                    sent,
+                    queue.queue_id,
+                    now_ms,
+                    self._host,
+                    sys_flag,
+                    config.default_topic_queues,
+                    timeout_ms,
+                    is_one_way,
                 )
             else:
-                response = endpoint.call(
-                    SendBatch(self._group, batch, queue_id, now_ms, host, default_queues, timeout_ms)
-                )
+                born, queues = (now_ms, self._host), config.default_topic_queues
+                response = endpoint.call(SendBatch(self._group, batch, queue.queue_id, *born, queues, timeout_ms))
             if self._now_ms() - now_ms > timeout_ms:
                 raise _too_late(queue, self._now_ms() - now_ms)
         except Exception as error:

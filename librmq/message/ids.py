@@ -32,6 +32,7 @@ from librmq.runtime.locks import Inherited
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _HEX: Final = [f"{byte:02X}" for byte in range(256)]  # in a third of the time of a format
 _MILLISECOND: Final = timedelta(milliseconds=1)
+_LONGEST_MONTH_MS: Final = 31 * 86_400_000
 
 
 class UniqueIds:
@@ -69,6 +70,7 @@ class UniqueIds:
         start = int.from_bytes(os.urandom(2)) if first is None else first
         self._count = count(start).__next__  # counting is one step for the interpreter
         self._latest = (-1, "")  # a millisecond and the start of its ids
+        self._month = (0, 0)  # begin and end of the month of that millisecond
 
     def next(self, now_ms: int | None = None) -> str:
         """Return a new id: 32 hex digits, or 56 with an IPv6 address. 65,536 in a millisecond are distinct.
@@ -87,7 +89,11 @@ class UniqueIds:
     def _prefix(self, now_ms: int) -> str:
         number = os.getpid() if self._process is None else self._process
         process = (number & 0xFFFF).to_bytes(2, "big")
-        since_ms = (now_ms - _month_begin_ms(now_ms)) & 0xFFFFFFFF
+        begin_ms, end_ms = self._month
+        if not begin_ms <= now_ms < end_ms:
+            begin_ms = _month_begin_ms(now_ms)
+            self._month = begin_ms, _month_begin_ms(begin_ms + _LONGEST_MONTH_MS)
+        since_ms = (now_ms - begin_ms) & 0xFFFFFFFF
         return (self._ip + process + self._maker + since_ms.to_bytes(4, "big")).hex().upper()
 
 

@@ -151,6 +151,7 @@ class BrokerParts:
             replica_of=config.replica_of,
         )
         self._is_replica = config.replica_of is not None
+        self._flush_ms = round(1000 * store.config.flush_interval_s)
         try:
             if store.config.enable_consumequeue_ext:
                 check_bitmap(bloom.bit_count, store.config.consumequeue_ext_file_size)
@@ -299,7 +300,7 @@ class BrokerParts:
 
     def _wake_housekeeping(self) -> None:
         """Flush by a step under a manual clock."""
-        at = self._runner.now_ms() + round(1000 * self.store.config.flush_interval_s)
+        at = self._runner.now_ms() + self._flush_ms
         if self._housekeeping.at is None or at < self._housekeeping.at:  # a flush of queues can be due much later
             with self._runner.lock:
                 self._runner.wake(self._housekeeping, at)

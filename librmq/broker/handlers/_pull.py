@@ -168,7 +168,7 @@ class PullHandler:
         if end != arrived.queue_offset + 1:
             return False
         # The call that stores the message has just written the record, so it is not checked again.
-        raw = self._store.log.data_at(arrived.physical_offset, arrived.size)
+        raw = self._store.appender.log.data_at(arrived.physical_offset, arrived.size)
         if len(raw) != arrived.size:
             return False
         progress = take(raw, begin, end)
