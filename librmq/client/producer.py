@@ -347,7 +347,7 @@ class Producer(Startable):
         Messages for a broker in another process that begin in one turn of the loop go out together. A send whose task
         is cancelled may have been sent.
         """
-        if queue is None and selector is None:
+        if queue is None and selector is None and type(self).send is _SEND and "send" not in self.__dict__:
             prepared = self._prepare(message, body, fields)
             timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
             if self.client.observer is None:
@@ -552,6 +552,8 @@ def _check_batch(batch: Sequence[Message], max_size: int) -> None:
         raise MessageIllegalError(f"topic {batch[0].topic!r} takes no batch: send its messages one by one")
     check_batch_size(sum(map(encoded_size, batch)), max_size)
 
+
+_SEND: Final = Producer.send
 
 # ---- requests and replies
 #

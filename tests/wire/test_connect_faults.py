@@ -25,6 +25,7 @@ from librmq.clock import SystemClock
 from librmq.errors import ClientError
 from librmq.protocol import (
     ConsumerIds,
+    Endpoint,
     LockQueues,
     MaxOffset,
     PullMessage,
@@ -704,7 +705,7 @@ def test_async_sends_pass_what_replaces_or_watches_sends(monkeypatch: pytest.Mon
             seen.append("subclass")
             return super().send(*given, **named)
 
-    class Passing:
+    class Passing(Endpoint):
         def __init__(self, behind: Any) -> None:
             self.behind = behind
 

@@ -743,12 +743,11 @@ def full(error: Exception) -> Callable[[SharedBroker], object]:
     """Return a send to a store that refuses it."""
 
     def send(shared: SharedBroker) -> object:
-        def refuse(*_: object) -> None:
+        def refuse(*_: object, **__: object) -> None:
             raise error
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("librmq.store.MessageStore.check_room", refuse)
-            patched.setattr("librmq.store._writer.Writer.has_room", lambda *_: False)
+            patched.setattr("librmq.store.MessageStore.append", refuse)
             return shared.call(_send(Message("orders", b"x")))
 
     return send
