@@ -662,7 +662,7 @@ class CommitLog(Closing, LogState):
         return None
 
     def file_before(self, timestamp_ms: int) -> int:
-        """Return the start of the newest file whose first record was stored by a time; the log's begin if none.
+        """Return the start of the newest file whose first record was stored by a time; the log's start if none.
 
         A record that a crash has left incomplete does not count, because it can have half of its time.
         """

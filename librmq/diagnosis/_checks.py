@@ -44,7 +44,7 @@ from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_export
 from librmq.store.format.checkpoint import has_abort
-from librmq.store.recovery.saved_state import judge_begin
+from librmq.store.recovery.saved_state import missing_first_files
 
 if TYPE_CHECKING:
     from librmq.diagnosis.survey.model import DamagedPlace
@@ -150,10 +150,10 @@ def _missing_log_findings(view: StoreView) -> Iterator[Finding]:
     log, path, files = store.log, store.path, store.files
     if view.is_live or view.owner is not None or not log.begin or not store.queues.has_files:
         return
-    missing, note = judge_begin(path, log, files, store.config, was_closed=not has_abort(files, path))
+    missing, note = missing_first_files(path, log, files, store.config, was_closed=not has_abort(files, path))
     if missing is None and not note:
         return
-    what = note if missing is None else f"{missing.what}: files of its begin are missing"
+    what = note if missing is None else f"{missing.what}: its first files are missing"
     yield Finding(
         "missing-log-files", "warning" if missing is None else "error", f"store {path}",
         f"{what[0].upper()}{what[1:]}.",

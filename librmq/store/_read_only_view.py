@@ -4,7 +4,7 @@
 
     the lock      what is opened                                          a refresh
     is held       the files as they are, for reading only; the log is     walks on from the log's end, lists files
-                  walked through from where a recovery would begin        again, follows the log's begin
+                  walked through from where a recovery would begin        again, follows the log's start
     is free       the result of a recovery, in memory                     checks whether a writer has been there
     either        for a store of 5.x whose queues are not in files:       as beside a writer
                   what the log says, `librmq.store._queues_in_memory`
@@ -155,7 +155,7 @@ def _text(time: datetime) -> str:
 
 
 def _last_before(parts: Parts, limit: int) -> int:
-    """Return the place of the last record that ends at a place or before, and has an entry, else the log's begin.
+    """Return the place of the last record that ends at a place or before, and has an entry, else the log's start.
 
     Records without entries can follow it.
     """

@@ -301,8 +301,8 @@ class Writer(StoreHandle):
         bytes are whole records, because an open store of this process has them.
 
         Raises:
-            CorruptionError: The bytes are no records; nothing was appended.
-            ReplicaError: The store is no replica.
+            CorruptionError: The bytes are not whole records; nothing was appended.
+            ReplicaError: The store is not a replica.
             StoreIOError: There is no space.
         """
         appender, log = self.appender, self.log

@@ -31,7 +31,7 @@ from librmq.files import Damage, Files
 from librmq.store.engine.store_parts import Parts
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.recovery.salvage import find_record
-from librmq.store.recovery.saved_state import judge_begin, lost_end
+from librmq.store.recovery.saved_state import lost_end, missing_first_files
 
 
 class Wholeness(enum.Enum):
@@ -52,7 +52,7 @@ class Condition(NamedTuple):
     begin: Damage | None = None
     """The first files of the log, if they are missing and retention did not delete them."""
     note: str = ""
-    """A note that files may be missing, where a kill explains it too; see `judge_begin`."""
+    """A note that files may be missing, where a kill explains it too; see `missing_first_files`."""
     derived: Sequence[Damage] = ()
     """Damaged files of queues, index and checkpoint, which the view has made again in memory from the log, and
     the ``record`` at which it could not read on. It grows when the view opens another damaged queue."""
@@ -82,7 +82,7 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
         has_log = bool(parts.log.sequence.starts)  # a kill leaves the files of a log whose entries are there
         cut = _cut_before_entries(parts, config, files) if was_closed or not has_log else None
     cut = cut or _cut_before_covered(path, parts, files)
-    begin, note = judge_begin(path, parts.log, files, config, was_closed=was_closed)
+    begin, note = missing_first_files(path, parts.log, files, config, was_closed=was_closed)
     if cut is not None or begin is not None or parts.repairs:
         return Condition(Wholeness.SHORT, cut, begin, note, parts.repairs)
     return Condition(Wholeness.SOUND if was_closed else Wholeness.AS_RECOVERED, None, None, note, parts.repairs)
@@ -91,7 +91,7 @@ def condition_of(path: str, parts: Parts, config: StoreConfig, files: Files, *, 
 def _cut_before_records(parts: Parts) -> Damage | None:
     """Return the damage that sound records follow.
 
-    A record that a writer is just writing, or has left unfinished, is no damage.
+    A record that a writer is just writing, or has left unfinished, does not count as damage.
     """
     log, cuts = parts.log, parts.cuts
     at = log.end

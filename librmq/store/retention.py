@@ -558,7 +558,7 @@ class Retention:
         deleted: list[str] = []
         if ends:
             self._settled_until = self._store.settled()
-            # After a power cut, files of queues and index that are far below the log's begin tell that log files are
+            # After a power cut, files of queues and index that are far below the log's start tell that log files are
             # lost. So the last round's are off the device before more of the log is.
             for folder in filter(self._files.is_folder, self._unflushed):
                 self._files.flush_folder(folder)

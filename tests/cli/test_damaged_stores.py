@@ -521,7 +521,7 @@ def test_queue_files_tell_of_missing_log_files(shell: Shell, long: Path, command
     remove_first_files(path, 1)
     answer = shell(command, path)  # a kill between the deletion of log and queue files leaves the same
     assert answer.status == 0
-    assert f"note: the log begins at 4096, but {first} it: files of its begin are missing, or a kill" in answer.said
+    assert f"note: the log begins at 4096, but {first} it: its first files are missing, or a kill" in answer.said
     remove_first_files(path, 11)
     answer = shell(command, path)  # a round of retention deletes at most ten files
     assert answer.status == 1

@@ -349,7 +349,7 @@ class Appender(AppendState):
 
         Raises:
             MessageIllegalError: The message can't be appended.
-            RecordError: The bytes are no record.
+            RecordError: The bytes are not a record.
         """
         try:
             data = record.raw
@@ -727,7 +727,7 @@ def host_bytes(host: Host | bytes) -> bytes:
 
 
 def check_queue_id(queue_id: Any) -> None:  # noqa: ANN401 (what a caller gave)
-    """Refuse what is no queue id, such as a text."""
+    """Refuse a value that can't be a queue id, such as a text."""
     if isinstance(queue_id, bool) or not hasattr(queue_id, "__index__") or not 0 <= queue_id < 1 << 31:
         raise MessageIllegalError(f"queue id: expected a whole number from 0 to 2147483647, found {queue_id!r:.80}")
 
@@ -737,7 +737,7 @@ def check_fields(queue_id: object, sys_flag: object) -> None:
 
     Raises:
         MessageIllegalError: ``queue_id`` is none.
-        TypeError: ``sys_flag`` is no whole number.
+        TypeError: ``sys_flag`` is not a whole number.
     """
     check_queue_id(queue_id)
     if not hasattr(sys_flag, "__index__"):

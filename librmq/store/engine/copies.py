@@ -164,7 +164,7 @@ class CopyWriter:
 
         Raises:
             MessageIllegalError: The message can't be appended.
-            RecordError: The bytes are no record.
+            RecordError: The bytes are not a record.
         """
         lane = self._appender.lanes.get(target[:2]) or self._appender.lane(*target[:2])
         return prepare_again(record, target, lane, self._appender.log.file_size - record_format.BLANK_SIZE)

@@ -373,7 +373,7 @@ def unwrapped(log: CommitLog, message: StoredMessage) -> list[StoredMessage]:
     """Return the messages of a record, as `inner_messages` does.
 
     Raises:
-        CorruptionError: The body is no batch.
+        CorruptionError: The body is not a batch.
     """
     try:
         return inner_messages(message)

@@ -218,7 +218,9 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
             raise CorruptionError(path, position, "entry", f"{mismatch}{_ADVICE}")
         if state.min_offset < min(queue.stored_begin, state.max_offset):  # retention keeps what the log has
             path, position = queue.place_of(state.min_offset)
-            mismatch = f"expected the begin at queue offset {state.min_offset}, as closed, found {queue.stored_begin}"
+            mismatch = (
+                f"expected the first entry at queue offset {state.min_offset}, as closed, found {queue.stored_begin}"
+            )
             raise CorruptionError(path, position, "missing", f"{mismatch}{_ADVICE}")
         queue.min_offset = max(queue.min_offset, state.min_offset)
         return self._open.setdefault(name, queue)

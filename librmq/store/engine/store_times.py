@@ -272,7 +272,7 @@ class StoreTimes:
         return self._bisect(queue, offsets, time_ms - self._setback_ms)
 
     def behind(self, queue: TimedQueue, time_ms: int, offsets: range) -> int:
-        """Return a begin of some offsets: its record and all later ones of the log were stored at a time or later.
+        """Return the start of some offsets: its record and all later ones of the log were stored at a time or later.
 
         Only for a log whose order is known, see `covers_log`.
         """

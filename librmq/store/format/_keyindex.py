@@ -186,7 +186,7 @@ class KeyIndex(Closing):
         ``begin_ms``. Thread-safe.
 
         Raises:
-            TypeError: The topic or the key is no text.
+            TypeError: The topic or the key is not a text.
         """
         self._check_open()
         texts: tuple[object, ...] = (topic, key)
@@ -231,7 +231,7 @@ class KeyIndex(Closing):
         Records come in log order, those without keys too; one before the last indexed record is skipped.
 
         Raises:
-            TypeError: ``topic`` or one of the keys is no text, or ``keys`` is a single one.
+            TypeError: ``topic`` or one of the keys is not a text, or ``keys`` is a single one.
             ValueError: The topic or a key is empty, or a number is none from 0 on.
         """
         one_or_more: object = keys

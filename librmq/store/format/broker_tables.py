@@ -448,7 +448,7 @@ class ConfigTable:
         return rows.columns() if isinstance(rows, NumberRows) and rows.pairs() > few else None
 
     def unnamed(self) -> list[str]:
-        """Return the keys of a table of progress that name no topic and group, so that it is no group's."""
+        """Return the keys of a table of progress that name no topic and group, and so belong to no group."""
         rows: Rows | NumberRows = self._document[self._name]
         return [] if isinstance(rows, NumberRows) else [key for key in rows if topic_and_group(key) is None]
 

@@ -198,7 +198,7 @@ def _kind_without_queues(path: str, files: Files) -> StoreKind | None:
 
 
 def _listed(path: str, files: Files) -> list[FolderEntry]:
-    """List a folder; nothing if it has a link without a target and no log, because then it is no store."""
+    """List a folder; nothing if it has a link without a target and no log, because then it is not a store."""
     try:
         return files.list(path)
     except CorruptionError:
@@ -326,7 +326,7 @@ def list_queues(path: str, files: Files, *, ext: bool = False) -> list[tuple[str
     Plain files among the folders are ignored.
 
     Raises:
-        CorruptionError: The name of a folder is no topic or no queue id (kind ``name``).
+        CorruptionError: The name of a folder can't be a topic or a queue id (kind ``name``).
     """
     queues = []
     for topic, folder in _topics(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE, files):

@@ -126,7 +126,7 @@ def opened_database(folder: str, files: Files) -> Iterator[Database]:
 
 
 def _link(folder: str, linked: str, files: Files) -> tuple[str, ...]:
-    """Link the files of a database into another folder, and return their names; what is no file on disk is copied."""
+    """Link the files of a database into another folder, and return their names; copy what is not a file on disk."""
     entries = files.list(folder)
     for name, size, _, is_file in entries:
         source, target = os.path.join(folder, name), os.path.join(linked, name)

@@ -174,7 +174,7 @@ class TimerWheel:
         """Yield the used slots of the newest wheel of a store with their numbers.
 
         Raises:
-            CorruptionError: A file is no wheel; the slots of the newest sound one come first.
+            CorruptionError: A file is not a wheel; the slots of the newest sound one come first.
         """
         wheels = cls.files_in(store, files)
         if wheels and wheels[0].damage is None:

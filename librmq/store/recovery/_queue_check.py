@@ -383,9 +383,8 @@ class QueueCheck:
     def points_at(self, queue_offset: int, entry: ExpectedEntry) -> bool:
         """Return whether the queue's entry at ``queue_offset`` leads to this record."""
         raw = self.queue.read(queue_offset, 1)
-        return (
-            raw[:12] == entry.packed[:12]
-        )  # compare the size too, because zeros are no entry of the log's first record
+        # Compare the size too: the log's first record is at place 0, and zeros are not an entry of it.
+        return raw[:12] == entry.packed[:12]
 
     def _accept(self, claimed: int, entry: ExpectedEntry, queue_offset: int) -> None:
         if queue_offset != claimed and not self._is_light:

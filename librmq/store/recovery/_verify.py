@@ -38,7 +38,7 @@ from librmq.store.format.checkpoint import Checkpoint, has_abort
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
 from librmq.store.recovery._log_comparison import Reconciliation, Scope
 from librmq.store.recovery.missing_files import lacking_queues
-from librmq.store.recovery.saved_state import judge_begin, read_closed_state
+from librmq.store.recovery.saved_state import missing_first_files, read_closed_state
 
 _T = TypeVar("_T")
 
@@ -207,7 +207,7 @@ class _StoreCheck:
 
     def _first_files(self, log: CommitLog) -> None:
         """Note that the log has lost its first files, or may have."""
-        damage, note = judge_begin(self._path, log, self._files, self._config, was_closed=self._closed)
+        damage, note = missing_first_files(self._path, log, self._files, self._config, was_closed=self._closed)
         if damage is not None:
             self._damages.append(damage)
         elif note:

@@ -497,7 +497,7 @@ class Recovery:
         return names - scope.all_of
 
     def _widened(self, scope: Scope, names: frozenset[QueueName]) -> tuple[int, Scope]:
-        """Return the log's begin, and a scope with all records of some queues."""
+        """Return the log's start, and a scope with all records of some queues."""
         begin = self._parts.log.begin
         return begin, replace(scope, all_of=scope.all_of | names) if self._clean else Scope(begin)
 

@@ -152,8 +152,7 @@ def load(  # noqa: PLR0913 (one call for each way to open)
                 cuts = opening.cuts
                 return opening.parts(levels, bitmap_of)
         except (MarkError, CorruptionError) as error:
-            # Recovery without the mark reads more of the log and comes to the same end, so a damaged mark is no reason
-            # to refuse.
+            # Recovery without the mark reads more of the log and comes to the same end, so a damaged mark is ignored.
             why_whole = str(error) if is_wanted else ""
     parts = _Opening(path, config, files, clock, mode, is_brief, None, rebuilt).parts(levels, bitmap_of)
     parts.cuts[:0] = cuts

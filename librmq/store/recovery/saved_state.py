@@ -21,7 +21,7 @@ index have everything of the records before ``log_end``. It can't hide a loss:
 - It counts once: opening for writing deletes it, durably, before any file changes.
 - It counts where it was written, until a restart: it names the start of the system (Linux only) and the folder.
   Stores with extension units have no marks.
-- The files must agree: the log's begin and last record, the number of index files and the last entry of each, and the
+- The files must agree: the log's first and last record, the number of index files and the last entry of each, and the
   last entry of each file of a queue. What was deleted, put back from an older copy, or recovered by a broker
   contradicts this; then the recovery starts again without the mark.
 - It is withdrawn by a close, before retention deletes a file of the log, and where queues, index or checkpoint could
@@ -232,7 +232,7 @@ def _without_deleted(state: StoreState, path: str, files: Files) -> StoreState:
 # ---- the beginning of a log that lacks files
 
 
-class LogBegin(NamedTuple):
+class FirstFiles(NamedTuple):
     """What is known about log files before the first one that is there."""
 
     missing: Damage | None = None
@@ -241,11 +241,13 @@ class LogBegin(NamedTuple):
     """What missing files and a kill in the middle of a retention both explain."""
 
 
-def judge_begin(path: str, log: CommitLog, files: Files, config: StoreConfig, *, was_closed: bool) -> LogBegin:
+def missing_first_files(
+    path: str, log: CommitLog, files: Files, config: StoreConfig, *, was_closed: bool
+) -> FirstFiles:
     """Return whether the log has lost its first files, as far as a note of librmq or a queue or index file tells.
 
     Retention deletes up to `FILES_A_ROUND` log files, then the files of queues and index that are only about them. So
-    one that is further below the log's begin tells that files are missing. Without one nothing does.
+    one that is further below the log's start tells that files are missing. Without one nothing does.
     """
     closed, mark = read_closed_state(path, files), None if was_closed else read_mark(path, files)
     begin, when = log.begin, "at the last flush"
@@ -256,19 +258,19 @@ def judge_begin(path: str, log: CommitLog, files: Files, config: StoreConfig, *,
     place = log.sequence.path(begin)
     if begin < log.begin:
         what = f"the log began at {begin} {when}, and begins at {log.begin}"
-        return LogBegin(Damage(place, begin, directory.MISSING_LOG, what, log.begin - begin))
+        return FirstFiles(Damage(place, begin, directory.MISSING_LOG, what, log.begin - begin))
     if any(known is not None and known.log_begin == begin for known in (closed, mark and mark.state)):
-        return LogBegin()
+        return FirstFiles()
     with suppress(CorruptionError, StoreIOError):  # other damage, which is found where it is read
         if (lacking := lacks_all_records(path, files, log)) is not None:
-            return LogBegin(Damage(place, begin, directory.MISSING_LOG, lacking))
+            return FirstFiles(Damage(place, begin, directory.MISSING_LOG, lacking))
         limit = begin - FILES_A_ROUND * log.file_size
         if (old := _untrimmed_file(path, files, config, limit)) is not None:
-            return LogBegin(Damage(place, begin, directory.MISSING_LOG, _describe(begin, old, limit)))
+            return FirstFiles(Damage(place, begin, directory.MISSING_LOG, _describe(begin, old, limit)))
         if (old := _untrimmed_file(path, files, config, begin)) is not None:
-            why = "files of its begin are missing, or a kill ended a retention"
-            return LogBegin(note=f"{_describe(begin, old, 'it')}: {why}")
-    return LogBegin()
+            why = "its first files are missing, or a kill ended a retention"
+            return FirstFiles(note=f"{_describe(begin, old, 'it')}: {why}")
+    return FirstFiles()
 
 
 def lacks_all_records(path: str, files: Files, log: CommitLog) -> str | None:
