@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.broker._administered_route import AdministeredRoute as AdministeredRoute
+    from librmq.broker._administered_route import StoreRoute as StoreRoute
     from librmq.broker._queue_locks import QueueLocks as QueueLocks
-    from librmq.broker.administered_route import AdministeredRoute as AdministeredRoute
-    from librmq.broker.administered_route import StoreRoute as StoreRoute
     from librmq.broker.broker import Broker as Broker
     from librmq.broker.config import BrokerConfig as BrokerConfig
     from librmq.protocol import ConnectedClient as ConnectedClient
@@ -22,7 +22,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.broker.administered_route": ("AdministeredRoute", "StoreRoute"),
+            "librmq.broker._administered_route": ("AdministeredRoute", "StoreRoute"),
             "librmq.broker.broker": ("Broker",),
             "librmq.broker._queue_locks": ("QueueLocks",),
             "librmq.broker.config": ("BrokerConfig",),

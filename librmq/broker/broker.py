@@ -22,10 +22,11 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 
+from librmq.broker._administered_route import StoreRoute
 from librmq.broker._administration import ResetHook
 from librmq.broker._context import BrokerContext, BrokerLife, BrokerSteps
 from librmq.broker._transactions import DiscardHook
-from librmq.broker.administered_route import StoreRoute, check_id
+from librmq.broker.arguments import check_id
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
 from librmq.broker.handlers._parts import BrokerParts
 from librmq.broker.handlers._send import SendHandler

@@ -352,6 +352,40 @@ def retry_of(letter: StoredMessage, group: str) -> SendMessage:
     return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host, max_reconsume_times=1)
 
 
+def resend_letters(
+    route: Route,
+    group: str,
+    messages: Callable[[str], Iterable[StoredMessage]],
+    letters: Iterable[StoredMessage] | None,
+    *,
+    only_unsent: bool,
+) -> int:
+    """Send dead letters to their group again, as `AdministeredRoute.resend_dead_letters`; return their number.
+
+    ``messages(topic)`` returns those of a topic at all brokers.
+    """
+    requests = None
+    if letters is not None:
+        # `retry_of` refuses what is no letter before it is asked for its place.
+        checked = [(retry_of(letter, group), letter) for letter in letters]
+        requests = {letter_identity(letter): request for request, letter in checked}
+    if requests is None or only_unsent:
+        unsent, unknown = find_unsent(route, group, messages)
+        if unknown:
+            _log.warning(UNKNOWN_RESENDS, group=group, letters=unknown)
+        if requests is not None:
+            unsent = {name: [letter for letter in part if letter in requests] for name, part in unsent.items()}
+        return resend_unsent(route, group, unsent)
+    left, names = dict(requests), route.broker_names()
+    for name in names:  # the broker that has a letter notes it
+        for letter in resend_by(route, name, group, tuple(left), only_unsent=False):
+            del left[letter]
+    for request in left.values():
+        having = (data.broker_name for data in route.topic_route(request.message.topic))
+        route.endpoint(next((name for name in having if name in names), names[0])).call(request)
+    return len(requests)
+
+
 def find_unsent(
     route: Route, group: str, messages: Callable[[str], Iterable[StoredMessage]]
 ) -> tuple[dict[str, list[LetterIdentity]], int]:

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import Final, Self, TypeVar
 
 from librmq.broker import AdministeredRoute, Broker, BrokerConfig
-from librmq.broker.administered_route import check_id
+from librmq.broker.arguments import check_id
 from librmq.cluster._sites import SiteRoute
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError

@@ -17,8 +17,8 @@ import pytest
 
 import librmq
 from librmq.broker import retries
+from librmq.broker._administered_route import AdministeredRoute
 from librmq.broker._administration import Administration
-from librmq.broker.administered_route import AdministeredRoute
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MessageIllegalError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File

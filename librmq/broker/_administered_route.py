@@ -13,30 +13,28 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, ParamSpec, TypeVar
 
+from librmq.broker.arguments import check_id, check_key, check_names, no_such_group, no_such_topic, target_of
 from librmq.broker.groups import group_settings
 from librmq.broker.topics import check_topic_settings, refuse_own_topic
-from librmq.config import Seconds, suggest, to_seconds, to_timestamp_ms
+from librmq.config import Seconds, to_seconds
 from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
     ConfigError,
     GroupBehindError,
     MalformedError,
-    MessageIllegalError,
 )
 from librmq.message import MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.topics import (
     WAITING_TOPICS,
     TopicType,
-    is_own_group,
     is_system_topic,
     validate_group,
     validate_topic,
 )
 from librmq.protocol import (
     NOT_SENT_HERE,
-    PERM_INHERIT,
     PERM_READ,
     PERM_WRITE,
     CancelMessage,
@@ -78,7 +76,6 @@ from librmq.protocol import (
 from librmq.runtime import Runner
 from librmq.runtime.closing import AsyncClosing
 from librmq.runtime.event_log import EventLog
-from librmq.store.format.documents import letter_identity
 
 if TYPE_CHECKING:
     from librmq.store import BrokerTables, MessageStore
@@ -93,41 +90,6 @@ _PULLER: Final = "TOOLS_CONSUMER"
 _AT_ONCE: Final = 32
 _MOST_OF_AN_ID: Final = 32
 """Messages that a broker of RocketMQ returns for an id."""
-
-
-def check_names(**names: object) -> None:
-    """Refuse names of topics or groups that are not text. Any text passes: brokers can have any name.
-
-    Raises:
-        MessageIllegalError: A name is not text.
-    """
-    for what, name in names.items():
-        if not isinstance(name, str):
-            raise MessageIllegalError(f"{what}: expected text, found {name!r:.80}")
-
-
-def check_id(message_id: object) -> None:
-    """Refuse an id that is no text, before any broker is asked.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    if not isinstance(message_id, str):
-        raise ConfigError(f"message_id: expected the text of an id, found {message_id!r:.80}")
-
-
-def check_key(topic: str, key: object, max_messages: object) -> None:
-    """Refuse a search that no broker can make, before any is asked.
-
-    Raises:
-        MessageIllegalError: There can be no such topic.
-        ConfigError: The key is no text, or the number no whole number.
-    """
-    validate_topic(topic)
-    if not isinstance(key, str):
-        raise ConfigError(f"key: expected text, found {key!r:.80}")
-    if type(max_messages) is not int:
-        raise ConfigError(f"max_messages: expected a whole number, found {max_messages!r:.80}")
 
 
 class AdministeredRoute(Route, AsyncClosing):
@@ -251,7 +213,7 @@ class AdministeredRoute(Route, AsyncClosing):
         validate_group(group)
         settings = self._all_settings()
         if group not in settings:
-            raise _no_such_group(group, settings)
+            raise no_such_group(group, settings)
         return settings[group]
 
     def set_group(
@@ -377,7 +339,7 @@ class AdministeredRoute(Route, AsyncClosing):
                 group there.
         """
         check_names(group=group, topic=topic)
-        request = MoveGroup(group, topic, _target(to), queue_id)
+        request = MoveGroup(group, topic, target_of(to), queue_id)
         if queue_id is not None and type(queue_id) is not int:
             raise ConfigError(f"queue_id: expected a whole number or None, found {queue_id!r:.80}")
         moved: dict[MessageQueue, int] = {}
@@ -393,8 +355,8 @@ class AdministeredRoute(Route, AsyncClosing):
                 moved.update(part)
         if not moved and refusals:
             if refusals[0].code == ResponseCode.TOPIC_NOT_EXIST:
-                raise _no_such_topic(topic, self.topics()) from refusals[0]
-            raise _no_such_group(group, self.groups()) from refusals[0]
+                raise no_such_topic(topic, self.topics()) from refusals[0]
+            raise no_such_group(group, self.groups()) from refusals[0]
         return dict(sorted(moved.items()))
 
     def join(self, timeout: float | timedelta = 30) -> None:
@@ -525,31 +487,11 @@ class AdministeredRoute(Route, AsyncClosing):
                 ``only_unsent`` is given.
             MalformedError: The file of the notes holds something else.
         """
-        from librmq.broker.retries import UNKNOWN_RESENDS, find_unsent, resend_by, resend_unsent, retry_of
+        from librmq.broker.retries import resend_letters
 
         validate_group(group)
         self._check_open()
-        requests = None
-        if letters is not None:
-            # `retry_of` refuses what is no letter before it is asked for its place.
-            checked = [(retry_of(letter, group), letter) for letter in letters]
-            requests = {letter_identity(letter): request for request, letter in checked}
-        if requests is None or only_unsent:
-            unsent, unknown = find_unsent(self, group, self.messages)
-            if unknown:
-                _log.warning(UNKNOWN_RESENDS, group=group, letters=unknown)
-            if requests is not None:
-                unsent = {name: [letter for letter in part if letter in requests] for name, part in unsent.items()}
-            return resend_unsent(self, group, unsent)
-        left, endpoints = dict(requests), dict(self._endpoints())
-        for name in endpoints:  # the one that has a letter notes it
-            for letter in resend_by(self, name, group, tuple(left), only_unsent=False):
-                del left[letter]
-        for request in left.values():
-            names = [data.broker_name for data in self.topic_route(request.message.topic)]
-            name = next((name for name in names if name in endpoints), next(iter(endpoints)))
-            endpoints[name].call(request)
-        return len(requests)
+        return resend_letters(self, group, self.messages, letters, only_unsent=only_unsent)
 
     def cancel(self, receipt: SentMessage | str) -> CancelResult:
         """Cancel the delivery of a message that waits in a delay level, the timer or the relay.
@@ -653,37 +595,6 @@ def _unless_absent(broker: Endpoint, request: Request[Mapping[MessageQueue, T]])
 def _by_time(logs: Iterable[Iterable[StoredMessage]]) -> Iterator[StoredMessage]:
     """Merge the messages of brokers by time; those of one broker keep their order, also if its clock was put back."""
     return heapq.merge(*logs, key=lambda message: message.store_timestamp_ms)
-
-
-def _no_such_topic(topic: str, topics: Mapping[str, TopicDescription]) -> BrokerError:
-    of_users = [name for name, known in topics.items() if known.kind == "user" and not known.permission & PERM_INHERIT]
-    return BrokerError(ResponseCode.TOPIC_NOT_EXIST, f"topic {topic!r} does not exist; {suggest(topic, of_users)}")
-
-
-def _no_such_group(group: str, groups: Iterable[str]) -> BrokerError:
-    near = suggest(group, [name for name in groups if not is_own_group(name)])
-    return BrokerError(
-        ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
-        f"group {group!r} does not exist; {near} (set_group creates a group)",
-    )
-
-
-def _target(to: object) -> Literal["begin", "end"] | datetime | int:
-    """Return where a group moves to.
-
-    Raises:
-        ConfigError: It is no place in a queue.
-    """
-    if isinstance(to, datetime) and to.tzinfo is not None:
-        to_timestamp_ms("to", to)
-        return to
-    if type(to) is int and to >= 0:
-        return to
-    if to == "begin" or to == "end":
-        return to
-    raise ConfigError(
-        f"to: expected 'begin', 'end', a time with a time zone or a queue offset of at least 0, found {to!r:.80}"
-    )
 
 
 def _consume_topic(
