@@ -10,8 +10,9 @@ import argparse
 import ast
 import importlib
 import re
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,13 @@ def _exports(tree: ast.Module) -> list[str]:
     return []
 
 
+def find(package: Any, path: str) -> Any:
+    """Return what a name of librmq stands for; the import itself where that is another package's."""
+    item = _target(package[path.removeprefix("librmq.")])
+    # griffe lets a module win over what its package imports from it by the same name.
+    return _target(item[item.name]) if not item.is_alias and item.is_module else item
+
+
 class Listing:
     """The lines of the file: a class has its public members below it, those that it inherits within librmq too."""
 
@@ -69,14 +77,8 @@ class Listing:
         self._homes: dict[str, str] = {}
         for module, names in self._names.items():  # the deepest package that promises an object is its home
             for name in names:
-                path = _path(self._object(f"{module}.{name}"))
+                path = _path(find(self._package, f"{module}.{name}"))
                 self._homes[path] = max(self._homes.get(path, ""), f"{module}.{name}", key=lambda home: home.count("."))
-
-    def _object(self, path: str) -> Any:
-        """Return what a name of librmq stands for; the import itself where that is another package's."""
-        item = _target(self._package[path.removeprefix("librmq.")])
-        # griffe lets a module win over what its package imports from it by the same name.
-        return _target(item[item.name]) if not item.is_alias and item.is_module else item
 
     def lines(self) -> Iterator[str]:
         """Yield what modules promise, then the keywords that their signatures name."""
@@ -84,7 +86,7 @@ class Listing:
         for module, names in self._names.items():
             yield f"\n{module}"
             for name in names:
-                promise = self._object(f"{module}.{name}")
+                promise = find(self._package, f"{module}.{name}")
                 home = self._homes[_path(promise)]
                 lines = [f"{name} = {home}"] if home != f"{module}.{name}" else [*self._lines_of(name, promise)]
                 for line in lines:
@@ -99,7 +101,7 @@ class Listing:
         """Return the class of keywords that a signature of a promised name has."""
         for scope in (user, *(user.mro() if user.is_class else ())):
             try:
-                return self._object(scope.resolve(kind))
+                return find(self._package, scope.resolve(kind))
             except (griffe.NameResolutionError, KeyError):
                 continue
         raise LookupError(f"{user.path} takes Unpack[{kind}], which is found neither there nor in a base")
@@ -120,7 +122,7 @@ class Listing:
         if not path.startswith("librmq."):
             return str(base)
         try:
-            return str(base) if _path(self._object(path)) in self._homes else ""
+            return str(base) if _path(find(self._package, path)) in self._homes else ""
         except KeyError:
             return ""
 
@@ -182,18 +184,27 @@ def api() -> str:
     return "\n".join([HEAD.rstrip(), *Listing().lines(), *command_lines(), ""])
 
 
-def broken_since(tag: str) -> Iterable[str]:
-    """Return what breaks callers of the promised names of a tagged version."""
-    names = promised()
-    paths = {f"{module}.{name}" for module in names for name in names[module]}
-    old, new = (
-        griffe.load_git("librmq", ref=tag, repo=CHECKOUT, allow_inspection=False),
-        griffe.load("librmq", search_paths=[CHECKOUT], allow_inspection=False),
-    )
-    for breakage in griffe.find_breaking_changes(old, new):
-        path = breakage.obj.path
-        if any(path == promise or path.startswith(f"{promise}.") for promise in paths):
-            yield breakage.explain(griffe.ExplanationStyle.ONE_LINE)
+def broken_since(tag: str) -> Iterator[str]:
+    """Yield what breaks callers of the names that a tagged version promised."""
+    command = ["git", "show", f"{tag}:{API.name}"]
+    written = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
+    old = griffe.load_git("librmq", ref=tag, repo=CHECKOUT, allow_inspection=False)
+    new = griffe.load("librmq", search_paths=[CHECKOUT], allow_inspection=False)
+    module = ""
+    for line in written.splitlines():
+        module = line or module if line.startswith("librmq") and " " not in line else "" if not line else module
+        promise = re.match(r"    (?:async |overloaded )*(?:class |def |property )?(\w+)", line)
+        if module and promise:
+            path = f"{module}.{promise[1]}"
+            try:
+                before, after = find(old, path), find(new, path)
+            except KeyError:
+                yield f"{path}: it was removed"
+                continue
+            if not before.is_alias and not after.is_alias:
+                for breakage in griffe.find_breaking_changes(before, after):
+                    member = breakage.obj.path.removeprefix(after.path).removeprefix(before.path)
+                    yield " ".join(f"{path}{member}: {breakage.kind.value} {breakage.details}".split())
 
 
 def main(arguments: list[str]) -> int:
