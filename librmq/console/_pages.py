@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Final
 
@@ -34,6 +35,8 @@ _FEW: Final = 20_000
 """Messages of a store in which the overview looks for findings by itself."""
 _FEW_QUEUES: Final = 512
 _BODY: Final = 64 << 10
+_FINDINGS_MS: Final = 30_000
+"""For so long an overview shows the findings that it has, because it is asked every few seconds."""
 _PAIRS: Final = 5_000
 """Groups and topics of which progress is added up."""
 
@@ -49,6 +52,8 @@ class Pages:
         self.bodies = bodies
         self.allow_changes = allow_changes and place.route is not None
         self._samples = Samples()
+        self._found: tuple[int, list[Finding]] | None = None
+        """When the overview last looked for findings, and those."""
 
     def overview(self, query: Query) -> Page:
         """Show what flows, what waits, and what needs attention."""
@@ -63,11 +68,13 @@ class Pages:
             lags = {group.group: group.lag for group in progress.by_group()}
             letters = {group: sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values())) for group in shown}
             messages = sum(len(ids) for queues in ranges.values() for ids in queues)
+            log = view if isinstance(view, StoreView) else None
+            disk = self._disk(log)
+            findings = self._findings(log, now_ms, messages, sum(map(len, ranges.values())))
         total, dead = sum(lags.values()), sum(letters.values())
         worst = sorted(shown, key=lambda group: (-lags.get(group, -1), group))[:ROWS]
         busiest = sorted(ends, key=lambda topic: (-(self._samples.stored_per_s(topic) or 0), -ends[topic], topic))
-        findings, note = self._findings(messages, sum(map(len, ranges.values())))
-        notes = [note] if note else []
+        notes = []
         if len(shown) < len(groups):
             notes.append(f"Of {number(len(groups))} groups the first {ROWS} were asked for.")
         return Page(
@@ -77,7 +84,7 @@ class Pages:
                 Fact("stored", rate(self._samples.stored_per_s()), "in the last minute, since this page was opened"),
                 Fact("wait for a group", number(total), f"of {number(len(groups))} groups", "warn" if total else ""),
                 Fact("dead letters", number(dead), "", "bad" if dead else ""),
-                *self._disk(),
+                *disk,
             ],
             [findings, self._groups_table(worst, lags, letters, len(groups)), self._busiest(busiest[:10], ends)],
             notes,
@@ -117,27 +124,31 @@ class Pages:
         ]
         return Table("Busiest topics", ("topic", "messages so far", "stored"), rows, "", "No topic yet.")
 
-    def _disk(self) -> list[Fact]:
+    def _disk(self, log: StoreView | None) -> list[Fact]:
         folder = self.place.folder if self.place.broker is None else self.place.broker.store.path
         if folder is None or not os.path.isdir(folder):  # the files of a kit are in memory
             return []
-        with self.place.log() as view:
+        with self.place.log() if log is None else nullcontext(log) as view:
             use = disk_use(folder, view.store.config)
         nearest = next((limit for limit in use.thresholds if limit.ratio > use.used_ratio), None)
         note = "" if nearest is None else f"{size(nearest.free_bytes)} until {nearest.ratio:.0%} of the disk are used"
         return [Fact("on disk", size(use.allocated_bytes), note, "bad" if nearest is None else "")]
 
-    def _findings(self, messages: int, queues: int) -> tuple[Table, str]:
+    def _findings(self, log: StoreView | None, now_ms: int, messages: int, queues: int) -> Table:
         """Return the findings of a small store; of a large one the page that looks for them is named."""
         columns = ("severity", "about", "what", "next")
         if not self.place.has_log:
-            return Table("Findings", columns, [], nothing="They need the log, which is on the broker's machine."), ""
+            return Table("Findings", columns, [], nothing="They need the log, which is on the broker's machine.")
         if messages > _FEW or queues > _FEW_QUEUES:
-            return Table("Findings", columns, [], nothing="The page Findings looks for them: this store is large."), ""
-        return Table("Findings", columns, _finding_rows(self._diagnosed()), nothing="Nothing needs attention."), ""
+            return Table("Findings", columns, [], nothing="The page Findings looks for them: this store is large.")
+        found = self._found
+        if found is None or not 0 <= now_ms - found[0] < _FINDINGS_MS:
+            found = self._found = now_ms, self._diagnosed(log)
+        note = f"As of {moment(found[0])}." if found[0] < now_ms else ""
+        return Table("Findings", columns, _finding_rows(found[1]), note, "Nothing needs attention.")
 
-    def _diagnosed(self) -> list[Finding]:
-        with self.place.log() as view:
+    def _diagnosed(self, log: StoreView | None = None) -> list[Finding]:
+        with self.place.log() if log is None else nullcontext(log) as view:
             return [finding for finding in diagnose(view, check=False) if finding.kind != "not-verified"]
 
     def findings(self, query: Query) -> Page:
