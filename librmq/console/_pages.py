@@ -64,8 +64,8 @@ class Pages:
             progress = self._lag(view, shown)
             ranges = {topic: view.queues(topic).values() for topic in view.listed_topics}
             ends = {topic: sum(ids.stop for ids in queues) for topic, queues in ranges.items()}
-            self._samples.add(_sample(now_ms, ends, progress, shown))
             lags = {group.group: group.lag for group in progress.by_group()}
+            self._samples.add(_sample(now_ms, ends, progress, {group: lags.get(group, 0) for group in shown}))
             letters = {group: sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values())) for group in shown}
             messages = sum(len(ids) for queues in ranges.values() for ids in queues)
             log = view if isinstance(view, StoreView) else None
@@ -480,13 +480,12 @@ class Pages:
         )
 
 
-def _sample(now_ms: int, ends: Mapping[str, int], progress: Lag, groups: Sequence[str]) -> Sample:
-    lags = {row.group: row.lag for row in progress.by_group()}
+def _sample(now_ms: int, ends: Mapping[str, int], progress: Lag, lags: Mapping[str, int]) -> Sample:
     positions: Counter[str] = Counter()
     if len(progress.topics) <= _PAIRS:
         for part in progress.topics:
             positions[part.group] += sum(offset or 0 for offset in part.consumer_offsets)
-    return Sample(now_ms, dict(ends), {group: lags.get(group, 0) for group in groups}, dict(positions))
+    return Sample(now_ms, dict(ends), lags, dict(positions))
 
 
 def _finding_rows(findings: Iterable[Finding]) -> list[list[Cell]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -336,7 +336,10 @@ def consistency_findings(view: StoreView, limits: Thresholds, group_lag: Lag) ->
     broker = view.broker
     if broker is None:
         return
-    waiting = {(row.group, row.topic, row.queue_id): row.lag for row in group_lag if row.lag}
+    waiting: defaultdict[str, dict[tuple[str, int], int]] = defaultdict(dict)
+    for row in group_lag:
+        if row.lag:
+            waiting[row.group][row.topic, row.queue_id] = row.lag
     for client_id in sorted(broker.shared_client_ids()):
         yield Finding(
             "shared-client-id", "error", f"client {client_id}",
@@ -348,21 +351,20 @@ def consistency_findings(view: StoreView, limits: Thresholds, group_lag: Lag) ->
             continue
         connections = broker.connections(group)
         if connections is None:
-            yield from _absence_findings(group, waiting)
+            yield from _absence_findings(group, waiting[group])
             continue
         states = broker.instances(group)
         differences = group_differences(
             {client_id: comparable(topics) for client_id, topics in connections.subscriptions_by_client.items()}
         )
         for difference in differences:
-            yield _subscription_finding(view, group, difference, states, waiting)
+            yield _subscription_finding(view, group, difference, states, waiting[group])
         yield from _mode_findings(group, states)
         if connections.model is MessageModel.CLUSTERING and not differences and all(states.values()):
-            yield from _owner_findings(view, connections, states, waiting)
+            yield from _owner_findings(view, connections, states, waiting[group])
 
 
-def _absence_findings(group: str, waiting: Mapping[tuple[str, str, int], int]) -> Iterator[Finding]:
-    counts = {(topic, queue_id): count for (owner, topic, queue_id), count in waiting.items() if owner == group}
+def _absence_findings(group: str, counts: Mapping[tuple[str, int], int]) -> Iterator[Finding]:
     if counts:
         yield Finding(
             "group-not-running", "warning", f"group {group}",
@@ -377,7 +379,7 @@ def _subscription_finding(
     group: str,
     difference: TopicDifference,
     states: States,
-    waiting: Mapping[tuple[str, str, int], int],
+    waiting: Mapping[tuple[str, int], int],
 ) -> Finding:
     held = [
         f"{client_id}: {', '.join(queue_ids)}"
@@ -385,7 +387,7 @@ def _subscription_finding(
         if state is not None
         and (queue_ids := [str(held.queue.queue_id) for held in state.queues if held.queue.topic == difference.topic])
     ]
-    unread = sum(count for (owner, topic, _), count in waiting.items() if (owner, topic) == (group, difference.topic))
+    unread = sum(count for (topic, _), count in waiting.items() if topic == difference.topic)
     unread_ids = ""
     if not difference.without:
         what = "a message that does not match the filter of its queue's owner is skipped for good"
@@ -429,7 +431,7 @@ def _mode_findings(group: str, states: States) -> Iterator[Finding]:
 
 
 def _owner_findings(
-    view: StoreView, connections: GroupConnections, states: States, waiting: Mapping[tuple[str, str, int], int]
+    view: StoreView, connections: GroupConnections, states: States, waiting: Mapping[tuple[str, int], int]
 ) -> Iterator[Finding]:
     group, broker = connections.group, view.broker
     assert broker is not None
@@ -472,14 +474,14 @@ def _share_findings(group: str, topic: str, shares: Mapping[str, int]) -> Iterat
 
 
 def _ownership_findings(
-    group: str, topic: str, owners: Mapping[int, list[str]], waiting: Mapping[tuple[str, str, int], int]
+    group: str, topic: str, owners: Mapping[int, list[str]], waiting: Mapping[tuple[str, int], int]
 ) -> Iterator[Finding]:
     unowned = [queue_id for queue_id, client_ids in owners.items() if not client_ids]
     doubled: dict[str, Any] = {
         str(queue_id): client_ids for queue_id, client_ids in owners.items() if len(client_ids) > 1
     }
     if unowned:
-        unread = sum(waiting.get((group, topic, queue_id), 0) for queue_id in unowned)
+        unread = sum(waiting.get((topic, queue_id), 0) for queue_id in unowned)
         yield Finding(
             "queues-without-owner", "error", f"group {group}, topic {topic}",
             f"{len(unowned)} of {len(owners)} queues have no instance; {unread:,} messages wait there.",

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import accumulate, chain, compress, count, groupby, pairwise, repeat, starmap
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE
@@ -180,8 +179,7 @@ class Lag:
 
     def by_group(self) -> list[GroupLag]:
         """Return the lag of each group, sorted."""
-        groups = groupby(self.by_topic(), key=itemgetter(0))
-        return [_sums_of_group(group, list(topics)) for group, topics in groups]
+        return self._rows.by_group()
 
     def rates_since(self, earlier: Lag) -> list[GroupRate]:
         """Return the rates between an earlier measurement and this one, for each group and topic of both.
@@ -194,14 +192,6 @@ class Lag:
         before = {columns[:2]: columns for columns in earlier.topics}
         pairs = [(before[columns[:2]], columns) for columns in self.topics if columns[:2] in before]
         return [rate for old, columns in pairs if (rate := rate_between(old, columns, seconds)) is not None]
-
-
-def _sums_of_group(group: str, topics: Sequence[TopicLag]) -> GroupLag:
-    new, again = (sum(topic.lag for topic in topics if topic.is_again is is_again) for is_again in (False, True))
-    times_ms = (topic.oldest_timestamp_ms for topic in topics)
-    oldest_ms = min((time_ms for time_ms in times_ms if time_ms is not None), default=None)
-    queues = sum(topic.queues for topic in topics)
-    return GroupLag(group, len(topics), queues, new + again, new, again, oldest_ms)
 
 
 def rate_between(earlier: TopicProgress, later: TopicProgress, seconds: float) -> GroupRate | None:
@@ -247,7 +237,7 @@ def lag(
     if isinstance(source, ClusterView):
         return Lag(_topics_of(source, group, topic, includes_own, source.stored_at if times else None), None)
     with viewed(cast("Source", source)) as view:
-        progress = view.progress_columns()
+        progress = view.progress_columns
         if progress is None:  # numpy, whose import takes longer than few queues, is left out
             time_at = cache(lambda queue, start: _times_of(view, queue, [start])[0]) if times else None
             return Lag(_topics_of(view, group, topic, includes_own, time_at), view.now_ms)
@@ -368,6 +358,20 @@ class _Rows(Sequence[TopicProgress]):
         columns += [self._by_pair(sum, lags), self._by_pair(max, lags), _times(self._by_pair(min, self._oldest_ms))]
         columns += [self._by_pair(sum, column) for column in (self._is_unknown, is_beyond, deleted)]
         return [TopicLag(*row) for row in zip(*columns, strict=True)]
+
+    def by_group(self) -> list[GroupLag]:
+        """Return the sums of each group."""
+        lags, oldest_ms = self._by_pair(sum, self._terms[1]), self._by_pair(min, self._oldest_ms)
+        is_again = [topic.startswith(RETRY_PREFIX) for topic in self._topics]
+        sums = []
+        for group, group_places in groupby(range(len(self)), key=self._groups.__getitem__):
+            places = list(group_places)
+            topics = slice(places[0], places[-1] + 1)
+            total, again = sum(lags[topics]), sum(compress(lags[topics], is_again[topics]))
+            queues = self.bounds[topics.stop] - self.bounds[topics.start]
+            (oldest,) = _times([min(oldest_ms[topics])])
+            sums.append(GroupLag(group, len(places), queues, total, total - again, again, oldest))
+        return sums
 
     def _counts(self) -> list[int]:
         return [end - begin for begin, end in pairwise(self.bounds)]

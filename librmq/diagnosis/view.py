@@ -313,8 +313,9 @@ class StoreView(Closing):
                         progress.setdefault((group, topic), {})
             return progress
 
+    @cached_property
     def progress_columns(self) -> NumberColumns | None:
-        """Return the progress as columns, by topic and group; None if it is little, and `progress` quicker."""
+        """The progress as columns, by topic and group; None if it is little, and `progress` quicker."""
         columns = self.tables.offsets.columns(_FEW) if self.broker is None else None
         if columns is None and sum(map(len, self.progress.values())) > _FEW:
             columns = NumberColumns.of({(topic, group): row for (group, topic), row in self.progress.items()})
