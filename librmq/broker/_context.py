@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from librmq.broker._clients import Clients
@@ -34,7 +35,7 @@ from librmq.protocol import CopiedTables, ResponseCode, Watchers
 from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Inherited
-from librmq.runtime.runner import Aside, Owner, aside_by
+from librmq.runtime.runner import Aside, aside_by
 from librmq.scheduling.waiting import Cancellations, awaited_queues
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.broker_tables import ConfigTable
@@ -46,21 +47,8 @@ if TYPE_CHECKING:
 _log = EventLog("librmq.broker")
 
 
-class BrokerSteps:
-    """Creates the steps of one broker, which bear its name and run until its end."""
-
-    def __init__(self, runner: Runner, name: str, owner: Owner) -> None:
-        self.runner = runner
-        self.name = name
-        self._owner = owner
-
-    def step(self, what: str, run_due: Callable[[int], int | None]) -> Step:
-        """Return a step that calls a function; ``what`` completes its label."""
-        return Step(f"{self.name} {what}", run_due, self._owner)
-
-    def aside(self, what: str, wake: Callable[[int], None]) -> Aside | None:
-        """Return a function that waits for the disk without the lock; None under a manual clock."""
-        return aside_by(self.runner, f"{self.name} {what}", self._owner, wake)
+def _rests(now_ms: int) -> None:
+    """Do nothing, as a step whose work is not made yet."""
 
 
 class BrokerContext:
@@ -68,24 +56,23 @@ class BrokerContext:
 
     def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
         self,
-        steps: BrokerSteps,
+        life: BrokerLife,
+        runner: Runner,
         cluster_name: str,
         config: BrokerConfig,
         store: MessageStore,
         metrics: Metrics | None,
         tables: BrokerTables,
         registrations: Registrations,
-        changed: Callable[[], None],
         *,
         was_killed: bool,
     ) -> None:
-        """Build the shared parts from ``tables``, the broker's files; ``changed()`` is called when topics change.
+        """Build the shared parts from ``tables``, the broker's files.
 
         ``was_killed`` says that the last process did not close the store, so the progress of its last seconds is lost.
         """
-        runner = steps.runner
-        self.steps = steps
-        self.name = steps.name
+        self.life = life
+        self.name = name = life.name
         self.runner = runner
         self.cluster_name = cluster_name
         self.config = config
@@ -94,19 +81,22 @@ class BrokerContext:
         self.metrics = metrics
         self.tables = tables
         self.registrations = registrations
-        aside = steps.aside("writes its tables", lambda at: runner.wake(writing, at))
-        self.writing = TableWriter(store.flush, runner.now_ms, lambda: runner.wake(writing), aside)
-        writing = steps.step("writes its tables", self.writing.saver.run_due)
+        writing = self.step("writes its tables")
+        aside = self.aside("writes its tables", writing)
+        self.writing = TableWriter(store.flush, runner.now_ms, partial(runner.wake, writing), aside)
+        writing.run_due = self.writing.saver.run_due
         sweep_ms = round(1000 * config.sweep_pulls_every_s)
-        self.held = HeldRequests(sweep_ms, runner.now_ms, lambda at: runner.wake(holding, at))
-        holding = steps.step("answers held pulls", self.held.run_due)
+        holding = self.step("answers held pulls")
+        self.held = HeldRequests(sweep_ms, runner.now_ms, partial(runner.wake, holding))
+        holding.run_due = self.held.run_due
 
         def save(table: ConfigTable, now_ms: int) -> None:
             self.held.rules_changed()
             self.writing.save(table, now_ms)
 
-        self.topics = Topics(tables.topics, save, config, steps.name, cluster_name, runner.now_ms, changed)
+        self.topics = Topics(tables.topics, save, config, name, cluster_name, runner.now_ms, life.notify_watchers)
         self.groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
+        saving = self.step("saves progress")
         self.saving = Persistence(
             tables,
             self.writing,
@@ -114,9 +104,9 @@ class BrokerContext:
             config.save_offsets_every_s,
             store.flush,
             runner.now_ms,
-            lambda at: runner.wake(saving, at),
+            partial(runner.wake, saving),
         )
-        saving = steps.step("saves progress", self.saving.run_due)
+        saving.run_due = self.saving.run_due
         self.offsets = self.saving.offsets
         self.cancellations = Cancellations(store.path, store.files)
         if config.replica_of is None and self.cancellations.truncate(store.log.end):
@@ -134,7 +124,7 @@ class BrokerContext:
                 self._add_unlisted_topics()
         self.locks = QueueLocks(round(1000 * config.lock_expiry_s), runner.now_ms)
         self.clients = Clients(
-            steps.name,
+            name,
             runner,
             self.topics,
             self.groups,
@@ -143,6 +133,17 @@ class BrokerContext:
             metrics,
             self.saving.filters_changed,
         )
+
+    def step(self, what: str, run_due: Callable[[int], int | None] = _rests) -> Step:
+        """Return a step of the broker, which runs until its end; ``what`` completes its label.
+
+        What needs the step to be made, as to wake it, gives it its ``run_due`` afterwards.
+        """
+        return Step(f"{self.name} {what}", run_due, self.life)
+
+    def aside(self, what: str, step: Step) -> Aside | None:
+        """Return what waits for the disk without the lock, and then wakes a step; None under a manual clock."""
+        return aside_by(self.runner, f"{self.name} {what}", self.life, partial(self.runner.wake, step))
 
     def _add_unlisted_topics(self) -> None:
         """Make the topics that have messages and were lost, or for which messages wait; or warn of them."""
@@ -184,8 +185,8 @@ class BrokerLife:
         self.was_killed = False
         self.release_lock: Callable[[], object] = _nothing
         """Called in a forked child, in which no thread would release the locks of a write."""
-        self._name = name
-        self._path = path
+        self.name = name
+        self.path = path
         self._why = "was closed"
         self._watchers = Watchers()
 
@@ -209,7 +210,7 @@ class BrokerLife:
     @property
     def why_dead(self) -> str:
         """The reason why the handle can't be used."""
-        return f"{self._path}: this handle {self._why}"
+        return f"{self.path}: this handle {self._why}"
 
     def check_open(self) -> None:
         """Raise `StoreClosedError` after the broker's end."""
@@ -219,7 +220,7 @@ class BrokerLife:
     def refusal(self, error: StoreError) -> RmqError:
         """Return the error for clients for an error of the store."""
         if isinstance(error, StoreClosedError):
-            return BrokerUnreachableError(f"{self._name} is closed: {self.why_dead if self.dead else error}")
+            return BrokerUnreachableError(f"{self.name} is closed: {self.why_dead if self.dead else error}")
         kind, code = BrokerError, ResponseCode.SERVICE_NOT_AVAILABLE
         if isinstance(error, DiskFullError) or (isinstance(error, StoreIOError) and is_full(error)):
             kind = BrokerDiskFullError
@@ -227,7 +228,7 @@ class BrokerLife:
             kind = BrokerStoreFullError
         elif not isinstance(error, FlushFailedError):
             code = ResponseCode.SYSTEM_ERROR
-        return kind(code, f"{self._name}: {error}")
+        return kind(code, f"{self.name}: {error}")
 
     @contextmanager
     def errors(self) -> Iterator[None]:

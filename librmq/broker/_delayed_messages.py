@@ -68,7 +68,7 @@ class Deliveries:
 
     def __init__(self, context: BrokerContext, wake_flush: Callable[[], None] | None) -> None:
         """``wake_flush()`` wakes the step that flushes the store; None where a thread of the store does."""
-        runner, store, config, steps = context.runner, context.store, context.config, context.steps
+        runner, store, config = context.runner, context.store, context.config
         self._runner = runner
         self._store = store
         self._topics = context.topics
@@ -79,6 +79,7 @@ class Deliveries:
         self._cancellations = context.cancellations
         self._notify_watchers = context.writing.notify_watchers
         self.arrivals = Arrivals(runner, context.held, context.metrics, self._delayed, wake_flush)
+        self._delay = context.step("delivers delayed messages")
         self.schedule = DelaySchedule(
             store,
             context.tables,
@@ -87,33 +88,34 @@ class Deliveries:
             delivered=self._delivered,
             is_cancelled=self._cancellations.skips,
             persist=partial(context.writing.save, context.tables.delays),
-            aside=steps.aside("flushes for its delays", lambda at: runner.wake(self._delay, at)),
+            aside=context.aside("flushes for its delays", self._delay),
         )
-        self._delay = steps.step("delivers delayed messages", self.schedule.run_due)
+        self._delay.run_due = self.schedule.run_due
         self.timers: Timers | None = None
         timer_config = config.timers or _default_timers(store, is_relayed=config.hops)
         if timer_config is not None and config.replica_of is None:
+            timing = context.step("delivers what is due")
             self.timers = Timers.open(
                 store,
                 timer_config,
                 delivered=self._timed_out,
                 is_cancelled=self._cancellations.skips,
-                aside=steps.aside("saves its timers", lambda at: runner.wake(self._timing, at)),
+                aside=context.aside("saves its timers", timing),
             )
-            self._timing = steps.step("delivers what is due", self.timers.run_due)
-            self.arrivals.wake_by_topic[TIMER_TOPIC] = partial(self._wake, self._timing)
+            timing.run_due = self.timers.run_due
+            self.arrivals.wake_by_topic[TIMER_TOPIC] = partial(self._wake, timing)
         self.relay: HopProxy | None = None
         if config.hops:
+            relaying = context.step("sends on by levels", self._run_relay)
             self.relay = HopProxy(
                 store,
                 context.offsets,
                 delivered=self._relayed,
                 make_topic=self._make_target,
                 is_cancelled=self._cancellations.skips,
-                aside=steps.aside("flushes for its hops", lambda at: runner.wake(self._relaying, at)),
+                aside=context.aside("flushes for its hops", relaying),
             )
-            self._relaying = steps.step("sends on by levels", self._run_relay)
-            self.arrivals.wake_by_topic[HOP_TOPIC] = partial(self._wake, self._relaying)
+            self.arrivals.wake_by_topic[HOP_TOPIC] = partial(self._wake, relaying)
 
     @property
     def takes_any_delay(self) -> bool:

@@ -64,10 +64,9 @@ def refused_by_replica(name: str, master: str, kind: type) -> BrokerError:
 class Replication:
     """The replicas of one broker. Thread-safe."""
 
-    def __init__(self, context: BrokerContext, check_open: Callable[[], None]) -> None:
-        """``check_open()`` raises once the broker is closed."""
+    def __init__(self, context: BrokerContext) -> None:
         config = context.config
-        self._check_open = check_open
+        self._check_open = context.life.check_open
         self._context = context
         self._store = context.store
         self._clock = context.runner.clock

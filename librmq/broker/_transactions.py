@@ -51,7 +51,8 @@ class BrokerTransactions:
         self._finals: deque[FinalMessage] = deque()  # waiting readers are still to be woken for these
         self._lock = RLock()  # reentrant, because an append of an end can make retention ask for open halves
         self._waits = store.config.durability == "sync"
-        aside = context.steps.aside("flushes for its check", lambda at: runner.wake(self._step, at))
+        self._step = context.step("checks transactions", self._run_due)
+        aside = context.aside("flushes for its check", self._step)
         self._transactions = Transactions(
             store,
             context.offsets,
@@ -62,7 +63,6 @@ class BrokerTransactions:
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
         )
-        self._step = context.steps.step("checks transactions", self._run_due)
         arrivals.wake_by_topic[HALF_TOPIC] = self.prepared
 
     def half_stored(self, unique_key: str | None, physical_offset: int) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final, Self, TypeVar, Unpack
 
 from librmq.broker._administered_route import StoreRoute
 from librmq.broker._administration import ResetHook
-from librmq.broker._context import BrokerContext, BrokerLife, BrokerSteps
+from librmq.broker._context import BrokerContext, BrokerLife
 from librmq.broker._transactions import DiscardHook
 from librmq.broker.arguments import check_id
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
@@ -183,9 +183,8 @@ class Broker(StoreRoute, Endpoint):
         if not named.store.named and store_config is not None:
             store_config = infer_config(path, files).with_settings(recorded.over(Promises(), opens=True).named()[0])
         self._config = opened.broker
-        steps = BrokerSteps(self.runner, self.name, self._life)
         self._parts = parts = BrokerParts(
-            self._life, steps, path, self.cluster_name, opened.broker, store_config, files, self.metrics
+            self._life, self.runner, self.cluster_name, opened.broker, store_config, files, self.metrics
         )
         self.store, self._context, self._by_request = parts.store, parts.context, parts.by_request
         self._sending = parts.sending

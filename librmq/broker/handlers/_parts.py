@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, Final, TypeVar
 
 from librmq.broker._administration import Administration, Progress, StoreReaders
-from librmq.broker._context import BrokerContext, BrokerLife, BrokerSteps
+from librmq.broker._context import BrokerContext, BrokerLife
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._replication import Replication, refused_by_replica
 from librmq.broker._transactions import BrokerTransactions
@@ -65,6 +65,7 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.runtime.event_log import EventLog
+from librmq.runtime.runner import Runner
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.checkpoint import has_abort
 
@@ -120,8 +121,7 @@ class BrokerParts:
     def __init__(
         self,
         life: BrokerLife,
-        steps: BrokerSteps,
-        path: str,
+        runner: Runner,
         cluster_name: str,
         config: BrokerConfig,
         store_config: StoreConfig | None,
@@ -130,7 +130,7 @@ class BrokerParts:
     ) -> None:
         """Open the store and the tables, and start the steps. Raises the errors of `MessageStore.open`."""
         self._life = life
-        self._runner = runner = steps.runner
+        self._runner, path = runner, life.path
         self._metrics = metrics
         by_hand = not moves_by_itself(runner.clock)
         tables = BrokerTables.open(os.path.join(path, "config"), files=files)
@@ -156,23 +156,23 @@ class BrokerParts:
             if store.config.enable_consumequeue_ext:
                 check_bitmap(bloom.bit_count, store.config.consumequeue_ext_file_size)
             context = self.context = BrokerContext(
-                steps,
+                life,
+                runner,
                 cluster_name,
                 config,
                 store,
                 metrics,
                 tables,
                 registrations,
-                life.notify_watchers,
                 was_killed=was_killed,
             )
             life.release_lock = lambda: context.writing.refuse(life.why_dead)
-            self._housekeeping = steps.step("flushes its store", store.run_due)
+            self._housekeeping = context.step("flushes its store", store.run_due)
             self.deliveries = Deliveries(context, self._wake_housekeeping if by_hand else None)
             self.transactions = BrokerTransactions(context, self.deliveries.arrivals)
             store.readers = StoreReaders(context, self.deliveries.schedule, self.transactions, self.deliveries.timers)
             wake = partial(runner.wake, self._housekeeping) if by_hand else lambda: None
-            self.replication = Replication(context, life.check_open)
+            self.replication = Replication(context)
             self.sending = SendHandler(
                 context,
                 self.deliveries,

@@ -76,7 +76,7 @@ class ReceiveHandler:
         check_subscription: Callable[[CheckSubscription], None],
     ) -> None:
         """``check_subscription(request)`` refuses a filter that the broker does not serve."""
-        runner, steps = context.runner, context.steps
+        runner = context.runner
         self._runner = runner
         self._store = context.store
         self._topics = context.topics
@@ -98,7 +98,7 @@ class ReceiveHandler:
         self._full: set[QueueKey] = set()  # queues of which a group can receive no more
         self._states = StateLog(_log.with_fields(broker=context.name), context.name)
         self._latest_ms = 0
-        self._step = steps.step("ends invisible times", self._run_due)
+        self._step = context.step("ends invisible times", self._run_due)
         self.saved = SavedFlights(context, self._queues)
 
     def start(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple, Self
 
 from librmq.broker._context import BrokerContext
@@ -273,14 +274,15 @@ class SavedFlights:
         self._table = _table(context)
         self._rows: dict[str, Any] = dict(self._table.rows["queues"])  # rows that were not taken yet
         runner = context.runner
+        step = context.step("saves what is in flight")
         self.saving = DelayedSave(
             "what is in flight",
             self._save,
             runner.now_ms,
             context.config.save_offsets_every_s,
-            lambda at: runner.wake(self._step, at),
+            partial(runner.wake, step),
         )
-        self._step = context.steps.step("saves what is in flight", self.saving.saver.run_due)
+        step.run_due = self.saving.saver.run_due
 
     def __iter__(self) -> Iterator[QueueKey]:
         """Iterate over the queues in the file."""
