@@ -252,7 +252,9 @@ class Progress:
         self._broker_name = context.name
         self._now_ms = context.runner.now_ms
         self.reset_hooks: list[ResetHook] = []
-        self._unknown = 0  # groups and topics with progress, one of which did not exist
+        self._unknown: set[tuple[str, str]] = set()
+        """Groups and topics with progress, one of which did not exist when it came."""
+        self._known_counts = (0, 0, 0)
         self.handlers = Handlers(
             {
                 QueryOffset: self.query_offset,
@@ -292,14 +294,31 @@ class Progress:
         group, topic = request.group, request.topic
         exist = topic in self._topics.by_name and group in self._groups.by_name
         is_new = not exist and not self._offsets.of_topic(group, topic)
-        if is_new and self._unknown >= _MOST_UNKNOWN:
+        if is_new and not self._has_room_for_unknown():
             raise BrokerError(
                 ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
                 f"group {group!r} or topic {topic!r} does not exist, and progress of {_MOST_UNKNOWN:,} such pairs is "
                 "kept already: create them by set_group and create_topic",
             )
         self._offsets.set_consumer_offset(topic, group, request.queue_id, request.queue_offset)
-        self._unknown += is_new
+        if is_new:
+            self._unknown.add((group, topic))
+
+    def _has_room_for_unknown(self) -> bool:
+        """Return whether progress of one more group and topic can be kept, one of which does not exist."""
+        if len(self._unknown) < _MOST_UNKNOWN:
+            return True
+        # What was made or deleted since does not count any more. Refused requests change no count, so they look once.
+        counts = len(self._topics.by_name), len(self._groups.by_name), len(self._offsets)
+        if counts != self._known_counts:
+            self._known_counts = counts
+            self._unknown = {
+                (group, topic)
+                for group, topic in self._unknown
+                if not (topic in self._topics.by_name and group in self._groups.by_name)
+                and self._offsets.of_topic(group, topic)
+            }
+        return len(self._unknown) < _MOST_UNKNOWN
 
     def groups(self, request: TopicGroups) -> Mapping[str, ConsumerData | None]:
         """Return the groups of a topic."""

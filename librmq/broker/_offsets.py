@@ -51,6 +51,9 @@ class GroupOffsets:
         """Return a group's queue offsets in a topic, by queue id; empty without any."""
         return self._rows.get((group, topic)) or self._table.rows.get(f"{topic}@{group}", {})
 
+    def __len__(self) -> int:
+        return len(self._table.rows)
+
     def topics(self, of_group: str | None = None) -> set[str]:
         """Return the topics in which a group, or any, has progress."""
         return {topic for topic, group in self._names() if of_group in (None, group)}

@@ -357,6 +357,12 @@ def test_progress_of_what_does_not_exist_is_bounded(broker: Broker) -> None:
     broker.call(UpdateOffset("group7", "orders", 0, 2))
     broker.set_group("another")
     broker.call(UpdateOffset("another", "orders", 0, 1))
+    with pytest.raises(BrokerError, match="progress of 1,000"):
+        broker.call(UpdateOffset("third", "orders", 0, 1))
+    broker.set_group("group3")  # so its progress is of something that exists
+    broker.call(UpdateOffset("third", "orders", 0, 1))
+    with pytest.raises(BrokerError, match="progress of 1,000"):
+        broker.call(UpdateOffset("fourth", "orders", 0, 1))
     with pytest.raises(MessageIllegalError, match="group 'x@y': expected 1 to 255 letters"):
         broker.call(UpdateOffset("x@y", "orders", 0, 1))
 
