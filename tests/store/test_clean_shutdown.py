@@ -17,6 +17,8 @@ from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
 from librmq.runtime.event_log import watched
 from librmq.store import MessageStore
+from librmq.store.format.broker_tables import BrokerTables
+from librmq.store.format.directory import MISSING_LOG
 from librmq.store.recovery._verify import verify
 from tests.budget import many
 from tests.file_seams import FailingFiles
@@ -251,3 +253,23 @@ def test_a_store_on_a_full_disk_still_closes_cleanly() -> None:
     with pytest.raises(StoreIOError):
         store.close()
     assert "abort" in contents(memory)
+
+
+@pytest.mark.parametrize("broker_ran", [False, True])
+def test_a_broker_that_ran_since_may_have_deleted_the_first_files(broker_ran: bool) -> None:
+    """A broker writes its tables again while it runs, and its retention deletes files without a note of librmq."""
+    files = MemoryFiles()
+    tables = BrokerTables.open(f"{ROOT}/config", files=files)
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
+        fill(store, ManualClock(START_MS), random.Random(3), 60)
+        for offset in (1, 2):
+            tables.set_consumer_offset("TopicA", "g", 0, offset)
+            tables.persist(START_MS)
+    first, *_ = (entry.name for entry in files.list(f"{ROOT}/commitlog"))
+    files.delete(f"{ROOT}/commitlog/{first}")
+    if broker_ran:  # it has saved the same progress twice, but not read a message
+        files.write(f"{ROOT}/config/consumerOffset.json.bak", files.read(f"{ROOT}/config/consumerOffset.json"))
+    with MessageStore.open(ROOT, SMALL, files=files, read_only=True) as store:
+        assert (store.condition.begin is None) is broker_ran
+    kinds = {damage.kind for damage in verify(ROOT, SMALL, files).damage}
+    assert (MISSING_LOG in kinds) is not broker_ran

@@ -6,12 +6,16 @@ So that opening need not check the whole store, librmq notes its state beside th
 
     librmq/closed.json    {"version": 1, "log_begin", "log_end", "last_record", "last_record_crc32",
                            "index_files", "index_end", "queues": [[topic, queue id, min, max, max physic], …],
-                           "times": [begin, newest_ms, setback_ms]}, the last of `librmq.store.engine.store_times`
-    librmq/flushed.json   the same fields without "times", "index_file" and "machine"
+                           "times": [begin, newest_ms, setback_ms], as in `librmq.store.engine.store_times`,
+                           "tables": {name in config: CRC-32}}
+    librmq/flushed.json   the same fields without "times" and "tables", with "index_file" and "machine"
 
 A broker ignores them, and without them a store opens as a broker would open it. The first counts after a clean close,
 if it agrees with the log: the same oldest file, the same last record, nothing after it. After a kill it still says what
 the log had reached, until retention deletes a file, or a recovery has reported what is missing.
+
+A broker does not know the first. While it runs, it writes its tables every few seconds, each with a copy of the former
+one. So other bytes there tell that the retention of a broker can have moved the log's begin since the close.
 
 The second is the mark of a flush: after a kill, recovery begins at its last record. It promises that log, queues and
 index have everything of the records before ``log_end``. It can't hide a loss:
@@ -164,6 +168,7 @@ def write_closed_state(
         last = fields["last_record"]
         if order is not None and last is not None and order.begin <= last < order.end:
             fields["times"] = order.fields
+        fields["tables"] = _checksums_of_tables(path, files)
         write_document(_closed_path(path), files, fields)
     except StoreIOError as error:
         if not is_full(error):
@@ -188,6 +193,24 @@ def read_closed_state(path: str, files: Files) -> StoreState | None:
 def _parsed_state(data: bytes) -> StoreState:
     # A command asks for the same state several times, and parsing that of 24,000 queues takes 60 ms.
     return _state(parse_document(CLOSED_FILE, data, _STATE_KINDS))
+
+
+def _checksums_of_tables(path: str, files: Files) -> dict[str, int]:
+    """Return the CRC-32 of each table of a broker, and of its copy of the former one."""
+    folder = os.path.join(path, directory.CONFIG)
+    names = (entry.name for entry in files.list(folder) if entry.is_file and not entry.is_folder)
+    tables = (name for name in names if name.endswith((".json", ".json.bak")))
+    return {name: crc32(read_replaced(files, os.path.join(folder, name), _LARGEST_FILE)) for name in tables}
+
+
+def _tables_were_written(path: str, files: Files) -> bool:
+    """Return whether another program has written a table since the last close, as a broker does that runs."""
+    try:
+        fields = read_document(_closed_path(path), files, {"tables": (dict, NoneType)}, max_size=_LARGEST_FILE) or {}
+        noted = fields.get("tables")
+        return noted is not None and not _checksums_of_tables(path, files).items() <= noted.items()
+    except CorruptionError:
+        return False
 
 
 def lost_end(path: str, log: CommitLog, files: Files) -> Damage | None:
@@ -251,7 +274,7 @@ def missing_first_files(
     """
     closed, mark = read_closed_state(path, files), None if was_closed else read_mark(path, files)
     begin, when = log.begin, "at the last flush"
-    if closed is not None and closed.lacks_files(log):
+    if closed is not None and closed.lacks_files(log) and not _tables_were_written(path, files):
         begin, when = closed.log_begin, "at the last close"
     elif mark is not None and log.end - mark.state.log_end < _MARKS_APART:
         begin = mark.state.log_begin
