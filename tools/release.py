@@ -1,6 +1,7 @@
 """Cuts a release: changelog, version, sdist and wheel, their contents, installations in clean environments, a tag.
 
-Nothing is published: `.github/workflows/release.yml` does that for a pushed tag. `docs/release.md` describes the steps.
+It puts what is under ``[Unreleased]`` under the version, writes the version, builds and checks both distributions,
+installs the wheel with each extra alone, commits, and tags. `.github/workflows/release.yml` publishes a pushed tag.
 """
 
 from __future__ import annotations
