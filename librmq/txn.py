@@ -141,7 +141,7 @@ class Transactions:
         is_of_5 = directory.is_of_5(store.path, store.files)
         self._op_body = f"%d{HALF_SEPARATOR}".encode() if is_of_5 else b"%d"  # 4.9 can't read the form of 5.x
         self._ended = EndedHalves(store, offsets)
-        self.check = HalfCheck(
+        self.check: HalfCheck = HalfCheck(
             store,
             offsets,
             self._ended,

@@ -20,6 +20,7 @@ from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple
 
+from librmq.client import Client
 from librmq.client.observation import Observer, Operation, note_end
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import cause_of, is_requested, outcome
@@ -69,13 +70,13 @@ class DeliveryCall(Work):
         """``apply_result(call, result, error)`` gets the outcome, under the lock."""
         instance = calls.instance
         self.calls: ListenerCalls = calls
-        self.apply_result = apply_result
-        self.group = instance.group
-        self.owner = instance.client
-        self.loop = calls.loop
-        self.listener = listener
-        self.assigned = assigned
-        self.messages = messages
+        self.apply_result: Callable[[Any, object, Exception | None], None] = apply_result
+        self.group: str = instance.group
+        self.owner: Client = instance.client
+        self.loop: asyncio.AbstractEventLoop | None = calls.loop
+        self.listener: Listener = listener
+        self.assigned: AssignedQueue = assigned
+        self.messages: list[DeliveredMessage] = messages
 
     def call(self) -> object:
         """Call the listener, without the lock."""

@@ -180,7 +180,8 @@ class Consumer(Instance, Startable, Generic[C]):
         for subscription in self.subscriptions.values():
             check_at_brokers(self.client, self.group, subscription)
         self._warn_of_same_id()
-        self.started_ms = self._maximum_set_ms = self.runner.now_ms()
+        self.started_ms: int = self.runner.now_ms()
+        self._maximum_set_ms = self.started_ms
         self.client.join(self)
         self.rebalancing.start()
 
@@ -281,7 +282,7 @@ class Consumer(Instance, Startable, Generic[C]):
             if is_first:
                 with self.runner.lock:
                     self._life.state = State.START_FAILED  # Ctrl-C has interrupted it after the start
-                    self.stopping = True
+                    self.stopping: bool = True
                     self._leave()
             raise
         return self

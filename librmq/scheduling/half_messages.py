@@ -266,7 +266,7 @@ class HalfCheck:
         aside: Aside | None,
     ) -> None:
         """The first pass continues from the saved progress; `librmq.txn.Transactions` describes the arguments."""
-        self.checked = Checked([], [])
+        self.checked: Checked = Checked([], [])
         """The result of the last turn."""
         self._store = store
         self._offsets = offsets

@@ -21,7 +21,7 @@ from librmq.store.engine._durability import Durability, Housekeeping, Housekeepi
 from librmq.store.engine.append import Appender
 from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.derivation import BitmapOf, Pending
-from librmq.store.engine.store_parts import PartFiles, Parts, QueueTable
+from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueTable
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
 from librmq.store.format.checkpoint import clear_abort, has_abort
@@ -58,10 +58,10 @@ class Writer(StoreHandle):
         """Name of the master whose log this store copies; it takes no appends."""
         self.readers: Readers | None = None
         """Tells retention which messages are not consumed."""
-        self.thread = HousekeepingThread(path, self.do_due_work, clock)
-        self.appender = Appender(clock, self._refusal, self.thread.wake)
-        self.lock = self.appender.lock
-        self.copies = CopyWriter(self.appender)
+        self.thread: HousekeepingThread = HousekeepingThread(path, self.do_due_work, clock)
+        self.appender: Appender = Appender(clock, self._refusal, self.thread.wake)
+        self.lock: AppendLock = self.appender.lock
+        self.copies: CopyWriter = CopyWriter(self.appender)
         self.temporary: TemporaryFolder | None = None
         """The folder to delete when the store is released."""
         self._bitmap_of = bitmap_of
@@ -83,7 +83,7 @@ class Writer(StoreHandle):
             # Look again, because another process may have made or changed the store before this one had the lock.
             kind, mark = self._look()
             was_killed, begin_ms = has_abort(files, path), self.clock.now_ms()
-            self.is_own = directory.is_made_by_librmq(path, files)
+            self.is_own: bool = directory.is_made_by_librmq(path, files)
             if config is not None:
                 config = directory.complete_config(path, config, files)
             if self.replica_of is not None and (mark is None or mark.master != self.replica_of):
@@ -141,7 +141,7 @@ class Writer(StoreHandle):
         with critical:
             self.use_parts(parts)
         self.durability.mark_flush()
-        self.recovered = self.recovered + parts.cuts
+        self.recovered: list[Damage] = self.recovered + parts.cuts
         self._why_whole = parts.why_whole
 
     def use_parts(self, parts: Parts) -> None:
@@ -455,7 +455,8 @@ class Writer(StoreHandle):
         with self.appender.lock.mutex:
             if self.closed is not None:
                 return False
-            self.closed, self.appender.accepts = why, False
+            self.closed: str | None = why
+            self.appender.accepts = False
         self.thread.stop()
         return True
 
