@@ -384,7 +384,7 @@ class SharedBroker(AdministeredRoute):
                     if link is not None:
                         former.close()
                         link.wait_for_end()
-                        self._lose(link)
+                        self._note_lost(link)
                         former.callback(link.close)
                         continue
                     error = self._try_to_join(self._closing.is_set)
@@ -397,7 +397,7 @@ class SharedBroker(AdministeredRoute):
                     self._states.failing(("share",), "taking the store over", error)
                     SystemClock().wait(self._closing, _FAILED_S)
 
-    def _lose(self, link: StorePeer) -> None:
+    def _note_lost(self, link: StorePeer) -> None:
         """Let calls wait for the next owner."""
         with critical, self._lock:
             if self.link is link and not self._closing.is_set():
@@ -415,7 +415,7 @@ class SharedBroker(AdministeredRoute):
             left_s = 0.0
         if not SystemClock().wait(link.has_ended, max(0.0, min(left_s, _ENDS_S))):
             return False
-        self._lose(link)
+        self._note_lost(link)
         return True
 
     # ---- requests

@@ -997,7 +997,7 @@ def test_a_client_that_ends_while_there_is_no_owner(tmp_path: Path) -> None:
     """The next owner does not learn of it."""
     with pair(tmp_path) as (_, peer):
         link = cast("StorePeer", peer.link)
-        peer._lose(link)
+        peer._note_lost(link)
         try:
             with peer.runner.lock:
                 for name in ("ended", "stays"):
@@ -1048,7 +1048,7 @@ def test_a_call_waits_beyond_an_owner_that_ends_at_once(tmp_path: Path, monkeypa
     """An owner that has come and gone before the call saw it takes none of the call's time."""
     with pair(tmp_path) as (_, peer):
         link, settled, wait, waits = cast("StorePeer", peer.link), peer._settled, SystemClock.wait, list[float]()
-        peer._lose(link)
+        peer._note_lost(link)
 
         def wait_for_owners(clock: SystemClock, event: threading.Event, timeout_s: float) -> bool:
             if event is not settled:
@@ -1074,11 +1074,11 @@ def test_calls_wait_for_the_next_owner_of_one_that_ended_early(tmp_path: Path, m
         registered.append(link)
         register(link, beats, gives_up)
         if len(registered) == 2:
-            peer._lose(link)
+            peer._note_lost(link)
 
     with pair(tmp_path) as (_, peer):
         link = cast("StorePeer", peer.link)
-        peer._lose(link)
+        peer._note_lost(link)
         monkeypatch.setattr(StorePeer, "register", register_and_end)
         peer._settle(link)
         is_settled = peer._settled.is_set()
