@@ -66,12 +66,19 @@ class DrillReport:
 
     name: str
     sites: Sequence[str]
+    """The sites of its brokers and clients."""
     minutes: list[Minute] = field(default_factory=list)
+    """What happened in each minute of the script."""
     events: list[TimelineRow] = field(default_factory=list)
+    """What the script did, and when."""
     sent: int = 0
+    """Messages that a broker stored."""
     refused: int = 0
+    """Sends that no broker took."""
     delivered: int = 0
+    """Deliveries to listeners."""
     duplicates: int = 0
+    """Deliveries of messages that had been delivered before."""
     sends_across: int = 0
     """Messages that were stored at another site than the producer's."""
     deliveries_across: int = 0

@@ -71,7 +71,9 @@ EXPORTS = {
         "lag move_to pending_messages plan_continue_as plan_replay plan_skip pop_holds progress_history render_page "
         "replay report set_aside skip skipped story topic_volumes waiting_origins watch what_if"
     ),
-    "librmq.files": "Buffer Damage DiskFiles File FileLock Files FolderEntry MemoryFiles OverlayFiles TemporaryFolder",
+    "librmq.files": (
+        "Advice Buffer Damage DiskFiles File FileLock Files FolderEntry MemoryFiles OverlayFiles TemporaryFolder"
+    ),
     "librmq.idempotence": (
         "Claim DedupRecord DedupStore LocalTransactions MemoryDedupStore Outbox OutboxSender RedisDedupStore "
         "SeenKeys SqlDedupStore SqliteDedupStore Transactional dedup_key purge_messages purge_step transactional "
