@@ -334,7 +334,7 @@ class AdministeredRoute(Route, AsyncClosing):
             queue_id: The only queue to move; None means all.
 
         Raises:
-            ConfigError: ``to`` is none of these, or ``queue_id`` no whole number.
+            ConfigError: ``to`` is none of these, or ``queue_id`` is not a whole number.
             BrokerError: The group, the topic or the queue does not exist, or a broker of RocketMQ can't move a running
                 group there.
         """
@@ -507,7 +507,7 @@ class AdministeredRoute(Route, AsyncClosing):
         Raises:
             MessageIllegalError: It is a batch, whose messages never wait.
             BrokerError: The disk refuses, so the message can be delivered after a restart; or the broker has no cancel.
-            TypeError: It is no receipt.
+            TypeError: The argument is not a receipt.
         """
         request = CancelMessage(receipt) if isinstance(receipt, str) else cancel_request(receipt)
         queue = None if isinstance(receipt, str) else receipt.queue
@@ -533,7 +533,7 @@ class AdministeredRoute(Route, AsyncClosing):
         delivered to the group again. `librmq.PullConsumer` offers more control.
 
         Raises:
-            ConfigError: Both ``tags`` and ``sql`` are given, or ``timeout`` is no time span of a year at most.
+            ConfigError: Both ``tags`` and ``sql`` are given, or ``timeout`` is not a time span of at most a year.
             FilterSyntaxError: The expression does not compile.
             MessageIllegalError: The name of the topic or the group is invalid.
         """

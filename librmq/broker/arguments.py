@@ -24,21 +24,21 @@ def check_names(**names: object) -> None:
 
 
 def check_id(message_id: object) -> None:
-    """Refuse an id that is no text, before any broker is asked.
+    """Refuse an id that is not text.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The id is not text.
     """
     if not isinstance(message_id, str):
         raise ConfigError(f"message_id: expected the text of an id, found {message_id!r:.80}")
 
 
 def check_key(topic: str, key: object, max_messages: object) -> None:
-    """Refuse a search that no broker can make, before any is asked.
+    """Refuse a search that no broker can make.
 
     Raises:
-        MessageIllegalError: There can be no such topic.
-        ConfigError: The key is no text, or the number no whole number.
+        MessageIllegalError: The name of the topic is invalid.
+        ConfigError: The key is not text, or the number is not a whole number.
     """
     validate_topic(topic)
     if not isinstance(key, str):
@@ -51,7 +51,7 @@ def target_of(to: object) -> Literal["begin", "end"] | datetime | int:
     """Return where a group moves to.
 
     Raises:
-        ConfigError: It is no place in a queue.
+        ConfigError: ``to`` does not name a place in a queue.
     """
     if isinstance(to, datetime) and to.tzinfo is not None:
         to_timestamp_ms("to", to)

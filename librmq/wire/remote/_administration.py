@@ -84,7 +84,7 @@ class AskedBroker(Protocol):
         ...
 
     def request(self, frame: Frame) -> Frame:
-        """Send a request that is no client's, and return its answer."""
+        """Send a request of the route itself, not of a client, and return its answer."""
         ...
 
     def clients_of(self, group: str) -> tuple[ConsumerData, tuple[str, ...]] | None:

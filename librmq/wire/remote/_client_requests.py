@@ -169,7 +169,7 @@ class ClientRequests:
     def _report_progress(self, beat: Heartbeat, header: ClientStatusHeader, frame: Frame, send: _Send) -> None:
         try:
             progress: Mapping[MessageQueue, int] = beat.client.call(ConsumerOffsets(header.group, header.topic))
-        except ClientStateError:  # it is no consumer of the group, and has no progress
+        except ClientStateError:  # it does not consume in the group, and has no progress
             progress = {}
         table = {queue_key(queue): offset for queue, offset in sorted(progress.items())}
         send(answer_to(frame, body=write_body({"consumerTable": {}, "messageQueueTable": table})))

@@ -587,7 +587,7 @@ class RemoteBroker(Endpoint):
         return topic_rows(self), group_rows(self), all_offsets(self)
 
     def request(self, frame: Frame) -> Frame:
-        """Send a request that is no client's, and return its answer.
+        """Send a request of the route itself, not of a client, and return its answer.
 
         Raises:
             BrokerUnreachableError: It can't be reached, or does not answer in time.

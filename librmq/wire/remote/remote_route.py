@@ -105,7 +105,7 @@ class NameServers:
 
         Raises:
             BrokerUnreachableError: No name server answers.
-            BrokerError: The server at the address is no name server.
+            BrokerError: The server at the address is not a name server.
         """
         answer = self._ask(frame_of(RequestCode.GET_BROKER_CLUSTER_INFO))
         return self._read_route(answer, "the brokers", _brokers_of)
@@ -252,7 +252,7 @@ class RemoteRoute(AdministeredRoute):
 
         Raises:
             BrokerUnreachableError: No name server answers.
-            BrokerError: The server is no name server.
+            BrokerError: The server is not a name server.
         """
         self.runner: Runner = runner
         self._own_host: str | None = None
@@ -632,7 +632,7 @@ def connect(
 
     Raises:
         BrokerUnreachableError: No name server answers.
-        BrokerError: The server at the address is no name server.
+        BrokerError: The server at the address is not a name server.
         ConfigError: An argument is invalid.
     """
     if not isinstance(address, str):
