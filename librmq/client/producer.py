@@ -12,10 +12,11 @@ from datetime import timedelta
 from functools import partial
 from typing import Final, Literal, Self, TypeVar, Unpack
 
+from librmq.client._publish_routes import PublishRoutes
 from librmq.client.client import Client, LifeCycle, Startable, State, client_of
 from librmq.client.observation import Operation, observed, observed_async
 from librmq.client.queue_selectors import QueueSelector
-from librmq.client.sender import ProducerConfig, ProducerKeywords, PublishRoutes, Sender, SendHook, SendResult
+from librmq.client.sender import ProducerConfig, ProducerKeywords, Sender, SendHook, SendResult
 from librmq.client.traces import TraceWriter, trace_topic
 from librmq.clock import moves_by_itself
 from librmq.config import check_kind, to_seconds

@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from librmq.client._publish_routes import PublishRoutes
 from librmq.client.client import Client, LifeCycle
-from librmq.client.sender import ProducerConfig, PublishRoutes, SendContext, Sender, SendResult
+from librmq.client.sender import ProducerConfig, SendContext, Sender, SendResult
 from librmq.clock import moves_by_itself
 from librmq.errors import ConfigError, NoRouteError
 from librmq.message import Message
