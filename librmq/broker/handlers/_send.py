@@ -8,54 +8,49 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from librmq.broker._context import BrokerContext
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._replication import Replication, refused_by_replica
+from librmq.broker.handlers._resends import FirstSend, Name, RecentSends, is_half, name_of_send
 from librmq.broker.retries import FailedMessages
 from librmq.broker.topics import Topic
 from librmq.config import to_seconds
 from librmq.errors import (
     BrokerBusyError,
     BrokerError,
-    CorruptionError,
     FlushFailedError,
     MessageIllegalError,
     RmqError,
 )
 from librmq.java.lang import java_int
 from librmq.message import Message, StoredMessage, record
-from librmq.message.delivery_times import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, is_timed, time_properties
+from librmq.message.delivery_times import DELAY_MS, DELAY_SEC, DELIVER_MS, is_timed, time_properties
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.message import delayed_batch, delayed_transaction
 from librmq.message.properties import (
     PROPERTY_CLUSTER,
     PROPERTY_DELAY,
     PROPERTY_PRIORITY,
-    PROPERTY_PRODUCER_GROUP,
     PROPERTY_PUSH_REPLY_TIME,
     PROPERTY_REAL_QUEUE_ID,
     PROPERTY_REAL_TOPIC,
     PROPERTY_REPLY_TO_CLIENT,
     PROPERTY_SHARDING_KEY,
     PROPERTY_TRANSACTION_PREPARED,
-    PROPERTY_UNIQUE_KEY,
     PROPERTY_WAIT,
     priority_of,
 )
 from librmq.message.topics import (
     AUTO_CREATE_TOPIC,
-    DEAD_LETTER_PREFIX,
     HALF_TOPIC,
     HOP_TOPIC,
     RETRY_PREFIX,
     WAITING_TOPICS,
     is_system_topic,
 )
-from librmq.metrics import Metrics
 from librmq.protocol import (
-    TOOL_PRODUCERS,
     ReplyArrived,
     ResponseCode,
     SendBatch,
@@ -66,10 +61,7 @@ from librmq.protocol import (
     SendTogether,
 )
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.locks import RLock
-from librmq.scheduling.relay import TARGET_TOPIC
-from librmq.scheduling.waiting import sent_to
-from librmq.store import AppendResult, MessageStore
+from librmq.store import AppendResult
 from librmq.store.engine.store_parts import CTRL_C_WAITS_S
 
 _log = EventLog("librmq.broker")
@@ -249,8 +241,8 @@ class SendHandler:
             queue_id = _priority_queue(topic, properties, queue_id)
         stored_message = Message.from_parts(name, message.body, message.flag, properties)
         stored_queue_id = queue_id
-        is_half = _is_half(properties)
-        if is_half:
+        is_prepared = is_half(properties)
+        if is_prepared:
             stored_queue_id = 0
             sys_flag = self._make_half(stored_message, queue_id, sys_flag, wait)
         elif topic.is_retry:
@@ -272,7 +264,7 @@ class SendHandler:
             sys_flag,
             request.reconsume_times,
         )
-        if is_half:
+        if is_prepared:
             self._half_stored(stored_message.unique_key, result.physical_offset)
         return queue_id, result
 
@@ -295,8 +287,8 @@ class SendHandler:
     def _store_new(self, request: SendBatch, recent: RecentSends) -> list[FirstSend]:
         """Store the messages of a batch that are no resends; return the places of all."""
         names = [name_of_send(request.group, message) for message in request.messages]
-        resends: dict[_Name | None, FirstSend] = {}
-        new: dict[_Name | int, Message] = {}
+        resends: dict[Name | None, FirstSend] = {}
+        new: dict[Name | int, Message] = {}
         for number, (name, message) in enumerate(zip(names, request.messages, strict=True)):
             first = None if name is None or name in new or name in resends else recent.first_send(name)
             if first is not None and name is not None:
@@ -304,7 +296,7 @@ class SendHandler:
                 recent.count_resend(name)
             elif name is None or name not in resends:
                 new.setdefault(number if name is None else name, message)
-        stored: dict[_Name | int, FirstSend] = {}
+        stored: dict[Name | int, FirstSend] = {}
         if new:
             queue_id, results = self._store_batch(replace(request, messages=tuple(new.values())))
             for new_name, result in zip(new, results, strict=True):
@@ -514,129 +506,8 @@ def _priority_queue(topic: Topic, properties: dict[str, str], queue_id: int) -> 
     priority = priority_of(properties)
     if priority is None:
         return queue_id
-    if _is_half(properties) or _DELAY in properties or is_timed(properties) or PROPERTY_SHARDING_KEY in properties:
+    if is_half(properties) or _DELAY in properties or is_timed(properties) or PROPERTY_SHARDING_KEY in properties:
         del properties[PROPERTY_PRIORITY]
         return queue_id
     last: int = topic.queues - 1
     return min(priority, last)
-
-
-def _is_half(properties: dict[str, str]) -> bool:
-    return _PREPARED in properties and properties[_PREPARED].lower() == "true"
-
-
-# ---- resends
-
-_Name = tuple[str, str, str]
-"""The topic and the unique id of a producer's send, and the producer group of a half message."""
-_MOST_IDS: Final = 1 << 19
-_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
-_GROUP: Final = PROPERTY_PRODUCER_GROUP
-
-
-class FirstSend(NamedTuple):
-    """The place of a message that is sent again."""
-
-    queue_id: int
-    result: AppendResult
-
-
-def name_of_send(group: str, message: Message) -> _Name | None:
-    """Return what a resend of a producer's message shares with it; None for messages of tools and consumers."""
-    properties, topic = message.properties, message.topic
-    unique_key = properties.get(_UNIQUE_KEY)
-    is_own = group not in TOOL_PRODUCERS and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
-    if not unique_key or not is_own or DELETE_KEY in properties:
-        return None
-    target = properties.get(TARGET_TOPIC, topic) if topic == HOP_TOPIC else topic
-    return target, unique_key, properties.get(_GROUP, "") if _is_half(properties) else ""
-
-
-def _name_of_record(message: StoredMessage) -> _Name | None:
-    """Return the name of the send that a record is the first of."""
-    destination, unique_key = sent_to(message), message.unique_key
-    if destination is None or not unique_key:
-        return None
-    group = message.properties.get(_GROUP, "") if message.topic == HALF_TOPIC else ""
-    return destination.topic, unique_key, group
-
-
-class RecentSends:
-    """The producers' sends of a time up to now, by topic and unique id. Its lock is held from the search to `add_send`.
-
-    Memory holds a hash and a physical offset for each; the record there, which is the truth, has the rest. Ids leave in
-    two generations, so that dropping old ones costs nothing.
-    """
-
-    def __init__(
-        self,
-        store: MessageStore,
-        window_ms: int,
-        now_ms: Callable[[], int],
-        metrics: Metrics | None,
-        is_withdrawn: Callable[[StoredMessage], bool],
-    ) -> None:
-        """Read the sends of the last ``window_ms`` from the log.
-
-        ``is_withdrawn(message)`` returns whether a record was rolled back or cancelled: a message that is sent again
-        after that is a new one.
-        """
-        self.lock = RLock()
-        self._store = store
-        self._window_ms = window_ms
-        self._now_ms = now_ms
-        self._metrics = metrics
-        self._is_withdrawn = is_withdrawn
-        self._begin_ms = now_ms()
-        self._recent: dict[int, int] = {}
-        self._older: dict[int, int] = {}
-        self._read_log(now_ms() - window_ms)
-        if metrics is not None:
-            metrics.gauge("resend_ids", lambda: len(self._recent) + len(self._older))
-
-    def _read_log(self, begin_ms: int) -> None:
-        """Add the sends that were stored at a time or later; the first one of an id counts that was not withdrawn."""
-        log = self._store.log
-        for _, _, raw in log.scan(log.file_before(begin_ms - 1), check_body=False):
-            message = None if raw is None else StoredMessage(raw)
-            if message is not None and message.store_timestamp_ms >= begin_ms:
-                name = _name_of_record(message)
-                if name is not None and self.first_send(name) is None:
-                    self.add_send(name, message.physical_offset)
-
-    def _place_of(self, name: _Name) -> int | None:
-        key = hash(name)
-        place = self._recent.get(key)
-        return self._older.get(key) if place is None else place
-
-    def first_send(self, name: _Name) -> FirstSend | None:
-        """Return the send within the window that this one repeats; None for a new message."""
-        place = self._place_of(name)
-        if place is None:
-            return None
-        try:
-            message = self._store.message_at(place)
-        except CorruptionError:
-            return None
-        if message is None or self._now_ms() - message.store_timestamp_ms > self._window_ms:
-            return None
-        destination = sent_to(message)
-        if destination is None or _name_of_record(message) != name or self._is_withdrawn(message):
-            return None
-        host = encode_host(message.store_host)
-        result = AppendResult(place, message.size, message.queue_offset, message.store_timestamp_ms, host)
-        return FirstSend(destination.queue_id, result)
-
-    def count_resend(self, name: _Name) -> None:
-        """Count a send that is not stored."""
-        if self._metrics is not None:
-            self._metrics.count("resends_dropped", topic=name[0])
-
-    def add_send(self, name: _Name, physical_offset: int) -> None:
-        """Add a send that was stored."""
-        now_ms = self._now_ms()
-        if now_ms - self._begin_ms >= self._window_ms or len(self._recent) >= _MOST_IDS // 2 or now_ms < self._begin_ms:
-            if self._metrics is not None and now_ms - self._begin_ms < self._window_ms and self._older:
-                self._metrics.count("resend_ids_dropped", len(self._older))
-            self._older, self._recent, self._begin_ms = self._recent, {}, now_ms
-        self._recent[hash(name)] = physical_offset

@@ -1,0 +1,141 @@
+"""Resends: sends that repeat an earlier one, and are dropped if the settings say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from librmq.errors import CorruptionError
+from librmq.message import Message, StoredMessage
+from librmq.message.delivery_times import DELETE_KEY
+from librmq.message.ids import encode_host
+from librmq.message.properties import PROPERTY_PRODUCER_GROUP, PROPERTY_TRANSACTION_PREPARED, PROPERTY_UNIQUE_KEY
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, HOP_TOPIC, RETRY_PREFIX
+from librmq.metrics import Metrics
+from librmq.protocol import TOOL_PRODUCERS
+from librmq.runtime.locks import RLock
+from librmq.scheduling.relay import TARGET_TOPIC
+from librmq.scheduling.waiting import sent_to
+from librmq.store import AppendResult, MessageStore
+
+_PREPARED: Final = PROPERTY_TRANSACTION_PREPARED
+
+
+def is_half(properties: dict[str, str]) -> bool:
+    """Return whether a message is a half one of a transaction."""
+    return _PREPARED in properties and properties[_PREPARED].lower() == "true"
+
+
+Name = tuple[str, str, str]
+"""The topic and the unique id of a producer's send, and the producer group of a half message."""
+_MOST_IDS: Final = 1 << 19
+_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
+_GROUP: Final = PROPERTY_PRODUCER_GROUP
+
+
+class FirstSend(NamedTuple):
+    """The place of a message that is sent again."""
+
+    queue_id: int
+    result: AppendResult
+
+
+def name_of_send(group: str, message: Message) -> Name | None:
+    """Return what a resend of a producer's message shares with it; None for messages of tools and consumers."""
+    properties, topic = message.properties, message.topic
+    unique_key = properties.get(_UNIQUE_KEY)
+    is_own = group not in TOOL_PRODUCERS and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
+    if not unique_key or not is_own or DELETE_KEY in properties:
+        return None
+    target = properties.get(TARGET_TOPIC, topic) if topic == HOP_TOPIC else topic
+    return target, unique_key, properties.get(_GROUP, "") if is_half(properties) else ""
+
+
+def _name_of_record(message: StoredMessage) -> Name | None:
+    """Return the name of the send that a record is the first of."""
+    destination, unique_key = sent_to(message), message.unique_key
+    if destination is None or not unique_key:
+        return None
+    group = message.properties.get(_GROUP, "") if message.topic == HALF_TOPIC else ""
+    return destination.topic, unique_key, group
+
+
+class RecentSends:
+    """The producers' sends of a time up to now, by topic and unique id. Its lock is held from the search to `add_send`.
+
+    Memory holds a hash and a physical offset for each; the record there, which is the truth, has the rest. Ids leave in
+    two generations, so that dropping old ones costs nothing.
+    """
+
+    def __init__(
+        self,
+        store: MessageStore,
+        window_ms: int,
+        now_ms: Callable[[], int],
+        metrics: Metrics | None,
+        is_withdrawn: Callable[[StoredMessage], bool],
+    ) -> None:
+        """Read the sends of the last ``window_ms`` from the log.
+
+        ``is_withdrawn(message)`` returns whether a record was rolled back or cancelled: a message that is sent again
+        after that is a new one.
+        """
+        self.lock = RLock()
+        self._store = store
+        self._window_ms = window_ms
+        self._now_ms = now_ms
+        self._metrics = metrics
+        self._is_withdrawn = is_withdrawn
+        self._begin_ms = now_ms()
+        self._recent: dict[int, int] = {}
+        self._older: dict[int, int] = {}
+        self._read_log(now_ms() - window_ms)
+        if metrics is not None:
+            metrics.gauge("resend_ids", lambda: len(self._recent) + len(self._older))
+
+    def _read_log(self, begin_ms: int) -> None:
+        """Add the sends that were stored at a time or later; the first one of an id counts that was not withdrawn."""
+        log = self._store.log
+        for _, _, raw in log.scan(log.file_before(begin_ms - 1), check_body=False):
+            message = None if raw is None else StoredMessage(raw)
+            if message is not None and message.store_timestamp_ms >= begin_ms:
+                name = _name_of_record(message)
+                if name is not None and self.first_send(name) is None:
+                    self.add_send(name, message.physical_offset)
+
+    def _place_of(self, name: Name) -> int | None:
+        key = hash(name)
+        place = self._recent.get(key)
+        return self._older.get(key) if place is None else place
+
+    def first_send(self, name: Name) -> FirstSend | None:
+        """Return the send within the window that this one repeats; None for a new message."""
+        place = self._place_of(name)
+        if place is None:
+            return None
+        try:
+            message = self._store.message_at(place)
+        except CorruptionError:
+            return None
+        if message is None or self._now_ms() - message.store_timestamp_ms > self._window_ms:
+            return None
+        destination = sent_to(message)
+        if destination is None or _name_of_record(message) != name or self._is_withdrawn(message):
+            return None
+        host = encode_host(message.store_host)
+        result = AppendResult(place, message.size, message.queue_offset, message.store_timestamp_ms, host)
+        return FirstSend(destination.queue_id, result)
+
+    def count_resend(self, name: Name) -> None:
+        """Count a send that is not stored."""
+        if self._metrics is not None:
+            self._metrics.count("resends_dropped", topic=name[0])
+
+    def add_send(self, name: Name, physical_offset: int) -> None:
+        """Add a send that was stored."""
+        now_ms = self._now_ms()
+        if now_ms - self._begin_ms >= self._window_ms or len(self._recent) >= _MOST_IDS // 2 or now_ms < self._begin_ms:
+            if self._metrics is not None and now_ms - self._begin_ms < self._window_ms and self._older:
+                self._metrics.count("resend_ids_dropped", len(self._older))
+            self._older, self._recent, self._begin_ms = self._recent, {}, now_ms
+        self._recent[hash(name)] = physical_offset
