@@ -7,11 +7,13 @@ import struct
 
 import pytest
 
+from librmq.clock import ManualClock
 from librmq.errors import NotAStoreError
 from librmq.files._memory import MemoryFiles
 from librmq.message import record
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
+from librmq.store import MessageStore
 from librmq.store.recovery._verify import UNKNOWABLE, Verdict, verify
 from tests.budget import many
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents, filled, in_memory, opened
@@ -290,3 +292,30 @@ def test_delivery_times_of_a_broker_with_other_delay_levels() -> None:
     for wrong_ms in (due_ms + 1, due_ms - 8_000):
         changed = judged(delayed, {(first, 0): entry.pack(place, size, wrong_ms)})
         assert places(changed) == [(first, 0, "entry")]
+
+
+@pytest.mark.parametrize("flag", [record.TRANSACTION_PREPARED, record.TRANSACTION_ROLLBACK])
+@pytest.mark.parametrize("has_all", [True, False], ids=["all files", "log that begins above 0"])
+def test_a_flipped_bit_that_gives_a_record_an_entry_is_found(flag: int, has_all: bool) -> None:
+    """No queue has an entry of a half or a rolled-back record, whose flag then says that one must have."""
+    files = MemoryFiles()
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS), background=False) as store:
+        for _ in range(30):
+            store.append(Message("T", b"x" * 600), 0)
+        place = store.append(Message("T", b"no entry"), 0, sys_flag=flag).physical_offset
+        store.append(Message("T", b"last"), 0)
+        if not has_all:
+            store.flush()
+            store.writer.retention.delete_before(place - SMALL.commitlog_file_size)
+            assert store.log.begin > 0
+    assert verify(ROOT, SMALL, files).sound
+    at = place % SMALL.commitlog_file_size
+    path = f"{ROOT}/commitlog/{place - at:020d}"
+    files.open(path, writable=True).buffer[at + record.SYS_FLAG_AT + 3] ^= record.TRANSACTION_PREPARED
+    (damage,) = verify(ROOT, SMALL, files).damage
+    found = flag & ~record.TRANSACTION_PREPARED
+    assert damage.what == f"system flag: expected {flag}, found {found}, of a record that has no queue entry"
+    assert damage.offset == place
+    with MessageStore.open(ROOT, SMALL, files=files, thorough=True) as store:
+        assert [message.body for message in store.messages("T")][-2:] == [b"x" * 600, b"last"]
+    assert verify(ROOT, SMALL, files).sound

@@ -231,6 +231,15 @@ class Strays:
 
     def __init__(self) -> None:
         self._strays: dict[int, dict[int, Stray]] = {}  # strays by queue offset and physical offset
+        self._passed: set[int] = set()
+
+    def note_passed(self, physical_offset: int) -> None:
+        """Note that the count of the record's queue goes on behind it as if it were not there."""
+        self._passed.add(physical_offset)
+
+    def passed_first(self) -> list[Stray]:
+        """Return the records that name queue offset 0, have no entry, and that no queue needs."""
+        return [stray for place, stray in sorted(self._strays.get(0, {}).items()) if place in self._passed]
 
     def add_stray(self, queue_offset: int, stray: Stray) -> None:
         """Note a record that can belong to another queue, at the same queue offset."""

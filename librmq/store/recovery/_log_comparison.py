@@ -24,7 +24,7 @@ from librmq.message.topics import LIGHT_PREFIX, validate_queue
 from librmq.store.engine.derivation import BitmapOf, Derivation, DerivedBlock, DerivedRecord
 from librmq.store.engine.store_parts import OpenQueue, QueueName
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.recovery._entry_check import ExpectedEntry, Strays, misaddressed
+from librmq.store.recovery._entry_check import ExpectedEntry, Stray, Strays, misaddressed
 from librmq.store.recovery._index_check import IndexCheck, rebuild_index
 from librmq.store.recovery._log_walk import COMPARED, walk
 from librmq.store.recovery._queue_check import QueueCheck
@@ -337,11 +337,28 @@ class Reconciliation:
         yield from fields.batches.values()
         yield from self._finish(checks, keys)
 
+    def _undispatched(self, stray: Stray) -> Damage:
+        """Return the damaged flag of a record without an entry, whose flag says that it has one; correct it to repair.
+
+        A broker numbers a prepared or rolled-back record 0 and gives it no entry. The first message of a topic that was
+        made again is numbered 0 too, but then the next one is number 1, and not the one after those before it.
+        """
+        place = stray.entry.physical_offset
+        at = place + record_format.SYS_FLAG_AT
+        flag = int.from_bytes(self.log.data_at(at, 4), "big", signed=True)
+        expected = flag | record_format.TRANSACTION_PREPARED
+        if self.repair:
+            self.log.patch(at, expected.to_bytes(4, "big", signed=True))
+        what = f"system flag: expected {expected}, found {flag}, of a record that has no queue entry"
+        return Damage(self.log.sequence.path_at(place), place, "record", what, 4)
+
     def _finish(self, checks: QueueChecks, keys: IndexCheck | None) -> Iterator[Damage]:
         for check in checks.finish_queues():
             if check.left_out:
                 self.left_out[check.name] = check.left_out
             yield from check.damages
+        for stray in checks.strays.passed_first():
+            yield self._undispatched(stray)
         checks.remove_empty()
         if self.index is None or keys is None:
             return

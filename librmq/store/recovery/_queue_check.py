@@ -342,6 +342,8 @@ class QueueCheck:
                 self._add_stray(claimed, ExpectedEntry(replaced, 0, b""))
                 if self.queue.ext is not None:
                     self._units[claimed] = entry
+            elif claimed == 0 and not self.points_at(0, entry):
+                self._checks.strays.note_passed(entry.physical_offset)
             return
         elif possible:
             points = self.points_at(claimed, entry)
