@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests import budget
+from tests.conftest import SlowBudget
 from tests.mutation.__main__ import modules, mutants
 from tests.mutation.planted import BUGS, SHARES, Bug
 from tests.mutation.programs import PROGRAMS, anomalies_of
@@ -69,12 +69,12 @@ def test_each_trusted_file_has_a_planted_bug() -> None:
 
 
 @pytest.mark.slow
-def test_a_test_finds_the_bug_in_a_trusted_file() -> None:
-    """CI tries one in six; `python -m tests.mutation.trusted` tries all."""
-    files = [bug.edit.file for bug in TRUSTED[:: budget.run.drawn_part]]
-    command = [sys.executable, "-m", "tests.mutation.trusted", *files]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_test_finds_the_bug_in_a_trusted_file(slow_budget: SlowBudget) -> None:
+    """`python -m tests.mutation.trusted` tries all at once."""
+    for number in slow_budget.rounds(len(TRUSTED), "bugs planted in trusted files", at_least=2):
+        command = [sys.executable, "-m", "tests.mutation.trusted", TRUSTED[number % len(TRUSTED)].edit.file]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 # Each mutant of `tests.mutation` is a module that compiles and whose code differs.
