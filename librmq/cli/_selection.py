@@ -22,7 +22,7 @@ from librmq.message.topics import LIGHT_PREFIX, is_system_topic, kind_of_topic
 from librmq.runtime.event_log import advance
 
 if TYPE_CHECKING:
-    from librmq.diagnosis.view import ClusterView
+    from librmq.diagnosis import ClusterView
     from librmq.store import MessageFilter, MessageStore
     from librmq.store.engine.store_parts import QueueName
 

@@ -38,8 +38,7 @@ if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.broker import AdministeredRoute, Broker, StoreRoute
     from librmq.cli._routes import OwnedStore
     from librmq.columns import RemoteStore
-    from librmq.diagnosis import StoreView
-    from librmq.diagnosis.view import ClusterView
+    from librmq.diagnosis import ClusterView, StoreView
     from librmq.store import BrokerTables, MessageStore
     from librmq.store.condition import Condition
 
@@ -382,7 +381,7 @@ def open_cluster(arguments: argparse.Namespace) -> Iterator[ClusterView]:
         InputError: The command names a setting that only a store has.
     """
     from librmq.cli._routes import connect_to
-    from librmq.diagnosis.view import ClusterView
+    from librmq.diagnosis import ClusterView
 
     if getattr(arguments, "config", None) is not None:
         raise InputError("--config describes the files of a store: leave it out with --route")

@@ -16,11 +16,21 @@ from librmq.console._place import Place
 from librmq.console._samples import Sample, Samples, line
 from librmq.console._search import selected
 from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_link, link, message_link, topic_link
-from librmq.diagnosis import DeadLetterCause, Finding, Lag, StoreView, diagnose, held_progress, pending_messages, story
+from librmq.diagnosis import (
+    DeadLetterCause,
+    Finding,
+    Lag,
+    StoreView,
+    View,
+    diagnose,
+    held_progress,
+    pending_messages,
+    story,
+)
 from librmq.diagnosis import lag as lag_of
 from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
 from librmq.diagnosis.disk_use import disk_use
-from librmq.diagnosis.view import TopicSummary, View, topic_summaries
+from librmq.diagnosis.view import TopicSummary, topic_summaries
 from librmq.errors import ConfigError, RmqError
 from librmq.formatting import duration, moment, number, rate, short, size
 from librmq.message import StoredMessage

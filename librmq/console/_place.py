@@ -16,8 +16,7 @@ from librmq import SharedBroker
 from librmq.broker import AdministeredRoute, Broker
 from librmq.clock import Clock, SystemClock
 from librmq.config import wrong_kind
-from librmq.diagnosis import StoreView
-from librmq.diagnosis.view import ClusterView, View
+from librmq.diagnosis import ClusterView, StoreView, View
 from librmq.errors import ConfigError
 from librmq.store import MessageStore
 

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from librmq.console._place import Place
 from librmq.console._tables import Query
-from librmq.diagnosis import StoreView
-from librmq.diagnosis.view import View
+from librmq.diagnosis import StoreView, View
 from librmq.errors import ConfigError
 from librmq.filter import SqlFilter, TagFilter
 from librmq.formatting import number

@@ -76,7 +76,9 @@ if TYPE_CHECKING:
     from librmq.diagnosis.survey.model import compare as compare
     from librmq.diagnosis.survey.page import render_page as render_page
     from librmq.diagnosis.survey.report import report as report
+    from librmq.diagnosis.view import ClusterView as ClusterView
     from librmq.diagnosis.view import StoreView as StoreView
+    from librmq.diagnosis.view import View as View
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -127,7 +129,7 @@ else:
             "librmq.diagnosis.survey.model": ("Comparison", "Report", "compare"),
             "librmq.diagnosis.survey.page": ("render_page",),
             "librmq.diagnosis.survey.report": ("report",),
-            "librmq.diagnosis.view": ("StoreView",),
+            "librmq.diagnosis.view": ("ClusterView", "StoreView", "View"),
             "librmq.diagnosis._whatif": (
                 "Consumption",
                 "Estimate",

@@ -63,13 +63,14 @@ EXPORTS = {
         "TrackType message_tracks"
     ),
     "librmq.diagnosis": (
-        "Alarm Comparison Consumption DeadLetterCause Estimate ExpiringMessages Finding GivenUpHalf GivenUpMessage "
-        "GroupLag GroupRate HeldMessage HeldProgress KeptProgress Lag PendingMessage PopHolds QueueLag Replay "
-        "Report Scenario Skip SkippedQueue StartReason StartVerdict StoreView StoryEvent Thresholds TopicLag "
-        "TopicProgress TopicVolume UnusableRecord WaitingOrigins Watch can_start compare consumption_of continue_as "
-        "dead_letter_causes dead_letters decide_half design_check diagnose estimate expiring given_up held_progress "
-        "lag move_to pending_messages plan_continue_as plan_replay plan_skip pop_holds progress_history render_page "
-        "replay report set_aside skip skipped story topic_volumes waiting_origins watch what_if"
+        "Alarm ClusterView Comparison Consumption DeadLetterCause Estimate ExpiringMessages Finding GivenUpHalf "
+        "GivenUpMessage GroupLag GroupRate HeldMessage HeldProgress KeptProgress Lag PendingMessage PopHolds "
+        "QueueLag Replay Report Scenario Skip SkippedQueue StartReason StartVerdict StoreView StoryEvent "
+        "Thresholds TopicLag TopicProgress TopicVolume UnusableRecord View WaitingOrigins Watch can_start compare "
+        "consumption_of continue_as dead_letter_causes dead_letters decide_half design_check diagnose estimate "
+        "expiring given_up held_progress lag move_to pending_messages plan_continue_as plan_replay plan_skip "
+        "pop_holds progress_history render_page replay report set_aside skip skipped story topic_volumes "
+        "waiting_origins watch what_if"
     ),
     "librmq.files": (
         "Advice Buffer Damage DiskFiles File FileLock Files FolderEntry MemoryFiles OverlayFiles TemporaryFolder"

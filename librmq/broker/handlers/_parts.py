@@ -64,8 +64,8 @@ from librmq.protocol import (
     Unregister,
     UpdateOffset,
 )
+from librmq.runtime import Runner
 from librmq.runtime.event_log import EventLog
-from librmq.runtime.runner import Runner
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.checkpoint import has_abort
 

@@ -11,8 +11,8 @@ from librmq.cli._output import Output, complain
 from librmq.cli._rows import Row, named
 from librmq.cli._selection import GROUPS, TOPICS, age_clock, near, parse_time
 from librmq.cli._stores import open_administered, open_running, select_queues, view_of
+from librmq.diagnosis import View
 from librmq.diagnosis.pending import waiting_retries
-from librmq.diagnosis.view import View
 from librmq.errors import InputError
 from librmq.formatting import moment
 from librmq.message import retry_topic

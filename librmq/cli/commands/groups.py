@@ -27,9 +27,9 @@ from librmq.cli._stores import (
     view_of,
 )
 from librmq.clock import SystemClock
-from librmq.diagnosis import GroupRate, Lag, StoreView, TopicProgress, deadletters
+from librmq.diagnosis import GroupRate, Lag, StoreView, TopicProgress, View, deadletters
 from librmq.diagnosis import lag as lag_of
-from librmq.diagnosis.view import View, group_summaries
+from librmq.diagnosis.view import group_summaries
 from librmq.errors import CorruptionError, InputError
 from librmq.files import DiskFiles
 from librmq.formatting import moment
