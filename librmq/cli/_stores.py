@@ -39,8 +39,7 @@ if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.cli._routes import OwnedStore
     from librmq.columns import RemoteStore
     from librmq.diagnosis import ClusterView, StoreView
-    from librmq.store import BrokerTables, MessageStore
-    from librmq.store.condition import Condition
+    from librmq.store import BrokerTables, Condition, MessageStore
 
 _DEEPEST: Final = 2
 _MOST_FOLDERS: Final = 2000

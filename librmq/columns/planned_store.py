@@ -34,8 +34,7 @@ from librmq.files import Damage, DiskFiles, Files
 from librmq.files.rolling import MappingPool, file_name
 from librmq.message.topics import is_system_topic
 from librmq.runtime.closing import Closing
-from librmq.store import MessageStore
-from librmq.store.condition import Condition
+from librmq.store import Condition, MessageStore
 from librmq.store.engine.store_parts import QueueName, ShortQueue
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory

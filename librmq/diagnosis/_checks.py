@@ -39,7 +39,7 @@ from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
 from librmq.runtime.event_log import counted
-from librmq.store.condition import Wholeness
+from librmq.store import Wholeness
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_export

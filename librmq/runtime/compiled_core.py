@@ -110,7 +110,7 @@ if TYPE_CHECKING:
         """The same for `librmq.store.engine._durability.Housekeeping`."""
 
     class AppendState:
-        """The same for `librmq.store.engine.append.Appender`."""
+        """The same for `librmq.store.engine._append.Appender`."""
 
     class StoredState:
         """The same for `librmq.message.stored_message.StoredMessage`."""

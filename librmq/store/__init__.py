@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.store._condition import Condition as Condition
+    from librmq.store._condition import Wholeness as Wholeness
     from librmq.store._snapshots import Snapshot as Snapshot
     from librmq.store._snapshots import restore as restore
     from librmq.store._snapshots import snapshot as snapshot
     from librmq.store._store import MessageStore as MessageStore
+    from librmq.store.engine._append import AppendFields as AppendFields
+    from librmq.store.engine._append import AppendResult as AppendResult
     from librmq.store.engine._durability import Acknowledgement as Acknowledgement
     from librmq.store.engine._message_filters import ByPredicate as ByPredicate
     from librmq.store.engine._message_filters import BySql as BySql
     from librmq.store.engine._message_filters import ByTags as ByTags
     from librmq.store.engine._message_filters import message_filter as message_filter
-    from librmq.store.engine.append import AppendResult as AppendResult
     from librmq.store.engine.read import GetStatus as GetStatus
     from librmq.store.engine.read import MessageFilter as MessageFilter
     from librmq.store.engine.read import ReadResult as ReadResult
@@ -42,7 +45,8 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.store.engine.append": ("AppendResult",),
+            "librmq.store._condition": ("Condition", "Wholeness"),
+            "librmq.store.engine._append": ("AppendFields", "AppendResult"),
             "librmq.store.engine._durability": ("Acknowledgement",),
             "librmq.store.engine._message_filters": ("ByPredicate", "BySql", "ByTags", "message_filter"),
             "librmq.store.engine.read": ("GetStatus", "MessageFilter", "ReadResult"),

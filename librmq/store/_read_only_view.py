@@ -40,10 +40,10 @@ from librmq.files.rolling import file_name
 from librmq.message import DelayLevels
 from librmq.runtime import critical
 from librmq.runtime.locks import Lock
+from librmq.store._condition import Condition, Wholeness, condition_of
 from librmq.store._handle import StoreHandle
 from librmq.store._live_tail import ATTEMPTS, GLANCE, FollowedParts, LiveParts
 from librmq.store._queues_in_memory import DerivedParts, DerivedQueue
-from librmq.store.condition import Condition, Wholeness, condition_of
 from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.read import GetStatus, MessageFilter, ReadResult, Transfer, read_queue
 from librmq.store.engine.store_parts import (

@@ -24,12 +24,12 @@ from librmq.message import DelayLevels, Message, StoredMessage
 from librmq.runtime import critical
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE_STATE
+from librmq.store._condition import Condition, Wholeness
 from librmq.store._handle import StoreHandle
 from librmq.store._read_only_view import ReadOnlyView
 from librmq.store._writer import Writer
-from librmq.store.condition import Condition, Wholeness
+from librmq.store.engine._append import Appender, AppendFields, AppendResult, BatchFields
 from librmq.store.engine._durability import Acknowledgement
-from librmq.store.engine.append import Appender, AppendFields, AppendResult, BatchFields
 from librmq.store.engine.copies import CopyWriter
 from librmq.store.engine.read import (
     MessageFilter,

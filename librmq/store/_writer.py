@@ -17,8 +17,8 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
 from librmq.store._handle import StoreHandle
 from librmq.store._store_lock import lock_store, unlock_store
+from librmq.store.engine._append import Appender
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
-from librmq.store.engine.append import Appender
 from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueTable

@@ -51,7 +51,7 @@ from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, has_n
 from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.store.engine.append import Appender
+from librmq.store.engine._append import Appender
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueTable
 from librmq.store.format import directory

@@ -11,7 +11,7 @@ import pytest
 
 from librmq import Broker, BrokerConfig, CorruptionError, ManualClock, Message, MessageStore, StoreConfig
 from librmq.columns import reader
-from librmq.store.condition import Wholeness
+from librmq.store import Wholeness
 from tests.budget import some
 from tests.cli.stand import Shell
 from tests.stores import START_MS

@@ -41,8 +41,8 @@ from tests.mutation.planted import plant_sources, simulate, simulate_shares
 from tests.reference import CHECKOUT
 
 PARTS = {
-    "log": ("commitlog", "commitlog_frames", "files.disk"),
-    "append": ("store.engine.append",),
+    "log": ("commitlog", "commitlog_frames", "files._disk"),
+    "append": ("store.engine._append",),
     "recovery": (
         "store.recovery.open",
         "store.recovery.saved_state",
@@ -77,11 +77,11 @@ TESTS = {
         *("store/test_append_block.py", "cluster/test_replica.py", "cli/test_damage_by_command.py"),
     ),
     "commitlog_frames": ("test_commitlog.py", "message", "store/test_flipped_bytes.py", "store/test_recover.py"),
-    "files.disk": (
+    "files._disk": (
         *("files", "crash/test_disk_flushes.py", "crash/test_parts.py", "store/test_directory.py"),
         *("store/test_salvage.py", "store/test_foreign_files.py", "wire/test_share.py"),
     ),
-    "store.engine.append": (
+    "store.engine._append": (
         *(
             "store/test_append_block.py",
             "store/test_store.py",

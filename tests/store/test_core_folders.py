@@ -21,8 +21,8 @@ from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import HALF_TOPIC
 from librmq.runtime import compiled_core
-from librmq.store import MessageStore
-from librmq.store.engine.append import Appender, AppendResult
+from librmq.store import AppendResult, MessageStore
+from librmq.store.engine._append import Appender
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.txn import TransactionConfig, Transactions
 from tests.budget import examples

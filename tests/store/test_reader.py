@@ -25,8 +25,8 @@ from librmq.message.message import Message, StoredMessage
 from librmq.store import MessageStore
 from librmq.store._live_tail import KEPT, LiveIndex, LiveQueue, LiveQueues
 from librmq.store._read_only_view import ReadOnlyView
+from librmq.store.engine._append import Appender
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
-from librmq.store.engine.append import Appender
 from librmq.store.engine.copies import LogCopier
 from librmq.store.engine.derivation import Derivation, DerivedRecord
 from librmq.store.engine.read import GetStatus

@@ -39,8 +39,7 @@ from librmq.message.properties import (
 from librmq.message.topics import is_system_topic, validate_topic
 from librmq.printable import cell_text, unguarded
 from librmq.runtime.event_log import watched
-from librmq.store import BrokerTables, MessageStore
-from librmq.store.engine.append import AppendFields
+from librmq.store import AppendFields, BrokerTables, MessageStore
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import MOST_QUEUES
 from librmq.store.format.directory import CONFIG, check_kind

@@ -20,7 +20,7 @@ from librmq.message import record as record_format
 from librmq.message.properties import tags_code
 from librmq.message.record import crc32
 from librmq.runtime import critical
-from librmq.store.engine.append import Appender, AppendResult
+from librmq.store.engine._append import Appender, AppendResult
 from librmq.store.engine.derivation import Derivation, Pending, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.store_parts import Parts
