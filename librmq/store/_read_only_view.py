@@ -347,7 +347,8 @@ class ReadOnlyView(StoreHandle):
         return StoreTimes(self.log, self._noted_order)
 
     def abandon(self, why: str) -> None:
-        with critical, self._guard:
+        # Without the guard: a signal handler that closes the view can have interrupted a refresh, which holds it.
+        with critical:
             if self.closed is None:
                 self.closed = why
                 self.parts.close()
