@@ -9,7 +9,7 @@ from typing import NamedTuple
 from librmq.client.client import Client
 from librmq.client.queue_selectors import QueueSelector, RoundRobin
 from librmq.errors import MessageIllegalError, NoRouteError
-from librmq.message.message import Message, MessageQueue
+from librmq.message import Message, MessageQueue
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import PERM_WRITE, Endpoint, QueueData, site_of
 
