@@ -21,7 +21,7 @@ from librmq.console._changes import Changes
 from librmq.console._guard import Application, Authorize, Guard
 from librmq.console._pages import Pages
 from librmq.console._place import Place
-from librmq.console._tables import Page, Query
+from librmq.console._tables import Moment, Page, Query, at_moment
 from librmq.errors import RmqError
 from librmq.formatting import visible
 from librmq.runtime.event_log import EventLog
@@ -86,6 +86,7 @@ class _Site:
             trim_blocks=True,
             lstrip_blocks=True,
         )
+        self._environment.filters["at_moment"] = at_moment
         folder = files("librmq.console") / "templates"
         self._static = {name: (folder / name).read_bytes() for name in _STATIC}
 
@@ -110,24 +111,38 @@ class _Site:
         return made
 
     async def _show(self, page: Callable[[Query], Page], request: Request) -> Response:
-        query = Query(dict(request.query_params), self._pages.place.clock)
-        return await self._answered(request, lambda: page(query))
+        query, place = Query(dict(request.query_params), self._pages.place.clock), self._pages.place
 
-    async def _answered(self, request: Request, make: Callable[[], Page]) -> Response:
-        """Return a page, or the error that says why there is none, in a thread: a page reads files."""
+        def make() -> Page:
+            shown = page(query)
+            place.find_extent()
+            shown.is_live = shown.is_live and query.at_ms is None
+            return shown
+
+        return await self._answered(request, make, query)
+
+    async def _answered(self, request: Request, make: Callable[[], Page], shown: Query | None = None) -> Response:
+        """Return a page, or the error that says why there is none, in a thread: a page reads files.
+
+        ``shown`` are the parameters of a page that can show a past moment.
+        """
         try:
             page = await run_in_threadpool(make)
         except (RmqError, OSError) as error:
-            return self._rendered(request, Page("Not shown", notes=[str(error)], is_live=False), 400)
-        return self._rendered(request, page)
+            return self._rendered(request, Page("Not shown", notes=[str(error)], is_live=False), 400, shown)
+        return self._rendered(request, page, query=shown)
 
-    def _rendered(self, request: Request, page: Page, status: int = 200) -> Response:
+    def _rendered(self, request: Request, page: Page, status: int = 200, query: Query | None = None) -> Response:
+        moment = None if query is None else Moment.of(query, self._pages.place.extent)
+        at = "" if moment is None else moment.at
         path = request.url.path.rpartition("/")[2]
         text = self._environment.get_template(page.template).render(
             page=page,
             place=self._pages.place.title,
             navigation=[(to, name, to.removeprefix("./") == path) for to, name in _NAVIGATION],
-            allow_changes=self._changes is not None,
+            moment=moment,
+            at=at,
+            allow_changes=self._changes is not None and not at,
             can_skip=self._pages.place.broker is not None,
             bodies=self._pages.bodies,
             token=request.scope["librmq.token"],

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Final
 
+from librmq.console._message_parts import BODY_SIZE, as_test, body_of, fields_of
 from librmq.console._place import Place
 from librmq.console._samples import Sample, Samples, line
 from librmq.console._search import selected
@@ -44,7 +45,6 @@ _LETTERS: Final = 500
 _FEW: Final = 20_000
 """Messages of a store in which the overview looks for findings by itself."""
 _FEW_QUEUES: Final = 512
-_BODY: Final = 64 << 10
 _FINDINGS_MS: Final = 30_000
 """For so long an overview shows the findings that it has, because it is asked every few seconds."""
 _PAIRS: Final = 5_000
@@ -67,23 +67,23 @@ class Pages:
 
     def overview(self, query: Query) -> Page:
         """Show what flows, what waits, and what needs attention."""
-        now_ms = query.clock.now_ms()
-        with self.place.view() as view:
+        now_ms, is_past, samples = query.clock.now_ms(), query.at_ms is not None, self._samples_at(query)
+        with self.place.view(query.at_ms) as view:
             groups = [group for group in view.groups if not is_own_group(group)]
             shown = groups[:ROWS] if not isinstance(view, StoreView) else groups
             progress = self._lag(view, shown)
             ranges = {topic: view.queues(topic).values() for topic in view.listed_topics}
             ends = {topic: sum(ids.stop for ids in queues) for topic, queues in ranges.items()}
             lags = {group.group: group.lag for group in progress.by_group()}
-            self._samples.add(_sample(now_ms, ends, progress, {group: lags.get(group, 0) for group in shown}))
+            samples.add(_sample(now_ms, ends, progress, {group: lags.get(group, 0) for group in shown}))
             letters = {group: sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values())) for group in shown}
             messages = sum(len(ids) for queues in ranges.values() for ids in queues)
             log = view if isinstance(view, StoreView) else None
-            disk = self._disk(log)
-            findings = self._findings(log, now_ms, messages, sum(map(len, ranges.values())))
+            disk = [] if is_past else self._disk(log)
+            findings = self._findings(log, now_ms, messages, sum(map(len, ranges.values())), is_past)
         total, dead = sum(lags.values()), sum(letters.values())
         worst = sorted(shown, key=lambda group: (-lags.get(group, -1), group))[:ROWS]
-        busiest = sorted(ends, key=lambda topic: (-(self._samples.stored_per_s(topic) or 0), -ends[topic], topic))
+        busiest = sorted(ends, key=lambda topic: (-(samples.stored_per_s(topic) or 0), -ends[topic], topic))
         notes = []
         if len(shown) < len(groups):
             notes.append(f"Of {number(len(groups))} groups the first {ROWS} were asked for.")
@@ -91,14 +91,22 @@ class Pages:
             "Overview",
             [
                 Fact("messages", number(messages), f"in {number(len(ends))} topics"),
-                Fact("stored", rate(self._samples.stored_per_s()), "in the last minute, since this page was opened"),
+                Fact("stored", rate(samples.stored_per_s()), "in the last minute, since this page was opened"),
                 Fact("wait for a group", number(total), f"of {number(len(groups))} groups", "warn" if total else ""),
                 Fact("dead letters", number(dead), "", "bad" if dead else ""),
                 *disk,
             ],
-            [findings, self._groups_table(worst, lags, letters, len(groups)), self._busiest(busiest[:10], ends)],
+            [
+                findings,
+                self._groups_table(samples, worst, lags, letters, len(groups)),
+                self._busiest(samples, busiest[:10], ends),
+            ],
             notes,
         )
+
+    def _samples_at(self, query: Query) -> Samples:
+        """Return the last looks, of which a past moment has none."""
+        return self._samples if query.at_ms is None else Samples()
 
     def _lag(self, view: View[Any], groups: Sequence[str]) -> Lag:
         if isinstance(view, StoreView):
@@ -109,17 +117,22 @@ class Pages:
         return Lag(topics, None)
 
     def _groups_table(
-        self, groups: Sequence[str], lags: Mapping[str, int], letters: Mapping[str, int], every: int
+        self,
+        samples: Samples,
+        groups: Sequence[str],
+        lags: Mapping[str, int],
+        letters: Mapping[str, int],
+        every: int,
     ) -> Table:
         rows = []
         for group in groups:
-            points = line(self._samples.lags(group))
+            points = line(samples.lags(group))
             rows.append(
                 [
                     group_link(group),
                     count(lags.get(group), "warn"),
                     Cell(points, "", "line"),
-                    Cell(rate(self._samples.consumed_per_s(group)), is_number=True),
+                    Cell(rate(samples.consumed_per_s(group)), is_number=True),
                     count(letters.get(group, 0), "bad"),
                 ]
             )
@@ -127,9 +140,9 @@ class Pages:
         columns = ("group", "lag", "since this page was opened", "consumed", "dead letters")
         return Table("Groups", columns, rows, note, "No group yet.")
 
-    def _busiest(self, topics: Sequence[str], ends: Mapping[str, int]) -> Table:
+    def _busiest(self, samples: Samples, topics: Sequence[str], ends: Mapping[str, int]) -> Table:
         rows = [
-            [topic_link(topic), count(ends[topic]), Cell(rate(self._samples.stored_per_s(topic)), is_number=True)]
+            [topic_link(topic), count(ends[topic]), Cell(rate(samples.stored_per_s(topic)), is_number=True)]
             for topic in topics
         ]
         return Table("Busiest topics", ("topic", "messages so far", "stored"), rows, "", "No topic yet.")
@@ -144,26 +157,27 @@ class Pages:
         note = "" if nearest is None else f"{size(nearest.free_bytes)} until {nearest.ratio:.0%} of the disk are used"
         return [Fact("on disk", size(use.allocated_bytes), note, "bad" if nearest is None else "")]
 
-    def _findings(self, log: StoreView | None, now_ms: int, messages: int, queues: int) -> Table:
+    def _findings(self, log: StoreView | None, now_ms: int, messages: int, queues: int, is_past: bool) -> Table:
         """Return the findings of a small store; of a large one the page that looks for them is named."""
         columns = ("severity", "about", "what", "next")
         if not self.place.has_log:
             return Table("Findings", columns, [], nothing="They need the log, which is on the broker's machine.")
         if messages > _FEW or queues > _FEW_QUEUES:
             return Table("Findings", columns, [], nothing="The page Findings looks for them: this store is large.")
-        found = self._found
+        found = None if is_past else self._found
         if found is None or not 0 <= now_ms - found[0] < _FINDINGS_MS:
-            found = self._found = now_ms, self._diagnosed(log)
+            found = now_ms, self._diagnosed(log)
+            self._found = self._found if is_past else found
         note = f"As of {moment(found[0])}." if found[0] < now_ms else ""
         return Table("Findings", columns, _finding_rows(found[1]), note, "Nothing needs attention.")
 
-    def _diagnosed(self, log: StoreView | None = None) -> list[Finding]:
-        with self.place.log() if log is None else nullcontext(log) as view:
+    def _diagnosed(self, log: StoreView | None = None, at_ms: int | None = None) -> list[Finding]:
+        with self.place.log(at_ms) if log is None else nullcontext(log) as view:
             return [finding for finding in diagnose(view, check=False) if finding.kind != "not-verified"]
 
     def findings(self, query: Query) -> Page:
         """Show all findings of `librmq diagnose`."""
-        found = self._diagnosed()
+        found = self._diagnosed(at_ms=query.at_ms)
         severities = Counter(finding.severity for finding in found)
         return Page(
             "Findings",
@@ -183,7 +197,7 @@ class Pages:
     def topics(self, query: Query) -> Page:
         """Show all topics, a part at a time."""
         words, begin = query.text("q").lower(), query.number("from", largest=1 << 40)
-        with self.place.view() as view:
+        with self.place.view(query.at_ms) as view:
             names = [topic for topic in view.listed_topics if words in topic.lower()]
             shown = names[begin : begin + ROWS]
             rows = [_topic_row(summary) for summary in topic_summaries(view, shown)]
@@ -192,8 +206,8 @@ class Pages:
 
     def topic(self, query: Query) -> Page:
         """Show a topic's queues, and its messages by what the form selects."""
-        topic = query.required("name")
-        with self.place.view() as view:
+        topic, route = query.required("name"), self.place.route if query.at_ms is None else None
+        with self.place.view(query.at_ms) as view:
             queues = view.queues(topic)
             if not queues and topic not in view.listed_topics:
                 raise ConfigError(f"there is no topic {topic!r}")
@@ -211,7 +225,7 @@ class Pages:
                 for queue, ids in some
             ]
         total = sum(map(len, queues.values()))
-        groups = () if self.place.route is None else self.place.route.groups_of(topic)
+        groups = () if route is None else route.groups_of(topic)
         left = f"The first {ROWS} of {number(len(queues))} queues." if len(queues) > ROWS else ""
         columns = ("queue", "first offset", "end", "messages", "oldest", "newest")
         return Page(
@@ -219,14 +233,14 @@ class Pages:
             [
                 Fact("messages", number(total), f"in {number(len(queues))} queues"),
                 Fact("kind", kind_of_topic(topic)),
-                Fact("stored", rate(self._samples.stored_per_s(topic)), "in the last minute"),
+                Fact("stored", rate(self._samples_at(query).stored_per_s(topic)), "in the last minute"),
             ],
             [
                 self._message_table(messages, note),
                 Table("Queues", columns, rows, left),
                 *(
                     [Table("Groups", ("group",), [[group_link(group)] for group in groups], nothing="No group yet.")]
-                    if self.place.route is not None
+                    if route is not None
                     else []
                 ),
             ],
@@ -253,7 +267,7 @@ class Pages:
         if not self.bodies:
             return size(message.size)
         try:
-            return short(message.decompressed_body(_BODY)[:256].decode("utf-8"), 60)
+            return short(message.decompressed_body(BODY_SIZE)[:256].decode("utf-8"), 60)
         except (RmqError, UnicodeDecodeError):
             return size(message.size)
 
@@ -262,7 +276,7 @@ class Pages:
     def groups(self, query: Query) -> Page:
         """Show all groups, a part at a time."""
         words, begin = query.text("q").lower(), query.number("from", largest=1 << 40)
-        with self.place.view() as view:
+        with self.place.view(query.at_ms) as view:
             names = [group for group in view.groups if words in group.lower() and not is_own_group(group)]
             shown = names[begin : begin + ROWS]
             progress = {
@@ -289,8 +303,8 @@ class Pages:
 
     def group(self, query: Query) -> Page:
         """Show a group: its lag by queue, its instances, what holds it back, its dead letters."""
-        group = query.required("name")
-        with self.place.view() as view:
+        group, is_past = query.required("name"), query.at_ms is not None
+        with self.place.view(query.at_ms) as view:
             if group not in view.groups:
                 raise ConfigError(f"there is no group {group!r}")
             rows = list(islice(lag_of(view, group=group, includes_own=False), 10 * ROWS))
@@ -298,12 +312,12 @@ class Pages:
             topics = sorted({row.topic for row in rows})
         held = []
         connections = settings = None
-        if self.place.route is not None:
+        if self.place.route is not None and not is_past:
             connections = self.place.route.connections(group)
             settings = self.place.route.groups().get(group)
-        if self.place.broker is not None:
+        if self.place.broker is not None and not is_past:
             held = held_progress(self.place.broker, group=group)
-        tables = [self._queues_of_group(rows, held), *_stacks(held), _instances(connections)]
+        instances = [] if is_past else [*_stacks(held), _instances(connections)]
         lag = sum(row.lag for row in rows)
         causes = _causes(sum_up_causes(letters), len(letters))
         return Page(
@@ -311,10 +325,10 @@ class Pages:
             [
                 Fact("lag", number(lag), f"in {number(len(topics))} topics", "warn" if lag else ""),
                 Fact("dead letters", number(len(letters)), "at least" if len(letters) >= _LETTERS else ""),
-                Fact("consumed", rate(self._samples.consumed_per_s(group)), "in the last minute"),
+                Fact("consumed", rate(self._samples_at(query).consumed_per_s(group)), "in the last minute"),
                 Fact("retries", "unknown" if settings is None else number(settings), "before a dead letter"),
             ],
-            [*tables, causes],
+            [self._queues_of_group(rows, held), *instances, causes],
             template="group.html.j2",
             more={"group": group, "topics": topics, "retries": settings, "has_letters": bool(letters)},
         )
@@ -344,7 +358,7 @@ class Pages:
     def dead_letters(self, query: Query) -> Page:
         """Show a group's dead letters, the newest first, with what a resend needs."""
         group = query.required("group")
-        with self.place.view() as view:
+        with self.place.view(query.at_ms) as view:
             found = list(islice(letters_by_queue(view, group, view.resent_times), _LETTERS))
         rows = []
         for *_, message, letter in reversed(found):
@@ -372,10 +386,10 @@ class Pages:
 
     def message(self, query: Query) -> Page:
         """Show a message and its story."""
-        at_ms, name = query.time_ms("at"), query.text("id")
+        name = query.text("id")
         events: list[list[Cell]] = []
         if self.place.has_log:
-            with self.place.log(at_ms) as view:
+            with self.place.log(query.at_ms) as view:
                 message = self._record(view, query)
                 for event in story(view, name or message.message_id):
                     place = f"{event.queue_id} / {event.queue_offset}" if event.queue_offset >= 0 else ""
@@ -406,7 +420,7 @@ class Pages:
             ],
             [
                 Table("Story", columns, events, nothing=nothing),
-                Table("Fields", ("field", "value"), _fields(message)),
+                Table("Fields", ("field", "value"), fields_of(message)),
                 Table(
                     "Properties",
                     ("name", "value"),
@@ -416,12 +430,10 @@ class Pages:
             template="message.html.j2",
             is_live=False,
             more={
-                "body": self._body(message, query.text("as")),
+                "body": body_of(message, query.text("as")) if self.bodies else {"kind": "hidden", "text": ""},
                 "again": {"id": name or message.message_id},
-                "test": _as_test(message) if self.bodies else "",
+                "test": as_test(message) if self.bodies else "",
                 "id": message.message_id,
-                "at": query.text("at"),
-                "has_log": self.place.has_log,
             },
         )
 
@@ -437,33 +449,13 @@ class Pages:
             raise ConfigError(f"there is no message {name!r}" if name else "there is no message at this place")
         return message
 
-    def _body(self, message: StoredMessage, kind: str) -> Mapping[str, str]:
-        """Return the body as text, JSON or hexadecimal digits; it is never unpickled or run."""
-        if not self.bodies:
-            return {"kind": "hidden", "text": ""}
-        try:
-            body = message.decompressed_body(_BODY)
-        except RmqError as error:
-            return {"kind": "unreadable", "text": str(error)}
-        cut = body[:_BODY]
-        if kind != "hex":
-            try:
-                if kind != "text":
-                    return {"kind": "JSON", "text": _indented(message)}
-            except (RmqError, ValueError, RecursionError):
-                pass
-            try:
-                return {"kind": "text", "text": cut.decode("utf-8")}
-            except UnicodeDecodeError:
-                pass
-        return {"kind": "hex", "text": cut[:4096].hex(" ", -4)}
-
     def waiting(self, query: Query) -> Page:
         """Show what waits for its time or a decision: halves, delays, timers, retries, what POP holds."""
         kind = query.text("kind") or None
         if kind not in (None, "half", "given_up", "delay", "retry", "timer", "pop"):
             raise ConfigError(f"kind: expected half, given_up, delay, retry, timer or pop, found {kind!r}")
-        with self.place.log() as view:
+        may_change = self.allow_changes and query.at_ms is None
+        with self.place.log(query.at_ms) as view:
             found = list(islice(pending_messages(view.store, view.tables, kind=kind), _WAITING + 1))  # type: ignore[arg-type]
         counts = Counter(message.kind for message in found[:_WAITING])
         rows = [
@@ -474,9 +466,9 @@ class Pages:
                 Cell(short(message.unique_key or "", 40), link("message", id=message.unique_key or "")),
                 count(message.checks),
                 Cell("cancel", link("change", what="cancel", id=message.unique_key))
-                if self.allow_changes and message.kind in ("delay", "timer") and message.unique_key
+                if may_change and message.kind in ("delay", "timer") and message.unique_key
                 else Cell("decide", link("change", what="half", offset=message.physical_offset))
-                if self.place.broker is not None and self.allow_changes and message.kind == "given_up"
+                if self.place.broker is not None and may_change and message.kind == "given_up"
                 else Cell(""),
             ]
             for message in found[:_WAITING]
@@ -588,38 +580,3 @@ def _causes(causes: Iterable[DeadLetterCause], every: int) -> Table:
 
 
 _MOODS: Final = {"dead": "bad", "given_up": "bad", "retried": "warn", "not_passed": "warn", "passed": "good"}
-
-
-def _fields(message: StoredMessage) -> list[list[Cell]]:
-    values = {
-        "queue / offset": f"{message.queue_id} / {message.queue_offset}",
-        "physical offset": number(message.physical_offset),
-        "offset id": message.offset_id,
-        "unique id": message.unique_key or "none",
-        "born": f"{moment(message.born_timestamp_ms)} at {message.born_host[0]}",
-        "flag": str(message.flag),
-    }
-    return [[Cell(name), Cell(value)] for name, value in values.items()]
-
-
-def _indented(message: StoredMessage) -> str:
-    import json
-
-    if len(message.stored_body) > _BODY:
-        raise ValueError("too long to be laid out")
-    return json.dumps(message.json(), indent=2, ensure_ascii=False)[:_BODY]
-
-
-def _as_test(message: StoredMessage) -> str:
-    """Return the lines that make a test begin with a message like this one."""
-    body = message.decompressed_body(_BODY)
-    own = {
-        name: value
-        for name, value in message.properties.items()
-        if name not in ("TAGS", "KEYS", "UNIQ_KEY", "WAIT", "CLUSTER") and name.islower()
-    }
-    arguments = [repr(message.topic), repr(body[:2048])]
-    arguments += [f"tags={message.tags!r}"] if message.tags else []
-    arguments += [f"keys={' '.join(message.keys)!r}"] if message.keys else []
-    arguments += [f"properties={own!r}"] if own else []
-    return f"def test_this_message(rmq):\n    rmq.producer().send({', '.join(arguments)})\n    rmq.advance(seconds=1)"

@@ -41,6 +41,7 @@ class Place:
         else:
             raise wrong_kind("console", place, "a Broker, what share or connect returned, a Cluster, or a folder")
         self.clock: Clock = SystemClock() if self.route is None else self.route.runner.clock
+        self._extent: tuple[int, int] | None = None
 
     @property
     def broker(self) -> Broker | None:
@@ -70,12 +71,12 @@ class Place:
         return self.route
 
     @contextmanager
-    def view(self) -> Iterator[View[Any]]:
-        """View topics, groups and progress as the brokers have them now, or the folder has them."""
-        if self.route is not None and self.broker is None:
+    def view(self, at_ms: int | None = None) -> Iterator[View[Any]]:
+        """View topics, groups and progress as the brokers have them now, or the store as it was at a time."""
+        if self.route is not None and self.broker is None and at_ms is None:
             yield ClusterView(self.route)
         else:
-            with self.log() as view:
+            with self.log(at_ms) as view:
                 yield view
 
     @contextmanager
@@ -83,19 +84,41 @@ class Place:
         """View the store with its log, now or as it was at a time.
 
         Raises:
-            ConfigError: The log is on another machine.
+            ConfigError: The log is on another machine, or the time is before its first message.
         """
         broker = self.broker
         if broker is not None and at_ms is None:
-            yield StoreView.of(broker)
+            view = StoreView.of(broker)
+            self._note_extent(view)
+            yield view
             return
         folder, files = (self.folder, None) if broker is None else (broker.store.path, broker.store.files)
         if folder is None:
             raise ConfigError("this needs the folder of the store, which is on the machine of the broker")
         if at_ms is None:
             with StoreView.open(folder) as view:
+                self._note_extent(view)
                 yield view
             return
         moment = datetime.fromtimestamp(at_ms / 1000, UTC)
         with MessageStore.open(folder, read_only=True, files=files, at=moment) as store:
             yield StoreView.over(store)
+
+    @property
+    def extent(self) -> tuple[int, int] | None:
+        """The times between which the store can be shown; None without a log, a message or a view so far."""
+        if self._extent is None or self.route is None:
+            return self._extent
+        return self._extent[0], max(self._extent[0], self.clock.now_ms())
+
+    def find_extent(self) -> None:
+        """Read `extent`, if no view of the present has noted it."""
+        if self._extent is None and self.has_log:
+            with self.log():
+                pass
+
+    def _note_extent(self, view: StoreView) -> None:
+        log = view.store.log
+        first_ms = log.first_store_timestamp_ms(log.begin) if log.begin < log.end else None
+        if first_ms is not None and view.now_ms is not None:
+            self._extent = first_ms, max(first_ms, view.now_ms)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from librmq.clock import Clock
 from librmq.errors import ConfigError
-from librmq.formatting import number
+from librmq.formatting import moment, number
 from librmq.message import StoredMessage
 
 
@@ -58,12 +59,52 @@ class Page:
     """What a template of its own needs."""
 
 
+class Moment(NamedTuple):
+    """The moment that a page shows, and the form by which another one is chosen."""
+
+    at: str
+    """The parameter of a past moment, which all links keep; empty for now."""
+    time: str
+    """The time, in UTC as a form has it."""
+    now: str
+    """The address of the same page as it is now."""
+    slider: tuple[int, int, int]
+    """The times of the first message, of the moment, and of the last look, in milliseconds."""
+    fields: Mapping[str, str]
+    """The other parameters of the page."""
+
+    @classmethod
+    def of(cls, query: Query, extent: tuple[int, int] | None) -> Moment | None:
+        """Return the moment of a request; None where the log has no past to show."""
+        try:
+            at_ms = query.at_ms
+        except ConfigError:
+            at_ms = None
+        if extent is None:
+            return None
+        first_ms, last_ms = extent
+        shown_ms = last_ms if at_ms is None else at_ms
+        fields = {name: query.text(name) for name in query.values if name != "at"}
+        return cls(
+            "" if at_ms is None else query.text("at"),
+            "" if at_ms is None else moment(at_ms).replace(" ", "T"),
+            f"?{urlencode(fields)}",
+            (first_ms, min(max(shown_ms, first_ms), last_ms), last_ms),
+            fields,
+        )
+
+
 class Query:
     """The parameters of a request, checked as they are read."""
 
     def __init__(self, values: Mapping[str, str], clock: Clock) -> None:
         self.values = values
         self.clock = clock
+
+    @cached_property
+    def at_ms(self) -> int | None:
+        """The past moment at which to show a page; None for now."""
+        return self.time_ms("at")
 
     def text(self, name: str, default: str = "") -> str:
         """Return a parameter, at most a kilobyte of it."""
@@ -114,6 +155,11 @@ def link(page: str, **parameters: object) -> str:
     """Return the address of a page, relative to all others, so that no prefix or proxy matters."""
     given = {name: str(value) for name, value in parameters.items() if value not in (None, "")}
     return f"{page}?{urlencode(given, errors='surrogatepass')}" if given else page
+
+
+def at_moment(address: str, at: str) -> str:
+    """Return the address of a page at a past moment, which is the parameter ``at``; as it is, without one."""
+    return f"{address}{'&' if '?' in address else '?'}{urlencode({'at': at})}" if at else address
 
 
 def topic_link(topic: str) -> Cell:

@@ -126,8 +126,20 @@ def test_a_live_page_shows_what_arrives(chromium: Any, address: str, shop: Any) 
         producer.send("orders", b"news", keys="o-2")
     page.get_by_role("cell", name="o-2").wait_for(timeout=30_000)
     page.get_by_label("Key").fill("o-2")
-    page.get_by_role("button", name="Show", exact=True).click()
+    page.locator("main").get_by_role("button", name="Show", exact=True).click()
     assert page.locator("tbody").first.locator("tr").count() == 1
+    page.close()
+
+
+def test_the_slider_of_time_works_by_keyboard(chromium: Any, address: str) -> None:
+    page = chromium.new_page()
+    page.goto(address)
+    page.goto(page.url + "groups")
+    page.get_by_label("from the first message to now").focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="Back to now").click()
+    assert "at=" not in page.url
     page.close()
 
 
@@ -138,4 +150,7 @@ def test_the_pages_work_without_scripts(chromium: Any, address: str) -> None:
     page.get_by_role("link", name="Groups").click()
     page.get_by_role("link", name="mail", exact=True).click()
     assert "no order" in page.inner_text("main")
+    page.get_by_label("As it was at (UTC)").fill("2040-01-01T00:00:00")
+    page.get_by_role("button", name="Show", exact=True).click()
+    assert "As the log was at 2040-01-01" in page.inner_text("main")
     context.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,57 @@ def test_a_story_as_it_was(broker: Broker, runner: ManualRunner) -> None:
     then = [row["event"] for row in asked.table(f"/message?id={sent[1]}&at={begin_ms + 1000}", "Story")]
     assert "dead" not in then
     assert then[0] == "stored"
+
+
+def test_a_past_moment_is_what_the_commands_print_of_it(tmp_path: Path, shell: Shell) -> None:
+    runner = ManualRunner()
+    with Broker.open(tmp_path / "store", runner=runner) as broker:
+        then_ms = runner.now_ms()
+        sent = shop(broker, runner)
+        assert broker.dead_letters("mail")
+        then = f"at={then_ms + 1}"
+        when = datetime.fromtimestamp((then_ms + 1) / 1000, UTC).isoformat()
+        for place in (broker, tmp_path / "store"):
+            asked = Asked(console(place, allow_changes=True))
+            topics = {row["topic"]: row["messages"] for row in asked.table(f"/topics?{then}", "Topics")}
+            printed = shell("topics", tmp_path / "store", "--at", when).rows
+            assert topics == {row["topic"]: str(row["messages"]) for row in printed}
+            assert topics["orders"] == "8"
+            groups = {row["group"]: row["dead letters"] for row in asked.table(f"/groups?{then}", "Groups")}
+            assert groups["mail"] == "0"
+            assert len(asked.table(f"/topic?name=orders&{then}", "Messages")) == 8
+            assert next(row["event"] for row in asked.table(f"/message?id={sent[1]}&{then}", "Story")) == "stored"
+            for address in (*ADDRESSES, "/waiting", "/findings", f"/message?id={sent[1]}"):
+                page = asked.page(f"{address}{'&' if '?' in address else '?'}{then}")
+                assert "As the log was at" in page
+                assert "data-live" not in page
+                assert "change?" not in page
+                assert 'action="change"' not in page
+                links = re.findall(r'href="([a-z./]+(?:\?[^"]*)?)"', page)
+                links = [link for link in links if link not in ("icon.svg", "console.css")]
+                assert [link for link in links if then not in link] == []
+                now = re.search(r'href="(\?[^"]*)">Back to now', page)
+                assert now is not None
+                assert "data-live" in asked.page(address) or address.startswith(("/findings", "/message"))
+
+
+def test_the_form_of_the_past_reaches_from_the_first_message_to_now() -> None:
+    with Kit() as kit:
+        asked = Asked(kit.console())
+        assert "slider" not in asked.page("/")
+        kit.producer().send("orders", b"one")
+        first_ms = kit.clock.now_ms()
+        kit.advance(hours=1)
+        kit.producer().send("orders", b"two")
+        page = asked.page("/topic?name=orders&tag=a&page=x")
+        bounds = re.search(r'id="slider"[^>]* min="(\d+)" value="(\d+)" max="(\d+)"', page)
+        assert bounds is not None
+        assert [int(bound) for bound in bounds.groups()] == [first_ms, first_ms + 3_600_000, first_ms + 3_600_000]
+        assert '<input type="hidden" name="tag" value="a">' in page
+        (message,) = asked.table(f"/topic?name=orders&at={first_ms}", "Messages")
+        assert message["body"] == "one"
+        for wrong in ("yesterday", first_ms - 1, "0001-01-01"):
+            assert asked.get(f"/topics?at={wrong}").status_code == 400
 
 
 def test_what_waits_is_what_the_command_lists(broker: Broker, runner: ManualRunner) -> None:

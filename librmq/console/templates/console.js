@@ -1,4 +1,4 @@
-// Shows the page's content again every few seconds, while the page is visible and no form is being filled in.
+// Lets a slider choose the time of the form beside it, and shows the page's content again every few seconds, while the page is visible and no form is being filled in.
 "use strict";
 
 const main = document.getElementById("main");
@@ -29,3 +29,11 @@ async function refresh() {
 }
 
 if (seconds) setTimeout(refresh, seconds * 1000);
+
+const slider = document.getElementById("slider");
+if (slider) {
+  const time = document.getElementById("at");
+  slider.hidden = slider.labels[0].hidden = false;
+  slider.oninput = () => { time.value = new Date(Number(slider.value)).toISOString().slice(0, 19); };
+  slider.onpointerup = () => time.form.requestSubmit();
+}
