@@ -11,6 +11,7 @@ import pytest
 
 from librmq import ReconsumeLater
 from librmq.clock import ManualClock
+from librmq.commitlog import CommitLog
 from librmq.diagnosis import (
     Lag,
     QueueLag,
@@ -399,3 +400,15 @@ def test_new_delayed_and_retried_messages_count_apart(rmq: Kit) -> None:
     (sampled,) = waiting_origins(rmq.broker, topic="T", sampled=4)
     assert (sampled.lag, sampled.looked_at) == (10, 4)
     assert waiting_origins(rmq.broker, group="other") == []
+
+
+def test_many_looks_at_records_release_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise looks into each of many queues map as much memory as the log has."""
+    released: list[tuple[int, int]] = []
+    monkeypatch.setattr(CommitLog, "release_read_pages", lambda _, begin, end: released.append((begin, end)))
+    store = Store()
+    store.send("T", 0, 3)
+    view = store.view
+    for _ in range(1_100):
+        view.times_of(("T", 0), range(3))
+    assert released == [(store.store.log.begin, store.store.log.end)] * 2
