@@ -38,14 +38,18 @@ class Wholeness(enum.Enum):
     """How whole a store is."""
 
     SOUND = "sound"
+    """Nothing is missing."""
     AS_RECOVERED = "as a recovery leaves it"
+    """A kill left it. What a recovery would cut was never promised to be on the device."""
     SHORT = "short"
+    """Files or records are missing that were promised, or queues, index or checkpoint are damaged."""
 
 
 class Condition(NamedTuple):
     """How whole a store is, and what is missing."""
 
     kind: Wholeness
+    """How whole the store is."""
     cut: Damage | None = None
     """Where the log ends although records follow or are missing there. Its ``bytes`` go up to the last nonzero one, and
     are 0 if nothing follows."""
