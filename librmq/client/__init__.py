@@ -1,4 +1,7 @@
-"""Producers, and the common parts of producers and consumers: identity, queue choice, allocation."""
+"""Producers, and the common parts of producers and consumers: identity, queue choice, allocation.
+
+Its face is what it exports; consumers, kits and tracing also use the modules without underscore.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Several brokers behind one route, the sites that brokers and clients belong to, and replicas of brokers."""
+"""Several brokers behind one route, the sites that brokers and clients belong to, and replicas of brokers.
+
+Its face is what it exports.
+"""
 
 from __future__ import annotations
 

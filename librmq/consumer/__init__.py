@@ -1,7 +1,7 @@
 """Consumers: they call listeners, or are polled. Mirrors ``org.apache.rocketmq.client.consumer``.
 
-Its face is what it exports, and `base`, of which the kit asks what a consumer of any kind has; the parts of a consumer
-(rebalancing, progress, calls of listeners, each kind of delivery) are inside.
+Its face is what it exports, `base` with what consumers of all kinds have, `config`, and `listeners`; the parts of a
+consumer (rebalancing, progress, calls of listeners, each kind of delivery) are inside.
 """
 
 from __future__ import annotations

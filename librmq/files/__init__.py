@@ -1,7 +1,7 @@
 """The file seam: real files, files in memory, locks, rolling sequences, an overlay.
 
 Other rooms take `Files` and its kinds from here, from `interface` what works with each kind, and from `rolling`
-sequences of files; only who shares files with other users or processes needs `regular` and `lock`.
+sequences of files; `regular` and `lock` are for code that shares files with other users or processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Java's arithmetic, hashes and JSON, exactly.
 
-Its face are `lang`, which has what Java's classes of numbers and texts do, and `json`, the form of a broker's files.
+Its face is `lang`, which has what Java's classes of numbers and texts do, and `json`, the form of a broker's files.
 """

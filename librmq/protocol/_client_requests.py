@@ -336,7 +336,7 @@ class StartGroup(Request[StartOutcome]):
     queue_offset: int | None = None
     """To this queue offset instead, or the nearest that a queue has."""
     client_id: str | None = None
-    """The client that starts; it reads the progress after the answer, so it is not told to move."""
+    """The client that starts; it reads the progress after the answer, so the broker does not ask it to move."""
 
 
 @value

@@ -1,7 +1,7 @@
 """Runners of steps and user code: with threads, by a manual clock, or in a background thread.
 
-Other rooms take runners from here, and from its modules what all of librmq runs on: `locks` that Ctrl-C leaves
-unlocked, the `event_log`, `closing` of what was opened, the `compiled_core`, and `lazy_numpy`.
+Other rooms take runners from here, and from its modules what all of librmq runs on: `locks` that Ctrl-C releases,
+the `event_log`, `closing` of what was opened, the `compiled_core`, and `lazy_numpy`.
 """
 
 from __future__ import annotations

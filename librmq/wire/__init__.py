@@ -1,5 +1,5 @@
-"""The wire: endpoints to which clients of other processes and languages connect.
+"""The wire: servers for clients of other processes and languages, and routes to brokers of other processes.
 
-`librmq.wire.grpc` serves the official clients of RocketMQ 5 (extra ``grpc``). `librmq.wire.remoting`
-speaks the protocol of 4.x.
+`librmq.wire.grpc` serves the official clients of RocketMQ 5 (extra ``grpc``), `librmq.wire.remoting` those of 4.x.
+`librmq.wire.remote` has the route of `librmq.connect`, and `librmq.wire.share` lets processes share a store.
 """

@@ -1,1 +1,1 @@
-"""Handlers: what a broker does for each kind of request, and the parts that it does it with."""
+"""Handlers of a broker's requests, and what they share; `in_flight` has the received messages for the wire."""

@@ -1,1 +1,1 @@
-"""Histories of tests and of processes: events in columns, the rules that find anomalies, and what a test reads."""
+"""Histories of tests and of processes: events in rows, the rules that find anomalies, and what a test reads."""

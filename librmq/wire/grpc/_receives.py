@@ -230,7 +230,7 @@ _POLLING_TIME_KNOWN: Final = (5, 0, 3)
 
 
 class ReceiveLimits(NamedTuple):
-    """What is refused by 5.3.3's proxy, and by a server unless it is told otherwise."""
+    """What is refused by 5.3.3's proxy, and by a server unless its settings say otherwise."""
 
     min_invisible_ms: int = 10_000
     """The shortest invisible time of a receive."""

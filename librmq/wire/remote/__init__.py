@@ -1,4 +1,4 @@
-"""Connect to a cluster of RocketMQ 4.x: a route over TCP that every producer and consumer of librmq takes."""
+"""Connect to a cluster of RocketMQ, or to librmq's server: a route over TCP that librmq's clients take."""
 
 from __future__ import annotations
 
