@@ -7,13 +7,13 @@ from functools import partial
 from importlib.resources import files
 from os import PathLike
 from typing import Final
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route as Address
 
 from librmq.broker import AdministeredRoute
@@ -154,6 +154,10 @@ class _Site:
         return Response(self._static[name], media_type=_STATIC[name])
 
     async def _not_found(self, request: Request, error: Exception) -> Response:
+        path, parameters = request.scope["path"], request.url.query
+        if path and path == request.scope.get("root_path"):  # links of the overview need a slash behind its address
+            location = f"./{quote(path.rpartition('/')[2])}/"
+            return RedirectResponse(f"{location}?{parameters}" if parameters else location)
         return self._rendered(request, Page("Not found", notes=["There is no such page."], is_live=False), 404)
 
     # ---- changes
