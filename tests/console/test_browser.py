@@ -86,7 +86,8 @@ def test_every_page_fits_and_runs_nothing(chromium: Any, address: str, scheme: s
         )
     page.goto(base + "topic?name=orders")
     page.locator("table a").first.click()
-    assert "Story" in page.inner_text("main")
+    page.get_by_text("Story").first.wait_for()
+    page.wait_for_load_state()  # a page has its colours when its style sheet is there
     assert problems == []
     ink, paper = (page.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert contrast(ink, paper) > 7
