@@ -442,7 +442,7 @@ class AdministeredRoute(Route, AsyncClosing):
             for _, broker in self._endpoints()
             for message in _messages_of_id(broker, topic, message_id)
         ]
-        return min(messages, key=lambda message: message.store_timestamp_ms, default=None)
+        return min(messages, key=lambda message: (message.store_timestamp_ms, message.physical_offset), default=None)
 
     def find_by_key(self, topic: str, key: str, *, max_messages: int = 64) -> list[StoredMessage]:
         """Return the last messages of a topic with ``key`` as unique id or among their keys, in order of the log.

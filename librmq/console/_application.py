@@ -60,7 +60,7 @@ def console(
         hosts: The names, each with its port or without, by which browsers may ask; needed behind a proxy if there is
             no ``authorize``.
         folder: The folder of the store behind a ``route`` to another process of this machine: stories of messages,
-            findings and what waits are read there.
+            findings, what waits and past moments are read there.
         secret: Only who has opened the address with ``?secret=…`` once is answered.
 
     Raises:

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
-from librmq.console._tables import Cell
+from librmq.console._tables import Cell, topic_link
+from librmq.diagnosis import StoryEvent
 from librmq.errors import RmqError
 from librmq.formatting import moment, number
 from librmq.message import StoredMessage
 
 BODY_SIZE: Final = 64 << 10
 """The most bytes of a body that are shown."""
+
+
+_MOODS: Final = {"dead": "bad", "given_up": "bad", "retried": "warn", "not_passed": "warn", "passed": "good"}
+
+
+def events_of(story: Iterable[StoryEvent]) -> list[list[Cell]]:
+    """Return the rows of a story."""
+    return [
+        [
+            Cell(moment(event.at_ms) if event.at_ms is not None else ""),
+            Cell(event.event, "", _MOODS.get(event.event, "")),
+            topic_link(event.topic),
+            Cell(f"{event.queue_id} / {event.queue_offset}" if event.queue_offset >= 0 else "", is_number=True),
+            Cell(event.group or ""),
+            Cell(event.note),
+        ]
+        for event in story
+    ]
 
 
 def body_of(message: StoredMessage, kind: str) -> Mapping[str, str]:

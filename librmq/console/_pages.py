@@ -12,8 +12,16 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Final
 
-from librmq.console._message_parts import BODY_SIZE, as_test, body_of, fields_of
+from librmq.console._message_parts import BODY_SIZE, as_test, body_of, events_of, fields_of
 from librmq.console._place import Place
+from librmq.console._requested import (
+    NOT_IN_FINDINGS,
+    NOT_IN_STORY,
+    NOT_WAITING,
+    findings_by_requests,
+    story_by_requests,
+    waiting_by_requests,
+)
 from librmq.console._samples import Sample, Samples, line
 from librmq.console._search import selected
 from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_link, link, message_link, topic_link
@@ -161,7 +169,7 @@ class Pages:
         """Return the findings of a small store; of a large one the page that looks for them is named."""
         columns = ("severity", "about", "what", "next")
         if not self.place.has_log:
-            return Table("Findings", columns, [], nothing="They need the log, which is on the broker's machine.")
+            return Table("Findings", columns, [], nothing="The page Findings asks the brokers for them.")
         if messages > _FEW or queues > _FEW_QUEUES:
             return Table("Findings", columns, [], nothing="The page Findings looks for them: this store is large.")
         found = None if is_past else self._found
@@ -177,7 +185,11 @@ class Pages:
 
     def findings(self, query: Query) -> Page:
         """Show all findings of `librmq diagnose`."""
-        found = self._diagnosed(at_ms=query.at_ms)
+        note = "Queues and index were not compared with the log: librmq verify does that."
+        if self.place.has_log:
+            found = self._diagnosed(at_ms=query.at_ms)
+        else:
+            found, note = self._findings_by_requests(), NOT_IN_FINDINGS
         severities = Counter(finding.severity for finding in found)
         return Page(
             "Findings",
@@ -187,12 +199,17 @@ class Pages:
                     "Findings",
                     ("severity", "about", "what", "next"),
                     _finding_rows(found),
-                    "Queues and index were not compared with the log: librmq verify does that.",
+                    note,
                     "Nothing needs attention.",
                 )
             ],
             is_live=False,
         )
+
+    def _findings_by_requests(self) -> list[Finding]:
+        with self.place.view() as view:
+            groups = [group for group in view.groups if not is_own_group(group)][:ROWS]
+            return list(findings_by_requests(self.place.acting(), view, groups, self._lag(view, groups)))
 
     def topics(self, query: Query) -> Page:
         """Show all topics, a part at a time."""
@@ -387,29 +404,17 @@ class Pages:
     def message(self, query: Query) -> Page:
         """Show a message and its story."""
         name = query.text("id")
-        events: list[list[Cell]] = []
         if self.place.has_log:
             with self.place.log(query.at_ms) as view:
                 message = self._record(view, query)
-                for event in story(view, name or message.message_id):
-                    place = f"{event.queue_id} / {event.queue_offset}" if event.queue_offset >= 0 else ""
-                    events.append(
-                        [
-                            Cell(moment(event.at_ms) if event.at_ms is not None else ""),
-                            Cell(event.event, "", _MOODS.get(event.event, "")),
-                            topic_link(event.topic),
-                            Cell(place, is_number=True),
-                            Cell(event.group or ""),
-                            Cell(event.note),
-                        ]
-                    )
+                events, note = story(view, name or message.message_id), ""
         else:
             found = self.place.acting().find_by_id(query.required("id"))
             if found is None:
                 raise ConfigError(f"there is no message {name!r}")
-            message = found
+            message, note = found, NOT_IN_STORY
+            events = story_by_requests(self.place.acting(), message)
         columns = ("time", "event", "topic", "queue / offset", "group", "note")
-        nothing = "The story needs the log, which is on the broker's machine."
         return Page(
             message.message_id,
             [
@@ -419,7 +424,7 @@ class Pages:
                 Fact("size", size(message.size)),
             ],
             [
-                Table("Story", columns, events, nothing=nothing),
+                Table("Story", columns, events_of(events), note, "Without a unique id brokers find no records."),
                 Table("Fields", ("field", "value"), fields_of(message)),
                 Table(
                     "Properties",
@@ -455,8 +460,12 @@ class Pages:
         if kind not in (None, "half", "given_up", "delay", "retry", "timer", "pop"):
             raise ConfigError(f"kind: expected half, given_up, delay, retry, timer or pop, found {kind!r}")
         may_change = self.allow_changes and query.at_ms is None
-        with self.place.log(query.at_ms) as view:
-            found = list(islice(pending_messages(view.store, view.tables, kind=kind), _WAITING + 1))  # type: ignore[arg-type]
+        with self.place.view(query.at_ms) if not self.place.has_log else self.place.log(query.at_ms) as view:
+            if isinstance(view, StoreView):
+                found = list(islice(pending_messages(view.store, view.tables, kind=kind), _WAITING + 1))  # type: ignore[arg-type]
+            else:
+                waiting = waiting_by_requests(view, query.clock.now_ms(), _WAITING + 1)
+                found = [message for message in waiting if kind in (None, message.kind)][: _WAITING + 1]
         counts = Counter(message.kind for message in found[:_WAITING])
         rows = [
             [
@@ -474,7 +483,9 @@ class Pages:
             for message in found[:_WAITING]
         ]
         is_cut = len(found) > _WAITING
-        note = f"The first {number(_WAITING)}: librmq pending lists all." if is_cut else ""
+        note = "" if self.place.has_log else NOT_WAITING
+        if is_cut:
+            note = f"The first {number(_WAITING)}: librmq pending lists all. {note}"
         return Page(
             "Waiting",
             [Fact(name, number(amount), "at least" if is_cut else "") for name, amount in sorted(counts.items())],
@@ -577,6 +588,3 @@ def _causes(causes: Iterable[DeadLetterCause], every: int) -> Table:
     columns = ("cause", "topic", "letters", "last", "attempts")
     note = f"Of the first {_LETTERS} letters." if every >= _LETTERS else ""
     return Table("Dead letters by cause", columns, rows, note)
-
-
-_MOODS: Final = {"dead": "bad", "given_up": "bad", "retried": "warn", "not_passed": "warn", "passed": "good"}

@@ -63,11 +63,12 @@ def _backwards(view: View[Any], topic: str, most: int) -> Iterator[StoredMessage
     filled = [(queue, ids) for queue, ids in view.queues(topic).items() if ids]
     if len(filled) > MESSAGES:
         filled = heapq.nlargest(MESSAGES, filled, key=lambda entry: view.stored_at(entry[0], entry[1].stop - 1) or 0)
-    queues = (_queue_backwards(view, queue, ids, most) for queue, ids in filled)
+    queues = (queue_backwards(view, queue, ids, most) for queue, ids in filled)
     return heapq.merge(*queues, key=lambda message: -message.store_timestamp_ms)
 
 
-def _queue_backwards(view: View[Any], queue: Any, ids: range, most: int) -> Iterator[StoredMessage]:
+def queue_backwards(view: View[Any], queue: Any, ids: range, most: int) -> Iterator[StoredMessage]:
+    """Yield the messages of a queue, the newest first, about ``most`` of them."""
     end = ids.stop
     while end > ids.start and ids.stop - end < most:
         begin = max(ids.start, end - min(most, 32))

@@ -79,8 +79,41 @@ def test_the_same_pages_at_each_place(tmp_path: Path, broker: Broker, runner: Ma
                 for asked in (here, there)
             ]
             assert rows[0] == rows[1]
-        assert "The story needs the log" in there.page(f"/message?id={broker.dead_letters('mail')[0].message_id}")
-        assert "on the machine of the broker" in there.get("/waiting").text
+
+
+def test_what_a_cluster_answers_without_its_log(broker: Broker, runner: ManualRunner) -> None:
+    sent = shop(broker, runner)
+    with Producer(broker, "shop") as producer:
+        late = producer.send("orders", b"later", delay_level=9).message_id
+    here = Asked(console(broker))
+    with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
+        # What waits depends on the time, which the route takes from its own machine's clock.
+        remote.runner.clock = broker.runner.clock
+        there = Asked(console(remote))
+        columns = ("time", "event", "topic", "queue / offset")
+        for message_id in (*sent[:2], late):
+            stories = [
+                [tuple(row[name] for name in columns) for row in asked.table(f"/message?id={message_id}", "Story")]
+                for asked in (here, there)
+            ]
+            assert sorted(stories[0]) == sorted(stories[1])
+        assert "need the log" in there.page(f"/message?id={late}")
+        rows = [
+            [(row["kind"], row["topic"], row["due"], row["id"]) for row in asked.table("/waiting", "Waiting messages")]
+            for asked in (here, there)
+        ]
+        assert rows[0] == rows[1]
+        assert [row[0] for row in rows[0]] == ["delay"]
+        assert there.table("/waiting?kind=delay", "Waiting messages")
+        assert "Nothing waits" in there.page("/waiting?kind=half")
+        assert "Halves, timers, the relay and POP need the log" in there.page("/waiting")
+        findings = [(row["about"], row["what"]) for row in there.table("/findings", "Findings")]
+        assert findings == [
+            ("group billing", "8 messages wait, and no instance of the group is connected."),
+            ("group mail, topic orders", "4 dead letters: ValueError: no order o-#."),
+        ]
+        assert "slider" not in there.page("/")
+        assert "machine of the broker" in there.get("/?at=1700000000000").text
 
 
 def test_a_shared_store_and_a_cluster(tmp_path: Path, runner: ManualRunner) -> None:

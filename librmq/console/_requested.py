@@ -1,0 +1,141 @@
+"""What the brokers of a cluster answer about a story, findings and what waits, where their logs are elsewhere.
+
+A story has the records that the brokers find by the message's unique id, and the progress of groups. Findings are about
+lag, instances and dead letters. What waits is what the delay levels hold, which the brokers' own levels could make
+longer than the default ones that are taken here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, Final
+
+from librmq.broker import AdministeredRoute
+from librmq.console._search import queue_backwards
+from librmq.diagnosis import Finding, Lag
+from librmq.diagnosis.deadletters import given_up, letters_by_queue, sum_up_causes
+from librmq.diagnosis.message_story import EventKind, StoryEvent
+from librmq.diagnosis.pending import Kind, PendingMessage
+from librmq.diagnosis.view import View
+from librmq.errors import BrokerError
+from librmq.formatting import number
+from librmq.java.lang import java_int
+from librmq.message import DEFAULT_LEVELS, MessageQueue, StoredMessage, dead_letter_topic, retry_topic
+from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_TOPIC, PROPERTY_RETRY_TOPIC
+from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX
+from librmq.protocol import QueryMessages, ResponseCode
+
+NOT_IN_STORY: Final = (
+    "By requests to the brokers. Checks of a transaction, what POP did, filters, cancellations and traces need the "
+    "log: give the console the folder of the store."
+)
+NOT_IN_FINDINGS: Final = (
+    "By requests to the brokers: lag, instances, dead letters. All other findings need the log: give the console the "
+    "folder of the store, or run librmq diagnose on the broker's machine."
+)
+NOT_WAITING: Final = (
+    "By requests to the brokers: what waits in a delay level, by the default delays. Halves, timers, the relay and POP "
+    "need the log: give the console the folder of the store, or run librmq pending on the broker's machine."
+)
+_MOST_RECORDS: Final = 64
+_LETTERS: Final = 500
+
+
+def story_by_requests(route: AdministeredRoute, message: StoredMessage) -> list[StoryEvent]:
+    """Return the records of a message in order of their times, then its end in each group of its topic."""
+    sent_to = message.properties.get(PROPERTY_RETRY_TOPIC) or message.topic
+    if sent_to in (SCHEDULE_TOPIC, HALF_TOPIC):
+        sent_to = message.properties.get(PROPERTY_REAL_TOPIC, sent_to)
+    groups = route.groups_of(sent_to)
+    topics = {sent_to: "", SCHEDULE_TOPIC: "", HALF_TOPIC: ""}
+    topics |= {name: group for group in groups for name in (retry_topic(group), dead_letter_topic(group))}
+    records = [
+        (broker, record, group) for topic, group in topics.items() for broker, record in _records(route, topic, message)
+    ]
+    records.sort(key=lambda entry: (entry[1].store_timestamp_ms, entry[1].physical_offset))
+    events = [_event(record, _kind(record), group, record.store_timestamp_ms) for _, record, group in records]
+    dead = {group for _, record, group in records if record.topic.startswith(DEAD_LETTER_PREFIX)}
+    for group in groups:
+        progress = route.progress(group)
+        for broker, record, _ in records:
+            at = progress.get(MessageQueue(record.topic, broker, record.queue_id))
+            if at is not None:
+                end: EventKind = "passed" if at.queue_offset > record.queue_offset else "not_passed"
+                note = f"its progress is {number(at.queue_offset)}"
+                events.append(_event(record, "dead" if group in dead else end, group, None, note))
+    return events
+
+
+def _records(route: AdministeredRoute, topic: str, message: StoredMessage) -> Iterator[tuple[str, StoredMessage]]:
+    """Yield the records of a message in a topic, each with its broker."""
+    key = message.unique_key
+    for broker in route.broker_names() if key else ():
+        try:
+            answer = route.endpoint(broker).call(QueryMessages(topic, key or "", _MOST_RECORDS, is_unique=True))
+        except BrokerError as error:
+            if error.code != ResponseCode.TOPIC_NOT_EXIST:
+                raise
+            continue
+        yield from ((broker, record) for record in answer if record.unique_key == key)
+
+
+def _kind(record: StoredMessage) -> EventKind:
+    kinds: dict[str, EventKind] = {SCHEDULE_TOPIC: "delayed", HALF_TOPIC: "half"}
+    if record.topic.startswith(RETRY_PREFIX):
+        return "retried"
+    return "dead" if record.topic.startswith(DEAD_LETTER_PREFIX) else kinds.get(record.topic, "stored")
+
+
+def _event(
+    record: StoredMessage, kind: EventKind, group: str, at_ms: int | None, note: str | None = None
+) -> StoryEvent:
+    if note is None and at_ms is not None:
+        notes = {
+            "dead": lambda: given_up(group, record).cause,
+            "retried": lambda: f"attempt {record.reconsume_times + 1}",
+            "delayed": lambda: f"for topic {record.properties.get(PROPERTY_REAL_TOPIC, '')}",
+        }
+        note = notes[kind]() if kind in notes else ""
+    place = record.topic, record.queue_id, record.queue_offset, record.physical_offset
+    return StoryEvent(at_ms, kind, *place, group or None, note or "", record.unique_key)
+
+
+def findings_by_requests(
+    route: AdministeredRoute, view: View[Any], groups: Sequence[str], progress: Lag
+) -> Iterator[Finding]:
+    """Yield groups that wait without an instance, and causes of dead letters."""
+    lags = {row.group: row.lag for row in progress.by_group()}
+    for group in groups:
+        if lags.get(group) and route.connections(group) is None:
+            yield Finding(
+                "no-instance", "warning", f"group {group}",
+                f"{number(lags[group])} messages wait, and no instance of the group is connected.",
+                {"lag": lags[group]}, "Start a consumer of the group, or skip what is of no use any more.",
+            )  # fmt: skip
+        letters = [letter for *_, letter in islice(letters_by_queue(view, group, view.resent_times), _LETTERS)]
+        for cause in sum_up_causes(letters):
+            yield Finding(
+                "dead-letters", "warning", f"group {group}, topic {cause.original_topic}",
+                f"{number(cause.messages)} dead letters: {cause.cause}.",
+                {"messages": cause.messages}, "Fix the cause, then send them again from the group's page.",
+            )  # fmt: skip
+
+
+def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[PendingMessage]:
+    """Return at most so many messages of each delay level that wait, sorted by time."""
+    waiting = []
+    for queue, offsets in view.queues(SCHEDULE_TOPIC).items():
+        # The messages of a level become due in the order of its queue, so the last ones are those that wait.
+        for message in queue_backwards(view, queue, offsets, most):
+            level = java_int(message.properties.get(PROPERTY_DELAY, "")) or queue.queue_id + 1
+            due_ms = message.store_timestamp_ms + DEFAULT_LEVELS.delay_ms(level)
+            if due_ms <= now_ms:
+                break
+            target = message.properties.get(PROPERTY_REAL_TOPIC, "")
+            is_retry = target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
+            topic = message.properties.get(PROPERTY_RETRY_TOPIC) or target if is_retry else target
+            kind: Kind = "retry" if is_retry else "delay"
+            waiting.append(PendingMessage(kind, topic, target, due_ms, message.unique_key, message.physical_offset, 0))
+    return sorted(waiting, key=lambda message: message.due_ms or 0)
