@@ -311,13 +311,10 @@ class _Spans:
                 return
             messages: Sequence[StoredMessage] = result or ()
             topics = {message.topic for message in messages}
-            queues = {message.queue_id for message in messages}
             operated = operation._replace(
                 topic=topics.pop() if len(topics) == 1 else operation.topic, messages=messages
             )
             span = self._start(operated, SpanKind.CLIENT, _links(messages), None, start_ns)
-            if len(queues) == 1:
-                span.set_attribute("messaging.destination.partition.id", str(queues.pop()))
             if messages and isinstance(messages[0], DeliveredMessage):
                 _set_server(span, operation, messages[0].broker_name)
             self._end(operation, span, error)
@@ -379,8 +376,11 @@ class _Spans:
             attributes["messaging.consumer.group.name"] = operation.group
         if operation.model is not None:
             attributes["messaging.rocketmq.consumption_model"] = operation.model
-        if operation.queue_id is not None:
-            attributes["messaging.destination.partition.id"] = str(operation.queue_id)
+        queue_ids = {operation.queue_id}
+        if operation.kind in ("receive", "ack", "dead_letter"):
+            queue_ids = {message.queue_id for message in messages if isinstance(message, StoredMessage)}
+        if len(queue_ids) == 1 and (queue_id := queue_ids.pop()) is not None:
+            attributes["messaging.destination.partition.id"] = str(queue_id)
         if operation.is_batch and messages:
             attributes["messaging.batch.message_count"] = len(messages)
         if len(messages) == 1:

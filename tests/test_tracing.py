@@ -48,13 +48,14 @@ COMMON = """
 ?messaging.rocketmq.message.type ?messaging.rocketmq.message.tag ?messaging.rocketmq.message.keys
 """
 CONSUMER = COMMON + "+messaging.consumer.group.name ?messaging.rocketmq.consumption_model"
-SIZES = " -messaging.message.body.size -messaging.message.envelope.size ?network.peer.address ?network.peer.port"
+SIZES = " -messaging.message.body.size -messaging.message.envelope.size"
+NETWORK = " ?network.peer.address ?network.peer.port"
 DELAYS = " ?messaging.rocketmq.message.delivery_timestamp ?messaging.rocketmq.message.delay_time_level"
 CONVENTIONS = {
-    "send": (COMMON + SIZES + DELAYS, {SpanKind.PRODUCER, SpanKind.CLIENT}),
-    "receive": (CONSUMER + SIZES, {SpanKind.CLIENT}),
-    "process": (CONSUMER, {SpanKind.CONSUMER}),
-    "settle": (CONSUMER, {SpanKind.CLIENT}),
+    "send": (COMMON + SIZES + NETWORK + DELAYS, {SpanKind.PRODUCER, SpanKind.CLIENT}),
+    "receive": (CONSUMER + SIZES + NETWORK, {SpanKind.CLIENT}),
+    "process": (CONSUMER + SIZES, {SpanKind.CONSUMER}),
+    "settle": (CONSUMER + NETWORK, {SpanKind.CLIENT}),
     None: (COMMON, {SpanKind.CLIENT}),  # the end of a transaction, which the conventions do not describe
 }
 START_NS = 1_700_000_000_000_000_000
@@ -318,6 +319,48 @@ def test_receive_and_acknowledge(rmq: Kit, spans: Spans) -> None:
     assert [(span.attributes or {})["librmq.delivery_attempt"] for span in receives] == [1, 2, 1]
     assert linked(spans.one("ack orders")) == ids([send])
     assert linked(spans.one("dead_letter orders")) == ids([other_send])
+
+
+# The required and recommended attributes that apply to each span about received messages; `test_request_and_reply` has
+# the conversation's. A broker in this process has no address.
+OF_EVERY_RECEIVE = (
+    "system operation.name operation.type destination.name destination.partition.id client.id rocketmq.namespace "
+    "consumer.group.name"
+)
+OF_ONE = "message.id rocketmq.message.type rocketmq.message.tag rocketmq.message.keys "
+RECEIVED = [
+    ("receive orders", 1, OF_ONE + "batch.message_count rocketmq.consumption_model"),
+    ("receive orders", 2, "batch.message_count rocketmq.consumption_model"),
+    ("ack orders", 1, OF_ONE),
+    ("ack orders", 2, "batch.message_count"),
+    ("dead_letter orders", 1, OF_ONE),
+    ("poll", 1, OF_ONE + "batch.message_count rocketmq.consumption_model"),
+    ("poll", 2, "batch.message_count rocketmq.consumption_model"),
+]
+
+
+@pytest.mark.parametrize(("name", "count", "own"), RECEIVED, ids=[f"{name} {count}" for name, count, _ in RECEIVED])
+def test_every_attribute_that_applies(rmq: Kit, spans: Spans, name: str, count: int, own: str) -> None:
+    rmq.broker.create_topic("orders", 1)
+    with SimpleConsumer(rmq.broker, "worker") as simple, PullConsumer(rmq.broker, "reader") as pull:
+        for consumer in (simple, pull):
+            consumer.subscribe("orders")
+        pull.poll(0)
+        for _ in range(count):
+            rmq.producer().send("orders", "1", tags="paid", keys="o-1")
+        instrument(rmq.broker, spans.provider)
+        if name == "poll":
+            pull.poll(0)
+        else:
+            messages = simple.receive(8, wait=0)
+            simple.dead_letter(messages[0]) if name.startswith("dead_letter") else simple.ack(*messages)
+    (span,) = spans.named(name.replace("poll", "receive orders"))
+    attributes = dict(span.attributes or {})
+    attributes.pop("librmq.delivery_attempt", None)
+    expected = [f"messaging.{attribute}" for attribute in (OF_EVERY_RECEIVE + " " + own).split()]
+    assert sorted(attributes) == sorted(expected)
+    assert attributes["messaging.destination.partition.id"] == "0"
+    assert attributes.get("messaging.batch.message_count", count) == count
 
 
 def test_a_failed_receive(rmq: Kit, spans: Spans) -> None:
