@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from librmq.broker import AdministeredRoute
 from librmq.console._search import queue_backwards
-from librmq.diagnosis import Finding, Lag
-from librmq.diagnosis.deadletters import given_up, letters_by_queue, sum_up_causes
-from librmq.diagnosis.message_story import EventKind, StoryEvent
-from librmq.diagnosis.pending import Kind, PendingMessage
-from librmq.diagnosis.view import View
+from librmq.diagnosis import Finding, Lag, PendingMessage, StoryEvent, View
+from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
 from librmq.errors import BrokerError
 from librmq.formatting import number
 from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, MessageQueue, StoredMessage, dead_letter_topic, retry_topic
+from librmq.message.dead_letter_cause import cause_of
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_TOPIC, PROPERTY_RETRY_TOPIC
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX
@@ -39,6 +37,7 @@ NOT_WAITING: Final = (
     "By requests to the brokers: what waits in a delay level, by the default delays. Halves, timers, the relay and POP "
     "need the log: give the console the folder of the store, or run librmq pending on the broker's machine."
 )
+_Event = Literal["stored", "half", "delayed", "retried", "dead", "passed", "not_passed"]
 _MOST_RECORDS: Final = 64
 _LETTERS: Final = 500
 
@@ -62,7 +61,7 @@ def story_by_requests(route: AdministeredRoute, message: StoredMessage) -> list[
         for broker, record, _ in records:
             at = progress.get(MessageQueue(record.topic, broker, record.queue_id))
             if at is not None:
-                end: EventKind = "passed" if at.queue_offset > record.queue_offset else "not_passed"
+                end: _Event = "passed" if at.queue_offset > record.queue_offset else "not_passed"
                 note = f"its progress is {number(at.queue_offset)}"
                 events.append(_event(record, "dead" if group in dead else end, group, None, note))
     return events
@@ -81,19 +80,17 @@ def _records(route: AdministeredRoute, topic: str, message: StoredMessage) -> It
         yield from ((broker, record) for record in answer if record.unique_key == key)
 
 
-def _kind(record: StoredMessage) -> EventKind:
-    kinds: dict[str, EventKind] = {SCHEDULE_TOPIC: "delayed", HALF_TOPIC: "half"}
+def _kind(record: StoredMessage) -> _Event:
+    kinds: dict[str, _Event] = {SCHEDULE_TOPIC: "delayed", HALF_TOPIC: "half"}
     if record.topic.startswith(RETRY_PREFIX):
         return "retried"
     return "dead" if record.topic.startswith(DEAD_LETTER_PREFIX) else kinds.get(record.topic, "stored")
 
 
-def _event(
-    record: StoredMessage, kind: EventKind, group: str, at_ms: int | None, note: str | None = None
-) -> StoryEvent:
+def _event(record: StoredMessage, kind: _Event, group: str, at_ms: int | None, note: str | None = None) -> StoryEvent:
     if note is None and at_ms is not None:
         notes = {
-            "dead": lambda: given_up(group, record).cause,
+            "dead": lambda: cause_of(record.properties, record.reconsume_times),
             "retried": lambda: f"attempt {record.reconsume_times + 1}",
             "delayed": lambda: f"for topic {record.properties.get(PROPERTY_REAL_TOPIC, '')}",
         }
@@ -136,6 +133,6 @@ def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[Pending
             target = message.properties.get(PROPERTY_REAL_TOPIC, "")
             is_retry = target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
             topic = message.properties.get(PROPERTY_RETRY_TOPIC) or target if is_retry else target
-            kind: Kind = "retry" if is_retry else "delay"
+            kind: Literal["retry", "delay"] = "retry" if is_retry else "delay"
             waiting.append(PendingMessage(kind, topic, target, due_ms, message.unique_key, message.physical_offset, 0))
     return sorted(waiting, key=lambda message: message.due_ms or 0)
