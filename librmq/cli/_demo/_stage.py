@@ -18,6 +18,7 @@ from typing import Final, ParamSpec, Self, TextIO, TypeVar
 
 from librmq.errors import InputError, StoreError
 from librmq.printable import printable
+from librmq.runtime.locks import critical
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,20 +80,25 @@ class Screen:
                 self.answer(line)
 
 
+_running: Final[set[subprocess.Popen[str]]] = set()
+
+
 class Program:
     """A module that runs as a program of its own. A context manager, which kills it."""
 
     def __init__(self, module: str, *words: object) -> None:
         """Start it."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *map(str, words)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the program
-        )
+        with critical:  # a program that runs is noted, also if Ctrl-C comes before its `with` block
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *map(str, words)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the program
+            )
+            _running.add(self._process)
 
     def __enter__(self) -> Self:
         return self
@@ -102,6 +108,7 @@ class Program:
     ) -> None:
         self.kill()
         self._process.communicate()
+        _running.discard(self._process)
 
     def lines(self) -> Iterator[str]:
         """Yield the whole lines that it prints, without their ends, until it has ended."""
@@ -166,7 +173,12 @@ def demo_folder(keep: str | None) -> Iterator[str]:
             yield keep
         else:
             with tempfile.TemporaryDirectory(prefix="librmq-demo-") as folder:
-                yield folder
+                try:
+                    yield folder
+                finally:  # nothing writes into the folder while it is removed
+                    for process in _running:
+                        process.kill()
+                        process.wait()
     except (OSError, StoreError) as error:
         if isinstance(error, OSError) and error.filename is None and not isinstance(error, FileNotFoundError):
             raise  # of the screen, which has no name: it is full, or its reader has left
