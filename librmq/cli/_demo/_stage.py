@@ -18,7 +18,7 @@ from typing import Final, ParamSpec, Self, TextIO, TypeVar
 
 from librmq.errors import InputError, StoreError
 from librmq.printable import printable
-from librmq.runtime.locks import critical
+from librmq.runtime import critical
 
 P = ParamSpec("P")
 T = TypeVar("T")
