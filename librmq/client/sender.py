@@ -411,10 +411,10 @@ class Sender:
             if self._now_ms() - now_ms > timeout_ms:
                 raise _too_late(queue, self._now_ms() - now_ms)
         except Exception as error:
-            self._record_attempt(queue, now_ms, batch or (message,), "ERROR")
+            self._record_attempt(queue, now_ms, batch or (sent,), "ERROR")
             self._run_hooks(after, None, error)
             raise
-        result = self._result_of(message, queue, now_ms, response, batch)
+        result = self._result_of(sent, queue, now_ms, response, batch)
         if after:
             self._run_hooks(after, result, None)
         return result

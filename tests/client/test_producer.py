@@ -491,6 +491,14 @@ def test_hooks_see_each_try(two: tuple[Broker, Broker]) -> None:
     assert counted["send_retries"] == {("T",): 1}
 
 
+def test_bytes_are_counted_after_compression(broker: Broker) -> None:
+    metrics = Metrics()
+    Producer(broker, "shop", metrics=metrics).send("T", b"x" * 10_000)
+    (message,) = broker.messages("T")
+    assert len(message.stored_body) < 1_000
+    assert metrics.snapshot()["send_bytes"] == {("T",): len(message.stored_body)}
+
+
 def test_awaited(broker: Broker) -> None:
     async def send() -> SendResult:
         return await Producer(broker, "shop").send_async("T", b"x", tags="a")
