@@ -187,6 +187,13 @@ def test_relayed_messages_can_be_consumed(rmq: Kit, broker: Broker) -> None:
 
 
 @pytest.mark.rmq(broker_config=BrokerConfig(hops=True))
+def test_a_relayed_message_creates_its_topic_with_its_producers_queues(broker: Broker) -> None:
+    message = send_at(Message("T", b"x"), broker.runner.now_ms() + 20_000)
+    Producer(broker, "p", default_topic_queues=2).send(message)
+    assert len(broker.queues("T")) == 2
+
+
+@pytest.mark.rmq(broker_config=BrokerConfig(hops=True))
 def test_the_relay_refuses_a_queue_that_is_not_there(broker: Broker) -> None:
     broker.create_topic("T", 2)
     with pytest.raises(BrokerError, match="no queue 5"):

@@ -221,7 +221,7 @@ class SendHandler:
             times = 0 if request is None else request.reconsume_times
             return queue_id, self.store_message(stored_message, queue_id, born_timestamp_ms, born_host, sys_flag, times)
         if request is None:
-            request = SendMessage(group, message, queue_id, born_timestamp_ms, born_host)
+            request = SendMessage(group, message, queue_id, born_timestamp_ms, born_host, default_queues=default_queues)
         return self._store_special(request, topic, queue_id, sys_flag, properties, wait)
 
     def _store_special(
