@@ -1,4 +1,4 @@
-"""Requests of ``mqadmin`` and the dashboard.
+"""Requests of ``mqadmin``, the dashboard and exporters.
 
 Mirrors ``AdminBrokerProcessor`` and ``QueryMessageProcessor``.
 """
@@ -386,7 +386,7 @@ class AdminRequests:
     # ---- state, settings and rates
 
     def _runtime(self, call: RemotingCall) -> bytes:
-        """Answer with those keys of 4.9.4 whose values a broker of librmq has.
+        """Answer with those keys of 4.9.4 whose values a broker of librmq has, or without which a tool fails.
 
         Requests wait in no queue, so the sizes of queues and the waits in them, which ``clusterList`` shows, are 0.
         """
@@ -400,6 +400,13 @@ class AdminRequests:
         table = {
             **{f"{name}ThreadPoolQueueSize": 0 for name in ("send", "pull", "query")},
             **{f"{name}ThreadPoolQueueHeadWaitTimeMills": 0 for name in ("send", "pull", "query")},
+            # Without one of these, ``rocketmq-exporter`` has no figures of the broker at all; ``clusterList`` shows the
+            # third. The values are those of a 4.9 broker at rest without a pool of buffers.
+            **{f"{name}ThreadPoolQueueCapacity": 0 for name in ("send", "pull", "query")},
+            **dict.fromkeys(("dispatchBehindBytes", "dispatchMaxBuffer", "pageCacheLockTimeMills"), 0),
+            "putMessageDistributeTime": "null",
+            "remainTransientStoreBufferNumbs": _MAX_INT,
+            "startAcceptSendRequestTimeStamp": 0,
             "bootTimestamp": self._begin_ms,
             "brokerVersion": VERSION,
             "brokerVersionDesc": "V4_9_4",
