@@ -86,9 +86,9 @@ def instrument(
     Raises:
         ConfigError: The target is none of these.
     """
-    spans = _Spans(tracer_provider, parents)
-    end_observing = observe_clients(_observed_target(target), spans)
-    end_keeping = observe_kept(spans.add_context)
+    spans, observed = _Spans(tracer_provider, parents), _observed_target(target)
+    end_observing = observe_clients(observed, spans)
+    end_keeping = observe_kept(spans.add_context, observed)
 
     def end() -> None:
         end_observing()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from importlib.metadata import entry_points
@@ -31,6 +33,7 @@ from librmq import (
     TransactionProducer,
     TransactionState,
 )
+from librmq.client import Client
 from librmq.errors import ClientError
 from librmq.idempotence import Outbox, OutboxSender, upgrade_tables
 from librmq.testing import Kit
@@ -463,6 +466,18 @@ def test_a_failed_send(rmq: Kit, spans: Spans) -> None:
     send = spans.one("send orders")
     assert (send.attributes or {})["error.type"] == type(raised.value).__name__
     assert (send.status.status_code, send.end_time) == (StatusCode.ERROR, START_NS)
+
+
+def test_what_makes_the_spans_of_a_client_ends_with_it(rmq: Kit) -> None:
+    """A program can trace many clients one after the other without ending each."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    instrument(Client(rmq.broker), provider)
+    left = weakref.ref(provider)
+    del provider
+    gc.collect()
+    instrument(Client(rmq.broker))()
+    gc.collect()
+    assert left() is None
 
 
 def test_the_outbox_keeps_the_context_of_the_request(rmq: Kit, spans: Spans, tmp_path: Path) -> None:

@@ -157,24 +157,28 @@ def note_end(ended: Ended, result: object, error: BaseException | None) -> None:
 
 # ---- messages that are kept for a later send
 
-_keepers: Final[list[Callable[[dict[str, str]], None]]] = []
+_keepers: Final[list[tuple[weakref.ref[object] | None, Callable[[dict[str, str]], None]]]] = []
 
 
-def observe_kept(keeper: Callable[[dict[str, str]], None]) -> Callable[[], None]:
+def observe_kept(keeper: Callable[[dict[str, str]], None], owner: object = None) -> Callable[[], None]:
     """Call a function with the properties of each message that is kept for a later send, in the context of its caller.
 
-    It may add to them, such as the context that the send shall have. Return a function that ends this.
+    It may add to them, such as the context that the send shall have. Return a function that ends this; the end of an
+    ``owner`` ends it too.
     """
-    _keepers.append(keeper)
+    entry = (None if owner is None else weakref.ref(owner), keeper)
+    _keepers[:] = [(ref, other) for ref, other in _keepers if ref is None or ref() is not None]
+    _keepers.append(entry)
 
     def end() -> None:
-        if keeper in _keepers:
-            _keepers.remove(keeper)
+        if entry in _keepers:
+            _keepers.remove(entry)
 
     return end
 
 
 def note_kept(properties: dict[str, str]) -> None:
     """Show the properties of a message that is kept for a later send to all who asked for it, the latest first."""
-    for keeper in reversed(_keepers.copy()):
-        keeper(properties)
+    for owner, keeper in reversed(_keepers.copy()):
+        if owner is None or owner() is not None:
+            keeper(properties)
