@@ -215,7 +215,7 @@ _HOUR_MS: Final = 3_600_000
 _HOURS_TRIED: Final = 72  # summer time can skip an hour of a day, and the next day has it
 _NAMED: Final = 8  # queues in a warning
 DISK_CHECK_MS: Final = 10
-"""Milliseconds between two looks at a disk that other programs fill."""
+"""Least time between two looks at a disk that other programs fill, in milliseconds."""
 _NEARLY_FULL: Final = 0.75  # as a fraction of the total size
 _LAST_MOMENT: Final = 253_370_764_800_000  # the year 9999; later events never happen
 
@@ -239,7 +239,7 @@ class Retention:
     watches_disk: bool
     """Whether others fill the disk while time passes, so that it has to be seen again."""
     sees_disk_by_time: bool
-    """Whether a look at the disk is good for `DISK_CHECK_MS`; the disk of a test changes at any moment."""
+    """Whether a look at the disk holds until the next periodic work; the disk of a test changes at any moment."""
     deleted: list[str]
     """Paths that the last `run_due` deleted: of the log, of queues, of the index."""
 
