@@ -259,7 +259,7 @@ class Transactions:
 
     def is_rolled_back(self, half: StoredMessage) -> bool:
         """Return whether a half's transaction has ended without a delivery, so that `commit` refuses it."""
-        if half.physical_offset in self._recent or self._is_plain(half):
+        if self._is_plain(half):
             return False
         family = self._family(half)
         return not self._is_delivered(family) and self._is_rolled_back(self._with_unindexed(family))

@@ -329,6 +329,16 @@ def test_old_coordinates_end_the_copy_too(desk: Desk, end: str) -> None:
             desk.commit(copy)
 
 
+def test_a_rollback_of_the_copy_is_known_of_the_half(desk: Desk) -> None:
+    desk.prepare()
+    (half,) = desk.of(HALF_TOPIC)
+    assert not desk.transactions.is_rolled_back(half)
+    (copy,) = desk.check()
+    assert not desk.transactions.is_rolled_back(half)
+    desk.rollback(copy)
+    assert desk.transactions.is_rolled_back(half)
+
+
 def test_a_copy_delivers_the_flag_that_was_sent(desk: Desk) -> None:
     desk.prepare(flag=5)
     (copy,) = desk.check()
