@@ -345,11 +345,12 @@ class OutboxSender:
         """Send rows that are due; return when to look again.
 
         Only other turns, and the test, change the table. So that hours pass in the time of their events, the table is
-        searched at each poll only while a claim or a pause may end, and otherwise with the next turn that has a time.
+        searched at each poll only while a claim or a pause may end, or the database fails, and otherwise with the
+        next turn that has a time.
         """
         failed = self.failed
         due = self._run_in_thread(now_ms)
-        if due is None or self.failed > failed:
+        if due is None or self.failed > failed or self._is_out_of_reach:
             self._search_until_ms = self._clock.now_ms() + _LAST_DELAY_MS + self._poll_ms
         if due is None or due <= self._search_until_ms:
             return due

@@ -100,10 +100,8 @@ class Kit:
         self.clock: ManualClock = runner.manual_clock if runner is not None else ManualClock(begin_ms)
         """The time, which `advance` moves."""
         self.clock.move_to(max(begin_ms, self.clock.now_ms()))
-        self._end_default_clock = replace_default_clock(self.clock)
         self.runner: KitRunner = runner or KitRunner(self.clock)
         self.runner.kit = self
-        self._end_observing_kept = observe_kept(self.runner.kept)
         self.start: StoreStart | None = start
         """What the kit's store began with; None for an empty one."""
         self.files: Files = DiskFiles() if files is None else files
@@ -142,6 +140,9 @@ class Kit:
         self._test = self.process_table.make("test", lambda process: None)
         self._test.is_test = True
         self._tests: dict[str | None, Process] = {None: self._test}
+        # Last, because nothing would end them after an error above: a kit that does not open is never closed.
+        self._end_default_clock = replace_default_clock(self.clock)
+        self._end_observing_kept = observe_kept(self.runner.kept)
 
     @classmethod
     def from_store(

@@ -15,6 +15,7 @@ from librmq.client.queue_selectors import select_by_hash
 from librmq.clock import SystemClock, default_clock
 from librmq.consumer import DeliveredMessage
 from librmq.dedup import DedupCounts, DedupListener
+from librmq.errors import StoreLockedError
 from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence._transactional_tables import transactional
 from librmq.idempotence.outbox import Outbox, OutboxSender
@@ -261,6 +262,12 @@ def test_threads_that_the_kit_has_not_started_go_by_its_clock() -> None:
         assert Context().run(default_clock) is rmq.clock
 
 
+def test_a_kit_that_does_not_open_leaves_the_clock_of_all_others(tmp_path: Path) -> None:
+    with Kit(tmp_path / "store"), pytest.raises(StoreLockedError):
+        Kit(tmp_path / "store")
+    assert isinstance(default_clock(), SystemClock)
+
+
 # --- a sender that is started, under a clock that the test moves
 
 
@@ -302,6 +309,26 @@ def test_a_started_sender_tries_again_what_was_refused(rmq: Kit, connect: Callab
         assert (sender.sent, sender.failed) == (0, 1)
         rmq.advance(seconds=2)
         assert (sender.sent, [message.body for message in rmq.messages("orders")]) == (1, [b"o-1"])
+
+
+def test_a_started_sender_tries_a_database_again_that_was_away_for_long(
+    rmq: Kit, connect: Callable[[], sqlite3.Connection]
+) -> None:
+    is_away = False
+
+    def connect_unless_away() -> sqlite3.Connection:
+        if is_away:
+            raise sqlite3.OperationalError("unable to open database file")
+        return connect()
+
+    with OutboxSender(connect_unless_away, rmq.producer()).start() as sender:
+        is_away = True
+        add(connect, b"o-1")
+        rmq.advance(minutes=10)
+        assert sender.sent == 0
+        is_away = False
+        rmq.advance(seconds=2)
+        assert sender.sent == 1
 
 
 def test_a_started_sender_dies_with_its_process(rmq: Kit, connect: Callable[[], sqlite3.Connection]) -> None:
