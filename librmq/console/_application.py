@@ -115,7 +115,10 @@ class _Site:
 
         def make() -> Page:
             shown = page(query)
-            place.find_extent()
+            try:
+                place.find_extent()
+            except (RmqError, OSError) as error:  # what brokers answer is shown without the log
+                shown.notes = [*shown.notes, f"No past moments: {error}"]
             shown.is_live = shown.is_live and query.at_ms is None
             return shown
 

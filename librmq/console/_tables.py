@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from librmq.clock import Clock
+from librmq.clock import LAST_MS, Clock
 from librmq.errors import ConfigError
 from librmq.formatting import moment, number
 from librmq.message import StoredMessage
@@ -146,7 +146,8 @@ class Query:
             return int(text)
         try:
             found = datetime.fromisoformat(text)
-            return round((found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() * 1000)
+            found = found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+            return min(round(found.timestamp() * 1000), LAST_MS)
         except (ValueError, OverflowError):
             raise ConfigError(f"{name}: expected a time such as 2026-11-20T08:00 (UTC), found {text!r:.80}") from None
 

@@ -131,6 +131,14 @@ def test_a_shared_store_and_a_cluster(tmp_path: Path, runner: ManualRunner) -> N
         assert [row["queue"] for row in rows] == ["a 0", "b 0"]
 
 
+def test_what_brokers_answer_is_shown_although_the_folder_is_wrong(broker: Broker, tmp_path: Path) -> None:
+    broker.create_topic("orders", 1)
+    asked = Asked(console(Cluster(broker), folder=str(tmp_path / "nowhere")))
+    assert [row["topic"] for row in asked.table("/topics", "Topics")] == ["orders"]
+    assert "No past moments: " in asked.page("/topics")
+    assert asked.get("/topics?at=1700000000000").status_code == 400
+
+
 def test_messages_are_found_by_key_tag_sql_and_time(broker: Broker, runner: ManualRunner) -> None:
     begin_ms = runner.now_ms()
     shop(broker, runner)
@@ -235,6 +243,20 @@ def test_the_form_of_the_past_reaches_from_the_first_message_to_now() -> None:
         assert message["body"] == "one"
         for wrong in ("yesterday", first_ms - 1, "0001-01-01"):
             assert asked.get(f"/topics?at={wrong}").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("at", "status"),
+    [
+        ("0001-01-01T00:00%2B14:00", 400),
+        ("9999-12-31T23:59-14:00", 400),
+        ("9999-12-31T23:59:59.9999", 200),
+        ("99999999999999", 200),
+    ],
+)
+def test_a_moment_at_the_end_of_the_calendar(broker: Broker, runner: ManualRunner, at: str, status: int) -> None:
+    shop(broker, runner)
+    assert Asked(console(broker)).get(f"/topics?at={at}").status_code == status
 
 
 def test_what_waits_is_what_the_command_lists(broker: Broker, runner: ManualRunner) -> None:
