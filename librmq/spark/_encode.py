@@ -9,6 +9,7 @@ Columns are checked as a whole; a row that looks wrong is made a `Message`, whos
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -204,6 +205,9 @@ class Encoder:
 
 def check_columns(names: Sequence[tuple[str, str]], extra: str | None) -> None:
     """Raise `ConfigError` for columns (name, Spark type) that cannot be written; ``extra`` is one to order by."""
+    for name, count in Counter(name for name, _ in names).items():
+        if count > 1:
+            raise ConfigError(f"column {name!r}: two columns are written to it; write one")
     for name, kind in names:
         if name not in COLUMNS:
             if name == extra:

@@ -147,6 +147,19 @@ def test_an_offset_of_kafka_is_not_written(tmp_path: Path) -> None:
         source.writer(schema, False)
 
 
+def test_two_columns_for_one_of_a_message_are_refused(tmp_path: Path) -> None:
+    from pyspark.sql.types import BinaryType, MapType, StringType, StructField, StructType
+
+    from librmq.spark._source import RocketMQDataSource
+
+    properties = MapType(StringType(), StringType())
+    fields = [StructField("value", BinaryType()), StructField("headers", properties)]
+    source = RocketMQDataSource({"path": str(new_store(tmp_path / "store")), "topic": "T", "names": "kafka"})
+    source.writer(StructType(fields), False)
+    with pytest.raises(ConfigError, match="column 'properties': two columns are written to it"):
+        source.writer(StructType([*fields, StructField("properties", properties)]), False)
+
+
 @pytest.mark.spark
 @pytest.mark.parametrize(
     ("column", "options", "text"),
