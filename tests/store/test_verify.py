@@ -250,10 +250,11 @@ def test_an_empty_log_is_sound() -> None:
     assert verify(ROOT, SMALL, in_memory({"commitlog": None})).sound
 
 
-def test_a_recreated_topic_is_sound() -> None:
+@pytest.mark.parametrize("earlier", [5, 1])
+def test_a_recreated_topic_is_sound(earlier: int) -> None:
     """The log has two generations of queue offsets, the queue only the later one."""
     files = MemoryFiles()
-    for turn, count in enumerate((5, 3)):
+    for turn, count in enumerate((earlier, 3)):
         with opened(files) as store:
             if turn:
                 store.queues["T", 0].clear()
@@ -263,7 +264,8 @@ def test_a_recreated_topic_is_sound() -> None:
     with opened(files, thorough=True) as store:
         assert store.recovered == []
         assert [message.body for message in store.read("T", 0, 0).messages] == [b"10", b"11", b"12"]
-        assert len(store.find_by_key("T", "k")) == 8
+        assert len(store.find_by_key("T", "k")) == earlier + 3
+    log = {path: data for path, data in contents(files).items() if path.startswith("commitlog/")}
     for path in contents(files):
         if path.startswith("consumequeue/"):
             files.delete(f"{ROOT}/{path}")
@@ -271,6 +273,7 @@ def test_a_recreated_topic_is_sound() -> None:
     with opened(files, thorough=True) as store:
         assert [message.body for message in store.read("T", 0, 0).messages] == [b"10", b"11", b"12"]
     assert verify(ROOT, SMALL, files).sound
+    assert log.items() <= contents(files).items()
 
 
 def test_delivery_times_of_a_broker_with_other_delay_levels() -> None:
@@ -292,6 +295,26 @@ def test_delivery_times_of_a_broker_with_other_delay_levels() -> None:
     for wrong_ms in (due_ms + 1, due_ms - 8_000):
         changed = judged(delayed, {(first, 0): entry.pack(place, size, wrong_ms)})
         assert places(changed) == [(first, 0, "entry")]
+
+
+def test_the_first_message_of_a_queue_that_names_another_topic_is_found() -> None:
+    """The entry still leads to it. Its flag is right, and it goes back to its queue."""
+    files = MemoryFiles()
+    bodies = {topic: [f"{topic}{number}".encode() for number in range(4)] for topic in ("TA", "TB")}
+    with opened(files) as store:
+        for body in bodies["TA"][:2]:
+            store.append(Message("TA", body), 0)
+        place = store.append(Message("TB", bodies["TB"][0]), 0).physical_offset
+        for body in bodies["TB"][1:] + bodies["TA"][2:]:
+            store.append(Message(body[:2].decode(), body), 0)
+    log = files.open(f"{ROOT}/commitlog/{0:020d}", writable=True).buffer
+    at = log.find(b"TB", log.find(b"TB", place) + 1)
+    log[at + 1 : at + 2] = b"A"
+    (damage,) = verify(ROOT, SMALL, files).damage
+    assert damage.what == "topic and queue id: expected TB 0, found TA 0"
+    with opened(files, thorough=True) as store:
+        assert {topic: [message.body for message in store.messages(topic)] for topic in bodies} == bodies
+    assert verify(ROOT, SMALL, files).sound
 
 
 @pytest.mark.parametrize("flag", [record.TRANSACTION_PREPARED, record.TRANSACTION_ROLLBACK])

@@ -253,6 +253,10 @@ class Strays:
             if not strays:
                 del self._strays[queue_offset]
 
+    def is_stray(self, queue_offset: int, physical_offset: int) -> bool:
+        """Return whether the record at this place can belong to another queue."""
+        return physical_offset in self._strays.get(queue_offset, ())
+
     def pop_stray_at(self, queue_offset: int, physical_offset: int) -> Stray | None:
         """Return the stray record at this place, and forget it."""
         stray = self._strays.get(queue_offset, {}).get(physical_offset)

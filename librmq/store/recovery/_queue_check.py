@@ -336,7 +336,7 @@ class QueueCheck:
             else:
                 due = claimed if possible else 0
         elif following == due > self.first:  # one of two records with the same place belongs to another queue
-            if claimed == due - 1 and self.points_at(claimed, entry) and self.entries:
+            if claimed == due - 1 and self.entries and self._replaces_last(claimed, entry):
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
                 self._checks.strays.remove_stray(claimed, entry.physical_offset)
                 self._add_stray(claimed, ExpectedEntry(replaced, 0, b""))
@@ -353,6 +353,15 @@ class QueueCheck:
             due = claimed if jumps else due
         self._checks.strays.remove_stray(claimed, entry.physical_offset)
         self._accept(claimed, entry, due)
+
+    def _replaces_last(self, claimed: int, entry: ExpectedEntry) -> bool:
+        """Return whether a record is the one of its queue offset rather than the last one, which names the same.
+
+        The queue decides. Where it has no entry of either, the topic was made again after a single message.
+        """
+        if claimed or self.points_at(claimed, entry):
+            return self.points_at(claimed, entry)
+        return not self.points_at(claimed, ExpectedEntry(self.entries[-1], 0, b""))
 
     def _can_be_ahead(self, claimed: int, entry: ExpectedEntry) -> bool:
         """Return whether the log has room for the records that would be missing before this one."""
@@ -396,6 +405,7 @@ class QueueCheck:
             if queue_offset and not self._is_complete:
                 raise GapError((self._topic, self._queue_id))
             self.first = queue_offset
+            self._take_before(entry.physical_offset)
         elif queue_offset != self._next:
             self._jump(queue_offset, entry)
         self._next = queue_offset + 1
@@ -404,6 +414,20 @@ class QueueCheck:
             self._units[queue_offset] = entry
         if len(self.entries) >= COMPARED:
             self._compare()
+
+    def _take_before(self, before: int) -> None:
+        """Take the records directly below the first one that have an entry here, and name another queue by damage."""
+        while raw := self.queue.read(self.first - 1, 1):
+            place = ENTRY.unpack(raw)[0]
+            if not (self._begin <= place < before and self._checks.strays.is_stray(self.first - 1, place)):
+                return
+            entry = self._find_missing(self.first - 1, place - 1, before)
+            if entry is None:
+                return
+            self.first, before = self.first - 1, place
+            self.entries.insert(0, entry.packed)
+            if self.queue.ext is not None:
+                self._units[self.first] = entry
 
     def _jump(self, queue_offset: int, following: ExpectedEntry) -> None:
         """Continue the count at another queue offset."""
