@@ -273,3 +273,25 @@ def test_a_broker_that_ran_since_may_have_deleted_the_first_files(broker_ran: bo
         assert (store.condition.begin is None) is broker_ran
     kinds = {damage.kind for damage in verify(ROOT, SMALL, files).damage}
     assert (MISSING_LOG in kinds) is not broker_ran
+
+
+class _FilesOfAnotherUser(MemoryFiles):
+    """Files of which one can't be read."""
+
+    def read(self, path: str, limit: int = 64 << 20) -> bytes:
+        if path.endswith("private.json"):
+            raise StoreIOError("read", path, PermissionError(errno.EACCES, "permission denied"))
+        return super().read(path, limit)
+
+
+def test_a_table_that_cannot_be_read_is_no_reason_to_refuse_a_close() -> None:
+    files = _FilesOfAnotherUser()
+    with MessageStore.open(ROOT, SMALL, files=files, clock=ManualClock(START_MS)) as store:
+        fill(store, ManualClock(START_MS), random.Random(3), 60)
+        files.make_folder(f"{ROOT}/config")
+        files.write(f"{ROOT}/config/private.json", b"{}")
+    assert files.size(f"{ROOT}/abort") is None
+    first, *_ = (entry.name for entry in files.list(f"{ROOT}/commitlog"))
+    files.delete(f"{ROOT}/commitlog/{first}")
+    with MessageStore.open(ROOT, SMALL, files=files, read_only=True) as store:
+        assert store.condition.begin is not None

@@ -195,12 +195,19 @@ def _parsed_state(data: bytes) -> StoreState:
     return _state(parse_document(CLOSED_FILE, data, _STATE_KINDS))
 
 
-def _checksums_of_tables(path: str, files: Files) -> dict[str, int]:
-    """Return the CRC-32 of each table of a broker, and of its copy of the former one."""
+def _checksums_of_tables(path: str, files: Files) -> dict[str, int | None]:
+    """Return the CRC-32 of each table of a broker, and of its copy of the former one; None if it can't be read."""
     folder = os.path.join(path, directory.CONFIG)
     names = (entry.name for entry in files.list(folder) if entry.is_file and not entry.is_folder)
     tables = (name for name in names if name.endswith((".json", ".json.bak")))
-    return {name: crc32(read_replaced(files, os.path.join(folder, name), _LARGEST_FILE)) for name in tables}
+    return {name: _checksum(os.path.join(folder, name), files) for name in tables}
+
+
+def _checksum(path: str, files: Files) -> int | None:
+    try:
+        return crc32(read_replaced(files, path, _LARGEST_FILE))
+    except (CorruptionError, StoreIOError):
+        return None  # it is no reason to refuse a close, and it is reported where it is needed
 
 
 def _tables_were_written(path: str, files: Files) -> bool:
