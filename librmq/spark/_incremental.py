@@ -107,7 +107,8 @@ def run_incrementally(
         if setting in chosen_settings:
             raise ConfigError(f"setting {setting}: an incremental run chooses the offsets; leave it out")
     out = os.path.abspath(out)
-    if os.path.lexists(out) and not os.path.isdir(os.path.join(out, "runs")):
+    is_new = not os.path.lexists(out) or (os.path.isdir(out) and not os.listdir(out))
+    if not is_new and not os.path.isdir(os.path.join(out, "runs")):
         raise ConfigError(f"{out} exists and holds no incremental runs; name another folder")
     make_folders(DiskFiles(), os.path.join(out, "runs"))
     with _locked(out):

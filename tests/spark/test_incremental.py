@@ -70,6 +70,7 @@ def test_no_run_touches_anything_else(tmp_path: Path) -> None:
 def test_incremental_runs_equal_a_whole_run(tmp_path: Path) -> None:
     """Messages of earlier runs may be gone from the store; new topics and stores are read from their start."""
     spark, out = shared_session(), str(tmp_path / "out")
+    os.mkdir(out)  # an empty folder is as good as none
     path = add(tmp_path / "s", 0, 40)
     whole = add(tmp_path / "w", 0, 40)
 
