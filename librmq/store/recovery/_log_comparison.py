@@ -296,6 +296,9 @@ class Reconciliation:
     before_rebuild: Callable[[], None] | None = None
     """Called before the index is rebuilt."""
     unclean: UncleanQueues | None = None
+    is_thorough: bool = True
+    """Whether a flag counts as damaged that only the numbers around it speak against. Recovery after a kill leaves such
+    a record alone, because a flag that is wrongly corrected hides a message."""
     bodies_from: int | None = None
     """From here on, bodies are compared with their checksums."""
     left_out: dict[QueueName, int] = field(default_factory=dict)
@@ -357,7 +360,7 @@ class Reconciliation:
             if check.left_out:
                 self.left_out[check.name] = check.left_out
             yield from check.damages
-        for stray in checks.strays.passed_first():
+        for stray in checks.strays.passed_first() if self.is_thorough else ():
             yield self._undispatched(stray)
         checks.remove_empty()
         if self.index is None or keys is None:

@@ -539,6 +539,7 @@ class Recovery:
             bitmap_of=parts.dispatcher.bitmap_of,
             before_rebuild=self._before_index,
             unclean=None if self._clean else self._unclean,
+            is_thorough=self._mode.is_thorough,
             bodies_from=self._bodies_from,
         )
         while True:
