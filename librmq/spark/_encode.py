@@ -173,8 +173,8 @@ class Encoder:
             wrong_keys = pc.match_substring_regex(lists.flatten(), _NOT_A_KEY).fill_null(True)
             suspicious[pc.list_parent_indices(lists).filter(wrong_keys).to_numpy(zero_copy_only=False)] = True
         if properties is not None and len(properties):
-            row = np.repeat(np.arange(len(properties)), _counts(properties))
-            names_of, items = _entries(properties)
+            row = np.repeat(np.arange(len(properties)), map_counts(properties))
+            names_of, items = map_entries(properties)
             names = names_of.dictionary_encode()
             bad = [
                 not name.strip() or "\1" in name or "\2" in name or name in RESERVED_PROPERTIES - _TAKEN
@@ -395,7 +395,8 @@ def _sizes_of_lists(lists: pa.Array) -> Ints:
     return sizes
 
 
-def _counts(properties: pa.Array) -> Ints:
+def map_counts(properties: pa.Array) -> Ints:
+    """Return the number of entries of each map; none for null."""
     offsets = np.frombuffer(properties.buffers()[1], np.int32, len(properties) + 1, properties.offset * 4)
     counts = np.diff(offsets).astype(np.int64)
     if properties.null_count:
@@ -403,7 +404,7 @@ def _counts(properties: pa.Array) -> Ints:
     return counts
 
 
-def _entries(properties: pa.Array) -> tuple[pa.Array, pa.Array]:
+def map_entries(properties: pa.Array) -> tuple[pa.Array, pa.Array]:
     """Return names and values of all maps that are not null, in order."""
     if properties.null_count:
         properties = properties.drop_null()
@@ -429,8 +430,8 @@ class _Properties:
         counts, codes = np.zeros(rows, np.int64), np.zeros(0, np.int64)
         self._values = pa.array([], pa.string())
         if properties is not None and rows:
-            counts = _counts(properties)
-            keys, values = _entries(properties)
+            counts = map_counts(properties)
+            keys, values = map_entries(properties)
             row = np.repeat(np.arange(rows), counts)
             encoded = keys.dictionary_encode()
             self._names = encoded.dictionary.to_pylist()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,7 @@ from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StringTy
 
 from librmq.errors import ConfigError
 from librmq.message.properties import RESERVED_PROPERTIES
+from librmq.spark._encode import map_counts, map_entries
 
 _HEADERS: Final = "headers"
 _PLAIN: Final = {
@@ -108,7 +109,8 @@ def _renamed(column: pa.Array, field: pa.Field) -> pa.Array:
 
 def _headers_of(properties: pa.Array) -> pa.Array:
     """Return the properties that users have set as lists of headers; null for none."""
-    begins, names, values = _entries(properties)
+    names, values = map_entries(properties)
+    begins = np.concatenate(([0], np.cumsum(map_counts(properties))))
     is_header = pc.invert(pc.is_in(names, pa.array(sorted(RESERVED_PROPERTIES))))
     before = np.concatenate(([0], np.cumsum(is_header.to_numpy(zero_copy_only=False))))  # headers before each entry
     headers = pa.StructArray.from_arrays(
@@ -117,14 +119,6 @@ def _headers_of(properties: pa.Array) -> pa.Array:
     ends = before[begins]
     lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), headers)
     return pc.if_else(pa.array(ends[1:] > ends[:-1]), lists, pa.scalar(None, lists.type))
-
-
-def _entries(properties: pa.Array) -> tuple[Any, pa.Array, pa.Array]:
-    """Return where the entries of each map begin, with the end of the last, and the names and values of all entries."""
-    properties = pa.concat_arrays([properties])  # a slice may be of a larger array
-    begins = np.frombuffer(properties.buffers()[1], np.int32, len(properties) + 1, properties.offset * 4)
-    first, last = int(begins[0]), int(begins[-1])
-    return begins - first, properties.keys.slice(first, last - first), properties.items.slice(first, last - first)
 
 
 def written_schema(columns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
