@@ -15,6 +15,7 @@ from typing import Any, Final
 from librmq.console._message_parts import BODY_SIZE, as_test, body_of, events_of, fields_of
 from librmq.console._place import Place
 from librmq.console._requested import (
+    LETTERS,
     NOT_IN_FINDINGS,
     NOT_IN_STORY,
     NOT_WAITING,
@@ -49,7 +50,6 @@ from librmq.protocol import GroupConnections
 ROWS: Final = 100
 """Rows of a table of topics, groups or queues."""
 _WAITING: Final = 1_000
-_LETTERS: Final = 500
 _FEW: Final = 20_000
 """Messages of a store in which the overview looks for findings by itself."""
 _FEW_QUEUES: Final = 512
@@ -325,7 +325,7 @@ class Pages:
             if group not in view.groups:
                 raise ConfigError(f"there is no group {group!r}")
             rows = list(islice(lag_of(view, group=group, includes_own=False), 10 * ROWS))
-            letters = [letter for *_, letter in islice(letters_by_queue(view, group, view.resent_times), _LETTERS)]
+            letters = [letter for *_, letter in islice(letters_by_queue(view, group, view.resent_times), LETTERS)]
             topics = sorted({row.topic for row in rows})
         held = []
         connections = settings = None
@@ -341,7 +341,7 @@ class Pages:
             group,
             [
                 Fact("lag", number(lag), f"in {number(len(topics))} topics", "warn" if lag else ""),
-                Fact("dead letters", number(len(letters)), "at least" if len(letters) >= _LETTERS else ""),
+                Fact("dead letters", number(len(letters)), "at least" if len(letters) >= LETTERS else ""),
                 Fact("consumed", rate(self._samples_at(query).consumed_per_s(group)), "in the last minute"),
                 Fact("retries", "unknown" if settings is None else number(settings), "before a dead letter"),
             ],
@@ -376,7 +376,7 @@ class Pages:
         """Show a group's dead letters, the newest first, with what a resend needs."""
         group = query.required("group")
         with self.place.view(query.at_ms) as view:
-            found = list(islice(letters_by_queue(view, group, view.resent_times), _LETTERS))
+            found = list(islice(letters_by_queue(view, group, view.resent_times), LETTERS))
         rows = []
         for *_, message, letter in reversed(found):
             resent = "" if letter.resent_at_ms is None else moment(letter.resent_at_ms)
@@ -391,7 +391,7 @@ class Pages:
                 ]
             )
         columns = ("given up", "id", "topic", "attempts", "cause", "sent again")
-        note = f"The first {_LETTERS} letters: librmq dead-letters lists all." if len(found) >= _LETTERS else ""
+        note = f"The first {LETTERS} letters: librmq dead-letters lists all." if len(found) >= LETTERS else ""
         return Page(
             f"Dead letters of {group}",
             tables=[Table("Dead letters", columns, rows, note)],
@@ -586,5 +586,5 @@ def _causes(causes: Iterable[DeadLetterCause], every: int) -> Table:
         for cause in islice(causes, ROWS)
     ]
     columns = ("cause", "topic", "letters", "last", "attempts")
-    note = f"Of the first {_LETTERS} letters." if every >= _LETTERS else ""
+    note = f"Of the first {LETTERS} letters." if every >= LETTERS else ""
     return Table("Dead letters by cause", columns, rows, note)

@@ -39,7 +39,8 @@ NOT_WAITING: Final = (
 )
 _Event = Literal["stored", "half", "delayed", "retried", "dead", "passed", "not_passed"]
 _MOST_RECORDS: Final = 64
-_LETTERS: Final = 500
+LETTERS: Final = 500
+"""Dead letters of a group that a page looks at."""
 
 
 def story_by_requests(route: AdministeredRoute, message: StoredMessage) -> list[StoryEvent]:
@@ -111,7 +112,7 @@ def findings_by_requests(
                 f"{number(lags[group])} messages wait, and no instance of the group is connected.",
                 {"lag": lags[group]}, "Start a consumer of the group, or skip what is of no use any more.",
             )  # fmt: skip
-        letters = [letter for *_, letter in islice(letters_by_queue(view, group, view.resent_times), _LETTERS)]
+        letters = [letter for *_, letter in islice(letters_by_queue(view, group, view.resent_times), LETTERS)]
         for cause in sum_up_causes(letters):
             yield Finding(
                 "dead-letters", "warning", f"group {group}, topic {cause.original_topic}",
