@@ -347,7 +347,11 @@ class World:
         if not broker.dead:
             self._ended_ms.append(self.kit.runner.now_ms())
             self._open_later(0.1, 5, 60, 400)
-            broker.close()  # which fails where the disk is full
+            try:
+                broker.close()
+            except RmqError:  # The disk is full: what was not saved is lost, as if the broker had been killed.
+                self.kit.recorder.broker_crashed(broker.name)
+                raise
 
     def kill_broker(self) -> None:
         """Kill the broker's process; the next one opens its store, at times without naming settings."""
