@@ -63,15 +63,19 @@ def _open(folder: str) -> tuple[ManualRunner, Broker]:
     return runner, broker
 
 
-def _charge(runner: ManualRunner, broker: Broker, till: Producer, bank: _Bank, show: Listener) -> None:
-    bill = PushConsumer(broker, "bill", max_reconsume_times=2)
+def _charge(runner: ManualRunner, broker: Broker, till: Producer, bank: _Bank, show: Listener) -> PushConsumer:
+    bill = PushConsumer(broker, "bill", max_reconsume_times=1)
     bill.subscribe("orders", bank.charge)  # raises: the bank opens in an hour
-    with bill:
-        till.send("orders", b"one coat", keys="o-7")
-        runner.advance(3_600_000)  # milliseconds
-        show(*broker.dead_letters("bill"))
-        broker.resend_dead_letters("bill")
-        runner.advance(1_000)
+    bill.start()
+    till.send("orders", b"one coat", keys="o-7")
+    runner.advance(3_600_000)  # milliseconds
+    show(*broker.dead_letters("bill"))
+    return bill
+
+
+def _charge_again(runner: ManualRunner, broker: Broker) -> None:
+    broker.resend_dead_letters("bill")
+    runner.advance(1_000)
 
 
 def _wait(runner: ManualRunner, broker: Broker, till: Producer, bank: _Bank, show: Listener) -> None:
@@ -239,11 +243,13 @@ def _verdict(is_whole: bool) -> str:
 def _tell_a_day(screen: Screen, folder: str) -> None:
     from librmq.testing import Kit
 
-    screen.title("2  Retries, a dead letter with its cause, sent again")
+    screen.title("2  A retry, a dead letter with its cause, sent again")
     runner, broker = screen.run(_open, folder)
     with broker, Producer(broker, "till") as till:
         day = _Day(runner)
-        screen.run(_charge, runner, broker, till, _Bank(day), day.show)
+        bill = screen.run(_charge, runner, broker, till, _Bank(day), day.show)
+        screen.run(_charge_again, runner, broker)
+        bill.shutdown()
 
         screen.title("3  A reminder for tomorrow, and a transaction that its check decides")
         day = _Day(runner)
