@@ -468,6 +468,7 @@ def test_a_failed_send(rmq: Kit, spans: Spans) -> None:
     assert (send.status.status_code, send.end_time) == (StatusCode.ERROR, START_NS)
 
 
+@pytest.mark.slow
 def test_what_makes_the_spans_of_a_client_ends_with_it(rmq: Kit) -> None:
     """A program can trace many clients one after the other without ending each."""
     provider = TracerProvider(shutdown_on_exit=False)
@@ -557,6 +558,7 @@ def test_without_a_provider_nothing_changes(rmq: Kit, spans: Spans) -> None:
     assert "traceparent" not in message.properties
 
 
+@pytest.mark.slow
 def test_a_global_provider_that_comes_later() -> None:
     program = """
         from opentelemetry import trace
@@ -594,6 +596,7 @@ def test_the_entry_point_instruments_the_process(rmq: Kit, spans: Spans) -> None
     assert len(spans.named("send orders")) == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_without_it() -> None:
     program = (
         "import sys; sys.modules['opentelemetry'] = None\n"

@@ -159,6 +159,7 @@ def give_up(message: librmq.StoredMessage) -> None:
     raise librmq.DeadLetter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [*PLACES, beside_a_process, at_serve])
 def test_a_program_makes_every_call_wherever_the_broker_is(place: Place, tmp_path: Path) -> None:
     """The program is the same at each place. A call that is new has to be made here too."""

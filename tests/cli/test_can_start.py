@@ -347,6 +347,7 @@ def test_5_stops_at_an_empty_last_file_of_a_queue(shell: Shell) -> None:
     assert can_start(shell, store)[0]["broker"] != "refuses"
 
 
+@pytest.mark.slow
 def test_queues_of_batches_are_in_files(shell: Shell) -> None:
     unpack(existing("store-5.3.3", "bcq.tar.xz"), shell.folder)
     row, reasons = can_start(shell, shell.folder / "bcq")

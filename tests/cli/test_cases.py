@@ -32,12 +32,14 @@ def cases(*words: str | Path, given: str = "") -> subprocess.CompletedProcess[st
         (["bloom"], {"f": 20, "n": 32, "strings": ["x"]}, {"k": 3, "m": 112}),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_cases_are_answered_up_to_a_bad_line(words: list[str], given: object, answer: dict[str, object]) -> None:
     result = cases(*words, given=f"{json.dumps(given)}\n{{\n")
     assert answer.items() <= json.loads(result.stdout).items()
     assert (result.returncode, "line 2" in result.stderr, "Traceback" in result.stderr) == (2, True, False)
 
 
+@pytest.mark.slow
 def test_operations_and_questions(tmp_path: Path) -> None:
     result = cases("load", tmp_path / "store", given=json.dumps(PUT))
     assert (result.returncode, json.loads(result.stdout)["status"], result.stderr) == (0, "PUT_OK", "")

@@ -255,6 +255,7 @@ def table() -> dict[str, dict[str, str]]:
     return {}
 
 
+@pytest.mark.slow
 @many
 @pytest.mark.parametrize("name", DAMAGES)
 def test_each_command_has_one_of_four_answers(

@@ -456,6 +456,7 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, -1])
 def test_a_killed_store_lacks_what_a_mark_covers(shell: Shell, marked: Path, which: int) -> None:
     path = shutil.copytree(marked, shell.folder / "marked")
@@ -513,6 +514,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["count", "lag", "stats", "topics", "show", "dump"])
 def test_queue_files_tell_of_missing_log_files(shell: Shell, long: Path, command: str) -> None:
     path = without_notes(long, shell.folder / "long")

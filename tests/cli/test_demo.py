@@ -136,6 +136,7 @@ def test_a_disk_that_is_full_in_a_program_has_advice() -> None:
         program.end()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
 def test_a_screen_that_is_full_has_no_advice_about_folders() -> None:
     with open("/dev/full", "w") as full:
@@ -149,6 +150,7 @@ def test_a_program_that_fails_is_reported() -> None:
         program.end()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to one process")
 def test_ctrl_c_leaves_neither_folder_nor_program(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "librmq", "demo", "kill", "--seed", "1"]

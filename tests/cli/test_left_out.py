@@ -77,6 +77,7 @@ def check_marks(rows: list[dict[str, Any]]) -> set[str]:
     return marks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "marks"),
     [
@@ -113,6 +114,7 @@ def test_commands(large: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch, wo
         assert "sampled" in shell(*words.split(), "--format", "table").out
 
 
+@pytest.mark.slow
 def test_records_that_were_not_verified(large: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(large)
     for form in ("jsonl", "table"):

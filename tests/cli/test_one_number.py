@@ -45,6 +45,7 @@ def by(rows: list[dict[str, Any]], name: str, value: str) -> Counter[str]:
     return sums
 
 
+@pytest.mark.slow
 def test_fourteen_commands_agree(shell: Shell, path: Path) -> None:
     def rows(command: str, *words: str) -> list[dict[str, Any]]:
         answer = shell(command, path, *words)
@@ -98,6 +99,7 @@ def test_fourteen_commands_agree(shell: Shell, path: Path) -> None:
     assert rows("verify")[0]["sound"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["folder", "files"])
 def test_commands_agree_about_a_missing_queue(shell: Shell, part: str) -> None:
     """They have the numbers from the log, and name the queue in the same words."""

@@ -54,6 +54,7 @@ class NamedPair(NamedTuple):
     more: Any
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.text(), st.none() | st.integers() | st.lists(st.text()) | st.just({"a": 1, "b": [2]}))))
 def test_named_tuples_are_printed_as_their_rows(pairs: list[tuple[str, Any]]) -> None:
     rows = [NamedPair(*pair) for pair in [*pairs, (NASTY, "%s\x1e,")]]

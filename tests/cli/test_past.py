@@ -102,6 +102,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return Recorded(folder / "store", moments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_past_is_shown_as_a_copy_shows_it(command: str, recorded: Recorded, shell: Shell) -> None:
     options = COMMANDS[command]

@@ -87,6 +87,7 @@ def unread_rows(out: str) -> list[dict[str, Any]]:
     return topics
 
 
+@pytest.mark.slow
 def test_reading_commands_print_the_same_as_for_files(moved: tuple[Shell, list[Any]]) -> None:
     shell, printed = moved
     before = state_of(shell.folder / "store")

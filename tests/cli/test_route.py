@@ -112,6 +112,7 @@ def test_progress_is_reset_in_the_cluster(shell: Shell, served: RemotingServer) 
     assert [row["after"] for row in shell("reset", *reset, "--to", "begin").rows] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_time_between_messages_leads_to_the_later_one(shell: Shell) -> None:
     """A broker of RocketMQ answers with the nearest, which is the earlier one here."""
     runner = ManualRunner()

@@ -67,6 +67,7 @@ def test_every_command_has_types() -> None:
     assert cases.ROW_TYPES.keys() == cases.COMMANDS.keys()
 
 
+@pytest.mark.slow
 def test_each_line_has_its_type(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shell.folder)
     for name, archive in (("held", "librmq-0.1.0"), ("timer", "rocketmq-5.3.3")):

@@ -284,6 +284,7 @@ def test_times_select_messages_though_the_clock_was_put_back(shell: Shell) -> No
         assert [row["store_timestamp"] for row in until_only] == [at for at in times if at < until]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("archive", ["st-fq.tar.xz", "bcq.tar.xz"])
 def test_each_topic_shows_what_its_queues_have(shell: Shell, archive: str) -> None:
     """Entries of a light queue, ``%LMQ%…``, lead to records of other topics, and several to one record of a batch."""

@@ -115,6 +115,7 @@ def files_in(folder: Path) -> list[tuple[str, bytes]]:
     ]
 
 
+@pytest.mark.slow
 @many
 def test_reading_commands_print_the_same(stores: Shell) -> None:
     known = message_of(stores)

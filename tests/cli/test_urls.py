@@ -224,6 +224,7 @@ def test_a_store_of_5_behind_a_url(shell: Shell, kind: str) -> None:
     assert [shell(*(word.replace("STORE", url) for word in words)).out for words in commands] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_tables_in_rocksdb_behind_a_url(shell: Shell, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rocksdict")

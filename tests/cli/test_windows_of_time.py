@@ -39,6 +39,7 @@ def bodies(rows: list[Row]) -> list[int]:
     return sorted(int(row["body"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_two_windows_divide_the_messages(shell: Shell, times: list[int]) -> None:
     for moment in (START_MS + 5, START_MS - 90_000_000):
         early = [number for number, time_ms in enumerate(times) if time_ms < moment]

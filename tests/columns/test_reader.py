@@ -465,6 +465,7 @@ def test_an_export_of_a_package_is_not_a_module() -> None:
     assert callable(dataset)
 
 
+@pytest.mark.slow
 def test_a_batch_is_bounded_by_what_its_bodies_decode_to() -> None:
     """Compressed bodies of a few bytes each, of which a batch of rows would take hundreds of MiB."""
     bodies = [b"%d" % number + bytes(2_000_000) for number in range(20)]

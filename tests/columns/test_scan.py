@@ -54,6 +54,7 @@ def test_offsets_that_are_not_there(path: str) -> None:
         list(scan(options))
 
 
+@pytest.mark.slow
 def test_columns_and_reports_know_no_spark(path: str) -> None:
     code = (
         "import sys; from librmq.columns import ReadOptions, scan; "

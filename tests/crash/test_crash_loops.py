@@ -37,6 +37,7 @@ def fail(message: object) -> None:
     raise ValueError("poison")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("delay", "config"),
     [
@@ -56,6 +57,7 @@ def test_a_crash_loop_delivers_each_delayed_message_once(delay: float, config: B
         assert bodies(rmq, "T") == {b"%d" % number: 1 for number in range(20)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [("g",), ("g", "gg")])
 def test_a_crash_loop_makes_one_dead_letter_of_each_message(rmq: Kit, groups: tuple[str, ...]) -> None:
     for group in groups:

@@ -126,6 +126,7 @@ def kills(trace: Sequence[Event], points: set[int], begin: Contents | None = Non
             yield number, contents(files)
 
 
+@pytest.mark.slow
 @many
 @pytest.mark.parametrize("number", some(range(12)))
 def test_kills_at_any_write_are_recovered_as_without_a_mark(number: int, walks: list[int]) -> None:

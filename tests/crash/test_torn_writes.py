@@ -116,6 +116,7 @@ def test_a_mark_that_the_head_has_replaced_in_part_is_cut_with_its_batch(count: 
         assert [message.body for message in opened] == [b"before"]
 
 
+@pytest.mark.slow
 def test_a_crash_while_a_batch_is_cut_leaves_its_mark_to_the_last() -> None:
     """Without the mark its records would be sound ones behind zeros, which the next recovery refuses to cut."""
     store, files, end = beside_a_batch()

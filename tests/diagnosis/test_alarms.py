@@ -91,6 +91,7 @@ def test_retries_past_the_threshold(rmq: Kit) -> None:
     assert heard.told() == ["raised many-retries"]
 
 
+@pytest.mark.slow
 def test_an_alarm_of_retries_lasts_until_consumption(rmq: Kit) -> None:
     """It names topic and key, and comes once, not with each retry."""
     broken = [True]

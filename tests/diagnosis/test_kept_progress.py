@@ -194,6 +194,7 @@ def older_wheel(path: Path, units: int) -> bytes:
     return slots.tobytes()
 
 
+@pytest.mark.slow
 def test_the_newest_of_wheel_and_snapshots_is_read(timers: Path, shell: Shell) -> None:
     wheel = timers / "timerwheel"
     slots = slots_of(shell, timers)

@@ -229,6 +229,7 @@ def test_an_acknowledgement_of_another_message_is_reported(pop: PopStore) -> Non
     assert ["queue offset 9 is not in the check point" in one.what for one in found.unusable] == [True]
 
 
+@pytest.mark.slow
 def test_a_broker_agrees_at_every_step() -> None:
     """Play random receives, acknowledgements and changes beside a model that knows only their meaning."""
     for seed in some(range(12)):

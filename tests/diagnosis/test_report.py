@@ -158,6 +158,7 @@ def test_a_share_of_many_keys_is_an_estimate(tmp_path: Path, monkeypatch: pytest
     assert report(tmp_path / "store").repeated == found.repeated
 
 
+@pytest.mark.slow
 def test_no_sentence_speaks_of_keys_outside_of_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
     monkeypatch.setattr("librmq.diagnosis.survey.message_sums.MOST_KEYED", 100)

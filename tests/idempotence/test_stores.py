@@ -697,6 +697,7 @@ def test_dead_connections_are_replaced(place: Callable[[str], Place], name: str,
         assert store.purge(0, 10) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_engine", [False, True])
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
 def test_a_conflict_is_no_outage(place: Callable[[str], Place], isolation: str, has_engine: bool, key: str) -> None:

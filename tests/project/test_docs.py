@@ -345,6 +345,7 @@ def test_the_look_at_a_brokers_directory_succeeds_and_fits(folder: Path, monkeyp
     ]
 
 
+@pytest.mark.slow
 def test_the_report_says_what_it_lacks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = run(sys.executable, EXAMPLES / "demo_report.py", "--small", folder)
     assert (child.returncode, "run librmq demo --keep first" in child.stdout) == (2, True)

@@ -97,6 +97,7 @@ def test_a_fastapi_application_charges_with_a_coroutine(capsys: pytest.CaptureFi
     assert "GET /orders/2?wait=true: {'number': 2, 'product': 'hat', 'state': 'charged'}" in shown
 
 
+@pytest.mark.slow
 def test_workers_of_a_fastapi_application_share_a_broker(tmp_path: Path) -> None:
     """Each lifespan opens and closes its share, and the next ones find the stored messages and orders."""
     module = example("fastapi_app")

@@ -439,6 +439,7 @@ def undescribed(kind: type) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_settings_statuses_and_fields_are_described() -> None:
     kinds = {kind for kind in EXPORTS if isinstance(kind, type) and not issubclass(kind, BaseException)}
     plain = {kind for kind in kinds if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")}

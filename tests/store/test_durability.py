@@ -743,6 +743,7 @@ def test_errors_of_durability_are_errors_of_the_store() -> None:
     assert issubclass(StoreClosedError, StoreError)
 
 
+@pytest.mark.slow
 @pytest.mark.platform
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a list of descriptors")
 def test_a_closed_store_holds_no_descriptor(tmp_path: Path) -> None:

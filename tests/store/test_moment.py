@@ -75,6 +75,7 @@ def moments(store: MessageStore, chance: Random, clock: ManualClock, folder: Pat
     return taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["in use", "closed", "killed"])
 def test_a_moment_equals_the_snapshot_of_it(state: str, tmp_path: Path) -> None:
     chance, clock, path = Random(state), ManualClock(START_MS), tmp_path / "store"

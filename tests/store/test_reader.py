@@ -913,6 +913,7 @@ def test_a_dead_store_is_shown_as_in_memory(pair: Pair) -> None:
 # ---------------------------------------------------------------------------------------- large stores after a crash
 
 
+@pytest.mark.slow
 def test_a_missing_queue_folder_lets_a_view_take_the_log_in_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -951,6 +952,7 @@ def large(path: Path) -> None:
     store.abandon()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lacks_a_queue", [False, True])
 def test_a_large_crashed_store_is_read_as_recovery_leaves_it(tmp_path: Path, lacks_a_queue: bool) -> None:
     large(tmp_path / "crashed")

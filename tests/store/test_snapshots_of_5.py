@@ -109,6 +109,7 @@ def test_databases_are_copied_as_a_whole(tmp_path: Path, form: str) -> None:
     assert "queues in RocksDB: 300 entries compared with the log" in verdict.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("archive", ["st-fq.tar.xz", "tx3.tar.xz"])
 def test_stores_that_a_broker_of_5_wrote(tmp_path: Path, archive: str) -> None:
     unpack(existing("store-5.3.3", archive), tmp_path)

@@ -173,6 +173,7 @@ def test_only_replicas_keep_what_was_on_a_destroyed_disk(deployment: Deployment,
     assert report.anomalies == []
 
 
+@pytest.mark.slow
 def test_a_drill_shows_that_a_synchronous_master_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a bug that answers SEND_OK to messages that only the destroyed disk has, the history is wrong."""
     monkeypatch.setattr(Replication, "confirm", lambda *_: SendStatus.SEND_OK)

@@ -58,6 +58,7 @@ def run_of(function: Callable[[Kit], None]) -> Callable[[Explorer], BaseExceptio
     return run
 
 
+@pytest.mark.slow
 @many
 @LANES
 def test_planted_bugs_pass_in_usual_order_and_are_found(bug: Scenario) -> None:

@@ -91,6 +91,7 @@ def bodies(rmq: Kit, group: str) -> list[bytes]:
 # ---- every message once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [*store_folders(), *folders("clients-"), *folders("timer-")])
 def test_each_message_of_a_broker_comes_once_to_each_group(folder: Path) -> None:
     for store in sorted(path for path in folder.glob("store*") if path.is_dir()):
@@ -254,6 +255,7 @@ def test_all_topics_and_groups_come_without_names(source: Path) -> None:
 Draw = tuple[str, int]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(
     sends=st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 1)), max_size=20),
@@ -560,6 +562,7 @@ def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     return pytester.runpytest_inprocess("-p", "pytest_librmq", "-p", "no:asyncio", *arguments)
 
 
+@pytest.mark.slow
 def test_a_failing_test_shows_and_saves_the_fewest_messages(start: StoreStart, pytester: pytest.Pytester) -> None:
     start.save(str(pytester.path / "prod"))
     before = tree(pytester.path / "prod")

@@ -102,6 +102,7 @@ def test_exploring_shows_and_reruns_the_shortest_schedule(pytester: pytest.Pytes
     run(pytester, "-k", "orders", f"--rmq-seed={seed[0]}").assert_outcomes(passed=1, deselected=1)
 
 
+@pytest.mark.slow
 def test_ordinary_failures_show_the_history(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """

@@ -247,6 +247,7 @@ def test_clients_are_awaited_after_a_fault(
         rmq_remoting.settle()
 
 
+@pytest.mark.slow
 def test_a_worker_that_connects_again_gets_what_was_sent(rmq_remoting: ServedKit) -> None:
     rmq_remoting.kit.broker.create_topic("t", 1)
     seen: list[bytes] = []
