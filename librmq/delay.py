@@ -33,16 +33,7 @@ from librmq.errors import (
 from librmq.java.lang import java_int
 from librmq.message import StoredMessage
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
-from librmq.message.properties import (
-    PROPERTY_KEYS,
-    PROPERTY_REAL_QUEUE_ID,
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_TAGS,
-    PROPERTY_UNIQUE_KEY,
-    encode_properties,
-    is_encoding_of,
-    texts_before_values,
-)
+from librmq.message.properties import PropertyName, encode_properties, is_encoding_of, texts_before_values
 from librmq.message.topics import HALF_TOPIC
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
@@ -77,11 +68,11 @@ class DelayConfig(Config):
 
 
 COPIED_PROPERTIES: Final = (
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_REAL_QUEUE_ID,
-    PROPERTY_UNIQUE_KEY,
-    PROPERTY_KEYS,
-    PROPERTY_TAGS,
+    PropertyName.REAL_TOPIC,
+    PropertyName.REAL_QUEUE_ID,
+    PropertyName.UNIQUE_KEY,
+    PropertyName.KEYS,
+    PropertyName.TAGS,
 )
 """The properties that a delivery reads."""
 
@@ -514,6 +505,6 @@ def _was_delivered(earlier: EarlierCopies, waiting: StoredMessage, copy: Prepare
     topic, queue_id = copy.lane.topic, copy.lane.queue_id
 
     def is_delivery(record_: StoredMessage) -> bool:
-        return record_.queue_id == queue_id and PROPERTY_REAL_QUEUE_ID in record_.properties
+        return record_.queue_id == queue_id and PropertyName.REAL_QUEUE_ID in record_.properties
 
     return earlier.has(waiting, (topic,), is_delivery)

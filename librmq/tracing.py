@@ -29,13 +29,7 @@ from librmq.consumer import DeliveredMessage
 from librmq.errors import BrokerError, ConfigError, MissingExtraError
 from librmq.message import Message, StoredMessage
 from librmq.message.batch import encoded_size
-from librmq.message.properties import (
-    PROPERTY_CORRELATION_ID,
-    PROPERTY_SHARDING_KEY,
-    PROPERTY_TRANSACTION_PREPARED,
-    PROPERTY_UNIQUE_KEY,
-    encode_properties,
-)
+from librmq.message.properties import PropertyName, encode_properties
 from librmq.runtime import Runner
 
 try:
@@ -181,23 +175,23 @@ def _links(messages: Sequence[Message | StoredMessage]) -> list[Link]:
 def _message_id(message: Message | StoredMessage) -> str:
     if isinstance(message, StoredMessage):
         return message.message_id
-    return message.properties.get(PROPERTY_UNIQUE_KEY, "")
+    return message.properties.get(PropertyName.UNIQUE_KEY, "")
 
 
 def _message_attributes(message: Message | StoredMessage, now_ms: int) -> dict[str, Any]:
     """Return the attributes of a span about a single message."""
     properties = message.properties
     attributes: dict[str, Any] = {"messaging.message.id": _message_id(message)}
-    if (correlation_id := properties.get(PROPERTY_CORRELATION_ID)) is not None:
+    if (correlation_id := properties.get(PropertyName.CORRELATION_ID)) is not None:
         attributes["messaging.message.conversation_id"] = correlation_id
     if message.tags:
         attributes["messaging.rocketmq.message.tag"] = message.tags
     if message.keys:
         attributes["messaging.rocketmq.message.keys"] = tuple(message.keys)
     kind = "normal"
-    if properties.get(PROPERTY_TRANSACTION_PREPARED, "").lower() == "true":
+    if properties.get(PropertyName.TRANSACTION_PREPARED, "").lower() == "true":
         kind = "transaction"
-    elif (message_group := properties.get(PROPERTY_SHARDING_KEY)) is not None:
+    elif (message_group := properties.get(PropertyName.SHARDING_KEY)) is not None:
         kind, attributes["messaging.rocketmq.message.group"] = "fifo", message_group
     if isinstance(message, Message):
         if message.delay_level > 0:

@@ -27,17 +27,7 @@ from librmq.errors import (
 from librmq.java.lang import java_int
 from librmq.message import Message, StoredMessage, record
 from librmq.message.delays import SCHEDULE_TOPIC, parse_level
-from librmq.message.properties import (
-    PROPERTY_DELAY,
-    PROPERTY_PRODUCER_GROUP,
-    PROPERTY_REAL_QUEUE_ID,
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_TAGS,
-    PROPERTY_TRANSACTION_CHECK_TIMES,
-    PROPERTY_TRANSACTION_PREPARED,
-    PROPERTY_UNIQUE_KEY,
-    PROPERTY_WAIT,
-)
+from librmq.message.properties import PropertyName
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
@@ -69,8 +59,8 @@ _MESSAGE_ILLEGAL: Final = 13
 
 _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE: Final = 8192  # bytes: a few megabytes of halves are kept at most
-_OP_PROPERTIES: Final = {PROPERTY_TAGS: OP_TAG, PROPERTY_WAIT: "true"}
-_SPECIAL: Final = frozenset((PROPERTY_DELAY, PROPERTY_TRANSACTION_CHECK_TIMES))
+_OP_PROPERTIES: Final = {PropertyName.TAGS: OP_TAG, PropertyName.WAIT: "true"}
+_SPECIAL: Final = frozenset((PropertyName.DELAY, PropertyName.TRANSACTION_CHECK_TIMES))
 
 
 class FinalMessage(NamedTuple):
@@ -173,14 +163,14 @@ class Transactions:
         """
         topic = message.topic
         validate_topic(topic)
-        properties = {**message.properties, PROPERTY_REAL_TOPIC: topic, PROPERTY_REAL_QUEUE_ID: str(queue_id)}
+        properties = {**message.properties, PropertyName.REAL_TOPIC: topic, PropertyName.REAL_QUEUE_ID: str(queue_id)}
         half = Message.from_parts(HALF_TOPIC, message.body, message.flag, properties)
         if fields:
             fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
             result = self._store.append(half, QUEUE, **fields)
         else:
             result = self._store.append(half, QUEUE)
-        is_new = self.half_stored(properties.get(PROPERTY_UNIQUE_KEY), result.physical_offset)
+        is_new = self.half_stored(properties.get(PropertyName.UNIQUE_KEY), result.physical_offset)
         # A record that is read has no empty properties, so a half with one is read before it is delivered.
         is_plain = _SPECIAL.isdisjoint(properties) and all(properties.values())
         if is_new and is_plain and result.size <= _REMEMBERED_SIZE:
@@ -272,7 +262,7 @@ class Transactions:
         if (
             recent is None
             or recent.queue_offset != queue_offset
-            or recent.half.properties.get(PROPERTY_PRODUCER_GROUP) != group
+            or recent.half.properties.get(PropertyName.PRODUCER_GROUP) != group
             or queue_offset < self.check.judged_below  # a check has copied it, so it is one of several
         ):
             return None
@@ -285,7 +275,7 @@ class Transactions:
         properties = half.properties
         fields["sys_flag"] = fields.get("sys_flag", 0) | record.TRANSACTION_COMMIT
         fields["prepared_transaction_offset"] = physical_offset
-        half.topic = properties[PROPERTY_REAL_TOPIC]
+        half.topic = properties[PropertyName.REAL_TOPIC]
         try:
             result = self._store.append(half, recent.queue_id, **fields, wait=False)
         except MessageIllegalError as error:
@@ -301,7 +291,7 @@ class Transactions:
             half = None
         if half is None or half.topic != HALF_TOPIC:
             raise TransactionRefusedError(_SYSTEM_ERROR, "Find prepared transaction message failed")
-        if half.properties.get(PROPERTY_PRODUCER_GROUP) != group:
+        if half.properties.get(PropertyName.PRODUCER_GROUP) != group:
             raise TransactionRefusedError(_SYSTEM_ERROR, "The producer group wrong")
         if half.queue_offset != queue_offset:
             raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction state table offset wrong")
@@ -316,7 +306,7 @@ class Transactions:
             and half.queue_offset >= self.check.judged_below
             and half.queue_offset not in self._ended
             and half.physical_offset not in self._without_op
-            and PROPERTY_TRANSACTION_CHECK_TIMES not in half.properties
+            and PropertyName.TRANSACTION_CHECK_TIMES not in half.properties
             and half.unique_key not in self._repeated
         )
 
@@ -364,8 +354,8 @@ class Transactions:
         """Return whether a final message of the family is in the log."""
         half = family[0]
         properties = half.properties
-        delayed = parse_level(properties.get(PROPERTY_DELAY)) > 0
-        topic = SCHEDULE_TOPIC if delayed else properties.get(PROPERTY_REAL_TOPIC, "")
+        delayed = parse_level(properties.get(PropertyName.DELAY)) > 0
+        topic = SCHEDULE_TOPIC if delayed else properties.get(PropertyName.REAL_TOPIC, "")
         places = {member.physical_offset for member in family}
         if not half.unique_key:
             return half.physical_offset in self._without_op
@@ -410,13 +400,13 @@ class Transactions:
 
     def _write_final(self, half: StoredMessage, flag: int) -> AppendResult:
         properties = dict(half.properties)
-        topic = properties.get(PROPERTY_REAL_TOPIC, "")
-        queue_id = java_int(properties.get(PROPERTY_REAL_QUEUE_ID, ""))
+        topic = properties.get(PropertyName.REAL_TOPIC, "")
+        queue_id = java_int(properties.get(PropertyName.REAL_QUEUE_ID, ""))
         if queue_id is None:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, "the half message has no queue in REAL_QID")
-        if parse_level(properties.get(PROPERTY_DELAY)) > 0:
+        if parse_level(properties.get(PropertyName.DELAY)) > 0:
             # A message for the schedule topic has its properties encoded again, without these.
-            for name in (PROPERTY_REAL_TOPIC, PROPERTY_REAL_QUEUE_ID, PROPERTY_TRANSACTION_PREPARED):
+            for name in (PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID, PropertyName.TRANSACTION_PREPARED):
                 properties.pop(name, None)
         sys_flag = half.sys_flag & ~record.TRANSACTION_MASK | record.TRANSACTION_COMMIT
         place = half.physical_offset

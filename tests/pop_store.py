@@ -14,8 +14,8 @@ from librmq.clock import ManualClock
 from librmq.diagnosis._pop import REVIVE_GROUP, HeldMessage, PopCheckPoint, parse_record
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.message.delivery_times import DELIVER_MS
 from librmq.message.message import Message
+from librmq.message.properties import PropertyName
 from librmq.message.topics import receive_retry_topic
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
@@ -58,7 +58,7 @@ class PopStore:
     def put(self, tag: str, body: bytes, deliver_ms: int, key: str = "key") -> int:
         """Store a record of POP as the broker does, in the timer topic until its time."""
         message = Message(REVIVE_TOPIC, body, tags=tag, unique_key=key)
-        message.properties[DELIVER_MS] = str(deliver_ms)
+        message.properties[PropertyName.TIMER_DELIVER_MS] = str(deliver_ms)
         return self.timers.put(message).physical_offset
 
     def receive(

@@ -21,7 +21,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File, Files
 from librmq.message import record
 from librmq.message.message import Message, StoredMessage
-from librmq.message.properties import PROPERTY_KEYS
+from librmq.message.properties import PropertyName
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.derivation import has_queue_entry, is_indexed
 from librmq.store.engine.store_parts import QueueTable
@@ -194,7 +194,7 @@ def any_message(rng: random.Random, topic: str | None = None, *, delay: bool = T
         unique_key=rng.choice([None, f"UNIQ{rng.randrange(10**9):09d}", f"UNIQ{number}"]),
     )
     if text:
-        message.properties[PROPERTY_KEYS] = text  # as any client can send it
+        message.properties[PropertyName.KEYS] = text  # as any client can send it
     fields: dict[str, Any] = {"reconsume_times": rng.choice([0, 3])}
     if rng.random() < 0.2:
         fields["born_host"] = rng.choice([V4, V6])

@@ -14,18 +14,9 @@ from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_int, java_long
 from librmq.message import Message, StoredMessage
 from librmq.message.delays import NO_LEVELS, SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message.delivery_times import (
-    DELAY_SEC,
-    DELETE_KEY,
-    DELETES_EARLIER,
-    DELIVER_MS,
-    OUT_MS,
-    delete_key,
-    deliver_time_ms,
-    without_time,
-)
+from librmq.message.delivery_times import delete_key, deliver_time_ms, without_time
 from librmq.message.ids import parse_offset_message_id
-from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, PROPERTY_UNIQUE_KEY
+from librmq.message.properties import PropertyName
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, HOP_TOPIC, RETRY_PREFIX, TIMER_TOPIC, WAITING_TOPICS
 from librmq.protocol import NOT_SENT_HERE, CancelMessage, CancelResult
 from librmq.runtime import Step
@@ -204,16 +195,16 @@ class Deliveries:
         properties, timers = message.properties, self.timers
         deliver_ms = deliver_time_ms(properties, now_ms)
         delay_ms = deliver_ms - now_ms
-        if DELETE_KEY not in properties:
+        if PropertyName.TIMER_DELETE_KEY not in properties:
             if delay_ms <= 0:
                 return message, queue_id
             # A moment named by a property, and a timer's seconds, stay out of the levels.
-            is_moment = DELIVER_MS in properties and not is_deliver_at
-            is_timed_only = is_moment or (timers is not None and DELAY_SEC in properties)
+            is_moment = PropertyName.TIMER_DELIVER_MS in properties and not is_deliver_at
+            is_timed_only = is_moment or (timers is not None and PropertyName.TIMER_DELAY_SEC in properties)
             levels = NO_LEVELS if is_timed_only else self._store.levels
             if level := levels.level_for(message.topic, delay_ms, None if self.takes_any_delay else _NO_TIMER):
                 delayed = without_time(message)
-                delayed.properties[PROPERTY_DELAY] = str(level)
+                delayed.properties[PropertyName.DELAY] = str(level)
                 return delayed, queue_id
             if self.relay is not None and (timers is None or not timers.takes(delay_ms)):
                 return send_at(without_time(message), deliver_ms, queue_id), 0
@@ -270,7 +261,7 @@ class Deliveries:
                 if last.topic == TIMER_TOPIC and last.unique_key is not None:
                     self._delete_timer(last, topic, last.unique_key)
             return CancelResult(True, f"it waited for topic {topic!r}, and is not delivered")
-        sends = [message for message in records if DELETE_KEY not in message.properties]
+        sends = [message for message in records if PropertyName.TIMER_DELETE_KEY not in message.properties]
         if not sends:
             return NOT_SENT_HERE
         last = sends[-1]
@@ -320,11 +311,11 @@ class Deliveries:
             timers = self.timers
             next_offset = checkpoint.queue_offset if timers is None else timers.next_offset
             read_ms = checkpoint.read_time_ms if timers is None else timers.read_ms
-            out_ms = java_long(message.properties.get(OUT_MS, "0")) or 0
+            out_ms = java_long(message.properties.get(PropertyName.TIMER_OUT_MS, "0")) or 0
             is_passed = queue_offset < next_offset and out_ms < read_ms
         else:
             return False
-        if is_passed or DELETE_KEY in message.properties:
+        if is_passed or PropertyName.TIMER_DELETE_KEY in message.properties:
             return False
         return not any(
             delivery.topic not in (*WAITING_TOPICS, HALF_TOPIC)
@@ -335,10 +326,18 @@ class Deliveries:
 
     def _delete_timer(self, waiting: StoredMessage, topic: str, unique_key: str) -> None:
         """Store a message that deletes a timer as 5.x does, so that a broker of 5.x does not deliver it either."""
-        names = (OUT_MS, PROPERTY_REAL_TOPIC, PROPERTY_REAL_QUEUE_ID, PROPERTY_UNIQUE_KEY)
+        names = (
+            PropertyName.TIMER_OUT_MS,
+            PropertyName.REAL_TOPIC,
+            PropertyName.REAL_QUEUE_ID,
+            PropertyName.UNIQUE_KEY,
+        )
         deletion = Message(TIMER_TOPIC, b"0")
         deletion.properties = {name: waiting.properties[name] for name in names if name in waiting.properties}
-        deletion.properties |= {DELETE_KEY: delete_key(topic, unique_key), DELETES_EARLIER: "true"}
+        deletion.properties |= {
+            PropertyName.TIMER_DELETE_KEY: delete_key(topic, unique_key),
+            PropertyName.TIMER_DELETES_EARLIER: "true",
+        }
         result = self._store.append(deletion, 0, wait=False)
         self.arrivals.stored(TIMER_TOPIC, 0, deletion.properties, result, is_delivered=True)
 

@@ -13,7 +13,7 @@ from librmq.broker._context import BrokerContext
 from librmq.broker.long_polling import Arrivals
 from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
 from librmq.message import StoredMessage
-from librmq.message.properties import PROPERTY_REAL_TOPIC
+from librmq.message.properties import PropertyName
 from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
 from librmq.runtime import Work
@@ -196,7 +196,7 @@ class BrokerTransactions:
 
     def _count_outcome(self, outcome: str, half: StoredMessage) -> None:
         if self._metrics is not None:
-            topic = half.properties.get(PROPERTY_REAL_TOPIC, "")
+            topic = half.properties.get(PropertyName.REAL_TOPIC, "")
             self._metrics.count("transactions", topic=topic, outcome=outcome)
 
 

@@ -16,7 +16,7 @@ from sortedcontainers import SortedList
 
 from librmq.errors import BrokerError, FilterSyntaxError
 from librmq.message.delays import parse_level
-from librmq.message.properties import PROPERTY_DELAY, tags_code
+from librmq.message.properties import PropertyName, tags_code
 from librmq.metrics import Metrics
 from librmq.protocol import ResponseCode, Subscription
 from librmq.runtime import Runner
@@ -343,7 +343,7 @@ class HeldRequests:
 
 # ---- stored messages
 
-_DELAY: Final = PROPERTY_DELAY
+_DELAY: Final = PropertyName.DELAY
 
 
 class Arrivals:

@@ -19,16 +19,7 @@ from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topi
 from librmq.message.dead_letter_cause import record_cause
 from librmq.message.delays import SCHEDULE_TOPIC, parse_level
 from librmq.message.ids import parse_host
-from librmq.message.properties import (
-    PROPERTY_DELAY,
-    PROPERTY_ORIGIN_MESSAGE_ID,
-    PROPERTY_REAL_QUEUE_ID,
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_RECONSUME_TIME,
-    PROPERTY_RESENT_LETTER,
-    PROPERTY_RETRY_TOPIC,
-    PROPERTY_WAIT,
-)
+from librmq.message.properties import PropertyName
 from librmq.message.topics import RETRY_PREFIX, receive_retry_topic
 from librmq.protocol import (
     INNER_PRODUCER,
@@ -53,9 +44,9 @@ from librmq.store.format.documents import LetterIdentity, letter_identity, note_
 
 _log = EventLog("librmq.broker")
 
-_WAIT: Final = PROPERTY_WAIT
-_DELAY: Final = PROPERTY_DELAY
-_RETRY_TOPIC: Final = PROPERTY_RETRY_TOPIC
+_WAIT: Final = PropertyName.WAIT
+_DELAY: Final = PropertyName.DELAY
+_RETRY_TOPIC: Final = PropertyName.RETRY_TOPIC
 _FIRST_RETRY_LEVEL: Final = 3
 _SENT_TOGETHER: Final = 64
 """Dead letters that are in memory at once while they are sent again."""
@@ -73,11 +64,11 @@ UNKNOWN_RESENDS: Final = (
 _ROOM: Final = 30_000
 """A dead letter with fewer bytes of properties has room for its name in a copy."""
 _DELIVERY_PROPERTIES: Final = (
-    PROPERTY_DELAY,
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_REAL_QUEUE_ID,
-    PROPERTY_RECONSUME_TIME,
-    PROPERTY_WAIT,
+    PropertyName.DELAY,
+    PropertyName.REAL_TOPIC,
+    PropertyName.REAL_QUEUE_ID,
+    PropertyName.RECONSUME_TIME,
+    PropertyName.WAIT,
 )
 
 
@@ -137,7 +128,7 @@ class FailedMessages:
             record_cause(properties, request.cause, len(message.properties_raw))
         else:
             properties[_DELAY] = str(request.delay_level or _FIRST_RETRY_LEVEL + times)
-        properties.setdefault(PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
+        properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.offset_id)
         if self._earlier is not None and self._was_sent_back(self._earlier, message, group.name, name, properties):
             return SentBack(is_dead, max_retries)
         copy = Message(name, message.stored_body, flag=message.flag)
@@ -173,16 +164,16 @@ class FailedMessages:
         """
         if not earlier.concerns(message.physical_offset) or (group, message.topic) in self._offsets.moved_back:
             return False
-        name = PROPERTY_ORIGIN_MESSAGE_ID
+        name = PropertyName.ORIGIN_MESSAGE_ID
         origin = properties[name]
         topics = retry_topic(group), dead_letter_topic(group)
 
         def is_failure(copy: StoredMessage) -> bool:
-            real_topic = copy.properties.get(PROPERTY_REAL_TOPIC)
+            real_topic = copy.properties.get(PropertyName.REAL_TOPIC)
             return origin == copy.properties.get(name) and (copy.topic in topics or real_topic in topics)
 
         def is_next(copy: StoredMessage) -> bool:
-            is_of_topic = topic in (copy.topic, copy.properties.get(PROPERTY_REAL_TOPIC))
+            is_of_topic = topic in (copy.topic, copy.properties.get(PropertyName.REAL_TOPIC))
             return is_of_topic and is_failure(copy) and not has_ended_well()
 
         def has_ended_well() -> bool:
@@ -343,10 +334,10 @@ def retry_of(letter: StoredMessage, group: str) -> SendMessage:
         raise ConfigError(f"{letter.message_id} of topic {letter.topic!r} is not a dead letter of group {group!r}")
     retry = Message(retry_topic(group), letter.body, flag=letter.flag)
     retry.properties.update(letter.properties)
-    for name in (*_DELIVERY_PROPERTIES, PROPERTY_RESENT_LETTER):
+    for name in (*_DELIVERY_PROPERTIES, PropertyName.RESENT_LETTER):
         retry.properties.pop(name, None)
     if len(letter.properties_raw) < _ROOM:
-        retry.properties[PROPERTY_RESENT_LETTER] = _name_of(letter_identity(letter))
+        retry.properties[PropertyName.RESENT_LETTER] = _name_of(letter_identity(letter))
     host = letter.born_host or LOCAL_HOST
     # With one redelivery allowed, also in a group that allows none, whose retry would become a dead letter at once.
     return SendMessage(INNER_PRODUCER, retry, 0, letter.born_timestamp_ms, host, max_reconsume_times=1)
@@ -470,7 +461,7 @@ def letters_sent_again(records: Iterable[StoredMessage], group: str) -> tuple[li
             letters[name] = record
             order.append((name, _ids(record)))
         elif not record.reconsume_times:
-            name = record.properties.get(PROPERTY_RESENT_LETTER, "")
+            name = record.properties.get(PropertyName.RESENT_LETTER, "")
             if name:
                 named.add(name)
             else:
@@ -502,4 +493,4 @@ def _name_of(letter: LetterIdentity) -> str:
 
 
 def _ids(message: StoredMessage) -> _Ids:
-    return message.unique_key, message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID)
+    return message.unique_key, message.properties.get(PropertyName.ORIGIN_MESSAGE_ID)

@@ -19,7 +19,7 @@ from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage, record
 from librmq.message.batch import inner_messages, is_batch
 from librmq.message.ids import format_host
-from librmq.message.properties import PROPERTY_KEYS
+from librmq.message.properties import PropertyName
 from librmq.store.engine.derivation import derived_tags_code
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: in
         "properties_raw": java_decode(properties_raw),
         "dispatch_tags_code": tags_code,
         "dispatch_tags_code_hex": _hex(tags_code),
-        "dispatch_keys": properties.get(PROPERTY_KEYS) if properties_raw else "",
+        "dispatch_keys": properties.get(PropertyName.KEYS) if properties_raw else "",
         "dispatch_uniq_key": message.unique_key,
         "raw_sha1": hashlib.sha1(message.raw, usedforsecurity=False).hexdigest(),
     }

@@ -17,7 +17,7 @@ from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import BodyCompressionError, CorruptionError, InputError, MissingExtraError, StoreError
 from librmq.message import MessageQueue, StoredMessage
-from librmq.message.properties import PROPERTY_INNER_MULTI_DISPATCH
+from librmq.message.properties import PropertyName
 from librmq.message.topics import LIGHT_PREFIX, is_system_topic, kind_of_topic
 from librmq.runtime.event_log import advance
 
@@ -355,7 +355,7 @@ def places_in(message: StoredMessage, topic: str) -> Iterator[tuple[int, int]]:
     """
     if message.topic == topic:
         yield message.queue_id, message.queue_offset
-    elif PROPERTY_INNER_MULTI_DISPATCH in message.properties:
+    elif PropertyName.INNER_MULTI_DISPATCH in message.properties:
         from librmq.store.engine.derivation import light_queues
 
         for name, queue_id, queue_offset in light_queues(

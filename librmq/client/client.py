@@ -22,7 +22,7 @@ from librmq.errors import ClientError, ClientStateError, ConfigError
 from librmq.java.lang import string_hash
 from librmq.message import UniqueIds
 from librmq.message.ids import Host, encode_host
-from librmq.message.properties import PROPERTY_CORRELATION_ID
+from librmq.message.properties import PropertyName
 from librmq.protocol import (
     CheckTransaction,
     ClientRemoved,
@@ -339,7 +339,7 @@ class Client(ObservedClient):
                 self.removed_by(request.broker_name)
             return cast("R", None)
         if isinstance(request, ReplyArrived):
-            waiting = self.replies.pop(request.send.message.properties.get(PROPERTY_CORRELATION_ID, ""), None)
+            waiting = self.replies.pop(request.send.message.properties.get(PropertyName.CORRELATION_ID, ""), None)
             if waiting is not None and not self.dead:
                 waiting(request)
             return cast("R", None)

@@ -31,15 +31,7 @@ from librmq.errors import (
 from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.batch import check_batch, check_batch_size, encoded_size
 from librmq.message.message import SendKeywords, body_too_large, priority_with_queue, reserved_topic
-from librmq.message.properties import (
-    PROPERTY_CLUSTER,
-    PROPERTY_CORRELATION_ID,
-    PROPERTY_MESSAGE_TYPE,
-    PROPERTY_REPLY_TO_CLIENT,
-    PROPERTY_TTL,
-    PROPERTY_UNIQUE_KEY,
-    PROPERTY_WAIT,
-)
+from librmq.message.properties import PropertyName
 from librmq.message.record import decompress_body
 from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_client_topic, validate_group
 from librmq.metrics import Metrics
@@ -60,8 +52,8 @@ from librmq.runtime.locks import Event
 
 R = TypeVar("R")
 _log = EventLog("librmq.producer")
-_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
-_WAIT: Final = PROPERTY_WAIT
+_UNIQUE_KEY: Final = PropertyName.UNIQUE_KEY
+_WAIT: Final = PropertyName.WAIT
 Body = bytes | bytearray | memoryview | str
 """Type of a body; text is sent as UTF-8."""
 
@@ -588,9 +580,9 @@ def send_request(
     clock, runner = client.runner.clock, client.runner
     deadline = clock.monotonic() + timeout_s
     correlation_id = client.unique_ids.next()
-    message.properties[PROPERTY_CORRELATION_ID] = correlation_id
-    message.properties[PROPERTY_REPLY_TO_CLIENT] = client.client_id
-    message.properties[PROPERTY_TTL] = str(round(1000 * timeout_s))
+    message.properties[PropertyName.CORRELATION_ID] = correlation_id
+    message.properties[PropertyName.REPLY_TO_CLIENT] = client.client_id
+    message.properties[PropertyName.TTL] = str(round(1000 * timeout_s))
     arrived, replies = Event(), list[ReplyArrived]()
 
     def waiting(reply: ReplyArrived) -> None:
@@ -623,16 +615,16 @@ def reply_properties(request: StoredMessage) -> tuple[str, dict[str, str]]:
     Raises:
         MessageIllegalError: The message is no request.
     """
-    names = (PROPERTY_CORRELATION_ID, PROPERTY_REPLY_TO_CLIENT, PROPERTY_TTL)
+    names = (PropertyName.CORRELATION_ID, PropertyName.REPLY_TO_CLIENT, PropertyName.TTL)
     request_properties = request.properties
-    for name in (*names, PROPERTY_CLUSTER):
+    for name in (*names, PropertyName.CLUSTER):
         if name not in request_properties:
             raise MessageIllegalError(
                 f"message {request.message_id} is no request, because it has no property {name}: "
                 "reply only to what Producer.request has sent"
             )
-    properties = {name: request_properties[name] for name in names} | {PROPERTY_MESSAGE_TYPE: _REPLY}
-    return reply_topic(request_properties[PROPERTY_CLUSTER]), properties
+    properties = {name: request_properties[name] for name in names} | {PropertyName.MESSAGE_TYPE: _REPLY}
+    return reply_topic(request_properties[PropertyName.CLUSTER]), properties
 
 
 def reply(client: Client, group: str, message: Message, first_broker: str | None, timeout_ms: float) -> SendResult:
@@ -665,6 +657,6 @@ def reply(client: Client, group: str, message: Message, first_broker: str | None
             failure = error
         else:
             queue = MessageQueue(message.topic, name, response.queue_id)
-            unique_id, offset_id = message.properties[PROPERTY_UNIQUE_KEY], response.offset_ids[0]
+            unique_id, offset_id = message.properties[PropertyName.UNIQUE_KEY], response.offset_ids[0]
             return SendResult(response.status, unique_id, offset_id, queue, response.queue_offset)
     raise failure

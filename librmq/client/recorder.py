@@ -13,15 +13,8 @@ from librmq.client.observation import ObservedClient
 from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqError
 from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, MessageQueue, StoredMessage
-from librmq.message.delivery_times import DELAY_MS, DELAY_SEC, DELETE_KEY, DELIVER_MS, deliver_time_ms, time_properties
-from librmq.message.properties import (
-    PROPERTY_DELAY,
-    PROPERTY_ORIGIN_MESSAGE_ID,
-    PROPERTY_RETRY_TOPIC,
-    PROPERTY_SHARDING_KEY,
-    PROPERTY_TRANSACTION_PREPARED,
-    PROPERTY_UNIQUE_KEY,
-)
+from librmq.message.delivery_times import deliver_time_ms, time_properties
+from librmq.message.properties import PropertyName
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
 from librmq.protocol import (
     Acknowledge,
@@ -50,9 +43,9 @@ R = TypeVar("R")
 Event = dict[str, Any]
 """One event of a history, by the names of its fields."""
 
-_TIMES: Final = frozenset((DELAY_MS, DELAY_SEC, DELIVER_MS))
-_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
-_SHARDING_KEY: Final = PROPERTY_SHARDING_KEY
+_TIMES: Final = frozenset((PropertyName.TIMER_DELAY_MS, PropertyName.TIMER_DELAY_SEC, PropertyName.TIMER_DELIVER_MS))
+_UNIQUE_KEY: Final = PropertyName.UNIQUE_KEY
+_SHARDING_KEY: Final = PropertyName.SHARDING_KEY
 _REFUSALS: Final = frozenset(
     (
         ResponseCode.SYSTEM_BUSY,
@@ -69,7 +62,7 @@ _log = EventLog("librmq.client")
 
 def id_of(message: StoredMessage) -> str:
     """Return the name of a message in a history: its unique id, else the broker's id of its first record."""
-    return message.unique_key or message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID) or message.offset_id
+    return message.unique_key or message.properties.get(PropertyName.ORIGIN_MESSAGE_ID) or message.offset_id
 
 
 class EventSink(Protocol):
@@ -155,7 +148,9 @@ class Recorder:
         if topic.startswith(RETRY_PREFIX):  # sent back by a consumer
             return call(request)
         sends = [
-            self._begin_send(process, message, begin_ms) for message in messages if DELETE_KEY not in message.properties
+            self._begin_send(process, message, begin_ms)
+            for message in messages
+            if PropertyName.TIMER_DELETE_KEY not in message.properties
         ]
         outcome, response = "unknown", None
         try:
@@ -181,8 +176,8 @@ class Recorder:
                 if "id" in event:
                     self._sink.ends(event)
             for message in messages:
-                if outcome != "failed" and DELETE_KEY in message.properties:
-                    self._sink.cancels(message.properties[DELETE_KEY].rpartition("+")[2])
+                if outcome != "failed" and PropertyName.TIMER_DELETE_KEY in message.properties:
+                    self._sink.cancels(message.properties[PropertyName.TIMER_DELETE_KEY].rpartition("+")[2])
         return response
 
     def _begin_send(self, process: str, message: Message, begin_ms: int) -> tuple[Event, bool]:
@@ -201,8 +196,8 @@ class Recorder:
         properties, not_before_ms = message.properties, None
         if message._delays is not None:
             properties = time_properties(message)
-        if PROPERTY_DELAY in properties:
-            level = java_int(properties[PROPERTY_DELAY]) or 0
+        if PropertyName.DELAY in properties:
+            level = java_int(properties[PropertyName.DELAY]) or 0
             if level > 0:
                 not_before_ms = begin_ms + self.levels.delay_ms(self.levels.cap(level))
         elif not _TIMES.isdisjoint(properties):
@@ -211,7 +206,7 @@ class Recorder:
             event["not_before_ms"] = not_before_ms
         if (key := message.properties.get(_SHARDING_KEY)) is not None:
             event["sharding_key"] = key
-        if message.properties.get(PROPERTY_TRANSACTION_PREPARED, "").lower() == "true":
+        if message.properties.get(PropertyName.TRANSACTION_PREPARED, "").lower() == "true":
             event["half"] = True
             return True
         return not_before_ms is not None
@@ -333,7 +328,7 @@ class Recorder:
         for message in messages:
             topic = queue.topic
             if topic.startswith(RETRY_PREFIX):
-                topic = message.properties.get(PROPERTY_RETRY_TOPIC) or topic
+                topic = message.properties.get(PropertyName.RETRY_TOPIC) or topic
             event = self._delivery(process, group, message, topic, queue, message.queue_offset, message.reconsume_times)
             self._running[id(message)] = event, message
             events.append(event)

@@ -26,7 +26,7 @@ from librmq.errors import (
     SendTimeoutError,
 )
 from librmq.message import Message, MessageQueue, record
-from librmq.message.properties import PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, priority_of
+from librmq.message.properties import PropertyName, priority_of
 from librmq.message.topics import RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -131,9 +131,9 @@ _RETRIED: Final = frozenset(
         ResponseCode.NOT_IN_CURRENT_UNIT,
     )
 )
-_PRIORITY: Final = PROPERTY_PRIORITY
+_PRIORITY: Final = PropertyName.PRIORITY
 _COMPRESSED: Final = record.COMPRESSED | record.COMPRESSION_ZLIB
-_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
+_UNIQUE_KEY: Final = PropertyName.UNIQUE_KEY
 _OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
 _RUNNING: Final = State.RUNNING
 

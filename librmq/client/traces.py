@@ -23,13 +23,7 @@ from librmq.errors import ConfigError, NoRouteError
 from librmq.message import Message
 from librmq.message.batch import encoded_size
 from librmq.message.ids import format_host, parse_offset_message_id
-from librmq.message.properties import (
-    PROPERTY_KEYS,
-    PROPERTY_TAGS,
-    PROPERTY_TRANSACTION_PREPARED,
-    PROPERTY_UNIQUE_KEY,
-    PROPERTY_WAIT,
-)
+from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, TRACE_TOPIC, validate_client_topic
 from librmq.message.traces import (
     COMMITTED,
@@ -148,8 +142,8 @@ class TraceWriter:
                 context.group,
                 message.topic,
                 result.message_id,
-                properties.get(PROPERTY_TAGS),
-                properties.get(PROPERTY_KEYS),
+                properties.get(PropertyName.TAGS),
+                properties.get(PropertyName.KEYS),
                 _broker_of(result.offset_id),
                 sum(map(encoded_size, messages)) if is_batch else len(message.body),
                 self._runner.now_ms() - begin_ms,
@@ -180,8 +174,8 @@ class TraceWriter:
                     self.group,
                     topic,
                     transaction,
-                    properties.get(PROPERTY_TAGS),
-                    properties.get(PROPERTY_KEYS),
+                    properties.get(PropertyName.TAGS),
+                    properties.get(PropertyName.KEYS),
                     _broker_of(offset_id),
                     COMMITTED,
                     transaction,
@@ -245,9 +239,9 @@ class TraceWriter:
         if not count:
             return True
         properties = {
-            PROPERTY_KEYS: " ".join(keys),
-            PROPERTY_UNIQUE_KEY: self.client.unique_ids.next(),
-            PROPERTY_WAIT: "true",
+            PropertyName.KEYS: " ".join(keys),
+            PropertyName.UNIQUE_KEY: self.client.unique_ids.next(),
+            PropertyName.WAIT: "true",
         }
         try:
             self._sender.send(Message.from_parts(self.topic, body, 0, properties), timeout_ms)
@@ -326,7 +320,7 @@ class TraceWriter:
 def _type_of(message: Message) -> int:
     if message.delay_level > 0 or message._delays is not None:
         return DELAYED
-    return HALF if message.properties.get(PROPERTY_TRANSACTION_PREPARED) == "true" else NORMAL
+    return HALF if message.properties.get(PropertyName.TRANSACTION_PREPARED) == "true" else NORMAL
 
 
 def _broker_of(offset_id: str) -> str:

@@ -26,13 +26,7 @@ from librmq.errors import ClientError, ConfigError, MessageIllegalError
 from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.message import delayed_transaction, transaction_with_priority
-from librmq.message.properties import (
-    PROPERTY_PRODUCER_GROUP,
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_TRANSACTION_CHECK_TIMES,
-    PROPERTY_TRANSACTION_PREPARED,
-    PROPERTY_WAIT,
-)
+from librmq.message.properties import PropertyName
 from librmq.protocol import (
     CheckTransaction,
     EndTransaction,
@@ -81,7 +75,7 @@ class CheckedMessage:
     @property
     def check_times(self) -> int:
         """Number of this check, counting from 1."""
-        return int(self.properties.get(PROPERTY_TRANSACTION_CHECK_TIMES, "0"))
+        return int(self.properties.get(PropertyName.TRANSACTION_CHECK_TIMES, "0"))
 
 
 Check = Callable[[CheckedMessage], TransactionState | Awaitable[TransactionState | None] | None]
@@ -260,8 +254,8 @@ class TransactionProducer(Producer):
         if message.priority is not None:
             raise transaction_with_priority(message.topic)
         half = self._prepare(message, None, {})
-        half.properties[PROPERTY_TRANSACTION_PREPARED] = "true"
-        half.properties[PROPERTY_PRODUCER_GROUP] = self.group
+        half.properties[PropertyName.TRANSACTION_PREPARED] = "true"
+        half.properties[PropertyName.PRODUCER_GROUP] = self.group
         return half, self._observed((half,), lambda: self.sender.send(half, self._timeout_ms))
 
     def _end_transaction(self, half: Message, sent: SendResult, state: TransactionState) -> None:
@@ -304,8 +298,8 @@ class TransactionProducer(Producer):
         if not isinstance(request, CheckTransaction):
             return super().answer(request)
         half = request.message
-        properties = {**half.properties, PROPERTY_WAIT: "false"}
-        message = CheckedMessage(properties.get(PROPERTY_REAL_TOPIC, ""), half, properties)
+        properties = {**half.properties, PropertyName.WAIT: "false"}
+        message = CheckedMessage(properties.get(PropertyName.REAL_TOPIC, ""), half, properties)
         if self._check_pool is not None:
             self._check_pool.submit(self._check_in_pool, request, message)
         else:
@@ -344,7 +338,7 @@ class TransactionProducer(Producer):
             return
         if self.traces is not None:
             ended = TransactionState.UNKNOWN if state is None else cast("TransactionState", state)
-            topic = half.properties.get(PROPERTY_REAL_TOPIC, half.topic)
+            topic = half.properties.get(PropertyName.REAL_TOPIC, half.topic)
             self.traces.end_transaction(topic, half.properties, half.offset_id, half.message_id, ended, from_check=True)
         if state is None or state is TransactionState.UNKNOWN:
             return
@@ -352,7 +346,7 @@ class TransactionProducer(Producer):
         end = EndTransaction(
             self.group, state, half.queue_offset, half.physical_offset, half.message_id, from_check=True
         )
-        self._send_end(request.broker_name, end, half, half.properties.get(PROPERTY_REAL_TOPIC, half.topic))
+        self._send_end(request.broker_name, end, half, half.properties.get(PropertyName.REAL_TOPIC, half.topic))
 
 
 def _state_of(result: object) -> TransactionState:

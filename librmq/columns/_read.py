@@ -32,7 +32,7 @@ from librmq.files.rolling import file_name
 from librmq.message import StoredMessage, record
 from librmq.message.batch import inner_messages
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.properties import PROPERTY_TAGS
+from librmq.message.properties import PropertyName
 from librmq.message.topics import LIGHT_PREFIX
 from librmq.runtime.event_log import EventLog
 from librmq.store.format import directory
@@ -437,7 +437,7 @@ class _Task:
             passing = self._passing_in_log(block)
             keep = passing if keep is None else keep & passing
         if self._tags is not None and not self._tags.takes_all and self._tags.tags:
-            passing = _is_in(block.properties.value(PROPERTY_TAGS), sorted(self._tags.tags))
+            passing = _is_in(block.properties.value(PropertyName.TAGS), sorted(self._tags.tags))
             keep = passing if keep is None else keep & passing
         if self._selector is not None:
             from librmq.filter.arrow_backend import match_arrow

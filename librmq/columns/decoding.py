@@ -47,7 +47,7 @@ from librmq.columns.options import ReadOptions, View
 from librmq.errors import BodyCompressionError, RecordError
 from librmq.message import record
 from librmq.message.ids import decode_host, format_host
-from librmq.message.properties import PROPERTY_KEYS, PROPERTY_TAGS, PROPERTY_UNIQUE_KEY, decode_properties
+from librmq.message.properties import PropertyName, decode_properties
 from librmq.message.record import crc32, gather, headers_at
 from librmq.message.stored_message import DECOMPRESSED_LIMIT
 from librmq.runtime.compiled_core import CORE
@@ -511,9 +511,9 @@ COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
     "physicalOffset": _number("physical_offset", pa.int64()),
     "bornTimestamp": _time("born_timestamp"),
     "storeTimestamp": _time("store_timestamp"),
-    "tags": _property(PROPERTY_TAGS),
-    "keys": _property(PROPERTY_KEYS),
-    "uniqueKey": _property(PROPERTY_UNIQUE_KEY),
+    "tags": _property(PropertyName.TAGS),
+    "keys": _property(PropertyName.KEYS),
+    "uniqueKey": _property(PropertyName.UNIQUE_KEY),
     "properties": (MAP, lambda block: block.properties.map()),
     "body": (pa.binary(), lambda block: pa.concat_arrays([bodies for _, bodies, _ in block.bodies()])),
     "reconsumeTimes": _number("reconsume_times", pa.int32()),

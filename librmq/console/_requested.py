@@ -21,7 +21,7 @@ from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, MessageQueue, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.dead_letter_cause import cause_of
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_TOPIC, PROPERTY_RETRY_TOPIC
+from librmq.message.properties import PropertyName
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX
 from librmq.protocol import QueryMessages, ResponseCode
 
@@ -45,9 +45,9 @@ LETTERS: Final = 500
 
 def story_by_requests(route: AdministeredRoute, message: StoredMessage) -> list[StoryEvent]:
     """Return the records of a message in order of their times, then its end in each group of its topic."""
-    sent_to = message.properties.get(PROPERTY_RETRY_TOPIC) or message.topic
+    sent_to = message.properties.get(PropertyName.RETRY_TOPIC) or message.topic
     if sent_to in (SCHEDULE_TOPIC, HALF_TOPIC):
-        sent_to = message.properties.get(PROPERTY_REAL_TOPIC, sent_to)
+        sent_to = message.properties.get(PropertyName.REAL_TOPIC, sent_to)
     groups = route.groups_of(sent_to)
     topics = {sent_to: "", SCHEDULE_TOPIC: "", HALF_TOPIC: ""}
     topics |= {name: group for group in groups for name in (retry_topic(group), dead_letter_topic(group))}
@@ -93,7 +93,7 @@ def _event(record: StoredMessage, kind: _Event, group: str, at_ms: int | None, n
         notes = {
             "dead": lambda: cause_of(record.properties, record.reconsume_times),
             "retried": lambda: f"attempt {record.reconsume_times + 1}",
-            "delayed": lambda: f"for topic {record.properties.get(PROPERTY_REAL_TOPIC, '')}",
+            "delayed": lambda: f"for topic {record.properties.get(PropertyName.REAL_TOPIC, '')}",
         }
         note = notes[kind]() if kind in notes else ""
     place = record.topic, record.queue_id, record.queue_offset, record.physical_offset
@@ -127,13 +127,13 @@ def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[Pending
     for queue, offsets in view.queues(SCHEDULE_TOPIC).items():
         # The messages of a level become due in the order of its queue, so the last ones are those that wait.
         for message in queue_backwards(view, queue, offsets, most):
-            level = java_int(message.properties.get(PROPERTY_DELAY, "")) or queue.queue_id + 1
+            level = java_int(message.properties.get(PropertyName.DELAY, "")) or queue.queue_id + 1
             due_ms = message.store_timestamp_ms + DEFAULT_LEVELS.delay_ms(level)
             if due_ms <= now_ms:
                 break
-            target = message.properties.get(PROPERTY_REAL_TOPIC, "")
+            target = message.properties.get(PropertyName.REAL_TOPIC, "")
             is_retry = target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
-            topic = message.properties.get(PROPERTY_RETRY_TOPIC) or target if is_retry else target
+            topic = message.properties.get(PropertyName.RETRY_TOPIC) or target if is_retry else target
             kind: Literal["retry", "delay"] = "retry" if is_retry else "delay"
             waiting.append(PendingMessage(kind, topic, target, due_ms, message.unique_key, message.physical_offset, 0))
     return sorted(waiting, key=lambda message: message.due_ms or 0)

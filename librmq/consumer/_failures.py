@@ -31,14 +31,7 @@ from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.message import Message, MessageQueue, retry_topic
 from librmq.message.dead_letter_cause import record_cause
-from librmq.message.properties import (
-    PROPERTY_DELAY,
-    PROPERTY_MAX_RECONSUME_TIMES,
-    PROPERTY_ORIGIN_MESSAGE_ID,
-    PROPERTY_RECONSUME_TIME,
-    PROPERTY_RETRY_TOPIC,
-    PROPERTY_TRANSACTION_PREPARED,
-)
+from librmq.message.properties import PropertyName
 from librmq.protocol import (
     INNER_PRODUCER,
     MessageModel,
@@ -188,14 +181,14 @@ class Retries:
         limit = times if at_once else consumer.max_reconsume_times or 0
         copy = Message(retry_topic(consumer.group), message.body, flag=message.flag)
         copy.properties.update(message.properties)
-        copy.properties[PROPERTY_ORIGIN_MESSAGE_ID] = message.origin_message_id
-        copy.properties[PROPERTY_RETRY_TOPIC] = message.topic
-        copy.properties[PROPERTY_RECONSUME_TIME] = str(times)
-        copy.properties[PROPERTY_MAX_RECONSUME_TIMES] = str(limit)
-        copy.properties.pop(PROPERTY_TRANSACTION_PREPARED, None)
-        copy.properties.pop(PROPERTY_DELAY, None)
+        copy.properties[PropertyName.ORIGIN_MESSAGE_ID] = message.origin_message_id
+        copy.properties[PropertyName.RETRY_TOPIC] = message.topic
+        copy.properties[PropertyName.RECONSUME_TIME] = str(times)
+        copy.properties[PropertyName.MAX_RECONSUME_TIMES] = str(limit)
+        copy.properties.pop(PropertyName.TRANSACTION_PREPARED, None)
+        copy.properties.pop(PropertyName.DELAY, None)
         if not at_once:
-            copy.properties[PROPERTY_DELAY] = str(3 + times)
+            copy.properties[PropertyName.DELAY] = str(3 + times)
         record_cause(copy.properties, cause_of(error), len(message.properties_raw))
         request = SendMessage(
             INNER_PRODUCER,

@@ -11,7 +11,7 @@ from librmq.client.traces import TraceWriter
 from librmq.consumer._failures import is_requested, outcome
 from librmq.consumer._listener_calls import ConsumeContext, ConsumeHook
 from librmq.consumer.listeners import DeliveredMessage
-from librmq.message.properties import PROPERTY_KEYS, PROPERTY_TRACE_SWITCH
+from librmq.message.properties import PropertyName
 from librmq.message.traces import TRACE_REGION, SubAfter, SubBefore, result_code
 
 
@@ -49,9 +49,9 @@ def trace_calls(writer: TraceWriter, now_ms: Callable[[], int], timeout_ms: Call
 def _traced(messages: Sequence[DeliveredMessage]) -> list[tuple[str, int, str | None, int]]:
     """Return id, redeliveries, keys and place of each message that may be traced."""
     return [
-        (message.message_id, message.reconsume_times, message.properties.get(PROPERTY_KEYS), index)
+        (message.message_id, message.reconsume_times, message.properties.get(PropertyName.KEYS), index)
         for index, message in enumerate(messages)
-        if message.properties.get(PROPERTY_TRACE_SWITCH) != "false"
+        if message.properties.get(PropertyName.TRACE_SWITCH) != "false"
     ]
 
 

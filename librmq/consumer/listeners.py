@@ -14,21 +14,14 @@ from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.filter import SQL92, TAG, Policy, SqlFilter, TagFilter, WatchedPredicate
 from librmq.listener import ReconsumeLater
 from librmq.message import MessageQueue, StoredMessage
-from librmq.message.properties import (
-    PROPERTY_CONSUME_START_TIME,
-    PROPERTY_MAX_OFFSET,
-    PROPERTY_MIN_OFFSET,
-    PROPERTY_ORIGIN_MESSAGE_ID,
-    PROPERTY_RETRY_TOPIC,
-    PROPERTY_TRANSACTION_PREPARED,
-)
+from librmq.message.properties import PropertyName
 from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, validate_client_topic
 from librmq.metrics import Metrics
 from librmq.protocol import CheckSubscription, Subscription
 
-_ORIGIN_MESSAGE_ID: Final = PROPERTY_ORIGIN_MESSAGE_ID.encode()
-_RETRY_TOPIC: Final = PROPERTY_RETRY_TOPIC.encode()
-_TRANSACTION_PREPARED: Final = PROPERTY_TRANSACTION_PREPARED.encode()
+_ORIGIN_MESSAGE_ID: Final = PropertyName.ORIGIN_MESSAGE_ID.encode()
+_RETRY_TOPIC: Final = PropertyName.RETRY_TOPIC.encode()
+_TRANSACTION_PREPARED: Final = PropertyName.TRANSACTION_PREPARED.encode()
 
 
 class DeliveredMessage(StoredMessage):
@@ -104,10 +97,10 @@ class DeliveredMessage(StoredMessage):
             return self._all_properties
         except AttributeError:
             properties = dict(super().properties)
-            properties[PROPERTY_MIN_OFFSET] = str(self._bounds[0])
-            properties[PROPERTY_MAX_OFFSET] = str(self._bounds[1])
+            properties[PropertyName.MIN_OFFSET] = str(self._bounds[0])
+            properties[PropertyName.MAX_OFFSET] = str(self._bounds[1])
             if self.consume_start_timestamp_ms is not None:
-                properties[PROPERTY_CONSUME_START_TIME] = str(self.consume_start_timestamp_ms)
+                properties[PropertyName.CONSUME_START_TIME] = str(self.consume_start_timestamp_ms)
             self._all_properties = properties
             return properties
 

@@ -18,7 +18,7 @@ from librmq.diagnosis.view import StoreView
 from librmq.errors import ConfigError
 from librmq.formatting import duration
 from librmq.message import StoredMessage
-from librmq.message.properties import PROPERTY_ORIGIN_MESSAGE_ID, PROPERTY_RETRY_TOPIC
+from librmq.message.properties import PropertyName
 from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group
 from librmq.runtime import Step, Work
 from librmq.runtime.event_log import EventLog, counted
@@ -185,9 +185,9 @@ class Watch:
             latest: dict[str, StoredMessage] = {}  # the latest copy of each message
             for message in [*new, *waiting_retries(view.store, view.tables, group, retry_topic)]:
                 if message.reconsume_times >= self._limits.retries:
-                    latest[message.unique_key or message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID, "")] = message
+                    latest[message.unique_key or message.properties.get(PropertyName.ORIGIN_MESSAGE_ID, "")] = message
                     self._failing.add(retry_topic)
-            by_topic = grouped(latest.values(), lambda message: message.properties.get(PROPERTY_RETRY_TOPIC, ""))
+            by_topic = grouped(latest.values(), lambda message: message.properties.get(PropertyName.RETRY_TOPIC, ""))
             for topic, messages in by_topic.items():
                 worst = max(messages, key=lambda message: message.reconsume_times)
                 keys = " ".join(worst.keys)

@@ -55,7 +55,7 @@ from librmq.errors import (
 )
 from librmq.formatting import duration
 from librmq.message import StoredMessage
-from librmq.message.properties import PROPERTY_REAL_TOPIC
+from librmq.message.properties import PropertyName
 from librmq.message.topics import RETRY_PREFIX, TIMER_TOPIC, receive_retry_topic, validate_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling.timer_wheel import waiting_timers
@@ -438,7 +438,7 @@ def _stored_records(view: StoreView, topics: Collection[str], begin: int) -> Ite
     )
     seen: set[bytes] = set()
     for message in records:
-        is_record = message.topic != TIMER_TOPIC or message.properties.get(PROPERTY_REAL_TOPIC) in topics
+        is_record = message.topic != TIMER_TOPIC or message.properties.get(PropertyName.REAL_TOPIC) in topics
         if is_record and (digest := hashlib.blake2b(message.stored_body, digest_size=16).digest()) not in seen:
             seen.add(digest)
             yield message

@@ -11,7 +11,7 @@ from librmq.diagnosis._findings import Finding, Thresholds, cut_evidence, groupe
 from librmq.diagnosis.view import Source, StoreView, View, viewed
 from librmq.message import StoredMessage, retry_topic
 from librmq.message.dead_letter_cause import cause_of
-from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_RESENT_LETTER, PROPERTY_RETRY_TOPIC
+from librmq.message.properties import PropertyName
 from librmq.message.topics import DEAD_LETTER_PREFIX
 from librmq.runtime.event_log import counted
 from librmq.store.format.documents import LetterIdentity, letter_identity
@@ -19,7 +19,7 @@ from librmq.store.format.documents import LetterIdentity, letter_identity
 _CAUSES: Final = 5  # causes of a group and topic that get a finding each
 ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
 OF_A_LETTER: Final = frozenset(
-    (ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_RESENT_LETTER)
+    (ORIGIN_TOPIC, "DLQ_ORIGIN_MESSAGE_ID", PropertyName.DEAD_LETTER_CAUSE, PropertyName.RESENT_LETTER)
 )
 """Properties of a dead letter that its message did not have, besides reserved ones."""
 VARIABLE_PARTS: Final = "0x[0-9a-fA-F]+|[0-9A-Fa-f]{8,}|[0-9]+"
@@ -130,7 +130,7 @@ def given_up(group: str, message: StoredMessage) -> GivenUpMessage:
 
 def origin_of(group: str, topic: str, properties: Mapping[str, str]) -> str:
     """Return the topic that a message of a group's topic of retries or dead letters was sent to."""
-    origin = properties.get(PROPERTY_RETRY_TOPIC) or properties.get(ORIGIN_TOPIC) or topic
+    origin = properties.get(PropertyName.RETRY_TOPIC) or properties.get(ORIGIN_TOPIC) or topic
     # A message that a client of 5.x received again has the retry topic's name.
     return origin.removeprefix(f"{retry_topic(group)}_")
 

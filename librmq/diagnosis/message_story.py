@@ -39,13 +39,7 @@ from librmq.formatting import duration, moment
 from librmq.message import StoredMessage, record, retry_topic
 from librmq.message.dead_letter_cause import recorded_cause
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message.delivery_times import DELETE_KEY, ROLL_TIMES
-from librmq.message.properties import (
-    PROPERTY_ORIGIN_MESSAGE_ID,
-    PROPERTY_PRODUCER_GROUP,
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
-)
+from librmq.message.properties import PropertyName
 from librmq.message.topics import (
     CHECK_MAX_TIME_TOPIC,
     DEAD_LETTER_PREFIX,
@@ -135,7 +129,7 @@ def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessag
             }
     for message in list(records.values()):
         key = message.unique_key
-        origin = message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID)
+        origin = message.properties.get(PropertyName.ORIGIN_MESSAGE_ID)
         if key is not None:
             if key != name:
                 records |= {other.physical_offset: other for other in store.find_by_id(key)}
@@ -144,7 +138,7 @@ def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessag
             records |= {
                 other.physical_offset: other
                 for other in store.log.search(first.encode())
-                if other.properties.get(PROPERTY_ORIGIN_MESSAGE_ID) == first
+                if other.properties.get(PropertyName.ORIGIN_MESSAGE_ID) == first
             }
             records |= {other.physical_offset: other for other in store.find_by_id(first)}
     return [records[place] for place in sorted(records)]
@@ -164,7 +158,10 @@ def _log_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[S
             real = destination_of(message).topic
             if _is_commit(message):
                 yield _event(message, "committed", None, f"for topic {real}, with a delay")
-            if DELETE_KEY in message.properties and ROLL_TIMES not in message.properties:
+            if (
+                PropertyName.TIMER_DELETE_KEY in message.properties
+                and PropertyName.TIMER_ROLL_TIMES not in message.properties
+            ):
                 yield _event(message, "cancelled", *_delayed(message, real))
                 continue
             waiting.setdefault(key, []).append(real)
@@ -189,7 +186,7 @@ def _log_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[S
 def _cancelled(store: MessageStore, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
     """Yield the cancellations of records that wait, unless the log has them too."""
     cancellations = Cancellations(store.path, store.files)
-    deleted = {message.unique_key for message in records if DELETE_KEY in message.properties}
+    deleted = {message.unique_key for message in records if PropertyName.TIMER_DELETE_KEY in message.properties}
     last: dict[Cancellation, StoredMessage] = {}
     for message in records:
         cancelled = cancellations.of_message(message, store.past_ms) if message.topic in WAITING_TOPICS else None
@@ -218,12 +215,16 @@ def _broker_event(view: StoreView, message: StoredMessage) -> tuple[EventKind, s
     """Return event, group and note of a record in a topic that the broker writes; None for one of producers."""
     properties, topic = message.properties, message.topic
     if topic == HALF_TOPIC:
-        group, real = properties.get(PROPERTY_PRODUCER_GROUP), properties.get(PROPERTY_REAL_TOPIC)
-        if PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET in properties or check_times(message):
+        group, real = properties.get(PropertyName.PRODUCER_GROUP), properties.get(PropertyName.REAL_TOPIC)
+        if PropertyName.TRANSACTION_PREPARED_QUEUE_OFFSET in properties or check_times(message):
             return "checked", group, f"check {check_times(message)} put it back"
         return "half", group, f"for topic {real}"
     if topic == CHECK_MAX_TIME_TOPIC:
-        return ("given_up", properties.get(PROPERTY_PRODUCER_GROUP), f"after {counted(check_times(message), 'check')}")
+        return (
+            "given_up",
+            properties.get(PropertyName.PRODUCER_GROUP),
+            f"after {counted(check_times(message), 'check')}",
+        )
     if topic.startswith(DEAD_LETTER_PREFIX):
         cause = recorded_cause(properties) or f"after {counted(message.reconsume_times, 'attempt')}"
         return "dead", topic.removeprefix(DEAD_LETTER_PREFIX), cause
@@ -238,7 +239,7 @@ def _delayed(message: StoredMessage, real: str) -> tuple[str | None, str]:
     group = next(
         (real.removeprefix(prefix) for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX) if real.startswith(prefix)), None
     )
-    if DELETE_KEY in message.properties:
+    if PropertyName.TIMER_DELETE_KEY in message.properties:
         return group, "cancels a timer"
     level = f", level {level_of_queue_id(message.queue_id)}" if message.topic == SCHEDULE_TOPIC else ""
     return group, f"for topic {real}{level}"
@@ -246,7 +247,7 @@ def _delayed(message: StoredMessage, real: str) -> tuple[str | None, str]:
 
 def _identity(message: StoredMessage) -> str:
     """Return the id that the records of one message share."""
-    origin = message.properties.get(PROPERTY_ORIGIN_MESSAGE_ID)
+    origin = message.properties.get(PropertyName.ORIGIN_MESSAGE_ID)
     return message.unique_key or origin or message.offset_id
 
 
@@ -274,7 +275,7 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
         for queue_offset in sorted(halves_of(op) & halves.keys()):
             half = halves[queue_offset]
             if half.unique_key not in events and op.physical_offset > half.physical_offset:
-                group = half.properties.get(PROPERTY_PRODUCER_GROUP)
+                group = half.properties.get(PropertyName.PRODUCER_GROUP)
                 note = f"the half at queue offset {half.queue_offset}"
                 events[half.unique_key] = _event(op, "rolled_back", group, note)._replace(unique_key=half.unique_key)
     return list(events.values())
@@ -449,7 +450,7 @@ class _Outcomes:
     def _later_copy(self, message: StoredMessage, *topics: str) -> StoredMessage | None:
         """Return the first later record of this message in a group's topics of retries or dead letters, if any."""
         for copy in self._records:
-            real = copy.properties.get(PROPERTY_REAL_TOPIC) if copy.topic in WAITING_TOPICS else copy.topic
+            real = copy.properties.get(PropertyName.REAL_TOPIC) if copy.topic in WAITING_TOPICS else copy.topic
             if (
                 real in topics
                 and copy.physical_offset > message.physical_offset

@@ -33,14 +33,7 @@ from librmq.formatting import duration
 from librmq.java.lang import java_int, java_long
 from librmq.message import StoredMessage, record, retry_topic
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message.properties import (
-    PROPERTY_CHECK_IMMUNITY_TIME,
-    PROPERTY_PRODUCER_GROUP,
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_RETRY_TOPIC,
-    PROPERTY_TRANSACTION_CHECK_TIMES,
-    PROPERTY_TRANSACTION_PREPARED,
-)
+from librmq.message.properties import PropertyName
 from librmq.message.topics import (
     CHECK_MAX_TIME_TOPIC,
     DEAD_LETTER_PREFIX,
@@ -147,7 +140,7 @@ def _received(view: StoreView, holds: PopHolds) -> Iterator[PendingMessage]:
 def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingMessage:
     target = topic = destination_of(message).topic
     if target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)):
-        kind, topic = "retry", message.properties.get(PROPERTY_RETRY_TOPIC) or target
+        kind, topic = "retry", message.properties.get(PropertyName.RETRY_TOPIC) or target
     return PendingMessage(
         kind, topic, target, due_ms, message.unique_key, message.physical_offset,
         check_times(message) if kind in ("half", "given_up") else 0,
@@ -155,12 +148,12 @@ def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingM
 
 
 def _origin_of_half(half: StoredMessage) -> tuple[str, str]:
-    return half.properties.get(PROPERTY_PRODUCER_GROUP, ""), half.properties.get(PROPERTY_REAL_TOPIC, "")
+    return half.properties.get(PropertyName.PRODUCER_GROUP, ""), half.properties.get(PropertyName.REAL_TOPIC, "")
 
 
 def check_times(half: StoredMessage) -> int:
     """Return how many checks have asked about a half message."""
-    return java_int(half.properties.get(PROPERTY_TRANSACTION_CHECK_TIMES, "0")) or 0
+    return java_int(half.properties.get(PropertyName.TRANSACTION_CHECK_TIMES, "0")) or 0
 
 
 def given_up_halves(store: MessageStore) -> Iterator[StoredMessage]:
@@ -180,7 +173,7 @@ def given_up_halves(store: MessageStore) -> Iterator[StoredMessage]:
 
 def _has_final(store: MessageStore, half: StoredMessage) -> bool:
     """Return whether the transaction of a half was committed; a delayed message waits in the schedule topic first."""
-    key, topic = half.unique_key, half.properties.get(PROPERTY_REAL_TOPIC, "")
+    key, topic = half.unique_key, half.properties.get(PropertyName.REAL_TOPIC, "")
     return key is not None and any(
         message.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
         for topic_name in (topic, SCHEDULE_TOPIC)
@@ -220,7 +213,7 @@ def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int
         last = store.message_at(place)
         if last is None:
             continue  # retention deleted it meanwhile
-        immunity_s = java_long(last.properties.get(PROPERTY_CHECK_IMMUNITY_TIME, "-1"))
+        immunity_s = java_long(last.properties.get(PropertyName.CHECK_IMMUNITY_TIME, "-1"))
         yield (
             last.born_timestamp_ms + (_TIMEOUT_MS if immunity_s is None or immunity_s == -1 else 1000 * immunity_s),
             last,
@@ -287,7 +280,7 @@ def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:
     places = sorted(
         (due_ms if (own_ms := own_time_ms(message)) is None else own_ms, message.physical_offset)
         for due_ms, message in waiting_timers(store)
-        if not message.properties.get(PROPERTY_REAL_TOPIC, "").startswith(REVIVE_PREFIX)
+        if not message.properties.get(PropertyName.REAL_TOPIC, "").startswith(REVIVE_PREFIX)
     )
     for place in places:
         yield from _at_place(store, place)
@@ -299,9 +292,9 @@ def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:
 def kind_of(message: StoredMessage) -> Literal["plain", "delayed", "transactional"]:
     """Return the kind of a message in a topic of producers."""
     properties = message.properties
-    if message.sys_flag & record.TRANSACTION_MASK or properties.get(PROPERTY_TRANSACTION_PREPARED) == "true":
+    if message.sys_flag & record.TRANSACTION_MASK or properties.get(PropertyName.TRANSACTION_PREPARED) == "true":
         return "transactional"
-    return "delayed" if PROPERTY_REAL_TOPIC in properties else "plain"
+    return "delayed" if PropertyName.REAL_TOPIC in properties else "plain"
 
 
 # ---- discarded half messages

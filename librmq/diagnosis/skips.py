@@ -16,14 +16,7 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, MalformedError, TransactionRefusedError
 from librmq.files.interface import read_replaced
 from librmq.message import Message, StoredMessage, retry_topic
-from librmq.message.properties import (
-    PROPERTY_DELAY,
-    PROPERTY_ORIGIN_MESSAGE_ID,
-    PROPERTY_PRODUCER_GROUP,
-    PROPERTY_REAL_QUEUE_ID,
-    PROPERTY_REAL_TOPIC,
-    RESERVED_PROPERTIES,
-)
+from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
 from librmq.protocol import (
     INNER_PRODUCER,
     LOCAL_HOST,
@@ -347,7 +340,7 @@ def _record(broker: StoreRoute, done: Skip) -> None:
 # ---- retries and halves that wait
 
 _SYSTEM_ERROR: Final = 1
-_OF_THE_DELAY: Final = frozenset((PROPERTY_DELAY, PROPERTY_REAL_TOPIC, PROPERTY_REAL_QUEUE_ID))
+_OF_THE_DELAY: Final = frozenset((PropertyName.DELAY, PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID))
 
 
 def move_retries(broker: StoreRoute, group: str, new_group: str) -> tuple[int, int]:
@@ -366,7 +359,7 @@ def move_retries(broker: StoreRoute, group: str, new_group: str) -> tuple[int, i
     for message in retries:
         copy = Message(topic, message.stored_body, flag=message.flag)
         copy.properties = {name: value for name, value in message.properties.items() if name not in _OF_THE_DELAY}
-        copy.properties.setdefault(PROPERTY_ORIGIN_MESSAGE_ID, message.offset_id)
+        copy.properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.offset_id)
         broker.call(
             SendMessage(
                 INNER_PRODUCER,
@@ -416,7 +409,7 @@ def decide_half(broker: StoreRoute, physical_offset: int, *, commit: bool, force
         )
     last = family[-1]
     state = TransactionState.COMMIT if commit else TransactionState.ROLLBACK
-    group = half.properties.get(PROPERTY_PRODUCER_GROUP, "")
+    group = half.properties.get(PropertyName.PRODUCER_GROUP, "")
     broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))
 
 

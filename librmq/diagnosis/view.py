@@ -28,7 +28,7 @@ from librmq.files import DiskFiles, Files
 from librmq.java.json import NumberColumns
 from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
-from librmq.message.properties import PROPERTY_REAL_TOPIC
+from librmq.message.properties import PropertyName
 from librmq.message.topics import (
     DEAD_LETTER_PREFIX,
     RETRY_PREFIX,
@@ -363,7 +363,7 @@ class StoreView(Closing):
         if lacks_table or (is_unlisted and directory.is_of_5(self.store.path, self.store.files)):
             from librmq.scheduling.timer_wheel import waiting_timers  # loads what few stores need
 
-            waiting = (message.properties.get(PROPERTY_REAL_TOPIC, "") for _, message in waiting_timers(self.store))
+            waiting = (message.properties.get(PropertyName.REAL_TOPIC, "") for _, message in waiting_timers(self.store))
             revive.update(topic for topic in waiting if topic.startswith(REVIVE_PREFIX))
         return sorted(revive)
 

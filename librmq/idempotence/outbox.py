@@ -44,7 +44,7 @@ from librmq.idempotence._sqltables import KEY_LIMIT, PURGE_ROWS, check_name, let
 from librmq.idempotence.stores import LONGEST
 from librmq.message import Message
 from librmq.message.message import priority_with_queue, reserved_topic
-from librmq.message.properties import PROPERTY_UNIQUE_KEY
+from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, validate_client_topic
 from librmq.runtime import Background, Runner, critical
 from librmq.runtime.event_log import EventLog
@@ -102,7 +102,7 @@ class Outbox:
             raise MessageIllegalError(f"order key: expected 1 to {KEY_LIMIT} characters, found {order_key!r:.100}")
         if order_key is not None and message.priority is not None:
             raise priority_with_queue(message.topic)
-        message.properties.setdefault(PROPERTY_UNIQUE_KEY, secrets.token_hex(16).upper())
+        message.properties.setdefault(PropertyName.UNIQUE_KEY, secrets.token_hex(16).upper())
         link = Link(connection)
         link.check_no_autocommit()
         if hasattr(connection, "flush"):  # SQLAlchemy's session: its changes lock their rows before this row has its id

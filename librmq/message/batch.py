@@ -19,14 +19,7 @@ from typing import Final, NamedTuple
 from librmq.errors import MessageIllegalError, RecordError
 from librmq.java.lang import java_int
 from librmq.message.message import Message, StoredMessage, body_too_large, delayed_batch
-from librmq.message.properties import (
-    PROPERTY_DELAY,
-    PROPERTY_INNER_NUM,
-    PROPERTY_UNIQUE_KEY,
-    PROPERTY_WAIT,
-    encode_properties,
-    find_property,
-)
+from librmq.message.properties import PropertyName, encode_properties, find_property
 from librmq.message.record import (
     BODY_CRC_AT,
     COMPRESSED,
@@ -43,7 +36,7 @@ _HEADER: Final = struct.Struct(">iiiii")  # size, magic, body crc, flag, body le
 _SHORT: Final = struct.Struct(">h")
 BATCH_FIXED_SIZE: Final = _HEADER.size + 2
 """Size of a message in a batch without its body and its properties."""
-_ADDED: Final = {PROPERTY_UNIQUE_KEY: "0" * 56, PROPERTY_WAIT: "false"}
+_ADDED: Final = {PropertyName.UNIQUE_KEY: "0" * 56, PropertyName.WAIT: "false"}
 """The longest properties that a producer adds to a message without them."""
 
 
@@ -60,9 +53,9 @@ def check_batch(messages: Sequence[Message]) -> None:
         if message.topic != topic:
             raise MessageIllegalError(f"expected one topic in a batch, found {topic!r} and {message.topic!r}")
         properties = message.properties
-        if not (waits and PROPERTY_WAIT not in properties) and message.wait_store_ok != waits:
+        if not (waits and PropertyName.WAIT not in properties) and message.wait_store_ok != waits:
             raise MessageIllegalError("expected one wait flag in a batch, found both values")
-        if message._delays is not None or (PROPERTY_DELAY in properties and message.delay_level > 0):
+        if message._delays is not None or (PropertyName.DELAY in properties and message.delay_level > 0):
             raise delayed_batch(topic)
 
 
@@ -169,7 +162,7 @@ def decode_batch(raw: bytes) -> list[BatchItem]:
 
 _INT: Final = struct.Struct(">i")
 _LONG: Final = struct.Struct(">q")
-_INNER_NUM: Final = PROPERTY_INNER_NUM.encode()
+_INNER_NUM: Final = PropertyName.INNER_NUM.encode()
 _OF_BATCH: Final = INNER_BATCH | NEED_UNWRAP | COMPRESSED | COMPRESSION_MASK
 
 
@@ -193,11 +186,11 @@ def inner_messages(record: StoredMessage) -> list[StoredMessage]:
         items = decode_batch(record.body)
     except MessageIllegalError as error:
         raise RecordError(str(error), BODY_CRC_AT) from None
-    number = record.properties[PROPERTY_INNER_NUM]
+    number = record.properties[PropertyName.INNER_NUM]
     if not items:
         raise RecordError("batch: expected messages in the body, found none", BODY_CRC_AT)
     if (expected := java_int(number)) is None:
-        raise RecordError(f"batch: {PROPERTY_INNER_NUM}: expected a number, found {number!r:.40}", BODY_CRC_AT)
+        raise RecordError(f"batch: {PropertyName.INNER_NUM}: expected a number, found {number!r:.40}", BODY_CRC_AT)
     if expected != len(items):
         raise RecordError(f"batch: expected {expected} messages in the body, found {len(items)}", BODY_CRC_AT)
     raw, (body_at, body_end, _, topic_end, _, _) = record.raw, record.frame

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from librmq.java.lang import java_int
-from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_RECONSUME_TIME
+from librmq.message.properties import PropertyName
 
 AT_ONCE: Final = "never retried"
 USED_UP: Final = "retries used up"
@@ -22,12 +22,12 @@ _ROOM: Final = 30_000
 def record_cause(properties: dict[str, str], cause: str | None, size: int) -> None:
     """Add the cause to the properties of a dead letter, unless those of the message, ``size`` bytes, leave no room."""
     if cause and size < _ROOM:
-        properties[PROPERTY_DEAD_LETTER_CAUSE] = cause
+        properties[PropertyName.DEAD_LETTER_CAUSE] = cause
 
 
 def recorded_cause(properties: Mapping[str, str]) -> str | None:
     """Return the cause that a consumer or a broker of librmq recorded, None without one."""
-    return properties.get(PROPERTY_DEAD_LETTER_CAUSE) or None
+    return properties.get(PropertyName.DEAD_LETTER_CAUSE) or None
 
 
 def cause_of(properties: Mapping[str, str], reconsume_times: int) -> str:
@@ -35,6 +35,6 @@ def cause_of(properties: Mapping[str, str], reconsume_times: int) -> str:
     recorded = recorded_cause(properties)
     if recorded:
         return recorded
-    if java_int(properties.get(PROPERTY_RECONSUME_TIME, "")) is not None:
+    if java_int(properties.get(PropertyName.RECONSUME_TIME, "")) is not None:
         return IN_ORDER  # an orderly consumer sends the message itself, with its count as a property
     return AT_ONCE if reconsume_times <= 1 else USED_UP

@@ -12,20 +12,9 @@ from librmq.errors import MessageIllegalError
 from librmq.java.lang import java_long
 from librmq.message.delays import parse_level
 from librmq.message.message import Message
-from librmq.message.properties import PROPERTY_DELAY
+from librmq.message.properties import PropertyName
 
-DELAY_SEC: Final = "TIMER_DELAY_SEC"
-DELAY_MS: Final = "TIMER_DELAY_MS"
-DELIVER_MS: Final = "TIMER_DELIVER_MS"
-OUT_MS: Final = "TIMER_OUT_MS"
-ENQUEUE_MS: Final = "TIMER_ENQUEUE_MS"
-DEQUEUE_MS: Final = "TIMER_DEQUEUE_MS"
-ROLL_TIMES: Final = "TIMER_ROLL_TIMES"
-DELETE_KEY: Final = "TIMER_DEL_UNIQKEY"
-DELETES_EARLIER: Final = "TIMER_DEL_EARLIER"
-"""In deleting messages of librmq, which 5.x ignores."""
-
-_TIMES: Final = (DELAY_SEC, DELAY_MS, DELIVER_MS)
+_TIMES: Final = (PropertyName.TIMER_DELAY_SEC, PropertyName.TIMER_DELAY_MS, PropertyName.TIMER_DELIVER_MS)
 
 
 class TimerRefusedError(MessageIllegalError):
@@ -34,9 +23,13 @@ class TimerRefusedError(MessageIllegalError):
 
 def is_timed(properties: Mapping[str, str]) -> bool:
     """Return whether a message with these properties names a time; a delay level takes precedence."""
-    if DELAY_MS not in properties and DELIVER_MS not in properties and DELAY_SEC not in properties:
+    if (
+        PropertyName.TIMER_DELAY_MS not in properties
+        and PropertyName.TIMER_DELIVER_MS not in properties
+        and PropertyName.TIMER_DELAY_SEC not in properties
+    ):
         return False
-    return parse_level(properties.get(PROPERTY_DELAY)) <= 0 and OUT_MS not in properties
+    return parse_level(properties.get(PropertyName.DELAY)) <= 0 and PropertyName.TIMER_OUT_MS not in properties
 
 
 def without_time(message: Message) -> Message:
@@ -49,8 +42,8 @@ def without_time(message: Message) -> Message:
 def time_properties(message: Message) -> dict[str, str]:
     """Return the properties of 5.x for the delivery time that an application gave a message."""
     if message.deliver_at_ms is not None:
-        return {DELIVER_MS: str(message.deliver_at_ms)}
-    return {DELAY_MS: str(round(1000 * message.delay_s))} if message.delay_s else {}
+        return {PropertyName.TIMER_DELIVER_MS: str(message.deliver_at_ms)}
+    return {PropertyName.TIMER_DELAY_MS: str(round(1000 * message.delay_s))} if message.delay_s else {}
 
 
 def delete_key(topic: str, unique_key: str) -> str:
@@ -67,7 +60,11 @@ def deliver_time_ms(properties: Mapping[str, str], now_ms: int) -> int:
     Raises:
         TimerRefusedError: The time is not a number.
     """
-    for name, unit, begin in ((DELAY_SEC, 1000, now_ms), (DELAY_MS, 1, now_ms), (DELIVER_MS, 1, 0)):
+    for name, unit, begin in (
+        (PropertyName.TIMER_DELAY_SEC, 1000, now_ms),
+        (PropertyName.TIMER_DELAY_MS, 1, now_ms),
+        (PropertyName.TIMER_DELIVER_MS, 1, 0),
+    ):
         if name in properties:
             value = java_long(properties[name])
             if value is None:

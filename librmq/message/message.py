@@ -14,17 +14,7 @@ from typing import Any, Final, NamedTuple, NoReturn, TypedDict, Unpack
 from librmq.config import to_seconds
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.lang import java_int, string_hash, utf16_order
-from librmq.message.properties import (
-    PROPERTY_DELAY,
-    PROPERTY_KEYS,
-    PROPERTY_PRIORITY,
-    PROPERTY_TAGS,
-    PROPERTY_UNIQUE_KEY,
-    PROPERTY_WAIT,
-    RESERVED_PROPERTIES,
-    priority_of,
-    split_keys,
-)
+from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, priority_of, split_keys
 from librmq.message.stored_message import StoredMessage as StoredMessage
 from librmq.printable import shown_body
 
@@ -154,14 +144,14 @@ class Message:
             body = _as_bytes(body, _UNSET)
         stored = _user_properties(properties) if properties else {}
         if tags:
-            stored[PROPERTY_TAGS] = tags
+            stored[PropertyName.TAGS] = tags
         if keys:
             if isinstance(keys, str):
-                stored[PROPERTY_KEYS] = keys if keys.split() == [keys] else _joined((keys,))
+                stored[PropertyName.KEYS] = keys if keys.split() == [keys] else _joined((keys,))
             else:
-                stored[PROPERTY_KEYS] = _joined(keys)
+                stored[PropertyName.KEYS] = _joined(keys)
         if options and (unique_key := options.get("unique_key")):
-            stored[PROPERTY_UNIQUE_KEY] = unique_key
+            stored[PropertyName.UNIQUE_KEY] = unique_key
         if stored:
             try:
                 values = "".join(stored.values())
@@ -184,11 +174,11 @@ class Message:
         delay_level, wait_store_ok = options.get("delay_level"), options.get("wait_store_ok")
         priority = options.get("priority")
         if priority is not None:
-            self.properties[PROPERTY_PRIORITY] = _priority(priority)
+            self.properties[PropertyName.PRIORITY] = _priority(priority)
         if delay_level is not None:
-            self.properties[PROPERTY_DELAY] = str(_int32("delay_level", delay_level))
+            self.properties[PropertyName.DELAY] = str(_int32("delay_level", delay_level))
         if wait_store_ok is not None:
-            self.properties[PROPERTY_WAIT] = "true" if wait_store_ok else "false"
+            self.properties[PropertyName.WAIT] = "true" if wait_store_ok else "false"
         self.flag = _int32("flag", options.get("flag", 0))
         delay, deliver_at = options.get("delay"), options.get("deliver_at")
         if delay is not None or deliver_at is not None:
@@ -229,22 +219,22 @@ class Message:
     @property
     def tags(self) -> str | None:
         """The tag; RocketMQ names it in the plural."""
-        return self.properties.get(PROPERTY_TAGS)
+        return self.properties.get(PropertyName.TAGS)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The business keys of the message."""
-        return tuple(split_keys(self.properties.get(PROPERTY_KEYS)))
+        return tuple(split_keys(self.properties.get(PropertyName.KEYS)))
 
     @property
     def unique_key(self) -> str | None:
         """The unique id that a producer gave the message."""
-        return self.properties.get(PROPERTY_UNIQUE_KEY)
+        return self.properties.get(PropertyName.UNIQUE_KEY)
 
     @property
     def delay_level(self) -> int:
         """The delay level, 0 for none."""
-        return java_int(self.properties.get(PROPERTY_DELAY, "")) or 0
+        return java_int(self.properties.get(PropertyName.DELAY, "")) or 0
 
     @property
     def priority(self) -> int | None:
@@ -254,7 +244,7 @@ class Message:
     @property
     def wait_store_ok(self) -> bool:
         """Whether the acknowledgement waits until the message is as durable as the broker's settings promise."""
-        return self.properties.get(PROPERTY_WAIT, "true").lower() == "true"
+        return self.properties.get(PropertyName.WAIT, "true").lower() == "true"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):

@@ -14,63 +14,78 @@ from librmq.errors import MessageIllegalError
 from librmq.java.lang import hash_map_order, java_decode, java_int, string_hash
 from librmq.runtime.compiled_core import CORE
 
-PROPERTY_KEYS: Final = "KEYS"
-PROPERTY_TAGS: Final = "TAGS"
-PROPERTY_WAIT: Final = "WAIT"
-PROPERTY_DELAY: Final = "DELAY"
-PROPERTY_RETRY_TOPIC: Final = "RETRY_TOPIC"
-PROPERTY_REAL_TOPIC: Final = "REAL_TOPIC"
-PROPERTY_REAL_QUEUE_ID: Final = "REAL_QID"
-PROPERTY_TRANSACTION_PREPARED: Final = "TRAN_MSG"
-PROPERTY_PRODUCER_GROUP: Final = "PGROUP"
-PROPERTY_MIN_OFFSET: Final = "MIN_OFFSET"
-PROPERTY_MAX_OFFSET: Final = "MAX_OFFSET"
-PROPERTY_BUYER_ID: Final = "BUYER_ID"
-PROPERTY_ORIGIN_MESSAGE_ID: Final = "ORIGIN_MESSAGE_ID"
-PROPERTY_TRANSFER_FLAG: Final = "TRANSFER_FLAG"
-PROPERTY_CORRECTION_FLAG: Final = "CORRECTION_FLAG"
-PROPERTY_MQ2_FLAG: Final = "MQ2_FLAG"
-PROPERTY_RECONSUME_TIME: Final = "RECONSUME_TIME"
-PROPERTY_MSG_REGION: Final = "MSG_REGION"
-PROPERTY_TRACE_SWITCH: Final = "TRACE_ON"
-PROPERTY_TRACE_CONTEXT: Final = "TRACE_CONTEXT"
-"""The trace that a message belongs to, as a client of 5.x names it. Users may set and read it."""
-PROPERTY_UNIQUE_KEY: Final = "UNIQ_KEY"
-PROPERTY_MAX_RECONSUME_TIMES: Final = "MAX_RECONSUME_TIMES"
-PROPERTY_DEAD_LETTER_CAUSE: Final = "DEAD_LETTER_CAUSE"
-"""Property of librmq's own: the exception for which a consumer gave up a message."""
-PROPERTY_RESENT_LETTER: Final = "RESENT_LETTER"
-"""Property of librmq's own: the dead letter that a message of a retry topic is a copy of."""
-PROPERTY_CONSUME_START_TIME: Final = "CONSUME_START_TIME"
-PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET: Final = "TRAN_PREPARED_QUEUE_OFFSET"
-PROPERTY_TRANSACTION_CHECK_TIMES: Final = "TRANSACTION_CHECK_TIMES"
-PROPERTY_CHECK_IMMUNITY_TIME: Final = "CHECK_IMMUNITY_TIME_IN_SECONDS"
-PROPERTY_INSTANCE_ID: Final = "INSTANCE_ID"
-PROPERTY_CORRELATION_ID: Final = "CORRELATION_ID"
-PROPERTY_REPLY_TO_CLIENT: Final = "REPLY_TO_CLIENT"
-PROPERTY_TTL: Final = "TTL"
-PROPERTY_ARRIVE_TIME: Final = "ARRIVE_TIME"
-PROPERTY_PUSH_REPLY_TIME: Final = "PUSH_REPLY_TIME"
-PROPERTY_CLUSTER: Final = "CLUSTER"
-PROPERTY_MESSAGE_TYPE: Final = "MSG_TYPE"
-PROPERTY_PRIORITY: Final = "_SYS_MSG_PRIORITY_"
-"""The priority of a message, as of 5.4."""
-PROPERTY_SHARDING_KEY: Final = "__SHARDINGKEY"
-"""The message group of a client of 5.x."""
-PROPERTY_INNER_NUM: Final = "INNER_NUM"
-PROPERTY_INNER_MULTI_DISPATCH: Final = "INNER_MULTI_DISPATCH"
-PROPERTY_INNER_MULTI_QUEUE_OFFSET: Final = "INNER_MULTI_QUEUE_OFFSET"
+
+class PropertyName:
+    """The names of RocketMQ's own properties, and of librmq's."""
+
+    KEYS: Final = "KEYS"
+    TAGS: Final = "TAGS"
+    WAIT: Final = "WAIT"
+    DELAY: Final = "DELAY"
+    RETRY_TOPIC: Final = "RETRY_TOPIC"
+    REAL_TOPIC: Final = "REAL_TOPIC"
+    REAL_QUEUE_ID: Final = "REAL_QID"
+    TRANSACTION_PREPARED: Final = "TRAN_MSG"
+    PRODUCER_GROUP: Final = "PGROUP"
+    MIN_OFFSET: Final = "MIN_OFFSET"
+    MAX_OFFSET: Final = "MAX_OFFSET"
+    BUYER_ID: Final = "BUYER_ID"
+    ORIGIN_MESSAGE_ID: Final = "ORIGIN_MESSAGE_ID"
+    TRANSFER_FLAG: Final = "TRANSFER_FLAG"
+    CORRECTION_FLAG: Final = "CORRECTION_FLAG"
+    MQ2_FLAG: Final = "MQ2_FLAG"
+    RECONSUME_TIME: Final = "RECONSUME_TIME"
+    MSG_REGION: Final = "MSG_REGION"
+    TRACE_SWITCH: Final = "TRACE_ON"
+    TRACE_CONTEXT: Final = "TRACE_CONTEXT"
+    """The trace that a message belongs to, as a client of 5.x names it. Users may set and read it."""
+    UNIQUE_KEY: Final = "UNIQ_KEY"
+    MAX_RECONSUME_TIMES: Final = "MAX_RECONSUME_TIMES"
+    DEAD_LETTER_CAUSE: Final = "DEAD_LETTER_CAUSE"
+    """Property of librmq's own: the exception for which a consumer gave up a message."""
+    RESENT_LETTER: Final = "RESENT_LETTER"
+    """Property of librmq's own: the dead letter that a message of a retry topic is a copy of."""
+    CONSUME_START_TIME: Final = "CONSUME_START_TIME"
+    TRANSACTION_PREPARED_QUEUE_OFFSET: Final = "TRAN_PREPARED_QUEUE_OFFSET"
+    TRANSACTION_CHECK_TIMES: Final = "TRANSACTION_CHECK_TIMES"
+    CHECK_IMMUNITY_TIME: Final = "CHECK_IMMUNITY_TIME_IN_SECONDS"
+    INSTANCE_ID: Final = "INSTANCE_ID"
+    CORRELATION_ID: Final = "CORRELATION_ID"
+    REPLY_TO_CLIENT: Final = "REPLY_TO_CLIENT"
+    TTL: Final = "TTL"
+    ARRIVE_TIME: Final = "ARRIVE_TIME"
+    PUSH_REPLY_TIME: Final = "PUSH_REPLY_TIME"
+    CLUSTER: Final = "CLUSTER"
+    MESSAGE_TYPE: Final = "MSG_TYPE"
+    PRIORITY: Final = "_SYS_MSG_PRIORITY_"
+    """The priority of a message, as of 5.4."""
+    SHARDING_KEY: Final = "__SHARDINGKEY"
+    """The message group of a client of 5.x."""
+    INNER_NUM: Final = "INNER_NUM"
+    INNER_MULTI_DISPATCH: Final = "INNER_MULTI_DISPATCH"
+    INNER_MULTI_QUEUE_OFFSET: Final = "INNER_MULTI_QUEUE_OFFSET"
+    TIMER_DELAY_SEC: Final = "TIMER_DELAY_SEC"
+    TIMER_DELAY_MS: Final = "TIMER_DELAY_MS"
+    TIMER_DELIVER_MS: Final = "TIMER_DELIVER_MS"
+    TIMER_OUT_MS: Final = "TIMER_OUT_MS"
+    TIMER_ENQUEUE_MS: Final = "TIMER_ENQUEUE_MS"
+    TIMER_DEQUEUE_MS: Final = "TIMER_DEQUEUE_MS"
+    TIMER_ROLL_TIMES: Final = "TIMER_ROLL_TIMES"
+    TIMER_DELETE_KEY: Final = "TIMER_DEL_UNIQKEY"
+    TIMER_DELETES_EARLIER: Final = "TIMER_DEL_EARLIER"
+    """In deleting messages of librmq, which 5.x ignores."""
+
 
 # fmt: off
 RESERVED_PROPERTIES: Final = frozenset((
-    PROPERTY_KEYS, PROPERTY_TAGS, PROPERTY_WAIT, PROPERTY_DELAY, PROPERTY_RETRY_TOPIC, PROPERTY_REAL_TOPIC,
-    PROPERTY_REAL_QUEUE_ID, PROPERTY_TRANSACTION_PREPARED, PROPERTY_PRODUCER_GROUP, PROPERTY_MIN_OFFSET,
-    PROPERTY_MAX_OFFSET, PROPERTY_BUYER_ID, PROPERTY_ORIGIN_MESSAGE_ID, PROPERTY_TRANSFER_FLAG,
-    PROPERTY_CORRECTION_FLAG, PROPERTY_MQ2_FLAG, PROPERTY_RECONSUME_TIME, PROPERTY_MSG_REGION,
-    PROPERTY_TRACE_SWITCH, PROPERTY_UNIQUE_KEY, PROPERTY_MAX_RECONSUME_TIMES, PROPERTY_CONSUME_START_TIME,
-    PROPERTY_INSTANCE_ID, PROPERTY_CORRELATION_ID, PROPERTY_REPLY_TO_CLIENT, PROPERTY_TTL, PROPERTY_ARRIVE_TIME,
-    PROPERTY_PUSH_REPLY_TIME, PROPERTY_CLUSTER, PROPERTY_MESSAGE_TYPE, PROPERTY_INNER_MULTI_QUEUE_OFFSET,
-    PROPERTY_PRIORITY,
+    PropertyName.KEYS, PropertyName.TAGS, PropertyName.WAIT, PropertyName.DELAY, PropertyName.RETRY_TOPIC,
+    PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID, PropertyName.TRANSACTION_PREPARED, PropertyName.PRODUCER_GROUP,
+    PropertyName.MIN_OFFSET, PropertyName.MAX_OFFSET, PropertyName.BUYER_ID, PropertyName.ORIGIN_MESSAGE_ID,
+    PropertyName.TRANSFER_FLAG, PropertyName.CORRECTION_FLAG, PropertyName.MQ2_FLAG, PropertyName.RECONSUME_TIME,
+    PropertyName.MSG_REGION, PropertyName.TRACE_SWITCH, PropertyName.UNIQUE_KEY, PropertyName.MAX_RECONSUME_TIMES,
+    PropertyName.CONSUME_START_TIME, PropertyName.INSTANCE_ID, PropertyName.CORRELATION_ID,
+    PropertyName.REPLY_TO_CLIENT, PropertyName.TTL, PropertyName.ARRIVE_TIME, PropertyName.PUSH_REPLY_TIME,
+    PropertyName.CLUSTER, PropertyName.MESSAGE_TYPE, PropertyName.INNER_MULTI_QUEUE_OFFSET, PropertyName.PRIORITY,
 ))
 # fmt: on
 """Names that users' properties must not have."""
@@ -78,7 +93,7 @@ RESERVED_PROPERTIES: Final = frozenset((
 
 def priority_of(properties: Mapping[str, str]) -> int | None:
     """Return the priority of a message, which names its queue; None without one. Mirrors 5.4's ``getPriority``."""
-    priority = java_int(properties.get(PROPERTY_PRIORITY, ""))
+    priority = java_int(properties.get(PropertyName.PRIORITY, ""))
     return priority if priority is not None and priority >= 0 else None
 
 

@@ -45,7 +45,7 @@ from librmq.errors import BodyChecksumError, BodyCompressionError, MessageIllega
 from librmq.java.lang import java_decode, java_int
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import Host, decode_host, encode_host
-from librmq.message.properties import PROPERTY_DELAY, find_property
+from librmq.message.properties import PropertyName, find_property
 from librmq.runtime import lazy_numpy as np
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ _AFTER_HOSTS: Final = struct.Struct(
 _BLANK_MAGIC_BYTES: Final = BLANK_MAGIC.to_bytes(4, "big")
 _SCHEDULE_TOPIC_BYTES: Final = SCHEDULE_TOPIC.encode()
 _SCHEDULE_TOPIC_SIZE: Final = len(SCHEDULE_TOPIC)
-_DELAY_BYTES: Final = PROPERTY_DELAY.encode()
+_DELAY_BYTES: Final = PropertyName.DELAY.encode()
 
 
 # ---------------------------------------------------------------------------------------------------- records

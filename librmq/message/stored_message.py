@@ -10,16 +10,7 @@ from typing import Any, Final, Self, overload
 from librmq.errors import MalformedError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message.ids import Host, decode_host
-from librmq.message.properties import (
-    PROPERTY_KEYS,
-    PROPERTY_TAGS,
-    PROPERTY_UNIQUE_KEY,
-    decode_properties,
-    find_property,
-    priority_of,
-    split_keys,
-    tags_code,
-)
+from librmq.message.properties import PropertyName, decode_properties, find_property, priority_of, split_keys, tags_code
 from librmq.message.record import (
     BODY_AT,
     BODY_CRC_AT,
@@ -55,9 +46,9 @@ _UNSIGNED: Final = struct.Struct(">I")
 _LONG: Final = struct.Struct(">q")
 _AFTER_HOSTS: Final = struct.Struct(f">{LAYOUT['reconsume_times']}{LAYOUT['prepared_offset']}")
 
-_KEYS: Final = PROPERTY_KEYS.encode()
-_TAGS: Final = PROPERTY_TAGS.encode()
-_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY.encode()
+_KEYS: Final = PropertyName.KEYS.encode()
+_TAGS: Final = PropertyName.TAGS.encode()
+_UNIQUE_KEY: Final = PropertyName.UNIQUE_KEY.encode()
 
 
 class StoredMessage(StoredState):

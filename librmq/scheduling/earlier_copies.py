@@ -12,15 +12,14 @@ from typing import Final
 
 from librmq.errors import CorruptionError, RecordError
 from librmq.message import StoredMessage
-from librmq.message.delivery_times import ROLL_TIMES
-from librmq.message.properties import PROPERTY_REAL_TOPIC
+from librmq.message.properties import PropertyName
 from librmq.runtime.event_log import EventLog
 from librmq.store import MessageStore
 
 _log = EventLog("librmq.delay")
 
 _MAX_RECORDS: Final = 4096
-_ROUTE_PROPERTIES: Final = (ROLL_TIMES, PROPERTY_REAL_TOPIC)
+_ROUTE_PROPERTIES: Final = (PropertyName.TIMER_ROLL_TIMES, PropertyName.REAL_TOPIC)
 """Properties that differ between records on different routes, such as the retries of two groups in one queue."""
 
 

@@ -18,14 +18,7 @@ from librmq.config import Between, Config, Seconds, check_now
 from librmq.errors import LASTING, MessageIllegalError, RmqError
 from librmq.java.lang import java_int, java_long
 from librmq.message import StoredMessage
-from librmq.message.properties import (
-    PROPERTY_CHECK_IMMUNITY_TIME,
-    PROPERTY_PRODUCER_GROUP,
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_TRANSACTION_CHECK_TIMES,
-    PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
-    PROPERTY_WAIT,
-)
+from librmq.message.properties import PropertyName
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
@@ -42,8 +35,8 @@ OP_TAG: Final = "d"
 """The tag of every op message."""
 HALF_SEPARATOR: Final = ","
 """Stands behind each queue offset in an op message of 5.x."""
-_CHECK_TIMES: Final = PROPERTY_TRANSACTION_CHECK_TIMES
-_PREPARED_AT: Final = PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET
+_CHECK_TIMES: Final = PropertyName.TRANSACTION_CHECK_TIMES
+_PREPARED_AT: Final = PropertyName.TRANSACTION_PREPARED_QUEUE_OFFSET
 
 
 class TransactionOffsets(Protocol):
@@ -92,7 +85,7 @@ def transaction_of(half: StoredMessage) -> tuple[object, ...]:
         return (half.physical_offset,)
     # A digest in place of the body, because callers keep this of many halves.
     body = hashlib.blake2b(half.stored_body, digest_size=16).digest()
-    return (half.unique_key, body, *map(half.properties.get, (PROPERTY_PRODUCER_GROUP, PROPERTY_REAL_TOPIC)))
+    return (half.unique_key, body, *map(half.properties.get, (PropertyName.PRODUCER_GROUP, PropertyName.REAL_TOPIC)))
 
 
 class EndedHalves:
@@ -213,7 +206,7 @@ class CheckBack(NamedTuple):
     @property
     def topic(self) -> str:
         """The message's own topic."""
-        return self.half.properties.get(PROPERTY_REAL_TOPIC, "")
+        return self.half.properties.get(PropertyName.REAL_TOPIC, "")
 
 
 class Checked(NamedTuple):
@@ -462,7 +455,7 @@ class HalfCheck:
             return self._discard(half, properties)
         if half.store_timestamp_ms >= current.start_ms:
             return False
-        immunity = properties.get(PROPERTY_CHECK_IMMUNITY_TIME)
+        immunity = properties.get(PropertyName.CHECK_IMMUNITY_TIME)
         if immunity is None:
             if 0 <= age_ms < round(1000 * config.timeout_s):
                 return False
@@ -491,7 +484,7 @@ class HalfCheck:
                 return False
             if queue_offset in self._ended:
                 return True
-        properties[PROPERTY_WAIT] = "false"
+        properties[PropertyName.WAIT] = "false"
         properties.setdefault(_PREPARED_AT, str(half.queue_offset))
         self._append_copy(half, properties)
         return True
@@ -500,7 +493,7 @@ class HalfCheck:
         self, current: _Pass, half: StoredMessage, properties: dict[str, str], check_times: int, now_ms: int
     ) -> bool:
         """Append a copy of a half and ask about it; return False if no producer can be asked, which ends the pass."""
-        group = properties.get(PROPERTY_PRODUCER_GROUP, "")
+        group = properties.get(PropertyName.PRODUCER_GROUP, "")
         if self._is_reachable is not None and not self._is_reachable(group):
             if not self._has_reachable_ahead(current, now_ms, self._is_reachable):
                 return False  # nothing is written for halves that all wait for a producer
@@ -527,7 +520,7 @@ class HalfCheck:
             batch = self._store.read(HALF_TOPIC, QUEUE, queue_offset, 1)
             if not batch.messages or 0 <= now_ms - batch.messages[0].born_timestamp_ms < timeout_ms:
                 return False
-            if is_reachable(batch.messages[0].properties.get(PROPERTY_PRODUCER_GROUP, "")):
+            if is_reachable(batch.messages[0].properties.get(PropertyName.PRODUCER_GROUP, "")):
                 current.reachable_at = queue_offset
                 return True
         return False
@@ -565,7 +558,7 @@ class HalfCheck:
             "the half message at queue offset %(queue_offset)d, for topic %(target_topic)s, is discarded after "
             "%(checks)d checks",
             queue_offset=half.queue_offset,
-            target_topic=properties.get(PROPERTY_REAL_TOPIC),
+            target_topic=properties.get(PropertyName.REAL_TOPIC),
             checks=check_times,
             topic=HALF_TOPIC,
             queue_id=half.queue_id,

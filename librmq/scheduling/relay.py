@@ -19,7 +19,7 @@ from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
 from librmq.java.lang import java_int, java_long
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, StoredMessage
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC
+from librmq.message.properties import PropertyName
 from librmq.message.topics import HOP_TOPIC, validate_topic
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
@@ -38,7 +38,7 @@ TARGET_TOPIC: Final = "SCHEDULE_TARGET_TOPIC"
 TARGET_QUEUE_ID: Final = "SCHEDULE_TARGET_QID"
 
 _HOP_PROPERTIES: Final = frozenset(
-    (TARGET_MS, TARGET_TOPIC, TARGET_QUEUE_ID, PROPERTY_DELAY, PROPERTY_REAL_TOPIC, PROPERTY_REAL_QUEUE_ID)
+    (TARGET_MS, TARGET_TOPIC, TARGET_QUEUE_ID, PropertyName.DELAY, PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID)
 )
 _QUEUE: Final = 0
 _READ: Final = 32
@@ -67,7 +67,7 @@ def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
         MessageIllegalError: The topic is invalid, or the message also has a delay level.
     """
     validate_topic(message.topic)
-    if PROPERTY_DELAY in message.properties:
+    if PropertyName.DELAY in message.properties:
         raise MessageIllegalError("delay level: expected none for a message with a delivery time")
     relayed = Message(HOP_TOPIC, message.body, flag=message.flag)
     relayed.properties = {
@@ -195,7 +195,7 @@ class HopProxy:
                 result = self._store.appender.append_again(message, topic, queue_id, new_properties)
             else:
                 level = best_level(target_ms - now_ms, self._store.levels)
-                new_properties = {**properties, PROPERTY_DELAY: str(level)}
+                new_properties = {**properties, PropertyName.DELAY: str(level)}
                 result = self._store.appender.append_again(message, HOP_TOPIC, _QUEUE, new_properties)
         except MessageIllegalError as error:
             _log.error(
@@ -215,5 +215,5 @@ class HopProxy:
 def _was_sent_on(copy: StoredMessage, topic: str, queue_id: int) -> bool:
     """Return whether a record is a hop, or the delivery to this queue."""
     if copy.topic == SCHEDULE_TOPIC:
-        return copy.properties.get(PROPERTY_REAL_TOPIC) == HOP_TOPIC
+        return copy.properties.get(PropertyName.REAL_TOPIC) == HOP_TOPIC
     return copy.topic == topic and copy.queue_id == queue_id

@@ -35,8 +35,8 @@ from librmq.files import Files
 from librmq.java.lang import java_int, java_long, string_hash
 from librmq.message import Message, StoredMessage, record
 from librmq.message.delays import SCHEDULE_TOPIC, parse_level
-from librmq.message.delivery_times import DELETE_KEY, DEQUEUE_MS, ENQUEUE_MS, OUT_MS, ROLL_TIMES, is_timed, without_time
-from librmq.message.properties import PROPERTY_DELAY, PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, encode_properties
+from librmq.message.delivery_times import is_timed, without_time
+from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC, validate_topic
 from librmq.runtime import StateLog
 from librmq.runtime.event_log import EventLog
@@ -178,7 +178,7 @@ class Timers:
         """
         sys_flag = fields.get("sys_flag", 0) & record.TRANSACTION_MASK
         properties = message.properties
-        if parse_level(properties.get(PROPERTY_DELAY)) > 0:
+        if parse_level(properties.get(PropertyName.DELAY)) > 0:
             return self._store.append(without_time(message), queue_id, **fields)
         if sys_flag in (0, record.TRANSACTION_COMMIT) and message.topic != TIMER_TOPIC and is_timed(properties):
             fields.pop("properties_raw", None)
@@ -209,9 +209,9 @@ class Timers:
         waiting = Message(TIMER_TOPIC, message.body, flag=message.flag)
         waiting.properties = {
             **message.properties,
-            OUT_MS: str(out_ms),
-            PROPERTY_REAL_TOPIC: message.topic,
-            PROPERTY_REAL_QUEUE_ID: str(queue_id),
+            PropertyName.TIMER_OUT_MS: str(out_ms),
+            PropertyName.REAL_TOPIC: message.topic,
+            PropertyName.REAL_QUEUE_ID: str(queue_id),
         }
         return waiting
 
@@ -285,7 +285,7 @@ class Timers:
         for unit in self._slots.units(time_ms):
             if unit.magic & TimerLog.DELETE and not unit.magic & TimerLog.ROLL:
                 message = self._message(unit.physical_offset, unit.message_size)
-                if message is not None and DELETE_KEY in message.properties:
+                if message is not None and PropertyName.TIMER_DELETE_KEY in message.properties:
                     deletions.append(message)
             else:
                 units.extend((unit.physical_offset, unit.message_size, unit.write_time_ms, unit.magic))
@@ -299,7 +299,7 @@ class Timers:
         if message is None:
             return
         rolls = bool(magic & TimerLog.ROLL)
-        out_ms = java_long(message.properties.get(OUT_MS, "")) or 0
+        out_ms = java_long(message.properties.get(PropertyName.TIMER_OUT_MS, "")) or 0
         if message.topic != TIMER_TOPIC or (not rolls and self._floor(out_ms) > slot.time_ms):
             # A crash lost the message of this unit. The message at its place has its own unit.
             _log.error(
@@ -308,7 +308,7 @@ class Timers:
             )
             return
         if slot.deleted and not rolls and message.unique_key:
-            topic = message.properties.get(PROPERTY_REAL_TOPIC, "")
+            topic = message.properties.get(PropertyName.REAL_TOPIC, "")
             if physical_offset < deletion_end(slot.deleted, topic, message.unique_key):
                 return
         self._deliver_message(message, write_time_ms, rolls, now_ms)
@@ -317,18 +317,18 @@ class Timers:
         if self._is_cancelled(message, now_ms):
             self._progress.changes += 1
             return
-        properties = {**message.properties, ENQUEUE_MS: str(enqueue_ms)}
+        properties = {**message.properties, PropertyName.TIMER_ENQUEUE_MS: str(enqueue_ms)}
         topic, queue_id = message.topic, message.queue_id
         if rolls:
-            times = java_int(properties.get(ROLL_TIMES, "0"))
-            properties[ROLL_TIMES] = str((times or 0) + 1)
-        elif DELETE_KEY in properties:
+            times = java_int(properties.get(PropertyName.TIMER_ROLL_TIMES, "0"))
+            properties[PropertyName.TIMER_ROLL_TIMES] = str((times or 0) + 1)
+        elif PropertyName.TIMER_DELETE_KEY in properties:
             return
         else:
-            topic = properties.get(PROPERTY_REAL_TOPIC, "")
-            real_queue_id = java_int(properties.get(PROPERTY_REAL_QUEUE_ID, ""))
+            topic = properties.get(PropertyName.REAL_TOPIC, "")
+            real_queue_id = java_int(properties.get(PropertyName.REAL_QUEUE_ID, ""))
             queue_id = -1 if real_queue_id is None else real_queue_id
-        properties[DEQUEUE_MS] = str(now_ms)
+        properties[PropertyName.TIMER_DEQUEUE_MS] = str(now_ms)
         try:
             if not rolls and topic in (TIMER_TOPIC, SCHEDULE_TOPIC, HALF_TOPIC):
                 raise MessageIllegalError(f"REAL_TOPIC: expected a topic for delivery, found {topic}")
@@ -345,10 +345,13 @@ class Timers:
 
     def _was_delivered(self, message: StoredMessage, topic: str, properties: Mapping[str, str]) -> bool:
         """Return whether the log shows that an earlier run delivered or rolled a message."""
-        rolls = properties.get(ROLL_TIMES)
+        rolls = properties.get(PropertyName.TIMER_ROLL_TIMES)
 
         def is_copy(copy: StoredMessage) -> bool:
-            return DEQUEUE_MS in copy.properties and copy.properties.get(ROLL_TIMES) == rolls
+            return (
+                PropertyName.TIMER_DEQUEUE_MS in copy.properties
+                and copy.properties.get(PropertyName.TIMER_ROLL_TIMES) == rolls
+            )
 
         return self._earlier.has(message, (topic,), is_copy)
 
@@ -412,9 +415,11 @@ class Timers:
 
     def _fill(self, message: StoredMessage, now_ms: int) -> None:
         properties = message.properties
-        out_ms = java_long(properties.get(OUT_MS, ""))
+        out_ms = java_long(properties.get(PropertyName.TIMER_OUT_MS, ""))
         if out_ms is None:
-            error = MessageIllegalError(f"{OUT_MS}: expected a time, found {properties.get(OUT_MS)!r:.80}")
+            error = MessageIllegalError(
+                f"{PropertyName.TIMER_OUT_MS}: expected a time, found {properties.get(PropertyName.TIMER_OUT_MS)!r:.80}"
+            )
             self._drop(message.queue_offset, message.physical_offset, error)
             return
         write_ms, precision_ms = self._write_ms, self._precision_ms
@@ -427,7 +432,7 @@ class Timers:
             magic |= TimerLog.ROLL
             nearly = out_ms - write_ms - window_ms < slots // 3 * precision_ms  # leave enough time to the next turn
             out_ms = write_ms + (slots // 2 if nearly else slots) * precision_ms
-        if DELETE_KEY in properties:
+        if PropertyName.TIMER_DELETE_KEY in properties:
             magic |= TimerLog.DELETE
         self._slots.add_unit(
             out_ms,
@@ -435,7 +440,7 @@ class Timers:
             magic,
             message.physical_offset,
             message.size,
-            string_hash(properties.get(PROPERTY_REAL_TOPIC, "")),
+            string_hash(properties.get(PropertyName.REAL_TOPIC, "")),
             starts_empty=self._emptying is not None and self._emptying.time_ms == out_ms,
         )
 
@@ -483,7 +488,7 @@ class Timers:
             for at in range(len(slot.units) - 4, -1, -4):
                 message = self._message(slot.units[at], slot.units[at + 1])
                 if message is not None:
-                    yield java_long(message.properties.get(OUT_MS, "")) or 0, message
+                    yield java_long(message.properties.get(PropertyName.TIMER_OUT_MS, "")) or 0, message
 
 
 def _encoded(properties: Mapping[str, str]) -> bytes:

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final, Self
 from librmq.config import Between, Config, Seconds
 from librmq.files import Files
 from librmq.message import StoredMessage
-from librmq.message.delivery_times import DELETE_KEY, DELETES_EARLIER, TimerRefusedError, delete_key, deliver_time_ms
+from librmq.message.delivery_times import TimerRefusedError, delete_key, deliver_time_ms
+from librmq.message.properties import PropertyName
 from librmq.store.format.timerfiles import TimerLog, TimerWheel
 
 _BLANK_SLOTS: Final = 60
@@ -81,8 +82,8 @@ def deleted_before(deletions: Iterable[StoredMessage]) -> dict[str, int]:
     """
     ends: dict[str, int] = {}
     for deletion in deletions:
-        name = deletion.properties.get(DELETE_KEY, "")
-        end = deletion.physical_offset if DELETES_EARLIER in deletion.properties else _END
+        name = deletion.properties.get(PropertyName.TIMER_DELETE_KEY, "")
+        end = deletion.physical_offset if PropertyName.TIMER_DELETES_EARLIER in deletion.properties else _END
         ends[name] = max(end, ends.get(name, 0))
     return ends
 
@@ -100,7 +101,7 @@ def out_time_ms(properties: Mapping[str, str], now_ms: int, config: TimerConfig)
     """
     deliver_ms = deliver_time_ms(properties, now_ms)
     if deliver_ms <= now_ms:
-        if DELETE_KEY in properties:
+        if PropertyName.TIMER_DELETE_KEY in properties:
             raise TimerRefusedError("the message to delete is already due")
         return None
     if deliver_ms - now_ms > 1000 * config.timer_max_delay_sec:

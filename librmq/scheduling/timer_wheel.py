@@ -19,8 +19,8 @@ import numpy.typing as npt
 from librmq.files import Files
 from librmq.java.lang import java_long, string_hash
 from librmq.message import StoredMessage
-from librmq.message.delivery_times import DELETE_KEY, OUT_MS, delete_key
-from librmq.message.properties import PROPERTY_REAL_TOPIC
+from librmq.message.delivery_times import delete_key
+from librmq.message.properties import PropertyName
 from librmq.message.topics import TIMER_TOPIC
 from librmq.runtime import ProgressSaver
 from librmq.runtime.event_log import EventLog
@@ -342,12 +342,12 @@ def waiting_timers(store: MessageStore, topics: Collection[str] | None = None) -
     else:
         timers = _waiting_in_files(store, None if topics is None else [string_hash(topic) for topic in topics])
     for due_ms, message in timers:
-        if topics is None or message.properties.get(PROPERTY_REAL_TOPIC) in topics:
+        if topics is None or message.properties.get(PropertyName.REAL_TOPIC) in topics:
             yield due_ms, message
 
 
 def _due_ms(message: StoredMessage) -> int:
-    return java_long(message.properties.get(OUT_MS, "0")) or 0
+    return java_long(message.properties.get(PropertyName.TIMER_OUT_MS, "0")) or 0
 
 
 def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iterator[tuple[int, StoredMessage]]:
@@ -357,7 +357,7 @@ def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iter
         log = TimerLog(store.path, size, files=store.files, writable=False)
         yield from _waiting_in_the_wheel(store, checkpoint, log, hashes)
     for message in store.messages(TIMER_TOPIC, 0, checkpoint.queue_offset):
-        if DELETE_KEY not in message.properties:
+        if PropertyName.TIMER_DELETE_KEY not in message.properties:
             yield _due_ms(message), message
 
 
@@ -367,11 +367,11 @@ def _waiting_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int,
     names: dict[str, str | int] = {}  # of waiting messages by their unique keys
     for message in store.messages(TIMER_TOPIC, 0, 0):
         properties = message.properties
-        deleted = properties.get(DELETE_KEY)
+        deleted = properties.get(PropertyName.TIMER_DELETE_KEY)
         if deleted is not None:
             waiting.pop(names.get(deleted, deleted), None)
             continue
-        key, topic = message.unique_key, properties.get(PROPERTY_REAL_TOPIC, "")
+        key, topic = message.unique_key, properties.get(PropertyName.REAL_TOPIC, "")
         name = message.physical_offset if key is None else delete_key(topic, key)
         waiting.pop(name, None)  # a message far ahead comes again from time to time
         due_ms = _due_ms(message)
@@ -406,7 +406,7 @@ def _waiting_in_the_wheel(
         deletions = [message for _, message in _messages_of_slot(store, log, deletes)]
         deleted = deleted_before(deletions)
         for magic, message in _messages_of_slot(store, log, units[begin:end, 1][magics & TimerLog.DELETE == 0]):
-            key, topic = message.unique_key, message.properties.get(PROPERTY_REAL_TOPIC, "")
+            key, topic = message.unique_key, message.properties.get(PropertyName.REAL_TOPIC, "")
             is_kept = magic & TimerLog.ROLL or key is None or not deleted
             if is_kept or message.physical_offset >= deletion_end(deleted, topic, key or ""):
                 yield _due_ms(message), message

@@ -33,13 +33,8 @@ from librmq.files import Files
 from librmq.java.lang import java_int, java_long
 from librmq.message import StoredMessage, record
 from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message.delivery_times import DELETE_KEY, OUT_MS, ROLL_TIMES, deliver_time_ms
-from librmq.message.properties import (
-    PROPERTY_REAL_QUEUE_ID,
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_TRANSACTION_CHECK_TIMES,
-    PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
-)
+from librmq.message.delivery_times import deliver_time_ms
+from librmq.message.properties import PropertyName
 from librmq.message.topics import (
     DEAD_LETTER_PREFIX,
     HALF_TOPIC,
@@ -71,7 +66,7 @@ class Destination(NamedTuple):
 def destination_of(message: StoredMessage) -> Destination:
     """Return where a record that waits, or an undecided half message, goes in the end."""
     properties = message.properties
-    topic, queue_id = properties.get(PROPERTY_REAL_TOPIC, ""), properties.get(PROPERTY_REAL_QUEUE_ID)
+    topic, queue_id = properties.get(PropertyName.REAL_TOPIC, ""), properties.get(PropertyName.REAL_QUEUE_ID)
     if HOP_TOPIC in (topic, message.topic):
         topic, queue_id = properties.get(TARGET_TOPIC, ""), properties.get(TARGET_QUEUE_ID)
     return Destination(topic, java_int(queue_id or "0") or 0)
@@ -86,7 +81,10 @@ def awaited_queues(store: MessageStore, next_delayed: Callable[[int], int]) -> I
         if topic in (*WAITING_TOPICS, HALF_TOPIC):
             begin = next_delayed(level_of_queue_id(queue_id)) if topic == SCHEDULE_TOPIC else 0
             for message in store.messages(topic, queue_id, begin):
-                if DELETE_KEY not in message.properties and (destination := destination_of(message)).topic:
+                if (
+                    PropertyName.TIMER_DELETE_KEY not in message.properties
+                    and (destination := destination_of(message)).topic
+                ):
                     yield destination
 
 
@@ -96,12 +94,12 @@ def own_time_ms(message: StoredMessage) -> int | None:
     A message that a timer has moved on and that names a delay waits at most a second longer than this.
     """
     properties = message.properties
-    if HOP_TOPIC in (properties.get(PROPERTY_REAL_TOPIC), message.topic):
+    if HOP_TOPIC in (properties.get(PropertyName.REAL_TOPIC), message.topic):
         return java_long(properties.get(TARGET_MS, ""))
     if message.topic != TIMER_TOPIC:
         return None
-    out_ms = java_long(properties.get(OUT_MS, "0")) or 0
-    if ROLL_TIMES in properties:  # its store time is not that of the send
+    out_ms = java_long(properties.get(PropertyName.TIMER_OUT_MS, "0")) or 0
+    if PropertyName.TIMER_ROLL_TIMES in properties:  # its store time is not that of the send
         return out_ms + PRECISION_MS
     return max(out_ms, deliver_time_ms(properties, message.store_timestamp_ms))
 
@@ -115,12 +113,12 @@ def sent_to(message: StoredMessage) -> Destination | None:
     is_made = (
         message.reconsume_times
         or message.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
-        or DELETE_KEY in properties
-        or ROLL_TIMES in properties
-        or PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET in properties
-        or PROPERTY_TRANSACTION_CHECK_TIMES in properties
+        or PropertyName.TIMER_DELETE_KEY in properties
+        or PropertyName.TIMER_ROLL_TIMES in properties
+        or PropertyName.TRANSACTION_PREPARED_QUEUE_OFFSET in properties
+        or PropertyName.TRANSACTION_CHECK_TIMES in properties
     )
-    real = properties.get(PROPERTY_REAL_TOPIC)
+    real = properties.get(PropertyName.REAL_TOPIC)
     if is_made or real == HOP_TOPIC:
         return None
     if topic in (SCHEDULE_TOPIC, TIMER_TOPIC, HALF_TOPIC) or (topic == HOP_TOPIC and real is None):

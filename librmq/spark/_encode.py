@@ -34,7 +34,7 @@ from librmq.java.lang import (
 )
 from librmq.message import Message, record
 from librmq.message.ids import encode_host, parse_host
-from librmq.message.properties import PROPERTY_KEYS, PROPERTY_TAGS, PROPERTY_UNIQUE_KEY, RESERVED_PROPERTIES, split_keys
+from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, split_keys
 from librmq.message.record import crc32
 from librmq.message.topics import is_system_topic, validate_queue, validate_topic
 from librmq.store.engine.store_parts import QueueName
@@ -52,7 +52,7 @@ COLUMNS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Columns of a written row, and their possible Spark types."""
 
-_OWN: Final = (("tags", PROPERTY_TAGS), ("keys", PROPERTY_KEYS), ("uniqueKey", PROPERTY_UNIQUE_KEY))
+_OWN: Final = (("tags", PropertyName.TAGS), ("keys", PropertyName.KEYS), ("uniqueKey", PropertyName.UNIQUE_KEY))
 _TAKEN: Final = frozenset(name for _, name in _OWN)
 _NO_TEXT: Final = "[\x01\x02]"
 _NOT_A_KEY: Final = r"^$|[\x09-\x0d\x1c-\x20\x{85}\p{Z}]"
@@ -131,7 +131,7 @@ class Encoder:
         parts += [bodies, topic_fields, _fixed(lengths), stored]
         joined = pc.binary_join_element_wise(*parts, b"")
         record_of_key, hashes = hash_keys(lanes, lane, reserved)
-        codes = tags_codes(reserved[PROPERTY_TAGS]).to_numpy(zero_copy_only=False)
+        codes = tags_codes(reserved[PropertyName.TAGS]).to_numpy(zero_copy_only=False)
         buffer = joined.buffers()[2] if rows else pa.py_buffer(b"")
         return Encoded(buffer.slice(0, int(sizes.sum())), sizes, lanes, lane, codes, record_of_key, hashes)
 
@@ -359,7 +359,7 @@ def hash_keys(
 ) -> tuple[Ints, Ints]:
     """Return the row of each key, ascending, and its hash in the index; the unique id first."""
     prefixes = np.array([string_hash(f"{topic}#") for topic, _ in lanes], np.int64)
-    uniques, keys = reserved[PROPERTY_UNIQUE_KEY], reserved[PROPERTY_KEYS]
+    uniques, keys = reserved[PropertyName.UNIQUE_KEY], reserved[PropertyName.KEYS]
     rows = len(lane)
     unique_rows = np.flatnonzero(uniques.is_valid().to_numpy(zero_copy_only=False))
     if (_bytes_of(keys) == 0x20).any():

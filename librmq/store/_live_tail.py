@@ -26,7 +26,7 @@ from librmq.files import File, Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message.batch import is_batch
-from librmq.message.properties import PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, split_keys
+from librmq.message.properties import PropertyName, split_keys
 from librmq.message.record import INNER_BATCH, SYS_FLAG_AT
 from librmq.message.topics import validate_queue
 from librmq.runtime import lazy_numpy as np
@@ -472,7 +472,7 @@ class LiveParts(FollowedParts):
                     self._new[topic, queue_id] = queue_offset, [entry]
         if is_indexed(sys_flag):
             get = message.properties.get
-            unique_key, keys = get(PROPERTY_UNIQUE_KEY), get(PROPERTY_KEYS)
+            unique_key, keys = get(PropertyName.UNIQUE_KEY), get(PropertyName.KEYS)
             if unique_key or keys:
                 self._index.unwritten.append(_Keys(place, message.store_timestamp_ms, topic, unique_key, keys))
 

@@ -30,7 +30,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.java.lang import java_decode, java_int
 from librmq.message import StoredMessage
 from librmq.message.batch import inner_messages
-from librmq.message.properties import PROPERTY_INNER_NUM, find_keys_and_tags
+from librmq.message.properties import PropertyName, find_keys_and_tags
 from librmq.message.record import FIXED_SIZE, INNER_BATCH
 from librmq.message.topics import validate_queue
 from librmq.store._live_tail import FLAG_AT, GLANCE, FollowedParts
@@ -342,4 +342,6 @@ def _batch_codes(raw: bytes) -> list[int]:
     try:
         return [message.tags_code for message in inner_messages(record)]
     except RecordError:
-        return [record.tags_code] * min(max(java_int(record.properties.get(PROPERTY_INNER_NUM, "1")) or 1, 1), 1 << 15)
+        return [record.tags_code] * min(
+            max(java_int(record.properties.get(PropertyName.INNER_NUM, "1")) or 1, 1), 1 << 15
+        )

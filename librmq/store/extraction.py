@@ -33,13 +33,7 @@ from librmq.files.interface import make_folders
 from librmq.message import StoredMessage, record
 from librmq.message.batch import inner_messages
 from librmq.message.delays import SCHEDULE_TOPIC, queue_id_of_level
-from librmq.message.properties import (
-    PROPERTY_CHECK_IMMUNITY_TIME,
-    PROPERTY_DEAD_LETTER_CAUSE,
-    PROPERTY_TRANSACTION_CHECK_TIMES,
-    PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
-    RESERVED_PROPERTIES,
-)
+from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, validate_queue
 from librmq.store._snapshots import KEPT_CONFIG, check_outside, copy_config, growing_store
 from librmq.store.engine.derivation import has_queue_entry
@@ -63,9 +57,9 @@ _MAX_DIGITS: Final = 20  # digits of a queue offset
 _LONG: Final = struct.Struct(">q")
 _OTHER_PROPERTIES: Final = frozenset(
     (
-        PROPERTY_CHECK_IMMUNITY_TIME,
-        PROPERTY_TRANSACTION_CHECK_TIMES,
-        PROPERTY_TRANSACTION_PREPARED_QUEUE_OFFSET,
+        PropertyName.CHECK_IMMUNITY_TIME,
+        PropertyName.TRANSACTION_CHECK_TIMES,
+        PropertyName.TRANSACTION_PREPARED_QUEUE_OFFSET,
         "1ST_POP_TIME",
         "INNER_MULTI_DISPATCH",
     )
@@ -283,7 +277,7 @@ def _redacted(raw: bytes, topic: str, redact: Collection[Redaction]) -> bytes:
 def _is_rocketmqs(name: bytes) -> bool:
     """Return whether RocketMQ gives the property a meaning; the cause of a dead letter is an application's text."""
     text = name.decode("utf-8", "replace")
-    return text != PROPERTY_DEAD_LETTER_CAUSE and (
+    return text != PropertyName.DEAD_LETTER_CAUSE and (
         text in RESERVED_PROPERTIES or text in _OTHER_PROPERTIES or text.startswith(("TIMER_", "__"))
     )
 

@@ -20,7 +20,7 @@ from librmq.clock import LAST_MS, ManualClock
 from librmq.config import to_seconds, wrong_kind
 from librmq.errors import EndlessLoopError, NotIdleError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
-from librmq.message.properties import PROPERTY_UNIQUE_KEY
+from librmq.message.properties import PropertyName
 from librmq.runtime import ManualRunner, Step, Work
 from librmq.runtime.runner import Turn
 from librmq.testing._process import A_PROCESS, LIBRARY, KitParts, Process, ProcessDied, ProcessStateError
@@ -205,7 +205,7 @@ class KitRunner(ManualRunner):
         """Note a message that the running listener keeps in an outbox; its cause is this listener, not the sender."""
         cause = self._cause()
         if cause is not None:
-            self._kept[properties[PROPERTY_UNIQUE_KEY]] = cause
+            self._kept[properties[PropertyName.UNIQUE_KEY]] = cause
 
     def _cause(self) -> tuple[int, str, tuple[str, int]] | None:
         """Return the length of the chain, the group and the message of the running listener; None without one."""

@@ -20,8 +20,8 @@ from librmq.clock import LAST_MS, SystemClock
 from librmq.config import to_seconds
 from librmq.errors import BrokerUnreachableError
 from librmq.message import MessageQueue, StoredMessage
-from librmq.message.delivery_times import DELETE_KEY
 from librmq.message.lag import queue_lag
+from librmq.message.properties import PropertyName
 from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
 from librmq.protocol import (
     Acknowledge,
@@ -143,7 +143,7 @@ class WireClient(Endpoint):
 
     def _send(self, request: SendMessage) -> SendResponse:
         kit, process, topic = self._kit, self.process, request.message.topic
-        if DELETE_KEY in request.message.properties:
+        if PropertyName.TIMER_DELETE_KEY in request.message.properties:
             self.note(f"recalls a message of {topic}")
             return self._kit.broker.call(request)
         due: threading.Event | None = None

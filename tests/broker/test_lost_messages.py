@@ -15,7 +15,7 @@ from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.files import MemoryFiles
 from librmq.message import Message
-from librmq.message.properties import PROPERTY_PRODUCER_GROUP, PROPERTY_TRANSACTION_PREPARED
+from librmq.message.properties import PropertyName
 from librmq.message.topics import HALF_TOPIC
 from librmq.protocol import Heartbeat, SendMessage, UpdateOffset
 from librmq.runtime.runner import ManualRunner
@@ -75,7 +75,7 @@ def test_messages_after_a_loss_are_all_consumed(tmp_path: Path, recovers_first: 
 
 def half(number: int) -> Message:
     message = Message("T", str(number).encode(), unique_key=f"{number:032X}")
-    message.properties |= {PROPERTY_TRANSACTION_PREPARED: "true", PROPERTY_PRODUCER_GROUP: "p"}
+    message.properties |= {PropertyName.TRANSACTION_PREPARED: "true", PropertyName.PRODUCER_GROUP: "p"}
     return message
 
 

@@ -15,13 +15,7 @@ from librmq.cli._json_rows import Row
 from librmq.errors import InputError, MalformedError, MessageIllegalError
 from librmq.message.ids import Host, parse_host
 from librmq.message.message import Message
-from librmq.message.properties import (
-    PROPERTY_DELAY,
-    PROPERTY_KEYS,
-    PROPERTY_TAGS,
-    PROPERTY_UNIQUE_KEY,
-    decode_properties,
-)
+from librmq.message.properties import PropertyName, decode_properties
 
 Fields = Mapping[str, Any]
 
@@ -119,12 +113,16 @@ def message(row: Fields, topic: str) -> Message:
     """Return the message of an operation, with text from ``body`` or bytes from ``body_b64``."""
     raw = optional_text(row, "propertiesString")
     values = properties(row) if raw is None else decode_properties(raw)
-    for name, property_name in (("tags", PROPERTY_TAGS), ("keys", PROPERTY_KEYS), ("uniqKey", PROPERTY_UNIQUE_KEY)):
+    for name, property_name in (
+        ("tags", PropertyName.TAGS),
+        ("keys", PropertyName.KEYS),
+        ("uniqKey", PropertyName.UNIQUE_KEY),
+    ):
         value = optional_text(row, name)
         if value is not None:
             values[property_name] = value
     if row.get("delayLevel") is not None:
-        values[PROPERTY_DELAY] = str(int32(row, "delayLevel"))
+        values[PropertyName.DELAY] = str(int32(row, "delayLevel"))
     result = Message(topic, _body(row), flag=int32(row, "flag", 0))
     if raw is None:
         check_separators(values)

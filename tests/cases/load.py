@@ -42,12 +42,7 @@ from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.delays import parse_level
 from librmq.message.delivery_times import TimerRefusedError
 from librmq.message.message import Message, delayed_batch
-from librmq.message.properties import (
-    PROPERTY_DELAY,
-    PROPERTY_PRODUCER_GROUP,
-    PROPERTY_TRANSACTION_PREPARED,
-    encode_properties,
-)
+from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_topic
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.timer import Timers
@@ -300,7 +295,7 @@ class _Operations:
             origin = _origin(row, fields.int32(row, "sysFlag", 0))
             messages = [fields.message(item, topic) for item in fields.objects(row, "messages")]
             fields.check_separators(added)
-            if parse_level(added.get(PROPERTY_DELAY)) > 0 or fields.int32(row, "delayLevel", 0) > 0:
+            if parse_level(added.get(PropertyName.DELAY)) > 0 or fields.int32(row, "delayLevel", 0) > 0:
                 raise delayed_batch(topic)
             encoded = encode_batch(
                 BatchItem(message.body, message.flag, encode_properties(message.properties)) for message in messages
@@ -340,7 +335,7 @@ class _Operations:
         def append() -> list[AppendResult]:
             topic, queue_id = fields.text(row, "topic"), fields.count(row, "queueId")
             message = fields.message(row, topic)
-            message.properties |= {PROPERTY_TRANSACTION_PREPARED: "true", PROPERTY_PRODUCER_GROUP: group}
+            message.properties |= {PropertyName.TRANSACTION_PREPARED: "true", PropertyName.PRODUCER_GROUP: group}
             sys_flag = self._compress(row, message, fields.int32(row, "sysFlag", 0))
             prepared = fields.int64(row, "preparedTransactionOffset", 0)
             origin = _origin(row, sys_flag)

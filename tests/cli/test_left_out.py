@@ -14,7 +14,7 @@ import pytest
 from librmq import ManualClock, Message, MessageStore, StoreConfig
 from librmq.diagnosis import Report, render_page
 from librmq.filter.registrations import Registrations
-from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_REAL_TOPIC
+from librmq.message.properties import PropertyName
 from tests.cli.stand import Shell
 
 START_MS = 1_700_000_000_000
@@ -33,7 +33,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(MESSAGES):
             message = Message("T", b"x", keys="hot" if number % 2 else f"k{number % 600}", tags="ab"[number % 2])
             if number % 10 == 0:
-                message.properties[PROPERTY_REAL_TOPIC] = "T"  # delivered after a delay
+                message.properties[PropertyName.REAL_TOPIC] = "T"  # delivered after a delay
             store.append(message, 0, born_timestamp_ms=clock.now_ms() - 3 * HOUR_MS)
             clock.advance(ms=10)
         for queue_id in range(1, 4):
@@ -42,7 +42,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
             store.append(Message("Wide", b"x"), queue_id)
         for number in range(8):
             letter = Message("%DLQ%G", b"x", unique_key=f"U{number}")
-            letter.properties[PROPERTY_DEAD_LETTER_CAUSE] = f"Error{'abcdefgh'[number]}"
+            letter.properties[PropertyName.DEAD_LETTER_CAUSE] = f"Error{'abcdefgh'[number]}"
             store.append(letter)
     (folder / "store" / "config").mkdir(exist_ok=True)
     offsets = {"T@G": {str(queue_id): 0 for queue_id in range(4)}, "Wide@G": {str(at): 9 for at in range(0, 60, 2)}}

@@ -20,7 +20,7 @@ from librmq import (
 from librmq.consumer import DeliveredMessage
 from librmq.diagnosis import StoreView, StoryEvent, plan_skip, skip, story
 from librmq.diagnosis.view import Source
-from librmq.message.properties import PROPERTY_REAL_TOPIC, PROPERTY_TRANSACTION_PREPARED
+from librmq.message.properties import PropertyName
 from librmq.message.topics import HALF_TOPIC, OP_TOPIC
 from librmq.store import MessageStore
 from librmq.testing import Kit
@@ -53,7 +53,7 @@ def test_every_record_is_in_the_story_of_its_message(folder: Path) -> None:
 @pytest.mark.parametrize("folder", folders("clients-t"))
 def test_each_transaction_of_a_recording_has_one_end(folder: Path) -> None:
     with StoreView.open(folder / "store") as view:
-        halves = {m.unique_key for m in view.store if PROPERTY_TRANSACTION_PREPARED in m.properties}
+        halves = {m.unique_key for m in view.store if PropertyName.TRANSACTION_PREPARED in m.properties}
         for key in halves - {None}:
             assert key is not None
             ends = Counter(one.event for one in story(view, key) if one.event in ("committed", "rolled_back"))
@@ -253,7 +253,7 @@ def test_all_messages_of_a_key(rmq: Kit) -> None:
 def test_an_op_message_without_its_tag_ends_no_half(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path / "store", SMALL) as store:
         half = Message(HALF_TOPIC, b"x")
-        half.properties.update({"UNIQ_KEY": "K", PROPERTY_REAL_TOPIC: "orders"})
+        half.properties.update({"UNIQ_KEY": "K", PropertyName.REAL_TOPIC: "orders"})
         store.append(half, 0)
         store.append(Message(OP_TOPIC, b"0"), 0)
         assert [one.event for one in story(StoreView.over(store), "K")] == ["half"]

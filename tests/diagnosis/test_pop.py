@@ -14,8 +14,8 @@ from librmq.cli import main
 from librmq.diagnosis import StoreView, Thresholds, diagnose, pending_messages, pop_holds, report, story
 from librmq.diagnosis._pop import REVIVE_GROUP, HeldMessage, PopHolds
 from librmq.files._disk import DiskFiles
-from librmq.message.delivery_times import DELIVER_MS
 from librmq.message.message import Message
+from librmq.message.properties import PropertyName
 from librmq.message.record import COMPRESSED
 from librmq.message.topics import group_of_retries
 from librmq.store import MessageStore
@@ -515,4 +515,4 @@ def test_revive_progress_is_the_last_that_is_done(pop: PopStore) -> None:
     for done, count in ((0, 1), (1, 0), (99, 0)):
         pop.tables.set_consumer_offset(REVIVE_TOPIC, REVIVE_GROUP, 0, done)
         assert len(holds(pop).held) == count
-    assert DELIVER_MS in next(pop.store.messages(REVIVE_TOPIC)).properties
+    assert PropertyName.TIMER_DELIVER_MS in next(pop.store.messages(REVIVE_TOPIC)).properties

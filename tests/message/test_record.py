@@ -22,7 +22,6 @@ from librmq.errors import (
     MissingExtraError,
     RecordError,
 )
-from librmq.message import properties as property_names
 from librmq.message import record as record_format
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import (
@@ -36,6 +35,7 @@ from librmq.message.ids import (
 )
 from librmq.message.properties import (
     RESERVED_PROPERTIES,
+    PropertyName,
     decode_properties,
     encode_properties,
     find_property,
@@ -354,7 +354,7 @@ def test_tags_and_keys() -> None:
 
 
 def test_reserved_names_are_all_but_those_that_users_may_set() -> None:
-    names = {value for name, value in vars(property_names).items() if name.startswith("PROPERTY_")}
+    names = {value for name, value in vars(PropertyName).items() if name.isupper() and not name.startswith("TIMER_")}
     assert names - RESERVED_PROPERTIES == {
         "TRAN_PREPARED_QUEUE_OFFSET",
         "TRANSACTION_CHECK_TIMES",

@@ -14,7 +14,7 @@ from typing import Any, Final
 from librmq.errors import MalformedError
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import format_host, parse_offset_message_id
-from librmq.message.properties import PROPERTY_DEAD_LETTER_CAUSE, PROPERTY_TRANSACTION_CHECK_TIMES
+from librmq.message.properties import PropertyName
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, OFFSET_MOVED_TOPIC, OP_TOPIC
 from tests.reference import Row
 from tests.replay.deviations import Difference, is_direct, unlike
@@ -112,7 +112,7 @@ class Log:
             shown["queueOffset"] = "any"
         raw = shown.pop("properties_raw", None)
         if _is_dead_letter(row):  # librmq's messages have one more property: the cause
-            properties.pop(PROPERTY_DEAD_LETTER_CAUSE, None)
+            properties.pop(PropertyName.DEAD_LETTER_CAUSE, None)
             shown.pop("storeSize", None)
         elif raw is not None:
             shown["order of properties"] = [part.partition("\1")[0] for part in raw.split("\2")]
@@ -136,7 +136,7 @@ def _is_unordered(row: Row, topic: str) -> bool:
     """Return whether the place of a message depends on concurrent listeners or on answers to checks."""
     if topic in (SCHEDULE_TOPIC, OP_TOPIC, OFFSET_MOVED_TOPIC) or topic.startswith(("%RETRY%", "%DLQ%")):
         return True
-    was_checked = PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
+    was_checked = PropertyName.TRANSACTION_CHECK_TIMES in row["properties"]
     return was_checked and topic != HALF_TOPIC
 
 
@@ -300,7 +300,7 @@ def _checks(played: Played) -> Iterator[Difference]:
 
 def _checked(event: Row) -> tuple[str, str, int]:
     properties = event["message"]["properties"]
-    return properties[UNIQUE_KEY], properties[PROPERTY_TRANSACTION_CHECK_TIMES], event["n"]
+    return properties[UNIQUE_KEY], properties[PropertyName.TRANSACTION_CHECK_TIMES], event["n"]
 
 
 def _sorted(rows: list[Row]) -> list[Row]:

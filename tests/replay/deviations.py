@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from librmq.message import record
 from librmq.message.message import Message
-from librmq.message.properties import PROPERTY_DELAY
+from librmq.message.properties import PropertyName
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
 from tests.reference import Row
 from tests.replay.reading import UNIQUE_KEY, Recording
@@ -258,7 +258,7 @@ def is_direct(event: Row) -> bool:
 
 def without_delay(message: Message) -> Message:
     """Return the message without its delay."""
-    message.properties.pop(PROPERTY_DELAY, None)
+    message.properties.pop(PropertyName.DELAY, None)
     return message
 
 

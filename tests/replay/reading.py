@@ -21,18 +21,13 @@ from librmq.message import record
 from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import Host, parse_offset_message_id
 from librmq.message.message import StoredMessage
-from librmq.message.properties import (
-    PROPERTY_DELAY,
-    PROPERTY_TRANSACTION_CHECK_TIMES,
-    PROPERTY_UNIQUE_KEY,
-    decode_properties,
-)
+from librmq.message.properties import PropertyName, decode_properties
 from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC
 from tests.reference import Row, jsonl
 
 __all__ = ["NEVER", "PROGRESS_FILE", "UNIQUE_KEY", "Recording"]
 
-UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
+UNIQUE_KEY: Final = PropertyName.UNIQUE_KEY
 PROGRESS_FILE: Final = "consumerOffset.json"
 NEVER: Final = 1 << 62
 """A ``seq`` that no event has."""
@@ -204,7 +199,7 @@ class Recording:
         put_back = [
             row["storeTimestamp"]
             for row in self.messages
-            if row["topic"] == HALF_TOPIC and PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]
+            if row["topic"] == HALF_TOPIC and PropertyName.TRANSACTION_CHECK_TIMES in row["properties"]
         ]
         interval_ms = int(self.broker_settings["transactionCheckInterval"])
         return [at for before, at in pairwise([0, *sorted(put_back)]) if at - before > interval_ms / 2]
@@ -277,7 +272,7 @@ class Recording:
         found = set()
         for row in self.messages:
             key = row["properties"].get(UNIQUE_KEY)
-            if row["topic"] == HALF_TOPIC and PROPERTY_TRANSACTION_CHECK_TIMES in row["properties"]:
+            if row["topic"] == HALF_TOPIC and PropertyName.TRANSACTION_CHECK_TIMES in row["properties"]:
                 put_back[key] = row["storeTimestamp"]
             elif (
                 row["topic"] == CHECK_MAX_TIME_TOPIC and row["storeTimestamp"] - put_back.get(key, 0) < interval_ms / 2
@@ -291,11 +286,11 @@ class Recording:
         found: set[str] = set()
         queues: dict[tuple[str, int], list[Row]] = defaultdict(list)
         for row in self.messages:
-            if row["topic"] != SCHEDULE_TOPIC and PROPERTY_DELAY in row.get("properties", {}):
+            if row["topic"] != SCHEDULE_TOPIC and PropertyName.DELAY in row.get("properties", {}):
                 queues[row["topic"], row["queueId"]].append(row)
         for rows in queues.values():
             for one, other in pairwise(rows):
-                levels = {row["properties"][PROPERTY_DELAY] for row in (one, other)}
+                levels = {row["properties"][PropertyName.DELAY] for row in (one, other)}
                 if len(levels) > 1 and other["storeTimestamp"] - one["storeTimestamp"] <= _TICK_MS:
                     found.update(row["properties"][UNIQUE_KEY] for row in (one, other))
         return frozenset(found)

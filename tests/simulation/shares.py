@@ -26,7 +26,7 @@ from librmq.broker import BrokerConfig
 from librmq.client.queue_selectors import select_by_hash
 from librmq.clock import SystemClock
 from librmq.files.lock import lock_process
-from librmq.message.properties import PROPERTY_UNIQUE_KEY
+from librmq.message.properties import PropertyName
 from librmq.scheduling.half_messages import TransactionConfig
 from librmq.testing import check_history
 from librmq.wire._unix_sockets import share_folder
@@ -373,7 +373,7 @@ def _decision(name: str) -> librmq.TransactionState:
 
 
 def _decision_of(half: librmq.Message, _: object) -> librmq.TransactionState:
-    return _decision(half.properties[PROPERTY_UNIQUE_KEY])
+    return _decision(half.properties[PropertyName.UNIQUE_KEY])
 
 
 def _leave_to_check(_: librmq.Message, __: object) -> librmq.TransactionState:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from librmq import Broker, ManualClock, ManualRunner, record_history
-from librmq.message.properties import PROPERTY_DELAY
+from librmq.message.properties import PropertyName
 from librmq.protocol import EndTransaction, SendMessage, SendTogether, TransactionState
 from librmq.store import verify
 from librmq.testing import check_history
@@ -82,7 +82,7 @@ def forgets(request: Any, call: Callable[[Any], Any], number: int) -> Any:
 def hurries(request: Any, call: Callable[[Any], Any], number: int) -> Any:
     """Forget that a message has a delay."""
     if isinstance(request, SendMessage):
-        request.message.properties.pop(PROPERTY_DELAY, None)
+        request.message.properties.pop(PropertyName.DELAY, None)
     return call(request)
 
 

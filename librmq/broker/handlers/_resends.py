@@ -7,9 +7,8 @@ from typing import Final, NamedTuple
 
 from librmq.errors import CorruptionError
 from librmq.message import Message, StoredMessage
-from librmq.message.delivery_times import DELETE_KEY
 from librmq.message.ids import encode_host
-from librmq.message.properties import PROPERTY_PRODUCER_GROUP, PROPERTY_TRANSACTION_PREPARED, PROPERTY_UNIQUE_KEY
+from librmq.message.properties import PropertyName
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, HOP_TOPIC, RETRY_PREFIX
 from librmq.metrics import Metrics
 from librmq.protocol import TOOL_PRODUCERS
@@ -18,7 +17,7 @@ from librmq.scheduling.relay import TARGET_TOPIC
 from librmq.scheduling.waiting import sent_to
 from librmq.store import AppendResult, MessageStore
 
-_PREPARED: Final = PROPERTY_TRANSACTION_PREPARED
+_PREPARED: Final = PropertyName.TRANSACTION_PREPARED
 
 
 def is_half(properties: dict[str, str]) -> bool:
@@ -29,8 +28,8 @@ def is_half(properties: dict[str, str]) -> bool:
 Name = tuple[str, str, str]
 """The topic and the unique id of a producer's send, and the producer group of a half message."""
 _MOST_IDS: Final = 1 << 19
-_UNIQUE_KEY: Final = PROPERTY_UNIQUE_KEY
-_GROUP: Final = PROPERTY_PRODUCER_GROUP
+_UNIQUE_KEY: Final = PropertyName.UNIQUE_KEY
+_GROUP: Final = PropertyName.PRODUCER_GROUP
 
 
 class FirstSend(NamedTuple):
@@ -45,7 +44,7 @@ def name_of_send(group: str, message: Message) -> Name | None:
     properties, topic = message.properties, message.topic
     unique_key = properties.get(_UNIQUE_KEY)
     is_own = group not in TOOL_PRODUCERS and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
-    if not unique_key or not is_own or DELETE_KEY in properties:
+    if not unique_key or not is_own or PropertyName.TIMER_DELETE_KEY in properties:
         return None
     target = properties.get(TARGET_TOPIC, topic) if topic == HOP_TOPIC else topic
     return target, unique_key, properties.get(_GROUP, "") if is_half(properties) else ""

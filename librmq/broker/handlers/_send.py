@@ -26,22 +26,10 @@ from librmq.errors import (
 )
 from librmq.java.lang import java_int
 from librmq.message import Message, StoredMessage, record
-from librmq.message.delivery_times import DELAY_MS, DELAY_SEC, DELIVER_MS, is_timed, time_properties
+from librmq.message.delivery_times import is_timed, time_properties
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.message import delayed_batch, delayed_transaction
-from librmq.message.properties import (
-    PROPERTY_CLUSTER,
-    PROPERTY_DELAY,
-    PROPERTY_PRIORITY,
-    PROPERTY_PUSH_REPLY_TIME,
-    PROPERTY_REAL_QUEUE_ID,
-    PROPERTY_REAL_TOPIC,
-    PROPERTY_REPLY_TO_CLIENT,
-    PROPERTY_SHARDING_KEY,
-    PROPERTY_TRANSACTION_PREPARED,
-    PROPERTY_WAIT,
-    priority_of,
-)
+from librmq.message.properties import PropertyName, priority_of
 from librmq.message.topics import (
     AUTO_CREATE_TOPIC,
     HALF_TOPIC,
@@ -66,13 +54,22 @@ from librmq.store.engine.store_parts import CTRL_C_WAITS_S
 
 _log = EventLog("librmq.broker")
 
-_CLUSTER: Final = PROPERTY_CLUSTER
-_WAIT: Final = PROPERTY_WAIT
-_DELAY: Final = PROPERTY_DELAY
-_PREPARED: Final = PROPERTY_TRANSACTION_PREPARED
+_CLUSTER: Final = PropertyName.CLUSTER
+_WAIT: Final = PropertyName.WAIT
+_DELAY: Final = PropertyName.DELAY
+_PREPARED: Final = PropertyName.TRANSACTION_PREPARED
 _MAX_LOGGED_LEVELS: Final = 1000
 _OK: Final = SendStatus.SEND_OK
-_SPECIAL: Final = frozenset((_DELAY, _PREPARED, DELAY_MS, DELAY_SEC, DELIVER_MS, PROPERTY_PRIORITY))
+_SPECIAL: Final = frozenset(
+    (
+        _DELAY,
+        _PREPARED,
+        PropertyName.TIMER_DELAY_MS,
+        PropertyName.TIMER_DELAY_SEC,
+        PropertyName.TIMER_DELIVER_MS,
+        PropertyName.PRIORITY,
+    )
+)
 """Properties of messages that are not stored as they come."""
 
 
@@ -237,7 +234,7 @@ class SendHandler:
         message, name = request.message, topic.name
         if message._delays is not None:
             properties.update(time_properties(message))
-        if PROPERTY_PRIORITY in properties and not topic.is_retry:
+        if PropertyName.PRIORITY in properties and not topic.is_retry:
             queue_id = _priority_queue(topic, properties, queue_id)
         stored_message = Message.from_parts(name, message.body, message.flag, properties)
         stored_queue_id = queue_id
@@ -350,12 +347,12 @@ class SendHandler:
     def _push_reply(self, send: SendMessage) -> str | None:
         """Push a reply to the client that waits for it; return what went wrong."""
         message = send.message
-        client_id = message.properties.get(PROPERTY_REPLY_TO_CLIENT)
+        client_id = message.properties.get(PropertyName.REPLY_TO_CLIENT)
         with self._runner.lock:
             client = None if client_id is None else self._clients.endpoint(client_id)
         if client is None:
             return f"{self._name}: the client {client_id} of the request is not connected here"
-        properties = message.properties | {PROPERTY_PUSH_REPLY_TIME: str(self._runner.now_ms())}
+        properties = message.properties | {PropertyName.PUSH_REPLY_TIME: str(self._runner.now_ms())}
         pushed = Message.from_parts(message.topic, message.body, message.flag, properties)
         try:
             client.call(ReplyArrived(replace(send, message=pushed)))
@@ -425,8 +422,8 @@ class SendHandler:
         if wait is not None:
             properties[_WAIT] = wait
         properties.pop(_DELAY, None)  # an undecided message can't be delayed
-        properties[PROPERTY_REAL_TOPIC] = message.topic
-        properties[PROPERTY_REAL_QUEUE_ID] = str(queue_id)
+        properties[PropertyName.REAL_TOPIC] = message.topic
+        properties[PropertyName.REAL_QUEUE_ID] = str(queue_id)
         message.topic = HALF_TOPIC
         return sys_flag & ~record.TRANSACTION_MASK
 
@@ -506,8 +503,8 @@ def _priority_queue(topic: Topic, properties: dict[str, str], queue_id: int) -> 
     priority = priority_of(properties)
     if priority is None:
         return queue_id
-    if is_half(properties) or _DELAY in properties or is_timed(properties) or PROPERTY_SHARDING_KEY in properties:
-        del properties[PROPERTY_PRIORITY]
+    if is_half(properties) or _DELAY in properties or is_timed(properties) or PropertyName.SHARDING_KEY in properties:
+        del properties[PropertyName.PRIORITY]
         return queue_id
     last: int = topic.queues - 1
     return min(priority, last)

@@ -28,14 +28,7 @@ from librmq.errors import CorruptionError, InputError, MessageIllegalError, Miss
 from librmq.files import DiskFiles
 from librmq.message import Message, record
 from librmq.message.ids import parse_host
-from librmq.message.properties import (
-    PROPERTY_KEYS,
-    PROPERTY_TAGS,
-    PROPERTY_UNIQUE_KEY,
-    checked_encoding,
-    decode_properties,
-    encode_properties,
-)
+from librmq.message.properties import PropertyName, checked_encoding, decode_properties, encode_properties
 from librmq.message.topics import is_system_topic, validate_topic
 from librmq.printable import cell_text, unguarded
 from librmq.runtime.event_log import watched
@@ -289,9 +282,9 @@ def _stored_properties(row: Mapping[str, Any]) -> bytes:
     message = Message(
         "",
         b"",
-        tags=None if PROPERTY_TAGS in properties else _text(row, "tags"),
-        keys=() if PROPERTY_KEYS in properties else _keys(row),
-        unique_key=None if PROPERTY_UNIQUE_KEY in properties else _text(row, "uniqueKey"),
+        tags=None if PropertyName.TAGS in properties else _text(row, "tags"),
+        keys=() if PropertyName.KEYS in properties else _keys(row),
+        unique_key=None if PropertyName.UNIQUE_KEY in properties else _text(row, "uniqueKey"),
     )
     properties |= message.properties
     if not raw:

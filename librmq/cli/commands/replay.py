@@ -21,7 +21,7 @@ from librmq.diagnosis.deadletters import OF_A_LETTER
 from librmq.errors import CorruptionError, InputError
 from librmq.files import DiskFiles
 from librmq.message import Message, MessageQueue, StoredMessage, dead_letter_topic
-from librmq.message.properties import PROPERTY_KEYS, PROPERTY_PRIORITY, PROPERTY_UNIQUE_KEY, RESERVED_PROPERTIES
+from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
 from librmq.message.topics import is_user_topic, validate_client_topic
 from librmq.protocol import REPLAY_PRODUCER, Route, SendStatus
 from librmq.store import MessageStore
@@ -156,7 +156,7 @@ def _message_to_send(stored: StoredMessage, topic: str | None) -> Message:
     properties = {name: value for name, value in stored.properties.items() if name not in left_out}
     message = Message(topic or stored.topic, stored.body, tags=stored.tags, properties=properties)
     # As they are: a client's key can have a space.
-    for name in (PROPERTY_KEYS, PROPERTY_UNIQUE_KEY, PROPERTY_PRIORITY):
+    for name in (PropertyName.KEYS, PropertyName.UNIQUE_KEY, PropertyName.PRIORITY):
         if name in stored.properties:
             message.properties[name] = stored.properties[name]
     message.flag = stored.flag

@@ -53,7 +53,7 @@ from librmq.diagnosis.survey.model import (
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.properties import PROPERTY_PRODUCER_GROUP
+from librmq.message.properties import PropertyName
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import group_of_retries, is_own_group
 from librmq.runtime.event_log import advance
@@ -342,7 +342,7 @@ def _group_of(view: StoreView, pending: PendingMessage) -> str | None:
     if pending.kind not in ("half", "given_up"):
         return None
     message = view.store.message_at(pending.physical_offset)
-    return None if message is None else message.properties.get(PROPERTY_PRODUCER_GROUP)
+    return None if message is None else message.properties.get(PropertyName.PRODUCER_GROUP)
 
 
 def _filters(view: StoreView, name: str, scope: ReportScope) -> Iterator[FilterMatch]:

@@ -16,22 +16,8 @@ from librmq.errors import AllocationError
 from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue
 from librmq.message.dead_letter_cause import AT_ONCE, IN_ORDER, USED_UP
 from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.delivery_times import (
-    DELAY_MS,
-    DELAY_SEC,
-    DELETE_KEY,
-    DELETES_EARLIER,
-    DELIVER_MS,
-    OUT_MS,
-    ROLL_TIMES,
-)
 from librmq.message.lag import lag_terms
-from librmq.message.properties import (
-    PROPERTY_DEAD_LETTER_CAUSE,
-    PROPERTY_RECONSUME_TIME,
-    PROPERTY_RETRY_TOPIC,
-    RESERVED_PROPERTIES,
-)
+from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
 from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
 from librmq.scheduling.half_messages import CHECK_GROUP, HALF_SEPARATOR
 from librmq.scheduling.waiting import PRECISION_MS
@@ -284,8 +270,12 @@ def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -
     value_of = _properties("properties")
     timers = units.join(messages, ["store", "physicalOffset"])
     rolled, deletes = F.col("magic").bitwiseAND(TimerLog.ROLL) != 0, F.col("magic").bitwiseAND(TimerLog.DELETE) != 0
-    timers = timers.withColumn("end", F.when(value_of(DELETES_EARLIER).isNotNull(), F.col("physicalOffset")))
-    deleted = timers.where(deletes & ~rolled).select("store", "slot", "end", value_of(DELETE_KEY).alias("deleted"))
+    timers = timers.withColumn(
+        "end", F.when(value_of(PropertyName.TIMER_DELETES_EARLIER).isNotNull(), F.col("physicalOffset"))
+    )
+    deleted = timers.where(deletes & ~rolled).select(
+        "store", "slot", "end", value_of(PropertyName.TIMER_DELETE_KEY).alias("deleted")
+    )
     name = F.concat(F.coalesce(value_of("REAL_TOPIC"), F.lit("")), F.lit("+"), F.col("uniqueKey"))  # as `delete_key`
     in_slots = timers.where(~deletes)
     same = [F.col(f"unit.{column}") == F.col(f"gone.{column}") for column in ("store", "slot")]
@@ -295,19 +285,21 @@ def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -
         named = [*same, F.col("unit.name") == F.col("gone.deleted")]
         in_slots = in_slots.join(deleted.alias("gone"), named, "left_anti")
     on_the_way = messages.join(F.broadcast(progress), "store").where(
-        (F.col("queueOffset") >= F.col("done")) & value_of(DELETE_KEY).isNull()
+        (F.col("queueOffset") >= F.col("done")) & value_of(PropertyName.TIMER_DELETE_KEY).isNull()
     )
     columns = "store", "properties", "uniqueKey", "queueOffset", "physicalOffset", "storeTimestamp"
     waiting = in_slots.select(*columns).unionByName(on_the_way.select(*columns))
     stored_ms = F.unix_millis("storeTimestamp")
-    out_ms = F.coalesce(_whole_number(value_of(OUT_MS)), F.lit(0))
+    out_ms = F.coalesce(_whole_number(value_of(PropertyName.TIMER_OUT_MS)), F.lit(0))
     own_ms = F.coalesce(
-        stored_ms + 1000 * _whole_number(value_of(DELAY_SEC)),
-        stored_ms + _whole_number(value_of(DELAY_MS)),
-        _whole_number(value_of(DELIVER_MS)),
+        stored_ms + 1000 * _whole_number(value_of(PropertyName.TIMER_DELAY_SEC)),
+        stored_ms + _whole_number(value_of(PropertyName.TIMER_DELAY_MS)),
+        _whole_number(value_of(PropertyName.TIMER_DELIVER_MS)),
         stored_ms,
     )
-    due_ms = F.when(value_of(ROLL_TIMES).isNotNull(), out_ms + PRECISION_MS).otherwise(F.greatest(out_ms, own_ms))
+    due_ms = F.when(value_of(PropertyName.TIMER_ROLL_TIMES).isNotNull(), out_ms + PRECISION_MS).otherwise(
+        F.greatest(out_ms, own_ms)
+    )
     return _waiting(waiting, "timer", F.lit(None).cast("int"), due_ms)
 
 
@@ -351,8 +343,8 @@ def dead_letters(messages: DataFrame) -> DataFrame:
     used up``, or ``ordered, retries used up`` (given up by an orderly consumer). Columns: store, group, topic, cause,
     messages, first and last (when they were stored), mostTimes (reconsume times).
     """
-    recorded = F.regexp_replace(_property(PROPERTY_DEAD_LETTER_CAUSE), VARIABLE_PARTS, "#")
-    count = F.col("properties").getItem(PROPERTY_RECONSUME_TIME)
+    recorded = F.regexp_replace(_property(PropertyName.DEAD_LETTER_CAUSE), VARIABLE_PARTS, "#")
+    count = F.col("properties").getItem(PropertyName.RECONSUME_TIME)
     cause = (
         F.when(recorded.isNotNull(), recorded)
         .when(F.when(count.rlike(r"\A[+-]?[0-9]+\z"), count.try_cast("int")).isNotNull(), IN_ORDER)
@@ -396,7 +388,7 @@ def _group() -> Column:
 
 
 def _first_topic() -> Column:
-    origin = F.coalesce(_property(PROPERTY_RETRY_TOPIC), _property(ORIGIN_TOPIC), F.col("topic"))
+    origin = F.coalesce(_property(PropertyName.RETRY_TOPIC), _property(ORIGIN_TOPIC), F.col("topic"))
     # The prefix of a message that a client of 5.x received again.
     prefix = F.concat(F.lit(RETRY_PREFIX), _group(), F.lit("_"))
     return F.when(F.startswith(origin, prefix), F.substr(origin, F.length(prefix) + 1)).otherwise(origin)

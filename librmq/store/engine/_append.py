@@ -26,7 +26,7 @@ from librmq.message.delays import SCHEDULE_TOPIC, parse_level, queue_id_of_level
 from librmq.message.ids import Host, decode_host, encode_host, offset_message_id, parse_host
 from librmq.message.message import body_too_large, delayed_batch
 from librmq.message.properties import (
-    PROPERTY_DELAY,
+    PropertyName,
     checked_encoding,
     decode_properties,
     encode_properties,
@@ -662,7 +662,7 @@ def prepare_batch(
     ``fixed_size`` is what each record has beside body and properties; ``max_size`` is how many bytes a body, and the
     batch as a client encodes it, may have.
     """
-    if properties and parse_level(properties.get(PROPERTY_DELAY)) > 0:
+    if properties and parse_level(properties.get(PropertyName.DELAY)) > 0:
         raise delayed_batch(messages[0].topic)
     decoded = [message.properties for message in messages]
     raws = list(map(encode_properties, decoded))

@@ -31,16 +31,7 @@ from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.batch import is_batch
 from librmq.message.delays import SCHEDULE_TOPIC, parse_level
-from librmq.message.properties import (
-    PROPERTY_DELAY,
-    PROPERTY_INNER_MULTI_DISPATCH,
-    PROPERTY_INNER_MULTI_QUEUE_OFFSET,
-    PROPERTY_TAGS,
-    find_keys_and_tags,
-    find_property,
-    split_keys,
-    tags_code,
-)
+from librmq.message.properties import PropertyName, find_keys_and_tags, find_property, split_keys, tags_code
 from librmq.message.topics import LIGHT_PREFIX, RETRY_PREFIX, SYSTEM_PREFIX, validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
@@ -61,10 +52,10 @@ def derived_tags_code(message: StoredMessage, levels: DelayLevels) -> int:
     """Return the tags code of a record's queue entry; for a delayed record it is the delivery time (ms)."""
     properties = message.properties
     if message.topic == SCHEDULE_TOPIC:
-        level = parse_level(properties.get(PROPERTY_DELAY))
+        level = parse_level(properties.get(PropertyName.DELAY))
         if level > 0:
             return levels.deliver_timestamp_ms(levels.cap(level), message.store_timestamp_ms)
-    return tags_code(properties.get(PROPERTY_TAGS))
+    return tags_code(properties.get(PropertyName.TAGS))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -169,9 +160,9 @@ _MOST_BYTES: Final = 1 << 22  # bytes of records that are derived together
 _PADDING: Final = 1 << 9  # bytes behind texts, more than a topic of a wrong length can reach beyond them
 
 
-MULTI_DISPATCH: Final = PROPERTY_INNER_MULTI_DISPATCH.encode()
+MULTI_DISPATCH: Final = PropertyName.INNER_MULTI_DISPATCH.encode()
 """The property that names light queues; few records have it."""
-_MULTI_OFFSETS: Final = PROPERTY_INNER_MULTI_QUEUE_OFFSET.encode()
+_MULTI_OFFSETS: Final = PropertyName.INNER_MULTI_QUEUE_OFFSET.encode()
 _WITHOUT_LIGHT: Final = (RETRY_PREFIX.encode(), SYSTEM_PREFIX.encode())
 
 

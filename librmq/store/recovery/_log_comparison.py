@@ -19,7 +19,7 @@ from librmq.files import Damage
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
-from librmq.message.properties import PROPERTY_INNER_NUM
+from librmq.message.properties import PropertyName
 from librmq.message.topics import LIGHT_PREFIX, validate_queue
 from librmq.store.engine.derivation import BitmapOf, Derivation, DerivedBlock, DerivedRecord
 from librmq.store.engine.store_parts import OpenQueue, QueueName
@@ -268,7 +268,7 @@ class FieldCheck:
         return raw[:at] + field + raw[at + len(field) :]
 
     def _note_batch(self, place: int, batch: StoredMessage) -> None:
-        path, number = self._log.sequence.path_at(place), batch.properties[PROPERTY_INNER_NUM]
+        path, number = self._log.sequence.path_at(place), batch.properties[PropertyName.INNER_NUM]
         what = f"a batch of {number} messages of RocketMQ 5, which the files of queues show as one"
         if self._repair:
             raise NotAStoreError(

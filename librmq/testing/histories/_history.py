@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from librmq.broker import Broker
 from librmq.client.recorder import Event, id_of
 from librmq.message import Message, StoredMessage
-from librmq.message.properties import PROPERTY_WAIT
+from librmq.message.properties import PropertyName
 from librmq.printable import printable
 from librmq.runtime import Work
 from librmq.store import MessageStore
@@ -165,7 +165,9 @@ class History:
         retired_name = f"{broker.name}~{self._promotions[broker.name]}"
         missing = [message for message in master if message.physical_offset >= broker.store.log.end]
         is_sync = broker.config.replication == "sync"
-        ids = {id_of(message) for message in missing if not is_sync or message.properties.get(PROPERTY_WAIT) == "false"}
+        ids = {
+            id_of(message) for message in missing if not is_sync or message.properties.get(PropertyName.WAIT) == "false"
+        }
         kinds = ("send", "end_transaction")
         _withdraw(event for event in self.events if event["event"] in kinds and event["id"] in ids)
         for event in self.events:

@@ -17,20 +17,7 @@ from librmq.broker import Broker
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import string_hash
 from librmq.message import Message, StoredMessage
-from librmq.message.delivery_times import DELAY_MS, DELAY_SEC, DELIVER_MS
-from librmq.message.properties import (
-    PROPERTY_CHECK_IMMUNITY_TIME,
-    PROPERTY_KEYS,
-    PROPERTY_PRIORITY,
-    PROPERTY_PRODUCER_GROUP,
-    PROPERTY_RECONSUME_TIME,
-    PROPERTY_SHARDING_KEY,
-    PROPERTY_TAGS,
-    PROPERTY_TRACE_CONTEXT,
-    PROPERTY_TRANSACTION_PREPARED,
-    PROPERTY_UNIQUE_KEY,
-    priority_of,
-)
+from librmq.message.properties import PropertyName, priority_of
 from librmq.message.topics import (
     NOT_FOR_SENDING,
     TopicType,
@@ -52,7 +39,7 @@ _SYSTEM_GROUP: Final = "CID_RMQ_SYS_"
 _LITE: Final = 5
 """The type of messages of lite topics, which 5.5 has."""
 _IDENTITY, _GZIP, _MD5 = 1, 2, 2
-_SHARDING_KEY: Final = PROPERTY_SHARDING_KEY
+_SHARDING_KEY: Final = PropertyName.SHARDING_KEY
 _BORN_HOST: Final = "__BORNHOST"
 _BORN_TIME: Final = "BORN_TIMESTAMP"
 _RESERVED: Final = frozenset((
@@ -65,7 +52,7 @@ _RESERVED: Final = frozenset((
     "TIMER_DELAY_MS", "TIMER_DELIVER_MS", "TIMER_ENQUEUE_MS", "TIMER_DEQUEUE_MS", "TIMER_ROLL_TIMES", "TIMER_OUT_MS",
     "_SYS_MSG_PRIORITY_", "TIMER_DEL_UNIQKEY", "TIMER_DELAY_LEVEL", "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID",
 ))  # fmt: skip
-_TIMED: Final = ("DELAY", DELAY_SEC, DELAY_MS, DELIVER_MS)
+_TIMED: Final = ("DELAY", PropertyName.TIMER_DELAY_SEC, PropertyName.TIMER_DELAY_MS, PropertyName.TIMER_DELIVER_MS)
 
 _Message = message_class("Message")
 
@@ -140,30 +127,30 @@ def message_of(sent: Any, now_ms: int, client_ms: int) -> Message:  # noqa: ANN4
     properties = message.properties
     properties.update(sent.user_properties)
     if tag is not None:
-        properties[PROPERTY_TAGS] = tag
+        properties[PropertyName.TAGS] = tag
     if system.keys:
-        properties[PROPERTY_KEYS] = " ".join(system.keys)
-    properties[PROPERTY_UNIQUE_KEY] = system.message_id
+        properties[PropertyName.KEYS] = " ".join(system.keys)
+    properties[PropertyName.UNIQUE_KEY] = system.message_id
     if system.message_type == MessageType.TRANSACTION:
-        properties[PROPERTY_TRANSACTION_PREPARED] = "true"
+        properties[PropertyName.TRANSACTION_PREPARED] = "true"
         seconds = _recovery_seconds(system)
         if seconds:
-            properties[PROPERTY_CHECK_IMMUNITY_TIME] = str(seconds)
+            properties[PropertyName.CHECK_IMMUNITY_TIME] = str(seconds)
     if system.HasField("delivery_timestamp"):
         deliver_ms = milliseconds(system.delivery_timestamp, "delivery_timestamp", Code.ILLEGAL_DELIVERY_TIME)
         if deliver_ms > client_ms + MAX_DELAY_MS:
             raise Refusal(Code.ILLEGAL_DELIVERY_TIME, f"delivery_timestamp: {deliver_ms} ms is more than a day ahead")
-        properties[DELIVER_MS] = str(max(now_ms + deliver_ms - client_ms, 0))
-    properties[PROPERTY_PRODUCER_GROUP] = topic
+        properties[PropertyName.TIMER_DELIVER_MS] = str(max(now_ms + deliver_ms - client_ms, 0))
+    properties[PropertyName.PRODUCER_GROUP] = topic
     if system.HasField("message_group"):
         properties[_SHARDING_KEY] = _message_group(system.message_group)
     if system.HasField("priority"):
-        properties[PROPERTY_PRIORITY] = str(system.priority)
+        properties[PropertyName.PRIORITY] = str(system.priority)
     if system.trace_context:
-        properties[PROPERTY_TRACE_CONTEXT] = system.trace_context
+        properties[PropertyName.TRACE_CONTEXT] = system.trace_context
     properties[_BORN_HOST] = system.born_host
     properties[_BORN_TIME] = str(milliseconds(system.born_timestamp, "born_timestamp"))
-    properties[PROPERTY_RECONSUME_TIME] = "0"
+    properties[PropertyName.RECONSUME_TIME] = "0"
     return message
 
 
@@ -288,12 +275,12 @@ def to_message(stored: StoredMessage, topic: str) -> Any:  # noqa: ANN401 (a mes
     system.store_host = "{}:{}".format(*stored.store_host)
     system.queue_id = stored.queue_id
     system.queue_offset = stored.queue_offset
-    if DELIVER_MS in properties and properties[DELIVER_MS].isdecimal():
-        system.delivery_timestamp.FromMilliseconds(int(properties[DELIVER_MS]))
+    if PropertyName.TIMER_DELIVER_MS in properties and properties[PropertyName.TIMER_DELIVER_MS].isdecimal():
+        system.delivery_timestamp.FromMilliseconds(int(properties[PropertyName.TIMER_DELIVER_MS]))
     if _SHARDING_KEY in properties:
         system.message_group = properties[_SHARDING_KEY]
-    if PROPERTY_TRACE_CONTEXT in properties:
-        system.trace_context = properties[PROPERTY_TRACE_CONTEXT]
+    if PropertyName.TRACE_CONTEXT in properties:
+        system.trace_context = properties[PropertyName.TRACE_CONTEXT]
     if (priority := priority_of(properties)) is not None:
         system.priority = priority
     return message
@@ -301,7 +288,7 @@ def to_message(stored: StoredMessage, topic: str) -> Any:  # noqa: ANN401 (a mes
 
 def message_type_of(properties: Mapping[str, str]) -> MessageType:
     """Return the kind of a message by its properties."""
-    if properties.get(PROPERTY_TRANSACTION_PREPARED, "").lower() == "true":
+    if properties.get(PropertyName.TRANSACTION_PREPARED, "").lower() == "true":
         return MessageType.TRANSACTION
     if any(name in properties for name in _TIMED):
         return MessageType.DELAY

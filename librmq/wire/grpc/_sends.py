@@ -13,8 +13,8 @@ from librmq.broker import Broker
 from librmq.clock import SystemClock, moves_by_itself
 from librmq.errors import MalformedError, RmqError
 from librmq.message import Message
-from librmq.message.delivery_times import DELIVER_MS
 from librmq.message.ids import RecallHandle
+from librmq.message.properties import PropertyName
 from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
@@ -197,8 +197,8 @@ class SendCalls:
         if system.message_type == MessageType.TRANSACTION:
             session = self._sessions.get(client_id)
             self._sessions.sent_half(session, entry.transaction_id, topic, answer.queue_offset, answer.physical_offset)
-        elif DELIVER_MS in message.properties:
-            deliver_ms = int(message.properties[DELIVER_MS])
+        elif PropertyName.TIMER_DELIVER_MS in message.properties:
+            deliver_ms = int(message.properties[PropertyName.TIMER_DELIVER_MS])
             entry.recall_handle = RecallHandle(topic, self._broker.name, deliver_ms, system.message_id).text()
         entry.status.code = code = SEND_CODES[answer.status]
         entry.status.message = code.name

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from librmq.errors import ClientStateError, MalformedError, RmqError
 from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.ids import parse_host
-from librmq.message.properties import PROPERTY_PRODUCER_GROUP, decode_properties
+from librmq.message.properties import PropertyName, decode_properties
 from librmq.protocol import (
     LOCAL_HOST,
     CheckTransaction,
@@ -156,7 +156,7 @@ class ClientRequests:
 
     def _check_transaction(self, beat: Heartbeat, header: CheckTransactionHeader, frame: Frame, send: _Send) -> None:
         half = _message_of(frame, "a check of a transaction")
-        group = half.properties.get(PROPERTY_PRODUCER_GROUP, "")
+        group = half.properties.get(PropertyName.PRODUCER_GROUP, "")
         beat.client.call(CheckTransaction(group, half, header.transaction_id or half.message_id, self._broker_name))
         send(answer_to(frame))
 

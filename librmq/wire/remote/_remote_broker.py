@@ -25,7 +25,7 @@ from librmq.errors import (
 from librmq.message import DelayLevels, Message
 from librmq.message.delays import NO_LEVELS
 from librmq.message.delivery_times import time_properties
-from librmq.message.properties import PROPERTY_DELAY
+from librmq.message.properties import PropertyName
 from librmq.protocol import (
     MEMBERSHIP,
     REPLICA_READS,
@@ -137,7 +137,7 @@ class BrokerDelays(NamedTuple):
         level = 0
         if self.cancels_levels or not self.has_timer:
             level = levels.level_for(message.topic, delay_ms, None if self.has_timer else refusal)
-        added = {PROPERTY_DELAY: str(level)} if level else time_properties(message)
+        added = {PropertyName.DELAY: str(level)} if level else time_properties(message)
         return Message.from_parts(message.topic, message.body, message.flag, message.properties | added)
 
 

@@ -26,7 +26,7 @@ from librmq.errors import (
 from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.ids import Host, format_host
-from librmq.message.properties import PROPERTY_REAL_QUEUE_ID, PROPERTY_REAL_TOPIC, encode_properties
+from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import AUTO_CREATE_TOPIC
 from librmq.protocol import (
     ChannelClosed,
@@ -404,8 +404,8 @@ class ClientChannel:
             request.transaction_id,
             half.offset_id,
         )
-        topic = half.properties.get(PROPERTY_REAL_TOPIC, half.topic)
-        queue_id = java_int(half.properties.get(PROPERTY_REAL_QUEUE_ID, "")) or 0
+        topic = half.properties.get(PropertyName.REAL_TOPIC, half.topic)
+        queue_id = java_int(half.properties.get(PropertyName.REAL_QUEUE_ID, "")) or 0
         real = replace(record.decode_record(half.raw), topic=topic, queue_id=queue_id)
         self._send_request(RequestCode.CHECK_TRANSACTION_STATE, header, record.encode_record(real))
 

@@ -33,7 +33,7 @@ from librmq.message import MessageQueue, StoredMessage
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.delivery_times import TimerRefusedError
 from librmq.message.ids import parse_offset_message_id
-from librmq.message.properties import PROPERTY_WAIT, encode_properties
+from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.record import INNER_BATCH
 from librmq.message.topics import AUTO_CREATE_TOPIC, TopicType
 from librmq.protocol import (
@@ -677,7 +677,7 @@ def send_frame(request: SendMessage | SendBatch | SendReply) -> Frame:
         items = [
             BatchItem(message.body, message.flag, encode_properties(message.properties)) for message in request.messages
         ]
-        wait = {name: text for name, text in request.messages[0].properties.items() if name == PROPERTY_WAIT}
+        wait = {name: text for name, text in request.messages[0].properties.items() if name == PropertyName.WAIT}
         header = _send_header(request, encode_properties(wait).decode())
         return frame_of(RequestCode.SEND_BATCH_MESSAGE, header, encode_batch(items))
     if type(request) is SendMessage and request.max_reconsume_times is None:

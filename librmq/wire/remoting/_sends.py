@@ -19,15 +19,8 @@ from librmq.errors import BrokerBusyError, BrokerUnreachableError, MalformedErro
 from librmq.java.lang import java_long
 from librmq.message import Message
 from librmq.message.batch import check_batch_size, decode_batch
-from librmq.message.delivery_times import DELIVER_MS
 from librmq.message.ids import Host, RecallHandle, format_host
-from librmq.message.properties import (
-    PROPERTY_PUSH_REPLY_TIME,
-    PROPERTY_REPLY_TO_CLIENT,
-    PROPERTY_UNIQUE_KEY,
-    decode_properties,
-    encode_properties,
-)
+from librmq.message.properties import PropertyName, decode_properties, encode_properties
 from librmq.message.topics import AUTO_CREATE_TOPIC, NOT_FOR_SENDING, validate_client_topic
 from librmq.protocol import (
     EndTransaction,
@@ -105,10 +98,10 @@ def _shift_delivery(properties: dict[str, str], born_ms: int, now_ms: int) -> No
 
     The client has computed it by the machine's clock, which showed ``born_ms``, unless that is 0.
     """
-    deliver_ms = java_long(properties.get(DELIVER_MS, ""))
+    deliver_ms = java_long(properties.get(PropertyName.TIMER_DELIVER_MS, ""))
     if deliver_ms is not None:  # what is no time has no clock either
         client_ms = born_ms or SystemClock().now_ms()
-        properties[DELIVER_MS] = str(max(deliver_ms - client_ms + now_ms, 0))
+        properties[PropertyName.TIMER_DELIVER_MS] = str(max(deliver_ms - client_ms + now_ms, 0))
 
 
 _NAME: Final = r"[ !#-\[\]-~]+"
@@ -203,7 +196,7 @@ class Sends:
             message = Message.from_parts(topic, body, int(flag), decode_properties(text))
         except (RmqError, ValueError):  # the complete reader gets the error for clients
             return None
-        if DELIVER_MS in message.properties:  # its answer says how it is recalled
+        if PropertyName.TIMER_DELIVER_MS in message.properties:  # its answer says how it is recalled
             return None
         begin_ms = self._now_ms()
         born_ms = int(born) if self._is_real_time else begin_ms
@@ -269,10 +262,10 @@ class Sends:
 
     def _with_handle(self, request: SendMessage | SendBatch, response: SendResponse) -> SendResponse:
         """Add what recalls a message with a delivery time to the answer to its send."""
-        if not isinstance(request, SendMessage) or DELIVER_MS not in request.message.properties:
+        if not isinstance(request, SendMessage) or PropertyName.TIMER_DELIVER_MS not in request.message.properties:
             return response
         properties, topic = request.message.properties, request.message.topic
-        deliver_ms, message_id = properties[DELIVER_MS], properties.get(PROPERTY_UNIQUE_KEY, "")
+        deliver_ms, message_id = properties[PropertyName.TIMER_DELIVER_MS], properties.get(PropertyName.UNIQUE_KEY, "")
         if not deliver_ms.isdecimal() or not message_id:
             return response
         return replace(
@@ -431,7 +424,7 @@ class Replies:
 
     def _answer_reply(self, call: RemotingCall) -> bytes:
         header: SendHeader = call.header
-        client_id = decode_properties(header.properties).get(PROPERTY_REPLY_TO_CLIENT, "")
+        client_id = decode_properties(header.properties).get(PropertyName.REPLY_TO_CLIENT, "")
         if self._sessions.get(client_id) is None and client_id in self._broker.client_ids():  # in this process
             sent = self._sends.read_request(call)
             if isinstance(sent, SendBatch):
@@ -447,9 +440,9 @@ class Replies:
     def _push(self, call: RemotingCall, header: SendHeader) -> str | None:
         """Push a reply to the client that waits for it; return what went wrong."""
         properties = decode_properties(header.properties)
-        client_id = properties.get(PROPERTY_REPLY_TO_CLIENT)
+        client_id = properties.get(PropertyName.REPLY_TO_CLIENT)
         if client_id is None:
-            return f"reply message properties[{PROPERTY_REPLY_TO_CLIENT}] is null"
+            return f"reply message properties[{PropertyName.REPLY_TO_CLIENT}] is null"
         session = self._sessions.get(client_id)
         if session is None:
             return f"push reply message fail, channel of <{client_id}> not found."
@@ -463,7 +456,7 @@ class Replies:
             header.sys_flag,
             header.born_timestamp,
             header.flag,
-            encode_properties(properties | {PROPERTY_PUSH_REPLY_TIME: str(now_ms)}).decode(),
+            encode_properties(properties | {PropertyName.PUSH_REPLY_TIME: str(now_ms)}).decode(),
             header.reconsume_times,
             header.unit_mode,
             format_host(call.channel.peer),
