@@ -32,9 +32,9 @@ from librmq.errors import (
 )
 from librmq.java.lang import java_int
 from librmq.message import StoredMessage
-from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
+from librmq.message.delays import level_of_queue_id, queue_id_of_level
 from librmq.message.properties import PropertyName, encode_properties, is_encoding_of, texts_before_values
-from librmq.message.topics import HALF_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
@@ -209,7 +209,9 @@ class DelaySchedule:
         self._begin_ms = start_ms + self._first_look_ms
         self._last_ms = start_ms
         self._unsaved = False
-        stored_levels = {level_of_queue_id(queue_id) for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC}
+        stored_levels = {
+            level_of_queue_id(queue_id) for topic, queue_id in store.queues if topic == SystemTopic.SCHEDULE
+        }
         configured_levels = range(1, store.levels.max_level + 1)
         self._levels = [
             _Level(
@@ -261,7 +263,7 @@ class DelaySchedule:
         next_ms: int | None = None
         for level in self._levels:
             if level.look_ms is None:
-                _, end = self._store.queue_range(SCHEDULE_TOPIC, level.queue_id)
+                _, end = self._store.queue_range(SystemTopic.SCHEDULE, level.queue_id)
                 if end == level.next_offset:
                     continue  # fast path: no message waits
             if level.look_ms is None or level.look_ms <= look_ms:
@@ -308,7 +310,7 @@ class DelaySchedule:
         return next_ms
 
     def _deliver_due(self, level: _Level, look_ms: int | None) -> int | None:
-        queue = self._store.queue(SCHEDULE_TOPIC, level.queue_id)
+        queue = self._store.queue(SystemTopic.SCHEDULE, level.queue_id)
         queue_offset = self._next_offset_of(level, queue)
         if queue is None:
             return None
@@ -411,7 +413,7 @@ class DelaySchedule:
                     queue_offset=place,
                     physical_offset=physical_offset,
                     error=error,
-                    topic=SCHEDULE_TOPIC,
+                    topic=SystemTopic.SCHEDULE,
                     queue_id=level.queue_id,
                 )
                 level.next_offset = place + 1
@@ -469,7 +471,7 @@ class DelaySchedule:
         queue_id = java_int(queue_text or "")
         if queue_id is None:
             raise MessageIllegalError(f"REAL_QID: expected a queue id, found {queue_text!r:.80}")
-        if topic in (HALF_TOPIC, SCHEDULE_TOPIC):
+        if topic in (SystemTopic.HALF, SystemTopic.SCHEDULE):
             raise MessageIllegalError(f"REAL_TOPIC: expected a topic for delivery, found {topic}")
         return self._store.copies.prepare_again(waiting, CopyTarget(topic or "", queue_id, raw, unique_key, keys, tags))
 

@@ -26,9 +26,9 @@ from librmq.errors import (
 )
 from librmq.java.lang import java_int
 from librmq.message import Message, StoredMessage, record
-from librmq.message.delays import SCHEDULE_TOPIC, parse_level
+from librmq.message.delays import parse_level
 from librmq.message.properties import PropertyName
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC, validate_topic
+from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import Aside
@@ -145,7 +145,7 @@ class Transactions:
         self._without_op: set[int] = set()  # physical offsets of halves that a failure left without an op message
         self.last_op: AppendResult | None = None
         """The last op message; final messages are before it."""
-        op_queue = store.queue(OP_TOPIC, QUEUE)
+        op_queue = store.queue(SystemTopic.OP, QUEUE)
         self._next_op = 0 if op_queue is None else op_queue.max_offset
         self._recent: dict[int, _Recent] = {}  # the latest halves by physical offset, which need not be read again
         self._repeated = _RepeatedHalves(store)
@@ -164,7 +164,7 @@ class Transactions:
         topic = message.topic
         validate_topic(topic)
         properties = {**message.properties, PropertyName.REAL_TOPIC: topic, PropertyName.REAL_QUEUE_ID: str(queue_id)}
-        half = Message.from_parts(HALF_TOPIC, message.body, message.flag, properties)
+        half = Message.from_parts(SystemTopic.HALF, message.body, message.flag, properties)
         if fields:
             fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
             result = self._store.append(half, QUEUE, **fields)
@@ -289,7 +289,7 @@ class Transactions:
             half = self._store.message_at(physical_offset) if physical_offset >= 0 else None
         except CorruptionError:
             half = None
-        if half is None or half.topic != HALF_TOPIC:
+        if half is None or half.topic != SystemTopic.HALF:
             raise TransactionRefusedError(_SYSTEM_ERROR, "Find prepared transaction message failed")
         if half.properties.get(PropertyName.PRODUCER_GROUP) != group:
             raise TransactionRefusedError(_SYSTEM_ERROR, "The producer group wrong")
@@ -317,7 +317,7 @@ class Transactions:
 
         The index can lack any of them, the half itself too: a broker can run without an index for a while.
         """
-        records = {member.physical_offset: member for member in self._records_of(HALF_TOPIC, half)}
+        records = {member.physical_offset: member for member in self._records_of(SystemTopic.HALF, half)}
         records[half.physical_offset] = half
         return [records[place] for place in sorted(records)]
 
@@ -335,7 +335,7 @@ class Transactions:
         """
         if self._pending(family):
             return family
-        return [*family, *self._pending(self._in_queue(HALF_TOPIC, self.check.judged_below, family[0]))]
+        return [*family, *self._pending(self._in_queue(SystemTopic.HALF, self.check.judged_below, family[0]))]
 
     def _in_queue(self, topic: str, begin: int, half: StoredMessage) -> list[StoredMessage]:
         """Return the records of the same transaction in a queue of the checks, from a queue offset on."""
@@ -355,7 +355,7 @@ class Transactions:
         half = family[0]
         properties = half.properties
         delayed = parse_level(properties.get(PropertyName.DELAY)) > 0
-        topic = SCHEDULE_TOPIC if delayed else properties.get(PropertyName.REAL_TOPIC, "")
+        topic = SystemTopic.SCHEDULE if delayed else properties.get(PropertyName.REAL_TOPIC, "")
         places = {member.physical_offset for member in family}
         if not half.unique_key:
             return half.physical_offset in self._without_op
@@ -372,7 +372,9 @@ class Transactions:
         except CorruptionError:
             return False
         return (
-            prepared is not None and prepared.topic == HALF_TOPIC and transaction_of(prepared) == transaction_of(half)
+            prepared is not None
+            and prepared.topic == SystemTopic.HALF
+            and transaction_of(prepared) == transaction_of(half)
         )
 
     def _is_rolled_back(self, family: list[StoredMessage]) -> bool:
@@ -385,8 +387,10 @@ class Transactions:
         if not half.unique_key:
             return half.queue_offset < self.check.judged_below
         return bool(
-            self._records_of(CHECK_MAX_TIME_TOPIC, half)
-            or self._in_queue(CHECK_MAX_TIME_TOPIC, self._store.queue_range(CHECK_MAX_TIME_TOPIC, QUEUE)[0], half)
+            self._records_of(SystemTopic.CHECK_MAX_TIME, half)
+            or self._in_queue(
+                SystemTopic.CHECK_MAX_TIME, self._store.queue_range(SystemTopic.CHECK_MAX_TIME, QUEUE)[0], half
+            )
         )
 
     def _end_all(self, family: list[StoredMessage]) -> None:
@@ -421,7 +425,7 @@ class Transactions:
         return result
 
     def _append_op(self, physical_offset: int, queue_offset: int) -> None:
-        message = Message.from_parts(OP_TOPIC, self._op_body % queue_offset, 0, _OP_PROPERTIES)
+        message = Message.from_parts(SystemTopic.OP, self._op_body % queue_offset, 0, _OP_PROPERTIES)
         # The final message did not wait for the device. It precedes the op message in the log, so one wait is for both.
         result = self.last_op = self._store.append(message, QUEUE, wait=self._waits)
         self._without_op.discard(physical_offset)
@@ -469,8 +473,8 @@ class _RepeatedHalves:
     def _read_last_halves(self, before: int) -> dict[str, int | None]:
         """Return the ids of the last halves in the log before a physical offset."""
         places: dict[str, int | None] = {}
-        low, end = self._store.queue_range(HALF_TOPIC, QUEUE)
-        for half in self._store.messages(HALF_TOPIC, QUEUE, max(low, end - _IDS_AT_OPENING), end):
+        low, end = self._store.queue_range(SystemTopic.HALF, QUEUE)
+        for half in self._store.messages(SystemTopic.HALF, QUEUE, max(low, end - _IDS_AT_OPENING), end):
             if half.unique_key and half.physical_offset < before:
                 places[half.unique_key] = None if half.unique_key in places else half.physical_offset
         return places

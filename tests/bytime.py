@@ -8,10 +8,9 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.files._memory import MemoryFiles
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import encode_properties
-from librmq.message.topics import TIMER_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import AppendResult, MessageStore
@@ -75,7 +74,7 @@ class ByTime:
 class Waiting(ByTime):
     """The schedule of messages with a delay level."""
 
-    topic = SCHEDULE_TOPIC
+    topic = SystemTopic.SCHEDULE
     appends = ("copies", "append")
 
     def __init__(
@@ -110,7 +109,7 @@ class Waiting(ByTime):
 class Wheel(ByTime):
     """The timers, which deliver messages after any delay."""
 
-    topic = TIMER_TOPIC
+    topic = SystemTopic.TIMER
     appends = ("appender", "append_again")
 
     def __init__(
@@ -139,7 +138,7 @@ class Wheel(ByTime):
         self.put(body, TIMER_DELAY_SEC=1)
 
     def rolled(self) -> list[StoredMessage]:
-        return [m for m in self.store if m.topic == TIMER_TOPIC and "TIMER_ROLL_TIMES" in m.properties]
+        return [m for m in self.store if m.topic == SystemTopic.TIMER and "TIMER_ROLL_TIMES" in m.properties]
 
     def save(self) -> None:
         self.timers.save()

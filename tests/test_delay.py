@@ -15,10 +15,10 @@ from librmq.config import StoreConfig
 from librmq.delay import COPIED_PROPERTIES, DelayConfig, DelaySchedule, Layout
 from librmq.errors import StoreClosedError, StoreIOError
 from librmq.files._memory import MemoryFiles
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.properties import decode_properties, encode_properties, is_encoding_of, tags_code
 from librmq.message.record import MULTI_TAGS, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
+from librmq.message.topics import SystemTopic
 from librmq.store.format.broker_tables import BrokerTables
 from tests.bytime import NOW, Waiting
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died
@@ -170,8 +170,8 @@ def test_a_record_of_the_schedule_has_its_delivery_time_in_its_entry() -> None:
     """Also if its properties are encoded before, as those of a commit are."""
     waiting = Waiting()
     raw = encode_properties({"DELAY": "2", "REAL_TOPIC": "T", "REAL_QID": "2", "TAGS": "t"})
-    waiting.store.append(Message(SCHEDULE_TOPIC, b"x"), 1, properties_raw=raw)
-    queue = waiting.store.queue(SCHEDULE_TOPIC, 1)
+    waiting.store.append(Message(SystemTopic.SCHEDULE, b"x"), 1, properties_raw=raw)
+    queue = waiting.store.queue(SystemTopic.SCHEDULE, 1)
     assert queue is not None
     assert queue.entries()["tags_code"].tolist() == [START_MS + 5_000]
 
@@ -181,9 +181,9 @@ def test_an_uncommitted_message_is_stored_invisibly(bits: int) -> None:
     """A message whose transaction is not committed is stored where no reader sees it."""
     waiting = Waiting()
     raw = encode_properties({"DELAY": "1", "REAL_TOPIC": "T", "REAL_QID": "2", "KEYS": "k"})
-    result = waiting.store.append(Message(SCHEDULE_TOPIC, b"half"), 0, properties_raw=raw, sys_flag=bits)
+    result = waiting.store.append(Message(SystemTopic.SCHEDULE, b"half"), 0, properties_raw=raw, sys_flag=bits)
     waiting.put()
-    queue = waiting.store.queue(SCHEDULE_TOPIC, 0)
+    queue = waiting.store.queue(SystemTopic.SCHEDULE, 0)
     assert queue is not None
     queue.truncate_to(0)  # the store writes no entry for it, so the test makes one
     queue.append(0, result.physical_offset, result.size, START_MS + 1_000)
@@ -377,7 +377,7 @@ def test_a_lost_extension_unit_is_made_from_the_record(caplog: pytest.LogCapture
     """A missing extension unit is rebuilt from the record."""
     waiting = Waiting(SMALL_EXT)
     waiting.put()
-    queue = waiting.store.queue(SCHEDULE_TOPIC, 0)
+    queue = waiting.store.queue(SystemTopic.SCHEDULE, 0)
     assert queue is not None
     assert queue.ext is not None
     queue.ext.clear()
@@ -391,7 +391,7 @@ def test_the_hash_of_the_tags_is_not_a_time() -> None:
     """When RocketMQ 4.9 recovers after a crash, it stores the hash in place of the time, and then delivers early."""
     waiting = Waiting()
     waiting.store.append(Message("T", b"b", tags="t", delay_level=2), 2)
-    queue = waiting.store.queue(SCHEDULE_TOPIC, 1)
+    queue = waiting.store.queue(SystemTopic.SCHEDULE, 1)
     assert queue is not None
     place, size, _ = queue.entry(0) or (0, 0, 0)
     queue.truncate_to(0)

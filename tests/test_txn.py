@@ -21,10 +21,9 @@ from librmq.errors import (
 )
 from librmq.files._memory import MemoryFiles
 from librmq.message import record
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import encode_properties
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.scheduling.half_messages import CHECK_GROUP, EndedHalves
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format._keyindex import KeyIndex
@@ -103,10 +102,10 @@ class Desk(ByTime):
         return [message.body for message in self.of("T")]
 
     def ops(self) -> list[bytes]:
-        return [message.body for message in self.of(OP_TOPIC)]
+        return [message.body for message in self.of(SystemTopic.OP)]
 
     def progress(self) -> tuple[int | None, int | None]:
-        found = [self.offsets.consumer_offset(topic, CHECK_GROUP, 0) for topic in (HALF_TOPIC, OP_TOPIC)]
+        found = [self.offsets.consumer_offset(topic, CHECK_GROUP, 0) for topic in (SystemTopic.HALF, SystemTopic.OP)]
         return found[0], found[1]
 
     def after_crash(self, **more: Any) -> Desk:
@@ -143,7 +142,7 @@ def desk() -> Desk:
 def test_a_half_message_is_invisible_to_readers(desk: Desk) -> None:
     half = desk.prepare(7, sys_flag=record.TRANSACTION_PREPARED, born_timestamp_ms=5, reconsume_times=2)
     (stored,) = desk.store
-    assert (stored.topic, stored.queue_id, stored.queue_offset) == (HALF_TOPIC, 0, half.queue_offset)
+    assert (stored.topic, stored.queue_id, stored.queue_offset) == (SystemTopic.HALF, 0, half.queue_offset)
     assert (stored.sys_flag, stored.born_timestamp_ms, stored.reconsume_times) == (0, 5, 2)
     assert stored.properties["REAL_TOPIC"] == "T"
     assert stored.properties["REAL_QID"] == "3"
@@ -170,7 +169,7 @@ def test_commit_writes_the_message_and_an_op(desk: Desk, is_reopened: bool) -> N
     assert message.prepared_transaction_offset == half.physical_offset
     assert (message.born_timestamp_ms, message.born_host) == (5, ("10.0.0.1", 2))
     assert message.properties_raw == stored.properties_raw
-    assert (op.topic, op.queue_id, op.body, op.tags) == (OP_TOPIC, 0, b"1", "d")
+    assert (op.topic, op.queue_id, op.body, op.tags) == (SystemTopic.OP, 0, b"1", "d")
     assert op.properties == {"TAGS": "d", "WAIT": "true"}
 
 
@@ -187,18 +186,18 @@ def test_an_op_has_the_form_of_5_only_in_its_store(desk: Desk, files_of_5: tuple
 
 def test_rollback_writes_only_an_op(desk: Desk) -> None:
     desk.rollback(desk.prepare())
-    assert [message.topic for message in desk.store] == [HALF_TOPIC, OP_TOPIC]
+    assert [message.topic for message in desk.store] == [SystemTopic.HALF, SystemTopic.OP]
 
 
 def test_a_delayed_commit_goes_to_the_schedule(desk: Desk) -> None:
-    half = desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=encode_properties(
+    half = desk.store.append(Message(SystemTopic.HALF, b"b"), 0, properties_raw=encode_properties(
         {"PGROUP": "P", "UNIQ_KEY": "u", "REAL_TOPIC": "T", "REAL_QID": "3", "TRAN_MSG": "true", "DELAY": "2"}
     ))  # fmt: skip
     desk.commit(half)
-    (waiting,) = desk.of(SCHEDULE_TOPIC)
+    (waiting,) = desk.of(SystemTopic.SCHEDULE)
     assert waiting.properties == {"PGROUP": "P", "UNIQ_KEY": "u", "REAL_TOPIC": "T", "REAL_QID": "3", "DELAY": "2"}
     assert desk.commit(half) is None
-    assert len(desk.of(SCHEDULE_TOPIC)) == 1
+    assert len(desk.of(SystemTopic.SCHEDULE)) == 1
 
 
 @pytest.mark.parametrize(
@@ -231,7 +230,7 @@ def test_only_half_messages_can_be_committed(desk: Desk) -> None:
 @pytest.mark.parametrize("properties", [{"REAL_TOPIC": "T"}, {"REAL_TOPIC": "a/b", "REAL_QID": "0"}])
 def test_a_half_that_cannot_be_delivered_is_refused(desk: Desk, properties: dict[str, str]) -> None:
     raw = encode_properties({"PGROUP": "P", **properties})
-    half = desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=raw)
+    half = desk.store.append(Message(SystemTopic.HALF, b"b"), 0, properties_raw=raw)
     with pytest.raises(TransactionRefusedError) as raised:
         desk.commit(half)
     assert raised.value.code == 13
@@ -331,7 +330,7 @@ def test_old_coordinates_end_the_copy_too(desk: Desk, end: str) -> None:
 
 def test_a_rollback_of_the_copy_is_known_of_the_half(desk: Desk) -> None:
     desk.prepare()
-    (half,) = desk.of(HALF_TOPIC)
+    (half,) = desk.of(SystemTopic.HALF)
     assert not desk.transactions.is_rolled_back(half)
     (copy,) = desk.check()
     assert not desk.transactions.is_rolled_back(half)
@@ -351,7 +350,7 @@ def test_a_commit_after_the_discard_delivers(desk: Desk) -> None:
     half = desk.prepare()
     for _ in range(3):
         desk.check(check_max=2)
-    assert len(desk.of(CHECK_MAX_TIME_TOPIC)) == 1
+    assert len(desk.of(SystemTopic.CHECK_MAX_TIME)) == 1
     assert desk.commit(half) is not None
     assert desk.commit(half) is None
     assert desk.bodies() == [b"0"]
@@ -382,7 +381,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, store: MessageStore, topic: str, 
 
 def test_a_crash_between_final_and_op_delivers_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     half = desk.prepare()
-    fail_once(monkeypatch, desk.store, OP_TOPIC, RuntimeError("killed"))
+    fail_once(monkeypatch, desk.store, SystemTopic.OP, RuntimeError("killed"))
     with pytest.raises(RuntimeError):
         desk.commit(half)
     again = desk.after_crash()
@@ -394,7 +393,7 @@ def test_a_crash_between_final_and_op_delivers_once(desk: Desk, monkeypatch: pyt
 
 def test_a_commit_without_room_for_the_op_is_completed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     half = desk.prepare(unique_key=None)
-    fail_once(monkeypatch, desk.store, OP_TOPIC, DiskFullError("full"))
+    fail_once(monkeypatch, desk.store, SystemTopic.OP, DiskFullError("full"))
     with pytest.raises(DiskFullError):
         desk.commit(half)
     assert desk.commit(half) is None
@@ -431,7 +430,7 @@ def test_progress_is_stored_after_a_flush(desk: Desk, monkeypatch: pytest.Monkey
 def test_a_check_of_nothing(desk: Desk) -> None:
     assert desk.check() == []
     assert desk.progress() == (None, None)
-    assert desk.topics == [HALF_TOPIC]
+    assert desk.topics == [SystemTopic.HALF]
 
 
 def test_a_half_without_an_op_is_copied_and_checked(desk: Desk) -> None:
@@ -442,7 +441,7 @@ def test_a_half_without_an_op_is_copied_and_checked(desk: Desk) -> None:
     (question,) = desk.asked
     assert (question.group, question.topic, question.check_times) == ("P", "T", 1)
     assert copy.properties == {**half.properties, "TRANSACTION_CHECK_TIMES": "1"}
-    assert (copy.topic, copy.queue_offset, copy.body) == (HALF_TOPIC, 1, half.body)
+    assert (copy.topic, copy.queue_offset, copy.body) == (SystemTopic.HALF, 1, half.body)
     assert (copy.born_timestamp_ms, copy.flag, copy.reconsume_times) == (half.born_timestamp_ms, 0, 0)
     assert desk.progress() == (1, None)
 
@@ -508,7 +507,7 @@ def test_an_own_immunity_is_kept_in_the_copy(desk: Desk) -> None:
     half = desk.prepare(properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60"})
     for times in (1, 2):
         assert desk.check() == []
-        copy = desk.of(HALF_TOPIC)[-1]
+        copy = desk.of(SystemTopic.HALF)[-1]
         assert copy.properties["TRANSACTION_CHECK_TIMES"] == str(times)
         assert copy.properties["TRAN_PREPARED_QUEUE_OFFSET"] == str(half.queue_offset)
         assert copy.properties["WAIT"] == "false"
@@ -520,7 +519,7 @@ def test_an_own_immunity_is_kept_in_the_copy(desk: Desk) -> None:
 @pytest.mark.parametrize("value", ["-1", "x", ""])
 def test_an_invalid_immunity_counts_as_the_default(desk: Desk, value: str) -> None:
     raw = {"PGROUP": "P", "REAL_TOPIC": "T", "REAL_QID": "0", "CHECK_IMMUNITY_TIME_IN_SECONDS": value}
-    desk.store.append(Message(HALF_TOPIC, b"b"), 0, properties_raw=encode_properties(raw))
+    desk.store.append(Message(SystemTopic.HALF, b"b"), 0, properties_raw=encode_properties(raw))
     desk.check(5_999)
     assert desk.asked == []
     desk.check(1)
@@ -533,10 +532,10 @@ def test_an_op_by_the_first_place_ends_an_immune_copy() -> None:
     half = desk.prepare(properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60"})
     desk.prepare(1, properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "60", "TRAN_PREPARED_QUEUE_OFFSET": "2"})
     desk.prepare(2)
-    desk.store.append(Message(OP_TOPIC, b"2", tags="d"), 0)
+    desk.store.append(Message(SystemTopic.OP, b"2", tags="d"), 0)
     desk.check()
     assert half.queue_offset == 0
-    assert [message.body for message in desk.of(HALF_TOPIC)[3:]] == [b"0"]  # 1 ended, with the op of 2
+    assert [message.body for message in desk.of(SystemTopic.HALF)[3:]] == [b"0"]  # 1 ended, with the op of 2
 
 
 def test_a_missing_first_place_does_not_cause_a_wait(desk: Desk) -> None:
@@ -550,13 +549,13 @@ def test_after_fifteen_checks_a_half_is_given_up(desk: Desk) -> None:
     times = [copy.properties["TRANSACTION_CHECK_TIMES"] for _ in range(15) for copy in desk.check()]
     assert times == [str(number) for number in range(1, 16)]
     assert desk.check() == []
-    (given_up,) = desk.of(CHECK_MAX_TIME_TOPIC)
+    (given_up,) = desk.of(SystemTopic.CHECK_MAX_TIME)
     assert given_up.queue_id == 0
     assert given_up.properties["TRANSACTION_CHECK_TIMES"] == "15"
     assert given_up.properties["REAL_TOPIC"] == "T"
     ((half, check_times),) = desk.discarded
     assert (half.queue_offset, check_times) == (15, 15)
-    assert set(desk.topics) == {HALF_TOPIC, CHECK_MAX_TIME_TOPIC}
+    assert set(desk.topics) == {SystemTopic.HALF, SystemTopic.CHECK_MAX_TIME}
     assert desk.check() == []
     assert desk.progress() == (16, None)
 
@@ -568,7 +567,7 @@ def test_a_half_that_is_too_old_is_given_up(desk: Desk) -> None:
     assert desk.discarded == []
     assert desk.check(1) == []
     assert [check_times for _, check_times in desk.discarded] == [1]
-    assert desk.of(CHECK_MAX_TIME_TOPIC)[0].properties["TRANSACTION_CHECK_TIMES"] == "1"
+    assert desk.of(SystemTopic.CHECK_MAX_TIME)[0].properties["TRANSACTION_CHECK_TIMES"] == "1"
 
 
 def test_the_maximum_age_is_a_setting(desk: Desk) -> None:
@@ -589,7 +588,7 @@ def test_a_half_without_room_for_a_copy_is_given_up(caplog: pytest.LogCaptureFix
     desk.prepare(properties={"long": "x" * 32_680})
     assert desk.check() == []
     assert "can't be copied" in caplog.text
-    assert desk.of(CHECK_MAX_TIME_TOPIC)[0].properties_raw == desk.of(HALF_TOPIC)[0].properties_raw
+    assert desk.of(SystemTopic.CHECK_MAX_TIME)[0].properties_raw == desk.of(SystemTopic.HALF)[0].properties_raw
 
 
 def test_copies_of_a_pass_wait_for_the_next(desk: Desk) -> None:
@@ -605,7 +604,7 @@ def test_no_copies_are_written_for_halves_that_all_wait_for_a_producer(desk: Des
     desk.commit(desk.prepare(1, properties={"PGROUP": "reached"}), "reached")
     desk = desk.after_crash(is_reachable=lambda group: group == "reached")
     assert desk.check() == []
-    assert len(desk.of(HALF_TOPIC)) == 2
+    assert len(desk.of(SystemTopic.HALF)) == 2
     desk.prepare(2, properties={"PGROUP": "reached"})
     assert [half.body for half in desk.check()] == [b"2"]
 
@@ -614,11 +613,11 @@ def test_deleted_halves_are_skipped(desk: Desk) -> None:
     for number in range(60):
         desk.prepare(number)
     desk.store.log.delete_before(4096)
-    queue = desk.store.queue(HALF_TOPIC, 0)
+    queue = desk.store.queue(SystemTopic.HALF, 0)
     assert queue is not None
     queue.advance(4096)
     gone = queue.min_offset
-    desk.offsets.set_consumer_offset(HALF_TOPIC, CHECK_GROUP, 0, gone - 3)
+    desk.offsets.set_consumer_offset(SystemTopic.HALF, CHECK_GROUP, 0, gone - 3)
     assert [int(copy.body) for copy in desk.check()] == list(range(gone, 60))
 
 
@@ -627,7 +626,7 @@ def test_an_op_of_5_ends_many_halves(form: str) -> None:
     """5.x collects the ends of some seconds in one op message."""
     desk = Desk()
     halves = [desk.prepare(number) for number in range(5)]
-    desk.store.append(Message(OP_TOPIC, form.encode(), tags="d"), 0)
+    desk.store.append(Message(SystemTopic.OP, form.encode(), tags="d"), 0)
     desk.rollback(halves[4])
     ended = EndedHalves(desk.store, desk.offsets)
     assert [number for number in range(5) if number in ended] == [0, 1, 3, 4]
@@ -642,7 +641,7 @@ def test_an_op_of_5_is_passed_with_its_last_half() -> None:
     for number in range(4):
         desk.clock.advance(ms=10_000 if number == 2 else 0)
         desk.prepare(number)
-    desk.store.append(Message(OP_TOPIC, b"0,1,3,", tags="d"), 0)
+    desk.store.append(Message(SystemTopic.OP, b"0,1,3,", tags="d"), 0)
     assert desk.check(0) == []
     assert desk.progress() == (2, None)  # half 2 is too young; the op message still ends half 3
     assert [copy.body for copy in desk.check()] == [b"2"]
@@ -653,7 +652,7 @@ def test_an_op_of_many_halves_is_longer_than_a_number() -> None:
     desk = Desk()
     for number in range(100):
         desk.prepare(number)
-    desk.store.append(Message(OP_TOPIC, b"".join(b"%d," % number for number in range(99)), tags="d"), 0)
+    desk.store.append(Message(SystemTopic.OP, b"".join(b"%d," % number for number in range(99)), tags="d"), 0)
     assert [copy.body for copy in desk.check()] == [b"99"]
 
 
@@ -664,7 +663,7 @@ def test_ops_are_read_rightly_by_5(desk: Desk) -> None:
     assert [[int(part) for part in body.decode().split(",") if part] for body in desk.ops()] == [[n] for n in range(12)]
 
 
-@pytest.mark.parametrize("topic", [HALF_TOPIC, OP_TOPIC])
+@pytest.mark.parametrize("topic", [SystemTopic.HALF, SystemTopic.OP])
 def test_a_progress_beyond_the_end_is_put_back_at_the_opening(desk: Desk, topic: str) -> None:
     """Records behind it were lost with a power failure: the next halves at these offsets are checked."""
     desk.rollback(desk.prepare(0))
@@ -679,7 +678,7 @@ def test_a_progress_beyond_the_end_is_put_back_at_the_opening(desk: Desk, topic:
 
 def test_a_progress_beyond_the_queues_does_nothing(desk: Desk) -> None:
     desk.prepare()
-    desk.offsets.set_consumer_offset(HALF_TOPIC, CHECK_GROUP, 0, 7)
+    desk.offsets.set_consumer_offset(SystemTopic.HALF, CHECK_GROUP, 0, 7)
     assert desk.check() == []
     assert desk.progress() == (7, None)
 
@@ -687,7 +686,7 @@ def test_a_progress_beyond_the_queues_does_nothing(desk: Desk) -> None:
 def test_an_op_progress_beyond_the_queue_is_corrected(desk: Desk) -> None:
     desk.commit(desk.prepare(0))
     desk.prepare(1)
-    desk.offsets.set_consumer_offset(OP_TOPIC, CHECK_GROUP, 0, 9)
+    desk.offsets.set_consumer_offset(SystemTopic.OP, CHECK_GROUP, 0, 9)
     desk.check()
     assert desk.progress()[1] == 1
 
@@ -695,7 +694,7 @@ def test_an_op_progress_beyond_the_queue_is_corrected(desk: Desk) -> None:
 @pytest.mark.parametrize(("body", "tag"), [(b"x", "d"), (b"0", "other"), (b"9" * 30, "d"), (b"99999999999", "d")])
 def test_empty_ops_end_nothing(desk: Desk, body: bytes, tag: str) -> None:
     half = desk.prepare()
-    desk.store.append(Message(OP_TOPIC, body, tags=tag), 0)
+    desk.store.append(Message(SystemTopic.OP, body, tags=tag), 0)
     assert half.queue_offset not in EndedHalves(desk.store, desk.offsets)
     assert len(desk.check()) == 1
     assert desk.commit(desk.asked[0].half) is not None
@@ -705,7 +704,7 @@ def test_empty_ops_end_nothing(desk: Desk, body: bytes, tag: str) -> None:
 def test_ops_that_a_broker_wrote_are_seen(desk: Desk) -> None:
     halves = [desk.prepare(number) for number in range(3)]
     desk.commit(halves[0])
-    desk.store.append(Message(OP_TOPIC, b"1", tags="d"), 0)
+    desk.store.append(Message(SystemTopic.OP, b"1", tags="d"), 0)
     desk.rollback(halves[2])
     with pytest.raises(TransactionRefusedError, match="rolled back"):
         desk.commit(halves[1])
@@ -715,7 +714,7 @@ def test_late_ops_ask_although_there_are_some(desk: Desk) -> None:
     """An op message born long after the start of the pass proves that time has passed, so the half is due."""
     desk.prepare(0)
     desk.prepare(1)
-    desk.store.append(Message(OP_TOPIC, b"1", tags="d"), 0, born_timestamp_ms=START_MS + 60_000)
+    desk.store.append(Message(SystemTopic.OP, b"1", tags="d"), 0, born_timestamp_ms=START_MS + 60_000)
     assert [copy.body for copy in desk.check()] == [b"0"]
 
 
@@ -935,7 +934,7 @@ def test_a_late_commit_delivers_a_discarded_half_that_the_index_lacks(desk: Desk
     half = desk.prepare()
     desk.check(check_max=1)
     desk.check(check_max=1)
-    *_, discarded = desk.of(CHECK_MAX_TIME_TOPIC)
+    *_, discarded = desk.of(SystemTopic.CHECK_MAX_TIME)
     desk.prepare(1)
     desk = desk.with_index_without(discarded)
     assert desk.commit(half) is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from librmq.message import StoredMessage
-from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.store import AppendResult
 from librmq.txn import HalfCheck, Transactions
 
@@ -19,7 +19,9 @@ class TransactionsOf4(Transactions):
 
     def _half(self, physical_offset: int, queue_offset: int, group: str) -> StoredMessage:
         half = self._store.message_at(physical_offset)
-        if half is not None and half.topic == SCHEDULE_TOPIC:  # a half with a delay, which 4.9 ends where it waits
+        if (
+            half is not None and half.topic == SystemTopic.SCHEDULE
+        ):  # a half with a delay, which 4.9 ends where it waits
             return half
         return super()._half(physical_offset, queue_offset, group)
 

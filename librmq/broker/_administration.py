@@ -16,19 +16,8 @@ from librmq.config import to_timestamp_ms
 from librmq.delay import DelaySchedule
 from librmq.errors import BrokerError, CorruptionError, RmqError
 from librmq.message import MessageQueue, StoredMessage
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.lag import queue_lag
-from librmq.message.topics import (
-    HALF_TOPIC,
-    HOP_TOPIC,
-    OP_TOPIC,
-    RETRY_PREFIX,
-    TIMER_TOPIC,
-    group_of_retries,
-    has_no_row,
-    is_user_topic,
-    moved_keys,
-)
+from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, has_no_row, is_user_topic, moved_keys
 from librmq.protocol import (
     CleanUnusedTopics,
     ConsumeFrom,
@@ -177,7 +166,7 @@ class Administration:
 
     def clean_unused_topics(self, request: CleanUnusedTopics) -> tuple[tuple[str, int], ...]:
         """Delete the queue files of topics that do not exist, and the groups' progress in them."""
-        store, topics = self._store, self._topics.by_name.keys() | {HOP_TOPIC}
+        store, topics = self._store, self._topics.by_name.keys() | {SystemTopic.HOP}
         unused = [name for name in store.queues if name[0] not in topics and not has_no_row(name[0])]
         try:
             return tuple(store.clean_unused_topics(topics))
@@ -570,16 +559,16 @@ class StoreReaders:
         for topic, queue_id in self._store.queues:
             queues[topic].append(queue_id)
         for topic, queue_ids in queues.items():
-            if topic in self._topics and topic not in (HALF_TOPIC, OP_TOPIC):
+            if topic in self._topics and topic not in (SystemTopic.HALF, SystemTopic.OP):
                 for group, row in self._progress_in(topic).items():
                     for queue_id in queue_ids:
                         yield Unread(group, topic, queue_id, row.get(queue_id, 0))
         for queue_id, queue_offset in self._schedule.next_offsets():
-            yield Unread(DELAYS, SCHEDULE_TOPIC, queue_id, queue_offset)
-        if HALF_TOPIC in queues:
-            yield Unread(CHECK_GROUP, HALF_TOPIC, QUEUE, *self._transactions.open_halves())
-        if self._timers is not None and TIMER_TOPIC in queues:
-            yield Unread(TIMERS, TIMER_TOPIC, QUEUE, 0, self._timers.passed(before))
+            yield Unread(DELAYS, SystemTopic.SCHEDULE, queue_id, queue_offset)
+        if SystemTopic.HALF in queues:
+            yield Unread(CHECK_GROUP, SystemTopic.HALF, QUEUE, *self._transactions.open_halves())
+        if self._timers is not None and SystemTopic.TIMER in queues:
+            yield Unread(TIMERS, SystemTopic.TIMER, QUEUE, 0, self._timers.passed(before))
 
     def never_read(self) -> Iterator[Unread]:
         """Return the queues of users' topics that no group has read, and that no running group subscribes to."""
@@ -591,7 +580,7 @@ class StoreReaders:
 
     def _progress_in(self, topic: str) -> dict[str, Mapping[int, int]]:
         progress: dict[str, Mapping[int, int]] = {}
-        if topic.startswith(RETRY_PREFIX):
+        if topic.startswith(TopicPrefix.RETRY):
             # The topic of unacknowledged receives has the names of a group and a topic, which look like one name.
             known = {*self._clients.consumers, *self._offsets.groups(topic)}
             progress[group_of_retries(topic, known, self._topics)] = {}

@@ -13,11 +13,11 @@ from librmq.delay import DelaySchedule
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_int, java_long
 from librmq.message import Message, StoredMessage
-from librmq.message.delays import NO_LEVELS, SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import NO_LEVELS, level_of_queue_id
 from librmq.message.delivery_times import delete_key, deliver_time_ms, without_time
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.properties import PropertyName
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, HOP_TOPIC, RETRY_PREFIX, TIMER_TOPIC, WAITING_TOPICS
+from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix
 from librmq.protocol import NOT_SENT_HERE, CancelMessage, CancelResult
 from librmq.runtime import Step
 from librmq.scheduling.relay import HOP_GROUP, TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC, HopProxy, send_at
@@ -36,7 +36,7 @@ def _default_timers(store: MessageStore, *, is_relayed: bool) -> TimerConfig | N
     """
     if not store.is_own:
         return None
-    is_used = store.queue_range(TIMER_TOPIC, 0)[1] > 0
+    is_used = store.queue_range(SystemTopic.TIMER, 0)[1] > 0
     default = None if is_relayed and not is_used else TimerConfig()
     return TimerConfig.of_store(store.path, store.files) or default
 
@@ -94,7 +94,7 @@ class Deliveries:
                 aside=context.aside("saves its timers", timing),
             )
             timing.run_due = self.timers.run_due
-            self.arrivals.wake_by_topic[TIMER_TOPIC] = partial(self._wake, timing)
+            self.arrivals.wake_by_topic[SystemTopic.TIMER] = partial(self._wake, timing)
         self.relay: HopProxy | None = None
         if config.hops:
             relaying = context.step("sends on by levels", self._run_relay)
@@ -106,7 +106,7 @@ class Deliveries:
                 is_cancelled=self._cancellations.skips,
                 aside=context.aside("flushes for its hops", relaying),
             )
-            self.arrivals.wake_by_topic[HOP_TOPIC] = partial(self._wake, relaying)
+            self.arrivals.wake_by_topic[SystemTopic.HOP] = partial(self._wake, relaying)
 
     @property
     def takes_any_delay(self) -> bool:
@@ -116,7 +116,7 @@ class Deliveries:
     def start(self) -> None:
         """Deliver due messages, and wake the steps for waiting ones."""
         self._run_schedule()
-        for topic in (TIMER_TOPIC, HOP_TOPIC):
+        for topic in (SystemTopic.TIMER, SystemTopic.HOP):
             if topic in self.arrivals.wake_by_topic:
                 self.arrivals.wake_by_topic[topic]()
 
@@ -221,14 +221,14 @@ class Deliveries:
         """
         if self.relay is None:
             raise MessageIllegalError(
-                f"topic {HOP_TOPIC!r}: the relay, which delivers its messages, is off: "
+                f"topic {SystemTopic.HOP!r}: the relay, which delivers its messages, is off: "
                 "open the broker with BrokerConfig(hops=True)"
             )
         properties = message.properties
         topic, queue_id = properties.get(TARGET_TOPIC), java_int(properties.get(TARGET_QUEUE_ID, "0"))
-        if topic in (None, HOP_TOPIC) or queue_id is None or java_long(properties.get(TARGET_MS, "")) is None:
+        if topic in (None, SystemTopic.HOP) or queue_id is None or java_long(properties.get(TARGET_MS, "")) is None:
             raise MessageIllegalError(
-                f"topic {HOP_TOPIC!r}: a message needs {TARGET_MS}, {TARGET_TOPIC} and {TARGET_QUEUE_ID}: "
+                f"topic {SystemTopic.HOP!r}: a message needs {TARGET_MS}, {TARGET_TOPIC} and {TARGET_QUEUE_ID}: "
                 "make it by librmq.scheduling.relay.send_at"
             )
         return topic or "", queue_id
@@ -258,7 +258,7 @@ class Deliveries:
             topic, _ = destination_of(last)
             if not request.dry_run and self._cancellations.of_message(last) is None:
                 self._cancellations.add(last, self._store.log.end, self._runner.now_ms())
-                if last.topic == TIMER_TOPIC and last.unique_key is not None:
+                if last.topic == SystemTopic.TIMER and last.unique_key is not None:
                     self._delete_timer(last, topic, last.unique_key)
             return CancelResult(True, f"it waited for topic {topic!r}, and is not delivered")
         sends = [message for message in records if PropertyName.TIMER_DELETE_KEY not in message.properties]
@@ -267,7 +267,7 @@ class Deliveries:
         last = sends[-1]
         if last.topic in WAITING_TOPICS and self._cancellations.of_message(last) is not None:
             return CancelResult(True, "it was cancelled before its time")
-        if last.topic == HALF_TOPIC:
+        if last.topic == SystemTopic.HALF:
             return CancelResult(False, "half messages can't be cancelled: roll the transaction back")
         if last.topic in WAITING_TOPICS:
             return CancelResult(False, "it no longer waits, and its delivery is not in the log")
@@ -285,7 +285,7 @@ class Deliveries:
         key = at_place.unique_key if at_place is not None and is_place else message_id
         if key is None:
             return [at_place] if at_place is not None else []
-        topics = {*WAITING_TOPICS, HALF_TOPIC} | ({topic} if topic is not None else set())
+        topics = {*WAITING_TOPICS, SystemTopic.HALF} | ({topic} if topic is not None else set())
         matches = [message for name in topics for message in self._records_in(name, key)]
         if topic is None:
             targets = {destination_of(message).topic for message in matches if _is_own(message, None)} - topics
@@ -301,12 +301,12 @@ class Deliveries:
     def _is_waiting(self, message: StoredMessage, records: list[StoredMessage]) -> bool:
         """Return whether a record waits for its time: progress is before it, and the log has no delivery of it."""
         topic, queue_offset = message.topic, message.queue_offset
-        if topic == SCHEDULE_TOPIC:
+        if topic == SystemTopic.SCHEDULE:
             is_passed = queue_offset < dict(self.schedule.next_offsets()).get(message.queue_id, 0)
-        elif topic == HOP_TOPIC:
-            relay, saved = self.relay, self._offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, 0)
+        elif topic == SystemTopic.HOP:
+            relay, saved = self.relay, self._offsets.consumer_offset(SystemTopic.HOP, HOP_GROUP, 0)
             is_passed = queue_offset < (saved or 0 if relay is None else relay.next_offset)
-        elif topic == TIMER_TOPIC:
+        elif topic == SystemTopic.TIMER:
             checkpoint = TimerCheckpoint.read(self._store.path, self._store.files) or TimerCheckpoint()
             timers = self.timers
             next_offset = checkpoint.queue_offset if timers is None else timers.next_offset
@@ -318,7 +318,7 @@ class Deliveries:
         if is_passed or PropertyName.TIMER_DELETE_KEY in message.properties:
             return False
         return not any(
-            delivery.topic not in (*WAITING_TOPICS, HALF_TOPIC)
+            delivery.topic not in (*WAITING_TOPICS, SystemTopic.HALF)
             and delivery.physical_offset > message.physical_offset
             and delivery.born_timestamp_ms == message.born_timestamp_ms
             for delivery in records
@@ -332,14 +332,14 @@ class Deliveries:
             PropertyName.REAL_QUEUE_ID,
             PropertyName.UNIQUE_KEY,
         )
-        deletion = Message(TIMER_TOPIC, b"0")
+        deletion = Message(SystemTopic.TIMER, b"0")
         deletion.properties = {name: waiting.properties[name] for name in names if name in waiting.properties}
         deletion.properties |= {
             PropertyName.TIMER_DELETE_KEY: delete_key(topic, unique_key),
             PropertyName.TIMER_DELETES_EARLIER: "true",
         }
         result = self._store.append(deletion, 0, wait=False)
-        self.arrivals.stored(TIMER_TOPIC, 0, deletion.properties, result, is_delivered=True)
+        self.arrivals.stored(SystemTopic.TIMER, 0, deletion.properties, result, is_delivered=True)
 
 
 _MOST_RECORDS: Final = 4096
@@ -347,5 +347,5 @@ _MOST_RECORDS: Final = 4096
 
 def _is_own(message: StoredMessage, topic: str | None) -> bool:
     """Return whether a record is of the producer's message for a topic (None is any), not of a group's retry."""
-    target = destination_of(message).topic if message.topic in (*WAITING_TOPICS, HALF_TOPIC) else message.topic
-    return not target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)) and topic in (None, target)
+    target = destination_of(message).topic if message.topic in (*WAITING_TOPICS, SystemTopic.HALF) else message.topic
+    return not target.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)) and topic in (None, target)

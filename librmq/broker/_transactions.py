@@ -14,7 +14,7 @@ from librmq.broker.long_polling import Arrivals
 from librmq.errors import BrokerError, CorruptionError, RmqError, TransactionRefusedError
 from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName
-from librmq.message.topics import HALF_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.protocol import CheckTransaction, EndTransaction, TransactionState
 from librmq.runtime import Work
 from librmq.runtime.event_log import EventLog
@@ -63,7 +63,7 @@ class BrokerTransactions:
             waits=False,
             aside=None if aside is None else partial(self._aside, aside),
         )
-        arrivals.wake_by_topic[HALF_TOPIC] = self.prepared
+        arrivals.wake_by_topic[SystemTopic.HALF] = self.prepared
 
     def half_stored(self, unique_key: str | None, physical_offset: int) -> None:
         """Note a half message before its producer gets an answer. Thread-safe."""

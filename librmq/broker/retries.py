@@ -17,10 +17,10 @@ from librmq.broker.handlers.in_flight import Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.dead_letter_cause import record_cause
-from librmq.message.delays import SCHEDULE_TOPIC, parse_level
+from librmq.message.delays import parse_level
 from librmq.message.ids import parse_host
 from librmq.message.properties import PropertyName
-from librmq.message.topics import RETRY_PREFIX, receive_retry_topic
+from librmq.message.topics import SystemTopic, TopicPrefix, receive_retry_topic
 from librmq.protocol import (
     INNER_PRODUCER,
     LOCAL_HOST,
@@ -178,18 +178,19 @@ class FailedMessages:
 
         def has_ended_well() -> bool:
             failures = filter(
-                is_failure, (copy for at in (SCHEDULE_TOPIC, *topics) for copy in earlier.records_like(message, at))
+                is_failure,
+                (copy for at in (SystemTopic.SCHEDULE, *topics) for copy in earlier.records_like(message, at)),
             )
             last = max(failures, key=lambda copy: (copy.reconsume_times, copy.physical_offset))
             consumed = self._saved.get(f"{last.topic}@{group}", {}).get(last.queue_id, 0)
             return last.topic == topics[0] and last.queue_offset < consumed
 
-        return earlier.has(message, (SCHEDULE_TOPIC, topic), is_next, deliveries=1)
+        return earlier.has(message, (SystemTopic.SCHEDULE, topic), is_next, deliveries=1)
 
     def redirect(self, message: Message, queue_id: int, request: SendMessage) -> int:
         """Make a dead letter of a message that a consumer sent to its retry topic too often; return its queue."""
         with self._runner.lock:
-            group = self._groups.get_or_create(message.topic.removeprefix(RETRY_PREFIX))
+            group = self._groups.get_or_create(message.topic.removeprefix(TopicPrefix.RETRY))
         if request.reconsume_times < _max_retries(group, request):
             return queue_id
         message.topic = self._dead_letters_of(group)

@@ -11,16 +11,12 @@ from typing import Any, Final
 
 from librmq.broker.config import BrokerConfig
 from librmq.errors import BrokerError, MessageIllegalError
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import reserved_topic
 from librmq.message.topics import (
-    AUTO_CREATE_TOPIC,
-    HOP_TOPIC,
     NOT_FOR_SENDING,
-    OFFSET_MOVED_TOPIC,
-    RETRY_PREFIX,
-    SELF_TEST_TOPIC,
     TOPIC_TYPES,
+    SystemTopic,
+    TopicPrefix,
     TopicType,
     has_no_row,
     is_system_topic,
@@ -66,7 +62,7 @@ class Topic:
         self.permission: int = row.get("perm", _READ_WRITE)
         self.message_type = topic_type(row)
         self.is_multi_tag = row.get("topicFilterType") == "MULTI_TAG"
-        self.is_retry = name.startswith(RETRY_PREFIX)
+        self.is_retry = name.startswith(TopicPrefix.RETRY)
         self.is_ready = False
         """Whether the topic is writable and durable, so that a send needs no further check."""
         self.is_plain = False
@@ -96,7 +92,7 @@ def unlisted_topics(
     """
     queue_counts: dict[str, int] = {}
     for topic, queue_id in queues:
-        if topic not in listed and not has_no_row(topic) and topic != HOP_TOPIC:
+        if topic not in listed and not has_no_row(topic) and topic != SystemTopic.HOP:
             begin, end = range_of(topic, queue_id)
             if begin < end:
                 queue_counts[topic] = max(queue_counts.get(topic, 0), queue_id + 1)
@@ -156,16 +152,16 @@ class Topics:
         self._config = config
         self._now_ms = now_ms
         self._changed = changed
-        self._own_topics = {AUTO_CREATE_TOPIC, broker_name, cluster_name, *NOT_FOR_SENDING}
+        self._own_topics = {SystemTopic.AUTO_CREATE, broker_name, cluster_name, *NOT_FOR_SENDING}
         queues = config.default_topic_queues
         defaults = [
-            (SELF_TEST_TOPIC, 1, _READ_WRITE),
-            *([(AUTO_CREATE_TOPIC, queues, _READ_WRITE | PERM_INHERIT)] if config.auto_create_topic else []),
+            (SystemTopic.SELF_TEST, 1, _READ_WRITE),
+            *([(SystemTopic.AUTO_CREATE, queues, _READ_WRITE | PERM_INHERIT)] if config.auto_create_topic else []),
             (_BENCHMARK_TOPIC, 1024, _READ_WRITE),
             (cluster_name, 16, _READ_WRITE | PERM_INHERIT),
             (broker_name, 1, _READ_WRITE | PERM_INHERIT),
-            (OFFSET_MOVED_TOPIC, 1, _READ_WRITE),
-            (SCHEDULE_TOPIC, 18, _READ_WRITE),
+            (SystemTopic.OFFSET_MOVED, 1, _READ_WRITE),
+            (SystemTopic.SCHEDULE, 18, _READ_WRITE),
             (reply_topic(cluster_name), 1, _READ_WRITE),
         ]
         for name, count, permission in defaults:
@@ -268,14 +264,14 @@ class Topics:
     def _create(self, name: str, default_queues: int, default_topic: str) -> Topic:
         validate_client_topic(name)
         default = self.by_name.get(default_topic)
-        is_allowed = self._config.auto_create_topic or default_topic != AUTO_CREATE_TOPIC
+        is_allowed = self._config.auto_create_topic or default_topic != SystemTopic.AUTO_CREATE
         if is_allowed and default is not None and default.permission & PERM_INHERIT:
             queues = max(0, min(default_queues, default.write_queues))
             return self._set_row(name, queues, queues, default.permission & ~PERM_INHERIT)
-        if name.startswith(RETRY_PREFIX):
+        if name.startswith(TopicPrefix.RETRY):
             return self._set_row(name, 1, 1, _READ_WRITE)
         otherwise = "let sends do so with BrokerConfig(auto_create_topic=True)"
-        if default_topic != AUTO_CREATE_TOPIC:
+        if default_topic != SystemTopic.AUTO_CREATE:
             otherwise = (
                 f"send with a default topic that exists and lets topics inherit from it, not {default_topic!r:.80}"
             )

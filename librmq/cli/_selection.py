@@ -18,7 +18,7 @@ from librmq.config import nearest
 from librmq.errors import BodyCompressionError, CorruptionError, InputError, MissingExtraError, StoreError
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.properties import PropertyName
-from librmq.message.topics import LIGHT_PREFIX, is_system_topic, kind_of_topic
+from librmq.message.topics import TopicPrefix, is_system_topic, kind_of_topic
 from librmq.runtime.event_log import advance
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class MessageQuery:
         return takewhile(lambda message: message.store_timestamp_ms < self.end_ms + _SETBACK_MS, messages)
 
     def _with_key(self, store: MessageStore, key: str) -> list[StoredMessage]:
-        is_of_any = self.topic is None or self.topic.startswith(LIGHT_PREFIX)  # the index has a record's own topic
+        is_of_any = self.topic is None or self.topic.startswith(TopicPrefix.LIGHT)  # the index has a record's own topic
         topics = {name[0] for name in store.queues} if is_of_any or self.topic is None else {self.topic}
         messages = [message for topic in topics for message in store.find_by_key(topic, key, max_messages=1 << 31)]
         return sorted(messages, key=lambda message: message.physical_offset)

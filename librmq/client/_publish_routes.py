@@ -10,7 +10,7 @@ from librmq.client.client import Client
 from librmq.client.queue_selectors import QueueSelector, RoundRobin
 from librmq.errors import MessageIllegalError, NoRouteError
 from librmq.message import Message, MessageQueue
-from librmq.message.topics import AUTO_CREATE_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.protocol import PERM_WRITE, Endpoint, QueueData, site_of
 
 
@@ -71,7 +71,7 @@ class PublishRoutes:
         data = self._route.topic_route(topic)
         is_new = not data
         if is_new:
-            data = self._route.topic_route(AUTO_CREATE_TOPIC)
+            data = self._route.topic_route(SystemTopic.AUTO_CREATE)
         queues = _writable(topic, data, self.default_topic_queues if is_new else None)
         if not queues:
             brokers = ", ".join(self._route.broker_names())

@@ -15,7 +15,7 @@ from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, MessageQueue, StoredMessage
 from librmq.message.delivery_times import deliver_time_ms, time_properties
 from librmq.message.properties import PropertyName
-from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
+from librmq.message.topics import TopicPrefix
 from librmq.protocol import (
     Acknowledge,
     CancelMessage,
@@ -145,7 +145,7 @@ class Recorder:
     ) -> SendResponse:
         messages = (request.message,) if isinstance(request, SendMessage) else request.messages
         topic, begin_ms = messages[0].topic, self.now_ms()
-        if topic.startswith(RETRY_PREFIX):  # sent back by a consumer
+        if topic.startswith(TopicPrefix.RETRY):  # sent back by a consumer
             return call(request)
         sends = [
             self._begin_send(process, message, begin_ms)
@@ -327,7 +327,7 @@ class Recorder:
         events = []
         for message in messages:
             topic = queue.topic
-            if topic.startswith(RETRY_PREFIX):
+            if topic.startswith(TopicPrefix.RETRY):
                 topic = message.properties.get(PropertyName.RETRY_TOPIC) or topic
             event = self._delivery(process, group, message, topic, queue, message.queue_offset, message.reconsume_times)
             self._running[id(message)] = event, message
@@ -347,9 +347,11 @@ class Recorder:
     ) -> Event:
         read_topic, broker_name, queue_id = queue
         name = id_of(message)
-        if read_topic.startswith(DEAD_LETTER_PREFIX):  # its record counts the attempts of the group that gave it up
+        if read_topic.startswith(
+            TopicPrefix.DEAD_LETTER
+        ):  # its record counts the attempts of the group that gave it up
             self._earlier_attempts.setdefault((group, name), attempt)
-        if read_topic.startswith((DEAD_LETTER_PREFIX, RETRY_PREFIX)):
+        if read_topic.startswith((TopicPrefix.DEAD_LETTER, TopicPrefix.RETRY)):
             attempt -= self._earlier_attempts.get((group, name), 0)
         event: Event = {
             "event": "deliver",
@@ -424,7 +426,7 @@ class Recorder:
         if group in self._groups or not self._describes_groups:
             return
         self._groups.add(group)
-        topics = [topic for topic in consumer.subscriptions if not topic.startswith(RETRY_PREFIX)]
+        topics = [topic for topic in consumer.subscriptions if not topic.startswith(TopicPrefix.RETRY)]
         fields: dict[str, object] = {
             "ordered": getattr(consumer.config, "orderly", False) and consumer.config.batch_size == 1
         }

@@ -27,7 +27,7 @@ from librmq.errors import (
 )
 from librmq.message import Message, MessageQueue, record
 from librmq.message.properties import PropertyName, priority_of
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import TopicPrefix
 from librmq.metrics import Metrics
 from librmq.protocol import (
     Endpoint,
@@ -451,7 +451,7 @@ class Sender:
     def _queue_of_priority(self, message: Message, queue: MessageQueue) -> MessageQueue:
         """Return the queue of the message's priority at the broker of ``queue``: brokers before 5.4 don't choose it."""
         priority = priority_of(message.properties)
-        if priority is None or message.topic.startswith(RETRY_PREFIX):
+        if priority is None or message.topic.startswith(TopicPrefix.RETRY):
             return queue
         queues = self.queues(message.topic).queues
         count = sum(other.broker_name == queue.broker_name for other in queues)

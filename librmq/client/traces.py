@@ -24,7 +24,7 @@ from librmq.message import Message
 from librmq.message.batch import encoded_size
 from librmq.message.ids import format_host, parse_offset_message_id
 from librmq.message.properties import PropertyName
-from librmq.message.topics import NOT_FOR_SENDING, TRACE_TOPIC, validate_client_topic
+from librmq.message.topics import NOT_FOR_SENDING, SystemTopic, validate_client_topic
 from librmq.message.traces import (
     COMMITTED,
     DELAYED,
@@ -60,7 +60,7 @@ _STATES: Final = {
     TransactionState.UNKNOWN: "UNKNOW",  # as in Java
 }
 _NO_TOPIC: Final = (
-    f"no broker has {TRACE_TOPIC}, and none makes it at the first send: start them with traceTopicEnable=true, "
+    f"no broker has {SystemTopic.TRACE}, and none makes it at the first send: start them with traceTopicEnable=true, "
     'or name a topic of yours, such as trace="traces"'
 )
 _log = EventLog("librmq.traces")
@@ -76,7 +76,7 @@ def trace_topic(trace: bool | str | None) -> str | None:
     if trace is None or trace is False:
         return None
     if trace is True:
-        return TRACE_TOPIC
+        return SystemTopic.TRACE
     if not isinstance(trace, str):
         raise ConfigError(f"trace: expected True, False or the name of a topic, found {trace!r:.80}")
     validate_client_topic(trace)
@@ -246,7 +246,7 @@ class TraceWriter:
         try:
             self._sender.send(Message.from_parts(self.topic, body, 0, properties), timeout_ms)
         except NoRouteError as error:
-            self._drop(count, _NO_TOPIC if self.topic == TRACE_TOPIC else str(error))
+            self._drop(count, _NO_TOPIC if self.topic == SystemTopic.TRACE else str(error))
             return False
         except Exception as error:
             # Whatever is wrong with the broker may not fail the sends and listeners that were traced.

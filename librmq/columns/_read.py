@@ -31,9 +31,8 @@ from librmq.files import Damage, DiskFiles, File, Files
 from librmq.files.rolling import file_name
 from librmq.message import StoredMessage, record
 from librmq.message.batch import inner_messages
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.properties import PropertyName
-from librmq.message.topics import LIGHT_PREFIX
+from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.runtime.event_log import EventLog
 from librmq.store.format import directory
 
@@ -289,7 +288,7 @@ class _Task:
 
     def _has_times_as_codes(self, rows: Rows) -> Mask:
         """Return which rows wait for a delay: their entries hold the time of delivery where others have a hash."""
-        waits = np.array([share.topic == SCHEDULE_TOPIC for share in self._part.slices], np.bool_)
+        waits = np.array([share.topic == SystemTopic.SCHEDULE for share in self._part.slices], np.bool_)
         return waits[rows.queue] if len(waits) else np.zeros(len(rows), np.bool_)
 
     def _entry_batches(self, rows: Rows) -> Iterator[pa.RecordBatch]:
@@ -596,7 +595,8 @@ class _Task:
         conditions = self._options.selection
         names = [(share.topic, share.queue_id) for share in self._part.slices]
         return np.array(
-            [every_slice or name[0].startswith(LIGHT_PREFIX) or conditions.has_queue(*name) for name in names], np.bool_
+            [every_slice or name[0].startswith(TopicPrefix.LIGHT) or conditions.has_queue(*name) for name in names],
+            np.bool_,
         )
 
     def _chain(self, at: int, until: int, bad: list[tuple[int, str]]) -> list[Ints]:

@@ -33,8 +33,8 @@ from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_option
 from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 from librmq.files import Files
-from librmq.message.topics import TRACE_TOPIC
-from librmq.message.traces import TRACE_PREFIX, Trace, TraceReader
+from librmq.message.topics import SystemTopic, TopicPrefix
+from librmq.message.traces import Trace, TraceReader
 from librmq.store import MessageStore
 
 Store = str | os.PathLike[str] | RemoteStore
@@ -353,7 +353,7 @@ def _milliseconds(name: str, time: datetime | int | None) -> int | None:
 
 # ---- the traces of clients: a row for each record in the messages of trace topics
 
-TRACE_TOPICS: Final = f"{TRACE_TOPIC}|{TRACE_PREFIX}.*"
+TRACE_TOPICS: Final = f"{SystemTopic.TRACE}|{TopicPrefix.TRACE}.*"
 """A pattern for the topics of traces whose names users have not chosen."""
 _TRACE_SOURCE: Final = ("store", "storeTimestamp", "bornHost", "uniqueKey", "physicalOffset", "body")
 """The columns of messages that `decoded_traces` needs; it adds ``store`` if it is there."""

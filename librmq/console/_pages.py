@@ -44,7 +44,7 @@ from librmq.diagnosis.view import TopicSummary, topic_summaries
 from librmq.errors import ConfigError, RmqError
 from librmq.formatting import duration, moment, number, rate, short, size
 from librmq.message import StoredMessage
-from librmq.message.topics import DEAD_LETTER_PREFIX, is_own_group, kind_of_topic
+from librmq.message.topics import TopicPrefix, is_own_group, kind_of_topic
 from librmq.protocol import GroupConnections
 
 ROWS: Final = 100
@@ -84,7 +84,7 @@ class Pages:
             ends = {topic: sum(ids.stop for ids in queues) for topic, queues in ranges.items()}
             lags = {group.group: group.lag for group in progress.by_group()}
             samples.add(_sample(now_ms, ends, progress, {group: lags.get(group, 0) for group in shown}))
-            letters = {group: sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values())) for group in shown}
+            letters = {group: sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values())) for group in shown}
             messages = sum(len(ids) for queues in ranges.values() for ids in queues)
             log = view if isinstance(view, StoreView) else None
             disk = [] if is_past else self._disk(log)
@@ -299,7 +299,7 @@ class Pages:
             progress = {
                 row.group: row for group in shown for row in lag_of(view, group=group, includes_own=False).by_group()
             }
-            letters = {group: sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values())) for group in shown}
+            letters = {group: sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values())) for group in shown}
             now_ms = view.now_ms if isinstance(view, StoreView) else query.clock.now_ms()
         rows = []
         for group in shown:

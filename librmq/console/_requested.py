@@ -20,9 +20,8 @@ from librmq.formatting import number
 from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, MessageQueue, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.dead_letter_cause import cause_of
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.properties import PropertyName
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, RETRY_PREFIX
+from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.protocol import QueryMessages, ResponseCode
 
 NOT_IN_STORY: Final = (
@@ -46,17 +45,17 @@ LETTERS: Final = 500
 def story_by_requests(route: AdministeredRoute, message: StoredMessage) -> list[StoryEvent]:
     """Return the records of a message in order of their times, then its end in each group of its topic."""
     sent_to = message.properties.get(PropertyName.RETRY_TOPIC) or message.topic
-    if sent_to in (SCHEDULE_TOPIC, HALF_TOPIC):
+    if sent_to in (SystemTopic.SCHEDULE, SystemTopic.HALF):
         sent_to = message.properties.get(PropertyName.REAL_TOPIC, sent_to)
     groups = route.groups_of(sent_to)
-    topics = {sent_to: "", SCHEDULE_TOPIC: "", HALF_TOPIC: ""}
+    topics = {sent_to: "", SystemTopic.SCHEDULE: "", SystemTopic.HALF: ""}
     topics |= {name: group for group in groups for name in (retry_topic(group), dead_letter_topic(group))}
     records = [
         (broker, record, group) for topic, group in topics.items() for broker, record in _records(route, topic, message)
     ]
     records.sort(key=lambda entry: (entry[1].store_timestamp_ms, entry[1].physical_offset))
     events = [_event(record, _kind(record), group, record.store_timestamp_ms) for _, record, group in records]
-    dead = {group for _, record, group in records if record.topic.startswith(DEAD_LETTER_PREFIX)}
+    dead = {group for _, record, group in records if record.topic.startswith(TopicPrefix.DEAD_LETTER)}
     for group in groups:
         progress = route.progress(group)
         for broker, record, _ in records:
@@ -82,10 +81,10 @@ def _records(route: AdministeredRoute, topic: str, message: StoredMessage) -> It
 
 
 def _kind(record: StoredMessage) -> _Event:
-    kinds: dict[str, _Event] = {SCHEDULE_TOPIC: "delayed", HALF_TOPIC: "half"}
-    if record.topic.startswith(RETRY_PREFIX):
+    kinds: dict[str, _Event] = {SystemTopic.SCHEDULE: "delayed", SystemTopic.HALF: "half"}
+    if record.topic.startswith(TopicPrefix.RETRY):
         return "retried"
-    return "dead" if record.topic.startswith(DEAD_LETTER_PREFIX) else kinds.get(record.topic, "stored")
+    return "dead" if record.topic.startswith(TopicPrefix.DEAD_LETTER) else kinds.get(record.topic, "stored")
 
 
 def _event(record: StoredMessage, kind: _Event, group: str, at_ms: int | None, note: str | None = None) -> StoryEvent:
@@ -124,7 +123,7 @@ def findings_by_requests(
 def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[PendingMessage]:
     """Return at most so many messages of each delay level that wait, sorted by time."""
     waiting = []
-    for queue, offsets in view.queues(SCHEDULE_TOPIC).items():
+    for queue, offsets in view.queues(SystemTopic.SCHEDULE).items():
         # The messages of a level become due in the order of its queue, so the last ones are those that wait.
         for message in queue_backwards(view, queue, offsets, most):
             level = java_int(message.properties.get(PropertyName.DELAY, "")) or queue.queue_id + 1
@@ -132,7 +131,7 @@ def waiting_by_requests(view: View[Any], now_ms: int, most: int) -> list[Pending
             if due_ms <= now_ms:
                 break
             target = message.properties.get(PropertyName.REAL_TOPIC, "")
-            is_retry = target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
+            is_retry = target.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER))
             topic = message.properties.get(PropertyName.RETRY_TOPIC) or target if is_retry else target
             kind: Literal["retry", "delay"] = "retry" if is_retry else "delay"
             waiting.append(PendingMessage(kind, topic, target, due_ms, message.unique_key, message.physical_offset, 0))

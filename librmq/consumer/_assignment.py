@@ -9,7 +9,7 @@ from typing import Final
 from librmq.consumer.listeners import DeliveredMessage
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.record import header_struct
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import TopicPrefix
 from librmq.protocol import Endpoint
 from librmq.runtime import Step
 
@@ -244,7 +244,7 @@ class AssignedQueue:
 
     def __init__(self, queue: MessageQueue, next_offset: int, progress: int | None, pull: Step) -> None:
         self.queue: MessageQueue = queue
-        self.is_retry: bool = queue.topic.startswith(RETRY_PREFIX)
+        self.is_retry: bool = queue.topic.startswith(TopicPrefix.RETRY)
         self.label: str = f"{queue.topic}/{queue.broker_name}/{queue.queue_id}"
         self.messages: ProcessQueue = ProcessQueue(queue)
         self.next_offset: int = next_offset

@@ -25,7 +25,7 @@ from librmq.files import Files
 from librmq.files.interface import make_folders
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message import MessageQueue
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import TopicPrefix
 from librmq.protocol import QueryOffset, StartGroup, StartOutcome, UpdateOffset
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
@@ -58,7 +58,7 @@ class BrokerOffsets:
             BrokerUnreachableError: It can't be reached; `read` asks again.
         """
         at, place = self._start_at, (topic, broker_name)
-        if at is None or place in self._started or topic.startswith(RETRY_PREFIX):
+        if at is None or place in self._started or topic.startswith(TopicPrefix.RETRY):
             return
         request = StartGroup(self._group, topic, client_id=self._client.client_id)
         if isinstance(at, datetime):

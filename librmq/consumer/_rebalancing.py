@@ -18,7 +18,7 @@ from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import SETTLED_MS, Instance, next_from_first
 from librmq.errors import RmqError
 from librmq.message import MessageQueue
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import TopicPrefix
 from librmq.protocol import (
     PERM_READ,
     ConsumeFrom,
@@ -272,7 +272,7 @@ class Rebalancing:
     def start_offset(self, queue: MessageQueue) -> int:
         """Return the start in a queue without stored progress."""
         config = self._member.config
-        is_retry = queue.topic.startswith(RETRY_PREFIX)
+        is_retry = queue.topic.startswith(TopicPrefix.RETRY)
         if config.consume_from is ConsumeFrom.FIRST or (config.consume_from is ConsumeFrom.LAST and is_retry):
             return 0
         if config.consume_from is ConsumeFrom.LAST and self._is_new(queue):

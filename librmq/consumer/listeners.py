@@ -15,7 +15,7 @@ from librmq.filter import SQL92, TAG, Policy, SqlFilter, TagFilter, WatchedPredi
 from librmq.listener import ReconsumeLater
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.properties import PropertyName
-from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, validate_client_topic
+from librmq.message.topics import TopicPrefix, validate_client_topic
 from librmq.metrics import Metrics
 from librmq.protocol import CheckSubscription, Subscription
 
@@ -52,7 +52,7 @@ class DeliveredMessage(StoredMessage):
     def topic(self) -> str:
         """The topic that the message was sent to, even for a redelivery."""
         topic = self.queue.topic
-        if topic.startswith(RETRY_PREFIX):
+        if topic.startswith(TopicPrefix.RETRY):
             return self._property(_RETRY_TOPIC) or topic
         return topic
 
@@ -203,7 +203,7 @@ class Listeners:
 
         A dead letter that is given back comes again as a message of its first topic, to which no one here subscribes.
         """
-        topics = [topic for topic in self._by_topic if topic.startswith(DEAD_LETTER_PREFIX)]
+        topics = [topic for topic in self._by_topic if topic.startswith(TopicPrefix.DEAD_LETTER)]
         listeners = {
             id(listener): listener for topic in topics if (listener := self.listener_for(topic, message)) is not None
         }

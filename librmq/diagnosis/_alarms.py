@@ -19,7 +19,7 @@ from librmq.errors import ConfigError
 from librmq.formatting import duration
 from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName
-from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group
+from librmq.message.topics import TopicPrefix, group_of_retries, is_own_group
 from librmq.runtime import Step, Work
 from librmq.runtime.event_log import EventLog, counted
 
@@ -171,7 +171,7 @@ class Watch:
         """
         failing = {topic: list[StoredMessage]() for topic in self._failing}
         for topic in view.topics:
-            if not topic.startswith(RETRY_PREFIX):
+            if not topic.startswith(TopicPrefix.RETRY):
                 continue
             for queue, offsets in view.queues(topic).items():
                 begin = self._retries.get(queue, offsets.stop if self._lag is None else offsets.start)

@@ -35,9 +35,8 @@ from librmq.files.rolling import file_name
 from librmq.filter import Registration
 from librmq.formatting import NAMED, duration
 from librmq.message import StoredMessage
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.record import FIXED_SIZE
-from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
+from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_own_group, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.store import Wholeness
 from librmq.store.engine.store_parts import QueueName
@@ -117,7 +116,7 @@ def not_verified(subject: str, limit: int) -> Finding:
 def _progress_findings(view: StoreView) -> Iterator[Finding]:
     """Yield a finding if the progress of groups is unknown, so that no lag is known."""
     tables, why = view.tables, view.unknown_progress
-    if why is None and not view.is_live and SCHEDULE_TOPIC in view.topics:
+    if why is None and not view.is_live and SystemTopic.SCHEDULE in view.topics:
         why = tables.unknown_delays()
     if why is not None and tables.database is None:
         yield Finding(
@@ -184,7 +183,7 @@ def _unlisted_topic_findings(view: StoreView) -> Iterator[Finding]:
 
     for topic, queues in unlisted_topics(ranges, range_of, tables.topics.rows).items():
         # A broker with configManagerVersion=v2 does not store the topics that it makes by itself.
-        if tables.database is not None and topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)):
+        if tables.database is not None and topic.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)):
             continue
         count = view.message_count(topic)
         yield Finding(
@@ -379,7 +378,7 @@ def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     if view.unknown_progress is not None:
         return
     groups = set(view.groups)
-    for retry_topic in [topic for topic in view.topics if topic.startswith(RETRY_PREFIX)]:
+    for retry_topic in [topic for topic in view.topics if topic.startswith(TopicPrefix.RETRY)]:
         group = group_of_retries(retry_topic, groups, view.topics)
         if is_own_group(group) and not limits.own:
             continue

@@ -22,7 +22,7 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
 from librmq.formatting import duration, id_ranges
 from librmq.message import StoredMessage
-from librmq.message.topics import RETRY_PREFIX, is_own_group
+from librmq.message.topics import TopicPrefix, is_own_group
 from librmq.protocol import PERM_READ, HeldQueue, InstanceState, ListenerCall, MessageModel
 from librmq.runtime.event_log import counted
 
@@ -449,7 +449,7 @@ def _owner_findings(
                 if held.queue.topic == topic and held.queue.broker_name == broker.name:
                     owners.setdefault(held.queue.queue_id, []).append(client_id)
                     shares[client_id] += 1
-        if not topic.startswith(RETRY_PREFIX):
+        if not topic.startswith(TopicPrefix.RETRY):
             idle.update(shares)
             yield from _share_findings(group, topic, shares)
         yield from _ownership_findings(group, topic, owners, waiting)

@@ -30,8 +30,8 @@ from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError, MalformedError
 from librmq.formatting import NAMED, duration, id_ranges, moment
 from librmq.java import json as java_json
-from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id, queue_id_of_level
-from librmq.message.topics import OFFSET_MOVED_TOPIC, RETRY_PREFIX, TIMER_TOPIC, is_own_group
+from librmq.message.delays import level_of_queue_id, queue_id_of_level
+from librmq.message.topics import SystemTopic, TopicPrefix, is_own_group
 from librmq.runtime.event_log import counted
 from librmq.store import BrokerTables
 from librmq.store.engine.store_parts import QueueState
@@ -107,14 +107,15 @@ def _rows(
 
 def _moves(view: StoreView) -> Iterator[KeptProgress]:
     """Yield the records of brokers about places that did not exist."""
-    for queue_id in view.topics.get(OFFSET_MOVED_TOPIC, ()):
-        for message in view.store.messages(OFFSET_MOVED_TOPIC, queue_id):
+    for queue_id in view.topics.get(SystemTopic.OFFSET_MOVED, ()):
+        for message in view.store.messages(SystemTopic.OFFSET_MOVED, queue_id):
             try:
                 event = java_json.loads(message.body or b"")
                 queue = event["messageQueue"]
                 row = KeptProgress(
                     "moved", message.store_timestamp_ms, str(event["consumerGroup"]), str(queue["topic"]),
-                    int(queue["queueId"]), int(event["offsetNew"]), int(event["offsetRequest"]), OFFSET_MOVED_TOPIC,
+                    int(queue["queueId"]), int(event["offsetNew"]), int(event["offsetRequest"]),
+                    SystemTopic.OFFSET_MOVED,
                 )  # fmt: skip
             except (MalformedError, KeyError, TypeError, ValueError):
                 continue  # no record of a broker
@@ -180,7 +181,7 @@ def _unlisted_group_findings(view: StoreView, limits: Thresholds) -> Iterator[Fi
     for group in view.groups:
         if group in table.rows or (is_own_group(group) and not limits.own):
             continue
-        retries = view.message_count(RETRY_PREFIX + group) if RETRY_PREFIX + group in view.topics else 0
+        retries = view.message_count(TopicPrefix.RETRY + group) if TopicPrefix.RETRY + group in view.topics else 0
         missing = sorted(topic for topic in topics[group] if topic not in view.topics
                          and topic not in view.tables.topics.rows)  # fmt: skip
         yield Finding(
@@ -199,12 +200,12 @@ def _beyond_end_findings(view: StoreView) -> Iterator[Finding]:
     if view.store.past_ms is not None or view.store.condition.lost:
         return
     for level, queue_offset in sorted(view.tables.delays.rows.items()) if view.unknown_delays is None else ():
-        state = view.ranges.get((SCHEDULE_TOPIC, queue_id_of_level(level)))
+        state = view.ranges.get((SystemTopic.SCHEDULE, queue_id_of_level(level)))
         yield from _beyond_end(f"delay level {level}", directory.CONFIG + "/delayOffset.json", queue_offset, state)
     with suppress(CorruptionError):  # `can-start` and `timers` name it
         checkpoint = TimerCheckpoint.read(view.store.path, view.store.files)
         if checkpoint is not None and view.owner is None:
-            state = view.ranges.get((TIMER_TOPIC, 0))
+            state = view.ranges.get((SystemTopic.TIMER, 0))
             yield from _beyond_end("timer", directory.CONFIG + "/timercheck", checkpoint.queue_offset, state)
 
 
@@ -225,10 +226,10 @@ def _overdue_levels(view: StoreView) -> Iterator[Finding]:
     """Yield the delay levels whose messages were due long before the store's last message."""
     if view.unknown_delays is not None or view.store.past_ms is not None or (now_ms := view.now_ms) is None:
         return
-    for queue_id in view.topics.get(SCHEDULE_TOPIC, ()):
+    for queue_id in view.topics.get(SystemTopic.SCHEDULE, ()):
         level = level_of_queue_id(queue_id)
         begin, overdue, first_ms = view.tables.delay_offset(level), 0, None
-        for first, block in view.store.queues[SCHEDULE_TOPIC, queue_id].blocks():
+        for first, block in view.store.queues[SystemTopic.SCHEDULE, queue_id].blocks():
             if first + len(block) <= begin:
                 continue
             block = block[max(0, begin - first) :]
@@ -253,7 +254,7 @@ def _timer_findings(view: StoreView) -> Iterator[Finding]:
     """Yield what is wrong with the timer: late messages, entries past the log's end, a wheel that does not fit."""
     store = view.store
     size = TimerLog.file_size_in(store.path, store.files)
-    if store.past_ms is not None or TIMER_TOPIC not in view.topics or not size:
+    if store.past_ms is not None or SystemTopic.TIMER not in view.topics or not size:
         return
     log = TimerLog(store.path, size, files=store.files, writable=False)
     checkpoint = TimerCheckpoint.read(store.path, store.files) or TimerCheckpoint()

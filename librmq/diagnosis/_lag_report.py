@@ -22,7 +22,7 @@ from librmq.files.rolling import file_name
 from librmq.formatting import duration, id_ranges
 from librmq.java.json import NumberColumns
 from librmq.message.lag import lag_terms, unread_from
-from librmq.message.topics import RETRY_PREFIX, is_own_group
+from librmq.message.topics import TopicPrefix, is_own_group
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import counted
 from librmq.store.engine.store_parts import QueueName
@@ -82,7 +82,7 @@ class TopicLag(NamedTuple):
     @property
     def is_again(self) -> bool:
         """Whether these messages are retries, written again for this group."""
-        return self.topic.startswith(RETRY_PREFIX)
+        return self.topic.startswith(TopicPrefix.RETRY)
 
 
 class GroupLag(NamedTuple):
@@ -362,7 +362,7 @@ class _Rows(Sequence[TopicProgress]):
     def by_group(self) -> list[GroupLag]:
         """Return the sums of each group."""
         lags, oldest_ms = self._by_pair(sum, self._terms[1]), self._by_pair(min, self._oldest_ms)
-        is_again = [topic.startswith(RETRY_PREFIX) for topic in self._topics]
+        is_again = [topic.startswith(TopicPrefix.RETRY) for topic in self._topics]
         sums = []
         for group, group_places in groupby(range(len(self)), key=self._groups.__getitem__):
             places = list(group_places)

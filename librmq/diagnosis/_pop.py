@@ -56,7 +56,7 @@ from librmq.errors import (
 from librmq.formatting import duration
 from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName
-from librmq.message.topics import RETRY_PREFIX, TIMER_TOPIC, receive_retry_topic, validate_topic
+from librmq.message.topics import SystemTopic, TopicPrefix, receive_retry_topic, validate_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling.timer_wheel import waiting_timers
 from librmq.store.engine.read import offset_at_place
@@ -217,7 +217,7 @@ class HeldMessage(NamedTuple):
     @property
     def revived_topic(self) -> str:
         """The topic in which the group gets it again, without ``enableRetryTopicV2``."""
-        if self.physical_offset is None or self.topic.startswith(RETRY_PREFIX):
+        if self.physical_offset is None or self.topic.startswith(TopicPrefix.RETRY):
             return self.topic
         return receive_retry_topic(self.group, self.topic)
 
@@ -322,7 +322,7 @@ class _Receives:
             key = parsed.name, parsed.broker_name
             self._broker_names.setdefault(*key)
             # The timer's progress can be older than what it has delivered. A second delivery is a new check point.
-            if message.topic != TIMER_TOPIC or key not in self._points or self._points[key][0] != parsed:
+            if message.topic != SystemTopic.TIMER or key not in self._points or self._points[key][0] != parsed:
                 self._points[key] = parsed, place, set(parsed.offsets) - parsed.acknowledged
             return
         point = self._points.get((parsed.name, parsed.broker_name or self._broker_names.get(parsed.name, "")))
@@ -431,14 +431,14 @@ def _waiting_records(view: StoreView, topics: Collection[str]) -> Iterator[Store
 
 def _stored_records(view: StoreView, topics: Collection[str], begin: int) -> Iterator[StoredMessage]:
     """Yield all records from a physical offset on in log order, each once: the timer stores them again."""
-    queues = [(topic, queue_id) for topic in (TIMER_TOPIC, *topics) for queue_id in view.topics.get(topic, ())]
+    queues = [(topic, queue_id) for topic in (SystemTopic.TIMER, *topics) for queue_id in view.topics.get(topic, ())]
     records = heapq.merge(
         *(view.store.messages(*queue, offset_at_place(view.store.queues[queue], begin)) for queue in queues),
         key=lambda message: message.physical_offset,
     )
     seen: set[bytes] = set()
     for message in records:
-        is_record = message.topic != TIMER_TOPIC or message.properties.get(PropertyName.REAL_TOPIC) in topics
+        is_record = message.topic != SystemTopic.TIMER or message.properties.get(PropertyName.REAL_TOPIC) in topics
         if is_record and (digest := hashlib.blake2b(message.stored_body, digest_size=16).digest()) not in seen:
             seen.add(digest)
             yield message

@@ -38,8 +38,8 @@ from librmq.formatting import duration
 from librmq.formatting import size as size_text
 from librmq.java import json as java_json
 from librmq.message import DelayLevels
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.record import MESSAGE_MAGIC, MESSAGE_MAGIC_V2
+from librmq.message.topics import SystemTopic
 from librmq.runtime import ManualRunner
 from librmq.runtime.event_log import counted, held_back
 from librmq.store import BrokerTables, Checkpoint, MessageStore
@@ -250,7 +250,7 @@ class _Judge:
 
     def _has_delayed(self) -> bool:
         """Return whether a queue of delayed messages has an entry."""
-        root = os.path.join(self._path, directory.CONSUMEQUEUE, SCHEDULE_TOPIC)
+        root = os.path.join(self._path, directory.CONSUMEQUEUE, SystemTopic.SCHEDULE)
         return self._kind.derives_queues or any(
             any(self._files.read_at(os.path.join(root, queue.name, name), 0, ENTRY_SIZE))
             for queue in self._files.list(root)

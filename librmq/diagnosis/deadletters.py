@@ -12,7 +12,7 @@ from librmq.diagnosis.view import Source, StoreView, View, viewed
 from librmq.message import StoredMessage, retry_topic
 from librmq.message.dead_letter_cause import cause_of
 from librmq.message.properties import PropertyName
-from librmq.message.topics import DEAD_LETTER_PREFIX
+from librmq.message.topics import TopicPrefix
 from librmq.runtime.event_log import counted
 from librmq.store.format.documents import LetterIdentity, letter_identity
 
@@ -112,8 +112,8 @@ def letters_by_queue(
 ) -> Iterator[tuple[Any, StoredMessage, GivenUpMessage]]:
     """Yield the dead letters of all groups, or of one, with queue and message; ``times`` say when they were resent."""
     for topic in view.topics:
-        group_name = topic.removeprefix(DEAD_LETTER_PREFIX)
-        if topic.startswith(DEAD_LETTER_PREFIX) and group in (None, group_name):
+        group_name = topic.removeprefix(TopicPrefix.DEAD_LETTER)
+        if topic.startswith(TopicPrefix.DEAD_LETTER) and group in (None, group_name):
             for queue, offsets in view.queues(topic).items():
                 for message in view.messages(queue, offsets):
                     resent_at_ms = times.get(letter_identity(message)) if times else None

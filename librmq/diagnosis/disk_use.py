@@ -27,8 +27,8 @@ from librmq.consumequeue import HOLE_SIZE
 from librmq.diagnosis._lag_report import lag
 from librmq.diagnosis.view import StoreView
 from librmq.formatting import duration, moment, number, percent, size
-from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
-from librmq.message.topics import TIMER_TOPIC, kind_of_topic
+from librmq.message.delays import level_of_queue_id
+from librmq.message.topics import SystemTopic, kind_of_topic
 from librmq.store.format import directory
 from librmq.store.retention import Unread, UnreadInFile, first_behind, next_hour, unread_between
 
@@ -196,11 +196,11 @@ def topic_uses(view: StoreView) -> list[TopicUse]:
 
 def _known(view: StoreView, topic: str, waiting: int) -> int | None:
     """Return the unread bytes of a topic; None if progress is unknown."""
-    if topic == TIMER_TOPIC:
+    if topic == SystemTopic.TIMER:
         from librmq.scheduling.timer_wheel import waiting_timers  # few stores have a timer
 
         return sum(message.size for _, message in waiting_timers(view.store))
-    if (view.unknown_delays if topic == SCHEDULE_TOPIC else view.unknown_progress) is not None:
+    if (view.unknown_delays if topic == SystemTopic.SCHEDULE else view.unknown_progress) is not None:
         return None
     return waiting
 
@@ -211,7 +211,7 @@ def _readers(view: StoreView) -> Iterator[Unread]:
         if (row.topic, row.queue_id) in view.ranges:
             yield Unread(row.group, row.topic, row.queue_id, row.next_offset)
     for topic, queue_id in view.ranges:
-        if topic == SCHEDULE_TOPIC:
+        if topic == SystemTopic.SCHEDULE:
             yield Unread("", topic, queue_id, view.tables.delay_offset(level_of_queue_id(queue_id)))
 
 
@@ -244,7 +244,7 @@ def disk_notes(view: StoreView, use: DiskUse, config: StoreConfig) -> Iterator[s
     Raises:
         CorruptionError: A file is damaged.
     """
-    if SCHEDULE_TOPIC in view.topics and (why := view.unknown_delays) is not None:
+    if SystemTopic.SCHEDULE in view.topics and (why := view.unknown_delays) is not None:
         yield why
     log = view.store.log
     first, now_ms = log.first_store_timestamp_ms(log.begin) if log.end > log.begin else None, view.now_ms

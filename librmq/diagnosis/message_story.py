@@ -38,16 +38,12 @@ from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
 from librmq.formatting import duration, moment
 from librmq.message import StoredMessage, record, retry_topic
 from librmq.message.dead_letter_cause import recorded_cause
-from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import level_of_queue_id
 from librmq.message.properties import PropertyName
 from librmq.message.topics import (
-    CHECK_MAX_TIME_TOPIC,
-    DEAD_LETTER_PREFIX,
-    HALF_TOPIC,
-    HOP_TOPIC,
-    OP_TOPIC,
-    RETRY_PREFIX,
     WAITING_TOPICS,
+    SystemTopic,
+    TopicPrefix,
     group_of_retries,
     is_user_topic,
     receive_retry_topic,
@@ -146,7 +142,7 @@ def _records(view: StoreView, name: str, topic: str | None) -> list[StoredMessag
 
 def _is_consumed(message: StoredMessage) -> bool:
     topic = message.topic
-    return (is_user_topic(topic) and topic != HOP_TOPIC) or topic.startswith(RETRY_PREFIX)
+    return (is_user_topic(topic) and topic != SystemTopic.HOP) or topic.startswith(TopicPrefix.RETRY)
 
 
 def _log_events(view: StoreView, records: Sequence[StoredMessage]) -> Iterator[StoryEvent]:
@@ -214,21 +210,21 @@ def _traces_of(message: StoredMessage) -> Iterator[str]:
 def _broker_event(view: StoreView, message: StoredMessage) -> tuple[EventKind, str | None, str] | None:
     """Return event, group and note of a record in a topic that the broker writes; None for one of producers."""
     properties, topic = message.properties, message.topic
-    if topic == HALF_TOPIC:
+    if topic == SystemTopic.HALF:
         group, real = properties.get(PropertyName.PRODUCER_GROUP), properties.get(PropertyName.REAL_TOPIC)
         if PropertyName.TRANSACTION_PREPARED_QUEUE_OFFSET in properties or check_times(message):
             return "checked", group, f"check {check_times(message)} put it back"
         return "half", group, f"for topic {real}"
-    if topic == CHECK_MAX_TIME_TOPIC:
+    if topic == SystemTopic.CHECK_MAX_TIME:
         return (
             "given_up",
             properties.get(PropertyName.PRODUCER_GROUP),
             f"after {counted(check_times(message), 'check')}",
         )
-    if topic.startswith(DEAD_LETTER_PREFIX):
+    if topic.startswith(TopicPrefix.DEAD_LETTER):
         cause = recorded_cause(properties) or f"after {counted(message.reconsume_times, 'attempt')}"
-        return "dead", topic.removeprefix(DEAD_LETTER_PREFIX), cause
-    if topic.startswith(RETRY_PREFIX):
+        return "dead", topic.removeprefix(TopicPrefix.DEAD_LETTER), cause
+    if topic.startswith(TopicPrefix.RETRY):
         group = group_of_retries(topic, view.groups, view.topics)
         return "retried", group, f"attempt {message.reconsume_times + 1}"
     return None
@@ -237,11 +233,16 @@ def _broker_event(view: StoreView, message: StoredMessage) -> tuple[EventKind, s
 def _delayed(message: StoredMessage, real: str) -> tuple[str | None, str]:
     """Return group and note of a record that waits for its time."""
     group = next(
-        (real.removeprefix(prefix) for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX) if real.startswith(prefix)), None
+        (
+            real.removeprefix(prefix)
+            for prefix in (TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)
+            if real.startswith(prefix)
+        ),
+        None,
     )
     if PropertyName.TIMER_DELETE_KEY in message.properties:
         return group, "cancels a timer"
-    level = f", level {level_of_queue_id(message.queue_id)}" if message.topic == SCHEDULE_TOPIC else ""
+    level = f", level {level_of_queue_id(message.queue_id)}" if message.topic == SystemTopic.SCHEDULE else ""
     return group, f"for topic {real}{level}"
 
 
@@ -262,16 +263,16 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
     halves = {
         message.queue_offset: message
         for message in records
-        if message.topic == HALF_TOPIC
+        if message.topic == SystemTopic.HALF
         and message.physical_offset not in committed_halves
         and (message.unique_key is None or message.unique_key not in committed)
     }
     if not halves:
         return []
     events: dict[str | None, StoryEvent] = {}
-    queue = store.queues.get((OP_TOPIC, QUEUE))
+    queue = store.queues.get((SystemTopic.OP, QUEUE))
     begin = min(message.physical_offset for message in halves.values())
-    for op in () if queue is None else store.messages(OP_TOPIC, QUEUE, offset_at_place(queue, begin)):
+    for op in () if queue is None else store.messages(SystemTopic.OP, QUEUE, offset_at_place(queue, begin)):
         for queue_offset in sorted(halves_of(op) & halves.keys()):
             half = halves[queue_offset]
             if half.unique_key not in events and op.physical_offset > half.physical_offset:
@@ -385,7 +386,7 @@ def _acknowledgements(received: Sequence[PopEvent]) -> dict[tuple[str, int], int
 
 def _retry_topics(group: str, topic: str) -> tuple[str, ...]:
     """Return the topics in which a group gets a message of a topic again."""
-    if topic.startswith(RETRY_PREFIX):
+    if topic.startswith(TopicPrefix.RETRY):
         return topic, retry_topic(group)
     return retry_topic(group), receive_retry_topic(group, topic), receive_retry_topic(group, topic, v2=True)
 
@@ -425,7 +426,7 @@ class _Outcomes:
     def _other_outcome(
         self, group: str, message: StoredMessage, progress: int | None, is_acknowledged: bool
     ) -> tuple[EventKind, str]:
-        letter = self._later_copy(message, DEAD_LETTER_PREFIX + group)
+        letter = self._later_copy(message, TopicPrefix.DEAD_LETTER + group)
         if letter is not None:
             return "dead", f"its dead letter is at {letter.physical_offset}"
         if is_acknowledged:
@@ -457,7 +458,7 @@ class _Outcomes:
                 and _identity(copy) == _identity(message)
             ):
                 origin = given_up("", copy).original_topic
-                if message.topic.startswith(RETRY_PREFIX) or origin in (message.topic, copy.topic):
+                if message.topic.startswith(TopicPrefix.RETRY) or origin in (message.topic, copy.topic):
                     return copy
         return None
 

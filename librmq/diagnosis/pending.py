@@ -32,19 +32,9 @@ from librmq.errors import ConfigError, CorruptionError
 from librmq.formatting import duration
 from librmq.java.lang import java_int, java_long
 from librmq.message import StoredMessage, record, retry_topic
-from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import level_of_queue_id
 from librmq.message.properties import PropertyName
-from librmq.message.topics import (
-    CHECK_MAX_TIME_TOPIC,
-    DEAD_LETTER_PREFIX,
-    HALF_TOPIC,
-    HOP_TOPIC,
-    LIGHT_PREFIX,
-    OP_TOPIC,
-    RETRY_PREFIX,
-    REVIVE_PREFIX,
-    is_user_topic,
-)
+from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, is_copy, progress, transaction_of
 from librmq.scheduling.relay import HOP_GROUP
@@ -139,7 +129,7 @@ def _received(view: StoreView, holds: PopHolds) -> Iterator[PendingMessage]:
 
 def _pending(kind: Kind, due_ms: int | None, message: StoredMessage) -> PendingMessage:
     target = topic = destination_of(message).topic
-    if target.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)):
+    if target.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)):
         kind, topic = "retry", message.properties.get(PropertyName.RETRY_TOPIC) or target
     return PendingMessage(
         kind, topic, target, due_ms, message.unique_key, message.physical_offset,
@@ -163,9 +153,9 @@ def given_up_halves(store: MessageStore) -> Iterator[StoredMessage]:
         CorruptionError: A file is unreadable.
     """
     ended: set[int] | None = None
-    for half in store.messages(CHECK_MAX_TIME_TOPIC):
+    for half in store.messages(SystemTopic.CHECK_MAX_TIME):
         if ended is None:
-            ended = {queue_offset for op in store.messages(OP_TOPIC) for queue_offset in halves_of(op)}
+            ended = {queue_offset for op in store.messages(SystemTopic.OP) for queue_offset in halves_of(op)}
         has_op = any(copy.queue_offset in ended for copy in family_of_half(store, half))
         if not has_op and not _has_final(store, half):
             yield half
@@ -176,7 +166,7 @@ def _has_final(store: MessageStore, half: StoredMessage) -> bool:
     key, topic = half.unique_key, half.properties.get(PropertyName.REAL_TOPIC, "")
     return key is not None and any(
         message.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
-        for topic_name in (topic, SCHEDULE_TOPIC)
+        for topic_name in (topic, SystemTopic.SCHEDULE)
         for message in store.find_by_key(topic_name, key, max_messages=_SAME_KEY)
     )
 
@@ -184,7 +174,7 @@ def _has_final(store: MessageStore, half: StoredMessage) -> bool:
 def family_of_half(store: MessageStore, half: StoredMessage) -> list[StoredMessage]:
     """Return a discarded half message and its copies in the half topic, in log order."""
     key = half.unique_key
-    return [] if key is None else store.find_by_key(HALF_TOPIC, key, max_messages=_SAME_KEY)
+    return [] if key is None else store.find_by_key(SystemTopic.HALF, key, max_messages=_SAME_KEY)
 
 
 def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int, StoredMessage]]:
@@ -197,7 +187,7 @@ def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int
     """
     ended = EndedHalves(store, tables)
     places: dict[tuple[object, ...], int] = {}
-    for half in store.messages(HALF_TOPIC, QUEUE, progress(store, tables, HALF_TOPIC)):
+    for half in store.messages(SystemTopic.HALF, QUEUE, progress(store, tables, SystemTopic.HALF)):
         name = transaction_of(half)
         has_ended = half.queue_offset in ended
         if places.pop(name, None) is None and not has_ended and is_copy(half):
@@ -205,7 +195,7 @@ def open_halves(store: MessageStore, tables: BrokerTables) -> Iterator[tuple[int
             has_ended = any(member.queue_offset in ended and transaction_of(member) == name for member in family)
         if not has_ended:
             places[name] = half.physical_offset
-    for discarded in store.messages(CHECK_MAX_TIME_TOPIC) if places else ():
+    for discarded in store.messages(SystemTopic.CHECK_MAX_TIME) if places else ():
         name = transaction_of(discarded)
         if places.get(name, discarded.physical_offset) < discarded.physical_offset:
             del places[name]
@@ -225,18 +215,20 @@ def _delays(view: StoreView) -> Iterator[tuple[int, StoredMessage]]:
     delivered_ms = store.past_ms if view.unknown_delays is None else view.now_ms  # no progress says more
 
     def of_level(queue_id: int) -> Iterator[tuple[int, int, StoredMessage]]:
-        queue = store.queue(SCHEDULE_TOPIC, queue_id)
+        queue = store.queue(SystemTopic.SCHEDULE, queue_id)
         begin = tables.delay_offset(level_of_queue_id(queue_id))
-        for message in store.messages(SCHEDULE_TOPIC, queue_id, begin):
+        for message in store.messages(SystemTopic.SCHEDULE, queue_id, begin):
             due_ms = _due(store, queue, message)
             if delivered_ms is None or due_ms > delivered_ms:  # earlier ones count as delivered
                 yield due_ms, message.physical_offset, message
 
-    levels = sorted(queue_id for topic, queue_id in store.queues if topic == SCHEDULE_TOPIC)
+    levels = sorted(queue_id for topic, queue_id in store.queues if topic == SystemTopic.SCHEDULE)
     relayed: list[tuple[int, int]] = []  # times and places, because a hop is due before its message
     latest: dict[str | None, int] = {}  # the places of those that the saved progress of the relay has not passed
     if store.past_ms is None:
-        for message in store.messages(HOP_TOPIC, QUEUE, tables.consumer_offset(HOP_TOPIC, HOP_GROUP, QUEUE) or 0):
+        for message in store.messages(
+            SystemTopic.HOP, QUEUE, tables.consumer_offset(SystemTopic.HOP, HOP_GROUP, QUEUE) or 0
+        ):
             latest[message.unique_key] = message.physical_offset
             heapq.heappush(relayed, (own_time_ms(message) or 0, message.physical_offset))
     for due_ms, physical_offset, message in heapq.merge(*map(of_level, levels)):
@@ -280,7 +272,7 @@ def _timers(store: MessageStore) -> Iterator[tuple[int, StoredMessage]]:
     places = sorted(
         (due_ms if (own_ms := own_time_ms(message)) is None else own_ms, message.physical_offset)
         for due_ms, message in waiting_timers(store)
-        if not message.properties.get(PropertyName.REAL_TOPIC, "").startswith(REVIVE_PREFIX)
+        if not message.properties.get(PropertyName.REAL_TOPIC, "").startswith(TopicPrefix.REVIVE)
     )
     for place in places:
         yield from _at_place(store, place)
@@ -474,7 +466,7 @@ def never_read_topics(view: StoreView) -> list[str]:
     return [
         topic
         for topic in view.topics
-        if topic not in read and is_user_topic(topic) and not topic.startswith(LIGHT_PREFIX)
+        if topic not in read and is_user_topic(topic) and not topic.startswith(TopicPrefix.LIGHT)
     ]
 
 
@@ -540,7 +532,7 @@ def waiting_origins(
 
 def _origins(view: StoreView, group: str, topic: str, rows: list[QueueLag], sampled: int) -> WaitingOrigins:
     total = sum(row.lag for row in rows)
-    if topic.startswith(RETRY_PREFIX):
+    if topic.startswith(TopicPrefix.RETRY):
         return WaitingOrigins(group, topic, total, total, 0, 0, total)
     kinds: Counter[str] = Counter()
     for row in rows:

@@ -29,15 +29,7 @@ from librmq.java.json import NumberColumns
 from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
 from librmq.message.properties import PropertyName
-from librmq.message.topics import (
-    DEAD_LETTER_PREFIX,
-    RETRY_PREFIX,
-    REVIVE_PREFIX,
-    TIMER_TOPIC,
-    group_of_retries,
-    is_own_group,
-    kind_of_topic,
-)
+from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_own_group, kind_of_topic
 from librmq.runtime.closing import Closing
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
@@ -61,8 +53,10 @@ _OWN_KINDS: Final = frozenset(("system", "delay", "half", "op"))
 
 def groups_of_topics(topics: Collection[str], groups: Collection[str] = ()) -> set[str]:
     """Return the groups that have one of these topics for their retries or dead letters; ``groups`` are known ones."""
-    names = {group_of_retries(topic, groups, topics) for topic in topics if topic.startswith(RETRY_PREFIX)}
-    dead = {topic.removeprefix(DEAD_LETTER_PREFIX) for topic in topics if topic.startswith(DEAD_LETTER_PREFIX)}
+    names = {group_of_retries(topic, groups, topics) for topic in topics if topic.startswith(TopicPrefix.RETRY)}
+    dead = {
+        topic.removeprefix(TopicPrefix.DEAD_LETTER) for topic in topics if topic.startswith(TopicPrefix.DEAD_LETTER)
+    }
     return (names | dead) - {""}
 
 
@@ -194,7 +188,7 @@ def group_summaries(view: View[Any], *, includes_own: bool) -> Iterator[GroupSum
                 for queues in topics.values()
                 for progress in queues.values()
             )
-            letters = sum(map(len, view.queues(DEAD_LETTER_PREFIX + group).values()))
+            letters = sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values()))
             yield GroupSummary(group, list(topics), lag if topics else None, letters)
 
 
@@ -356,15 +350,15 @@ class StoreView(Closing):
     def revive_topics(self) -> list[str]:
         """The topics of what POP of 5.x holds; empty for a broker that does not know POP."""
         topics = self.topics.keys() | self.tables.topics.rows.keys()
-        revive = {topic for topic in topics if topic.startswith(REVIVE_PREFIX)}
+        revive = {topic for topic in topics if topic.startswith(TopicPrefix.REVIVE)}
         # A broker lists its revive topic in topics.json, and with configManagerVersion=v2 nowhere.
-        is_unlisted = not revive and TIMER_TOPIC in self.topics
+        is_unlisted = not revive and SystemTopic.TIMER in self.topics
         lacks_table = is_unlisted and not self.tables.topics.rows
         if lacks_table or (is_unlisted and directory.is_of_5(self.store.path, self.store.files)):
             from librmq.scheduling.timer_wheel import waiting_timers  # loads what few stores need
 
             waiting = (message.properties.get(PropertyName.REAL_TOPIC, "") for _, message in waiting_timers(self.store))
-            revive.update(topic for topic in waiting if topic.startswith(REVIVE_PREFIX))
+            revive.update(topic for topic in waiting if topic.startswith(TopicPrefix.REVIVE))
         return sorted(revive)
 
     @property

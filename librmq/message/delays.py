@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from librmq.errors import ConfigError, MessageIllegalError
 from librmq.java.lang import java_int
 
-SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
-
 _UNITS_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _LEVEL = re.compile(r"([0-9]{1,18})([smhd])")
 _UNKNOWN_LEVEL_MS = 1_000

@@ -43,9 +43,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import BodyChecksumError, BodyCompressionError, MessageIllegalError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode, java_int
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import Host, decode_host, encode_host
 from librmq.message.properties import PropertyName, find_property
+from librmq.message.topics import SystemTopic
 from librmq.runtime import lazy_numpy as np
 
 if TYPE_CHECKING:
@@ -291,8 +291,8 @@ _AFTER_HOSTS: Final = struct.Struct(
     ">" + "".join(list(LAYOUT.values())[-3:])
 )  # reconsume times, prepared offset, body length
 _BLANK_MAGIC_BYTES: Final = BLANK_MAGIC.to_bytes(4, "big")
-_SCHEDULE_TOPIC_BYTES: Final = SCHEDULE_TOPIC.encode()
-_SCHEDULE_TOPIC_SIZE: Final = len(SCHEDULE_TOPIC)
+_SCHEDULE_TOPIC_BYTES: Final = SystemTopic.SCHEDULE.encode()
+_SCHEDULE_TOPIC_SIZE: Final = len(SystemTopic.SCHEDULE)
 _DELAY_BYTES: Final = PropertyName.DELAY.encode()
 
 

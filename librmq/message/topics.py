@@ -11,41 +11,60 @@ from collections.abc import Collection, Iterable
 from typing import Final, Literal, get_args
 
 from librmq.errors import MessageIllegalError
-from librmq.message.delays import SCHEDULE_TOPIC
 
-AUTO_CREATE_TOPIC: Final = "TBW102"
-HALF_TOPIC: Final = "RMQ_SYS_TRANS_HALF_TOPIC"
-OP_TOPIC: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
-CHECK_MAX_TIME_TOPIC: Final = "TRANS_CHECK_MAX_TIME_TOPIC"
-SELF_TEST_TOPIC: Final = "SELF_TEST_TOPIC"
-OFFSET_MOVED_TOPIC: Final = "OFFSET_MOVED_EVENT"
-TRACE_TOPIC: Final = "RMQ_SYS_TRACE_TOPIC"
+
+class SystemTopic:
+    """The names of topics that RocketMQ keeps for itself."""
+
+    AUTO_CREATE: Final = "TBW102"
+    SCHEDULE: Final = "SCHEDULE_TOPIC_XXXX"
+    HALF: Final = "RMQ_SYS_TRANS_HALF_TOPIC"
+    OP: Final = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
+    CHECK_MAX_TIME: Final = "TRANS_CHECK_MAX_TIME_TOPIC"
+    SELF_TEST: Final = "SELF_TEST_TOPIC"
+    OFFSET_MOVED: Final = "OFFSET_MOVED_EVENT"
+    TRACE: Final = "RMQ_SYS_TRACE_TOPIC"
+    TIMER: Final = "rmq_sys_wheel_timer"
+    HOP: Final = "SYSTEM_SCHEDULE_MSG"
+    """The topic of the relay, whose messages wait in hops of a delay level each."""
+
+
+class TopicPrefix:
+    """What the names of topics of one kind begin with."""
+
+    RETRY: Final = "%RETRY%"
+    DEAD_LETTER: Final = "%DLQ%"
+    LIGHT: Final = "%LMQ%"
+    """Of the queues of 5.x whose entries lead to records of other topics."""
+    SYSTEM: Final = "rmq_sys_"
+    TRACE: Final = "rmq_sys_TRACE_DATA_"
+    """With a region, the topic to which its clients write traces."""
+    REVIVE: Final = "rmq_sys_REVIVE_LOG_"
+    """With the name of the cluster, the topic of what POP of 5.x holds: `librmq.diagnosis._pop`."""
+
 
 TopicType = Literal["NORMAL", "FIFO", "DELAY", "TRANSACTION", "PRIORITY", "MIXED"]
 TOPIC_TYPES: Final[tuple[TopicType, ...]] = get_args(TopicType)
 """What official clients of 5.x may send to a topic; to one of type MIXED all."""
 
-_KINDS: Final = {SCHEDULE_TOPIC: "delay", HALF_TOPIC: "half", OP_TOPIC: "op"}
-RETRY_PREFIX: Final = "%RETRY%"
-DEAD_LETTER_PREFIX: Final = "%DLQ%"
-LIGHT_PREFIX: Final = "%LMQ%"
-"""Of the queues of 5.x whose entries lead to records of other topics."""
+_KINDS: Final = {SystemTopic.SCHEDULE: "delay", SystemTopic.HALF: "half", SystemTopic.OP: "op"}
 
 NOT_FOR_SENDING: Final = frozenset(
-    (SCHEDULE_TOPIC, HALF_TOPIC, OP_TOPIC, CHECK_MAX_TIME_TOPIC, SELF_TEST_TOPIC, OFFSET_MOVED_TOPIC)
+    (
+        SystemTopic.SCHEDULE,
+        SystemTopic.HALF,
+        SystemTopic.OP,
+        SystemTopic.CHECK_MAX_TIME,
+        SystemTopic.SELF_TEST,
+        SystemTopic.OFFSET_MOVED,
+    )
 )
 """The topics to which only the broker writes."""
 
-SYSTEM_TOPICS: Final = NOT_FOR_SENDING | {AUTO_CREATE_TOPIC, "BenchmarkTest", TRACE_TOPIC}
-"""The topics that RocketMQ reserves, besides topics with `SYSTEM_PREFIX`."""
-SYSTEM_PREFIX: Final = "rmq_sys_"
-TIMER_TOPIC: Final = "rmq_sys_wheel_timer"
-HOP_TOPIC: Final = "SYSTEM_SCHEDULE_MSG"
-"""The topic of the relay, whose messages wait in hops of a delay level each."""
-WAITING_TOPICS: Final = (SCHEDULE_TOPIC, TIMER_TOPIC, HOP_TOPIC)
+SYSTEM_TOPICS: Final = NOT_FOR_SENDING | {SystemTopic.AUTO_CREATE, "BenchmarkTest", SystemTopic.TRACE}
+"""The topics that RocketMQ reserves, besides topics with `TopicPrefix.SYSTEM`."""
+WAITING_TOPICS: Final = (SystemTopic.SCHEDULE, SystemTopic.TIMER, SystemTopic.HOP)
 """The topics in which messages wait for their time."""
-REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"
-"""With the name of the cluster, the topic of what POP of 5.x holds: `librmq.diagnosis._pop`."""
 _RECEIVE_SEPARATOR: Final = "_"
 _RECEIVE_SEPARATOR_V2: Final = "+"  # in no other name
 _OWN_GROUPS: Final = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP"))
@@ -136,7 +155,7 @@ def validate_kept_names(groups: Iterable[str], topics: Iterable[str]) -> None:
                 f"group {group[:80]!r}: expected 1 to {_MAX_CLIENT_GROUP} letters, digits, '%', '|', '_' and '-'"
             )
     for topic in topics:
-        if topic.startswith(LIGHT_PREFIX):  # named by gateways, with other characters
+        if topic.startswith(TopicPrefix.LIGHT):  # named by gateways, with other characters
             validate_topic(topic)
         else:
             validate_client_topic(topic)
@@ -146,17 +165,17 @@ def validate_kept_names(groups: Iterable[str], topics: Iterable[str]) -> None:
 
 def is_system_topic(topic: str) -> bool:
     """Return whether RocketMQ reserves the name."""
-    return topic in SYSTEM_TOPICS or topic.startswith(SYSTEM_PREFIX)
+    return topic in SYSTEM_TOPICS or topic.startswith(TopicPrefix.SYSTEM)
 
 
 def is_user_topic(topic: str) -> bool:
     """Return whether a topic is one of producers: neither the broker's own, nor of retries or dead letters."""
-    return not is_system_topic(topic) and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
+    return not is_system_topic(topic) and not topic.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER))
 
 
 def has_no_row(topic: str) -> bool:
     """Return whether RocketMQ keeps a topic that ``topics.json`` does not have: its own, and light queues."""
-    return is_system_topic(topic) or topic.startswith(LIGHT_PREFIX)
+    return is_system_topic(topic) or topic.startswith(TopicPrefix.LIGHT)
 
 
 def is_own_group(group: str) -> bool:
@@ -166,16 +185,16 @@ def is_own_group(group: str) -> bool:
 
 def kind_of_topic(topic: str) -> str:
     """Return the kind of a topic: user, retry, dead, delay, half, op or system."""
-    if topic.startswith(RETRY_PREFIX):
+    if topic.startswith(TopicPrefix.RETRY):
         return "retry"
-    if topic.startswith(DEAD_LETTER_PREFIX):
+    if topic.startswith(TopicPrefix.DEAD_LETTER):
         return "dead"
     return _KINDS.get(topic) or ("system" if is_system_topic(topic) else "user")
 
 
 def retry_topic(group: str) -> str:
     """Return the topic from which a consumer group gets failed messages again."""
-    return RETRY_PREFIX + group
+    return TopicPrefix.RETRY + group
 
 
 def receive_retry_topic(group: str, topic: str, *, v2: bool = False) -> str:
@@ -183,7 +202,7 @@ def receive_retry_topic(group: str, topic: str, *, v2: bool = False) -> str:
 
     ``v2`` is the form of 5.x with ``enableRetryTopicV2``.
     """
-    return f"{RETRY_PREFIX}{group}{_RECEIVE_SEPARATOR_V2 if v2 else _RECEIVE_SEPARATOR}{topic}"
+    return f"{TopicPrefix.RETRY}{group}{_RECEIVE_SEPARATOR_V2 if v2 else _RECEIVE_SEPARATOR}{topic}"
 
 
 def check_receive_retry_topic(group: str, topic: str) -> None:
@@ -194,8 +213,9 @@ def check_receive_retry_topic(group: str, topic: str) -> None:
     """
     retries = receive_retry_topic(group, topic)
     if len(retries.encode()) > _MAX_SIZE:
+        most = _MAX_SIZE - len(TopicPrefix.RETRY) - 1
         raise MessageIllegalError(
-            f"group {group!r} and topic {topic!r} together have more than {_MAX_SIZE - len(RETRY_PREFIX) - 1} bytes: "
+            f"group {group!r} and topic {topic!r} together have more than {most} bytes: "
             f"their retry topic {retries[:20]!r}… would have more than {_MAX_SIZE}; choose a shorter name, or make the "
             "group ordered"
         )
@@ -207,7 +227,7 @@ def group_of_retries(retry_topic: str, groups: Collection[str], topics: Collecti
     ``%RETRY%a_b`` is the topic of group ``a_b``, or of messages of topic ``b`` that group ``a`` has received. It counts
     as the latter if both exist, and no group ``a_b``.
     """
-    name = retry_topic.removeprefix(RETRY_PREFIX)
+    name = retry_topic.removeprefix(TopicPrefix.RETRY)
     if _RECEIVE_SEPARATOR_V2 in name:
         return name.partition(_RECEIVE_SEPARATOR_V2)[0]
     if name not in groups:
@@ -233,4 +253,4 @@ def moved_keys(queues_before: int, queues_after: int) -> float:
 
 def dead_letter_topic(group: str) -> str:
     """Return the topic of the messages that a consumer group has given up on."""
-    return DEAD_LETTER_PREFIX + group
+    return TopicPrefix.DEAD_LETTER + group

@@ -27,11 +27,10 @@ from typing import Final, Literal, NamedTuple
 from librmq.errors import MalformedError
 from librmq.message.ids import decode_unique_id
 from librmq.message.message import StoredMessage
-from librmq.message.topics import TRACE_TOPIC
+from librmq.message.topics import SystemTopic, TopicPrefix
 
 TraceKind = Literal["sent", "received", "consumed", "ended", "recalled"]
 
-TRACE_PREFIX: Final = "rmq_sys_TRACE_DATA_"
 TRACE_REGION: Final = "DefaultRegion"
 """The region of brokers to which none was given."""
 _FIELD: Final = "\x01"
@@ -170,7 +169,7 @@ class Trace(NamedTuple):
 
 def is_trace_topic(topic: str) -> bool:
     """Return whether a topic is for traces by its name; users can name others."""
-    return topic == TRACE_TOPIC or topic.startswith(TRACE_PREFIX)
+    return topic == SystemTopic.TRACE or topic.startswith(TopicPrefix.TRACE)
 
 
 def is_trace_body(body: bytes) -> bool:

@@ -10,7 +10,7 @@ from librmq.config import wrong_kind
 from librmq.errors import BrokerUnreachableError, MessageIllegalError, RmqError
 from librmq.message import Message, MessageQueue, StoredMessage
 from librmq.message.ids import Host
-from librmq.message.topics import AUTO_CREATE_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.protocol._request import ReadRequest, Request, RequestHandler, value
 
 INNER_PRODUCER: Final = "CLIENT_INNER_PRODUCER"
@@ -559,7 +559,7 @@ class SendMessage(Request[SendResponse]):
     """Milliseconds for the answer of a remote broker; None for its route's timeout."""
     is_one_way: bool = False
     """Whether the sender needs no answer. A remote broker sends none, so places in the response are -1."""
-    default_topic: str = AUTO_CREATE_TOPIC
+    default_topic: str = SystemTopic.AUTO_CREATE
     """A missing topic is made like this one."""
 
 
@@ -575,7 +575,7 @@ class SendBatch(Request[SendResponse]):
     default_queues: int = 4
     timeout_ms: float | None = None
     """Milliseconds for the answer of a remote broker; None for its route's timeout."""
-    default_topic: str = AUTO_CREATE_TOPIC
+    default_topic: str = SystemTopic.AUTO_CREATE
     """A missing topic is made like this one."""
 
 

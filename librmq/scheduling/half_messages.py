@@ -19,7 +19,7 @@ from librmq.errors import LASTING, MessageIllegalError, RmqError
 from librmq.java.lang import java_int, java_long
 from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
@@ -137,12 +137,12 @@ class EndedHalves:
         """Read the op messages that were not read yet, those of other writers too; `CorruptionError` as for a read."""
         next_op = self._next_op
         if next_op is None:
-            self._first = progress(self._store, self._offsets, HALF_TOPIC) & ~7
-            next_op = progress(self._store, self._offsets, OP_TOPIC)
-        queue = self._store.queue(HALF_TOPIC, QUEUE)
+            self._first = progress(self._store, self._offsets, SystemTopic.HALF) & ~7
+            next_op = progress(self._store, self._offsets, SystemTopic.OP)
+        queue = self._store.queue(SystemTopic.HALF, QUEUE)
         end = 0 if queue is None else queue.max_offset
         while True:
-            batch = self._store.read(OP_TOPIC, QUEUE, next_op)
+            batch = self._store.read(SystemTopic.OP, QUEUE, next_op)
             for op in batch.messages:
                 for queue_offset in halves_of(op):
                     if queue_offset < end:  # any client can send an op message, so its number can be anything
@@ -269,7 +269,7 @@ class HalfCheck:
         self._is_reachable = is_reachable
         self._uncounted: set[int] = set()  # copies whose last check reached no producer, by queue offset
         self._put_back_progress()
-        self._progress = progress(store, offsets, HALF_TOPIC)
+        self._progress = progress(store, offsets, SystemTopic.HALF)
         self._interval_ms = round(1000 * config.interval_s)
         self._last_ms = store.clock.now_ms()
         self._first_ms = self._last_ms + self._interval_ms
@@ -291,7 +291,7 @@ class HalfCheck:
 
         A power failure can take the last records from the log of a broker of RocketMQ that has saved its progress.
         """
-        for topic in (HALF_TOPIC, OP_TOPIC):
+        for topic in (SystemTopic.HALF, SystemTopic.OP):
             _, end = self._store.queue_range(topic, QUEUE)
             stored = self._offsets.consumer_offset(topic, CHECK_GROUP, QUEUE)
             if stored is not None and stored > end:
@@ -364,13 +364,13 @@ class HalfCheck:
         return self.checked
 
     def _has_new(self) -> bool:
-        _, end = self._store.queue_range(HALF_TOPIC, QUEUE)  # works on a full disk, as `progress` does
-        return end > progress(self._store, self._offsets, HALF_TOPIC)
+        _, end = self._store.queue_range(SystemTopic.HALF, QUEUE)  # works on a full disk, as `progress` does
+        return end > progress(self._store, self._offsets, SystemTopic.HALF)
 
     def _begin_pass(self, now_ms: int, config: TransactionConfig) -> _Pass:
-        self._make_topic(HALF_TOPIC)
-        begin, op = (progress(self._store, self._offsets, topic) for topic in (HALF_TOPIC, OP_TOPIC))
-        queue = self._store.queue(HALF_TOPIC, QUEUE)
+        self._make_topic(SystemTopic.HALF)
+        begin, op = (progress(self._store, self._offsets, topic) for topic in (SystemTopic.HALF, SystemTopic.OP))
+        queue = self._store.queue(SystemTopic.HALF, QUEUE)
         self._pass = _Pass(now_ms, config, begin, 0 if queue is None else queue.max_offset, op, begin, op)
         self._ended.read_new_ops()
         return self._pass
@@ -390,10 +390,10 @@ class HalfCheck:
 
     def _save_progress(self, current: _Pass) -> None:
         if current.next_half != current.first_half:
-            self._offsets.set_consumer_offset(HALF_TOPIC, CHECK_GROUP, QUEUE, current.next_half)
+            self._offsets.set_consumer_offset(SystemTopic.HALF, CHECK_GROUP, QUEUE, current.next_half)
         if current.next_op != current.first_op:
-            self._offsets.set_consumer_offset(OP_TOPIC, CHECK_GROUP, QUEUE, current.next_op)
-        self._progress = below = progress(self._store, self._offsets, HALF_TOPIC)
+            self._offsets.set_consumer_offset(SystemTopic.OP, CHECK_GROUP, QUEUE, current.next_op)
+        self._progress = below = progress(self._store, self._offsets, SystemTopic.HALF)
         self._uncounted.difference_update([offset for offset in self._uncounted if offset < below])
         self._ended.drop_below(below)
         self._pass = None
@@ -408,7 +408,7 @@ class HalfCheck:
             if is_late or current.next_half >= current.end:
                 is_over = True
             elif current.next_half not in self._ended:
-                batch = self._store.read(HALF_TOPIC, QUEUE, current.next_half, 1)
+                batch = self._store.read(SystemTopic.HALF, QUEUE, current.next_half, 1)
                 if not batch.messages and not current.has_skipped and _is_illegal(batch):
                     current.has_skipped = True
                     current.next_half = batch.next_offset
@@ -426,7 +426,7 @@ class HalfCheck:
         It stops before the first one that a later pass still needs: without its op an ended half would be asked about.
         """
         while True:
-            batch = self._store.read(OP_TOPIC, QUEUE, current.next_op, _OPS_READ)
+            batch = self._store.read(SystemTopic.OP, QUEUE, current.next_op, _OPS_READ)
             for op in batch.messages:
                 if max(halves_of(op), default=-1) >= current.next_half:
                     return
@@ -517,7 +517,7 @@ class HalfCheck:
                 return True
             if queue_offset in self._ended:
                 continue
-            batch = self._store.read(HALF_TOPIC, QUEUE, queue_offset, 1)
+            batch = self._store.read(SystemTopic.HALF, QUEUE, queue_offset, 1)
             if not batch.messages or 0 <= now_ms - batch.messages[0].born_timestamp_ms < timeout_ms:
                 return False
             if is_reachable(batch.messages[0].properties.get(PropertyName.PRODUCER_GROUP, "")):
@@ -537,7 +537,7 @@ class HalfCheck:
         """Append a copy of a half with these properties; None if the half had to be given up."""
         try:
             result = self._store.appender.append_again(
-                half, HALF_TOPIC, half.queue_id, properties, flag=0, reconsume_times=0
+                half, SystemTopic.HALF, half.queue_id, properties, flag=0, reconsume_times=0
             )
         except MessageIllegalError as error:  # the copy has no room for its properties
             _log.error(
@@ -560,12 +560,12 @@ class HalfCheck:
             queue_offset=half.queue_offset,
             target_topic=properties.get(PropertyName.REAL_TOPIC),
             checks=check_times,
-            topic=HALF_TOPIC,
+            topic=SystemTopic.HALF,
             queue_id=half.queue_id,
         )
-        self._make_topic(CHECK_MAX_TIME_TOPIC)
+        self._make_topic(SystemTopic.CHECK_MAX_TIME)
         try:
-            self._store.appender.append_again(half, CHECK_MAX_TIME_TOPIC, QUEUE, properties)
+            self._store.appender.append_again(half, SystemTopic.CHECK_MAX_TIME, QUEUE, properties)
         except MessageIllegalError as error:  # the half itself stays in the log
             _log.error(
                 "the half message at physical offset %(physical_offset)d can't be discarded: %(error)s",

@@ -18,9 +18,8 @@ from librmq.config import check_now
 from librmq.errors import LASTING, ConfigError, MessageIllegalError, StoreError
 from librmq.java.lang import java_int, java_long
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, StoredMessage
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.properties import PropertyName
-from librmq.message.topics import HOP_TOPIC, validate_topic
+from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime import ProgressSaver, StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
@@ -69,7 +68,7 @@ def send_at(message: Message, target_ms: int, queue_id: int = 0) -> Message:
     validate_topic(message.topic)
     if PropertyName.DELAY in message.properties:
         raise MessageIllegalError("delay level: expected none for a message with a delivery time")
-    relayed = Message(HOP_TOPIC, message.body, flag=message.flag)
+    relayed = Message(SystemTopic.HOP, message.body, flag=message.flag)
     relayed.properties = {
         **message.properties,
         TARGET_MS: str(target_ms),
@@ -116,7 +115,7 @@ class HopProxy:
         self._delivered = delivered
         self._states = StateLog(_log, "the relay")
         self._earlier = EarlierCopies(store)
-        self._next_offset = offsets.consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE) or 0
+        self._next_offset = offsets.consumer_offset(SystemTopic.HOP, HOP_GROUP, _QUEUE) or 0
         self._saved_offset = self._next_offset
         self._saver = ProgressSaver(
             "the relay's progress",
@@ -149,7 +148,7 @@ class HopProxy:
 
     def _send_all(self, now_ms: int) -> None:
         while True:
-            batch = self._store.read(HOP_TOPIC, _QUEUE, self._next_offset, _READ)
+            batch = self._store.read(SystemTopic.HOP, _QUEUE, self._next_offset, _READ)
             for message in batch.messages:
                 self._send_on(message, now_ms)
                 self._next_offset = message.queue_offset + 1
@@ -170,7 +169,7 @@ class HopProxy:
 
     def _save_progress(self, reached: int) -> None:
         """Save the progress over messages that are on the device."""
-        self._offsets.set_consumer_offset(HOP_TOPIC, HOP_GROUP, _QUEUE, reached)
+        self._offsets.set_consumer_offset(SystemTopic.HOP, HOP_GROUP, _QUEUE, reached)
         self._saved_offset = reached
 
     def _send_on(self, message: StoredMessage, now_ms: int) -> None:
@@ -179,12 +178,12 @@ class HopProxy:
         queue_id = java_int(properties.get(TARGET_QUEUE_ID, "0"))
         topic = properties.get(TARGET_TOPIC, "")
         try:
-            if target_ms is None or queue_id is None or topic == HOP_TOPIC:
+            if target_ms is None or queue_id is None or topic == SystemTopic.HOP:
                 raise MessageIllegalError("expected properties with a time, a queue and a topic")
             if self._is_cancelled(message, now_ms):
                 return
             if self._earlier.concerns(message.physical_offset) and self._earlier.has(
-                message, (SCHEDULE_TOPIC, topic), lambda copy: _was_sent_on(copy, topic, queue_id)
+                message, (SystemTopic.SCHEDULE, topic), lambda copy: _was_sent_on(copy, topic, queue_id)
             ):
                 return
             is_due = now_ms >= target_ms
@@ -196,7 +195,7 @@ class HopProxy:
             else:
                 level = best_level(target_ms - now_ms, self._store.levels)
                 new_properties = {**properties, PropertyName.DELAY: str(level)}
-                result = self._store.appender.append_again(message, HOP_TOPIC, _QUEUE, new_properties)
+                result = self._store.appender.append_again(message, SystemTopic.HOP, _QUEUE, new_properties)
         except MessageIllegalError as error:
             _log.error(
                 "the message at queue offset %(queue_offset)d, physical offset %(physical_offset)d is dropped: "
@@ -204,7 +203,7 @@ class HopProxy:
                 queue_offset=message.queue_offset,
                 physical_offset=message.physical_offset,
                 error=error,
-                topic=HOP_TOPIC,
+                topic=SystemTopic.HOP,
                 queue_id=_QUEUE,
             )
             return
@@ -214,6 +213,6 @@ class HopProxy:
 
 def _was_sent_on(copy: StoredMessage, topic: str, queue_id: int) -> bool:
     """Return whether a record is a hop, or the delivery to this queue."""
-    if copy.topic == SCHEDULE_TOPIC:
-        return copy.properties.get(PropertyName.REAL_TOPIC) == HOP_TOPIC
+    if copy.topic == SystemTopic.SCHEDULE:
+        return copy.properties.get(PropertyName.REAL_TOPIC) == SystemTopic.HOP
     return copy.topic == topic and copy.queue_id == queue_id

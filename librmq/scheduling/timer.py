@@ -34,10 +34,10 @@ from librmq.errors import (
 from librmq.files import Files
 from librmq.java.lang import java_int, java_long, string_hash
 from librmq.message import Message, StoredMessage, record
-from librmq.message.delays import SCHEDULE_TOPIC, parse_level
+from librmq.message.delays import parse_level
 from librmq.message.delivery_times import is_timed, without_time
 from librmq.message.properties import PropertyName, encode_properties
-from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC, validate_topic
+from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime import StateLog
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
@@ -154,9 +154,9 @@ class Timers:
         elif slots.was_cut and slots.last_unit is not None:
             # After a crash 5.3.3's queue offset can be ahead of the flushed timer log.
             message = self._message(slots.last_unit.physical_offset, slots.last_unit.message_size)
-            if message is not None and message.topic == TIMER_TOPIC:
+            if message is not None and message.topic == SystemTopic.TIMER:
                 self._progress.queue_offset = min(self._progress.queue_offset, message.queue_offset + 1)
-        _, end = self._store.queue_range(TIMER_TOPIC, _QUEUE)
+        _, end = self._store.queue_range(SystemTopic.TIMER, _QUEUE)
         if self._progress.queue_offset > end:  # a crash took messages: the next ones get their queue offsets
             _log.warning(
                 "the timer's queue offset was %(old)d, beyond the queue's end: set to %(queue_offset)d",
@@ -180,7 +180,7 @@ class Timers:
         properties = message.properties
         if parse_level(properties.get(PropertyName.DELAY)) > 0:
             return self._store.append(without_time(message), queue_id, **fields)
-        if sys_flag in (0, record.TRANSACTION_COMMIT) and message.topic != TIMER_TOPIC and is_timed(properties):
+        if sys_flag in (0, record.TRANSACTION_COMMIT) and message.topic != SystemTopic.TIMER and is_timed(properties):
             fields.pop("properties_raw", None)
             waiting = self.waiting_form(message, queue_id)
             if waiting is not None:
@@ -206,7 +206,7 @@ class Timers:
         if out_ms is None:
             return None
         validate_topic(message.topic)
-        waiting = Message(TIMER_TOPIC, message.body, flag=message.flag)
+        waiting = Message(SystemTopic.TIMER, message.body, flag=message.flag)
         waiting.properties = {
             **message.properties,
             PropertyName.TIMER_OUT_MS: str(out_ms),
@@ -300,7 +300,7 @@ class Timers:
             return
         rolls = bool(magic & TimerLog.ROLL)
         out_ms = java_long(message.properties.get(PropertyName.TIMER_OUT_MS, "")) or 0
-        if message.topic != TIMER_TOPIC or (not rolls and self._floor(out_ms) > slot.time_ms):
+        if message.topic != SystemTopic.TIMER or (not rolls and self._floor(out_ms) > slot.time_ms):
             # A crash lost the message of this unit. The message at its place has its own unit.
             _log.error(
                 "the timer's unit for physical offset %(physical_offset)d is skipped: another message is there",
@@ -330,7 +330,7 @@ class Timers:
             queue_id = -1 if real_queue_id is None else real_queue_id
         properties[PropertyName.TIMER_DEQUEUE_MS] = str(now_ms)
         try:
-            if not rolls and topic in (TIMER_TOPIC, SCHEDULE_TOPIC, HALF_TOPIC):
+            if not rolls and topic in (SystemTopic.TIMER, SystemTopic.SCHEDULE, SystemTopic.HALF):
                 raise MessageIllegalError(f"REAL_TOPIC: expected a topic for delivery, found {topic}")
             if self._earlier.concerns(message.physical_offset) and self._was_delivered(message, topic, properties):
                 self._progress.changes += 1
@@ -362,7 +362,7 @@ class Timers:
             queue_offset=queue_offset,
             physical_offset=physical_offset,
             error=error,
-            topic=TIMER_TOPIC,
+            topic=SystemTopic.TIMER,
             queue_id=_QUEUE,
         )
 
@@ -385,7 +385,7 @@ class Timers:
 
     def _fill_slots(self, now_ms: int) -> bool:
         """Put new messages of the timer topic into slots; return False if one turn is not enough."""
-        queue = self._store.queue(TIMER_TOPIC, _QUEUE)
+        queue = self._store.queue(SystemTopic.TIMER, _QUEUE)
         if queue is None:
             return True
         corrected = min(max(self._progress.queue_offset, queue.min_offset), queue.max_offset)
@@ -401,7 +401,7 @@ class Timers:
         while self._progress.queue_offset < queue.max_offset:
             if left <= 0:
                 return False
-            batch = self._store.read(TIMER_TOPIC, _QUEUE, self._progress.queue_offset, _READ)
+            batch = self._store.read(SystemTopic.TIMER, _QUEUE, self._progress.queue_offset, _READ)
             for message in batch.messages:
                 self._fill(message, now_ms)
                 self._progress.queue_offset = message.queue_offset + 1
@@ -462,7 +462,7 @@ class Timers:
 
         They are given by queue offset. A cancelling message waits as long as the one that it cancels.
         """
-        queue, next_offset = self._store.queue(TIMER_TOPIC, _QUEUE), self._progress.queue_offset
+        queue, next_offset = self._store.queue(SystemTopic.TIMER, _QUEUE), self._progress.queue_offset
         waiting = self._slots.waiting_below(before, self._progress.read_ms)
 
         def has_passed(queue_offset: int) -> bool:

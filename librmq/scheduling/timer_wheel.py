@@ -21,7 +21,7 @@ from librmq.java.lang import java_long, string_hash
 from librmq.message import StoredMessage
 from librmq.message.delivery_times import delete_key
 from librmq.message.properties import PropertyName
-from librmq.message.topics import TIMER_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.runtime import ProgressSaver
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
@@ -356,7 +356,7 @@ def _waiting_in_files(store: MessageStore, hashes: Sequence[int] | None) -> Iter
     if size:
         log = TimerLog(store.path, size, files=store.files, writable=False)
         yield from _waiting_in_the_wheel(store, checkpoint, log, hashes)
-    for message in store.messages(TIMER_TOPIC, 0, checkpoint.queue_offset):
+    for message in store.messages(SystemTopic.TIMER, 0, checkpoint.queue_offset):
         if PropertyName.TIMER_DELETE_KEY not in message.properties:
             yield _due_ms(message), message
 
@@ -365,7 +365,7 @@ def _waiting_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int,
     """Yield the messages that were due after a time, without the wheel, whose files show the present."""
     waiting: dict[str | int, tuple[int, StoredMessage]] = {}
     names: dict[str, str | int] = {}  # of waiting messages by their unique keys
-    for message in store.messages(TIMER_TOPIC, 0, 0):
+    for message in store.messages(SystemTopic.TIMER, 0, 0):
         properties = message.properties
         deleted = properties.get(PropertyName.TIMER_DELETE_KEY)
         if deleted is not None:

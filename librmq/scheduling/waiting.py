@@ -32,18 +32,10 @@ from librmq.errors import CorruptionError
 from librmq.files import Files
 from librmq.java.lang import java_int, java_long
 from librmq.message import StoredMessage, record
-from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import level_of_queue_id
 from librmq.message.delivery_times import deliver_time_ms
 from librmq.message.properties import PropertyName
-from librmq.message.topics import (
-    DEAD_LETTER_PREFIX,
-    HALF_TOPIC,
-    HOP_TOPIC,
-    RETRY_PREFIX,
-    TIMER_TOPIC,
-    WAITING_TOPICS,
-    is_system_topic,
-)
+from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix, is_system_topic
 from librmq.runtime.locks import Lock
 from librmq.scheduling.relay import TARGET_MS, TARGET_QUEUE_ID, TARGET_TOPIC
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
@@ -51,7 +43,7 @@ from librmq.store.format.documents import OWN_FOLDER, read_document, write_docum
 if TYPE_CHECKING:
     from librmq.store import MessageStore
 
-_OF_GROUPS: Final = (RETRY_PREFIX, DEAD_LETTER_PREFIX)
+_OF_GROUPS: Final = (TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)
 PRECISION_MS: Final = 1000
 
 
@@ -67,7 +59,7 @@ def destination_of(message: StoredMessage) -> Destination:
     """Return where a record that waits, or an undecided half message, goes in the end."""
     properties = message.properties
     topic, queue_id = properties.get(PropertyName.REAL_TOPIC, ""), properties.get(PropertyName.REAL_QUEUE_ID)
-    if HOP_TOPIC in (topic, message.topic):
+    if SystemTopic.HOP in (topic, message.topic):
         topic, queue_id = properties.get(TARGET_TOPIC, ""), properties.get(TARGET_QUEUE_ID)
     return Destination(topic, java_int(queue_id or "0") or 0)
 
@@ -78,8 +70,8 @@ def awaited_queues(store: MessageStore, next_delayed: Callable[[int], int]) -> I
     ``next_delayed(level)`` returns the progress of a delay level.
     """
     for topic, queue_id in sorted(store.queues):
-        if topic in (*WAITING_TOPICS, HALF_TOPIC):
-            begin = next_delayed(level_of_queue_id(queue_id)) if topic == SCHEDULE_TOPIC else 0
+        if topic in (*WAITING_TOPICS, SystemTopic.HALF):
+            begin = next_delayed(level_of_queue_id(queue_id)) if topic == SystemTopic.SCHEDULE else 0
             for message in store.messages(topic, queue_id, begin):
                 if (
                     PropertyName.TIMER_DELETE_KEY not in message.properties
@@ -94,9 +86,9 @@ def own_time_ms(message: StoredMessage) -> int | None:
     A message that a timer has moved on and that names a delay waits at most a second longer than this.
     """
     properties = message.properties
-    if HOP_TOPIC in (properties.get(PropertyName.REAL_TOPIC), message.topic):
+    if SystemTopic.HOP in (properties.get(PropertyName.REAL_TOPIC), message.topic):
         return java_long(properties.get(TARGET_MS, ""))
-    if message.topic != TIMER_TOPIC:
+    if message.topic != SystemTopic.TIMER:
         return None
     out_ms = java_long(properties.get(PropertyName.TIMER_OUT_MS, "0")) or 0
     if PropertyName.TIMER_ROLL_TIMES in properties:  # its store time is not that of the send
@@ -119,9 +111,11 @@ def sent_to(message: StoredMessage) -> Destination | None:
         or PropertyName.TRANSACTION_CHECK_TIMES in properties
     )
     real = properties.get(PropertyName.REAL_TOPIC)
-    if is_made or real == HOP_TOPIC:
+    if is_made or real == SystemTopic.HOP:
         return None
-    if topic in (SCHEDULE_TOPIC, TIMER_TOPIC, HALF_TOPIC) or (topic == HOP_TOPIC and real is None):
+    if topic in (SystemTopic.SCHEDULE, SystemTopic.TIMER, SystemTopic.HALF) or (
+        topic == SystemTopic.HOP and real is None
+    ):
         destination = destination_of(message)
     elif real is None and not is_system_topic(topic):
         destination = Destination(topic, message.queue_id)

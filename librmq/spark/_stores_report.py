@@ -31,7 +31,7 @@ from librmq.diagnosis.survey.model import (
 )
 from librmq.diagnosis.survey.report import WINDOW_S, broken_store, join_parts, short_names, survey_findings
 from librmq.errors import CorruptionError
-from librmq.message.topics import RETRY_PREFIX, SYSTEM_PREFIX, SYSTEM_TOPICS, is_user_topic
+from librmq.message.topics import SYSTEM_TOPICS, TopicPrefix, is_user_topic
 from librmq.spark import stores
 from librmq.spark.pipelines import PIPELINES, duplicates, run, skew
 from librmq.spark.stores import Settings, first_sends, source_options
@@ -155,7 +155,7 @@ class _Sums:
         at = sum((F.when(delay >= bound, 1).otherwise(0) for bound in DELAY_BOUNDS_MS), F.lit(0))
         self._delays = _counts(messages, at)
         attempt = F.greatest(F.least("reconsumeTimes", F.lit(ATTEMPTS)), F.lit(1))
-        self._attempts = _counts(messages.where(F.col("topic").startswith(RETRY_PREFIX)), attempt)
+        self._attempts = _counts(messages.where(F.col("topic").startswith(TopicPrefix.RETRY)), attempt)
         produced = _messages_of_producers(messages)
         self._keys = skew(produced, "key", MOST_OF_A_TOPIC + 1).where("messages > 1").collect()
         self._repeated = (
@@ -189,7 +189,8 @@ class _Sums:
             retries=tuple(
                 RetriedMessages(name, group, _list(self._attempts[store, topic], ATTEMPTS, 1))
                 for topic in sorted(totals)
-                if topic.startswith(RETRY_PREFIX) and self._scope.has_group(group := topic.removeprefix(RETRY_PREFIX))
+                if topic.startswith(TopicPrefix.RETRY)
+                and self._scope.has_group(group := topic.removeprefix(TopicPrefix.RETRY))
             ),
             keys=tuple(
                 FrequentKey(name, topic, key, count, keys[topic, key]["share"], False, cut)
@@ -223,7 +224,7 @@ def _list(counts: dict[int, int], length: int, first: int = 0) -> tuple[int, ...
 
 def _messages_of_producers(messages: DataFrame) -> DataFrame:
     topic = F.col("topic")
-    return first_sends(messages).where(~topic.isin(*sorted(SYSTEM_TOPICS)) & ~topic.startswith(SYSTEM_PREFIX))
+    return first_sends(messages).where(~topic.isin(*sorted(SYSTEM_TOPICS)) & ~topic.startswith(TopicPrefix.SYSTEM))
 
 
 def _filters(spark: SparkSession, names: dict[str, str], only: Settings, damaged: str) -> dict[str, list[FilterMatch]]:

@@ -21,9 +21,9 @@ from librmq.columns.planned_store import PlannedStore
 from librmq.diagnosis.survey.message_sums import parse_time
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles
-from librmq.message.delays import SCHEDULE_TOPIC, queue_id_of_level
+from librmq.message.delays import queue_id_of_level
 from librmq.message.lag import deleted_unread, queue_lag, unread_from
-from librmq.message.topics import DEAD_LETTER_PREFIX, RETRY_PREFIX
+from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.spark._options import parse_read_options, refuse_urls
 from librmq.store import BrokerTables
 from librmq.store.format import directory
@@ -102,7 +102,7 @@ def _progress(path: str) -> dict[tuple[str, str], dict[int, int]]:
     progress = config.progress()
     if config.delays.rows:
         levels = {queue_id_of_level(level): queue_offset for level, queue_offset in config.delays.rows.items()}
-        progress[DELAY_GROUP, SCHEDULE_TOPIC] = levels
+        progress[DELAY_GROUP, SystemTopic.SCHEDULE] = levels
     return progress
 
 
@@ -290,7 +290,7 @@ def first_sends(messages: DataFrame) -> DataFrame:
 def is_first_send() -> Column:
     """Return the condition that a message is neither a retry nor a dead letter; null without a topic."""
     topic = F.col("topic")
-    return ~topic.startswith(RETRY_PREFIX) & ~topic.startswith(DEAD_LETTER_PREFIX)
+    return ~topic.startswith(TopicPrefix.RETRY) & ~topic.startswith(TopicPrefix.DEAD_LETTER)
 
 
 def named_rows(frame: DataFrame, settings: Settings) -> DataFrame:

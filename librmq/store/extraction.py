@@ -32,9 +32,9 @@ from librmq.files import DiskFiles, Files
 from librmq.files.interface import make_folders
 from librmq.message import StoredMessage, record
 from librmq.message.batch import inner_messages
-from librmq.message.delays import SCHEDULE_TOPIC, queue_id_of_level
+from librmq.message.delays import queue_id_of_level
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX, validate_queue
+from librmq.message.topics import SystemTopic, TopicPrefix, validate_queue
 from librmq.store._snapshots import KEPT_CONFIG, check_outside, copy_config, growing_store
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.store_parts import PartFiles
@@ -203,7 +203,7 @@ def make_store(
         for message in messages:
             copied = StoredMessage(_redacted(message.raw, message.topic, redact)) if redact else message
             place, raw = copies.append(copied)
-            if message.sys_flag & record.TRANSACTION_MASK or message.topic == HALF_TOPIC:
+            if message.sys_flag & record.TRANSACTION_MASK or message.topic == SystemTopic.HALF:
                 places[message.physical_offset] = place
             count, size = count + 1, size + len(raw)
         copies.write()
@@ -261,7 +261,7 @@ def _power_of_two(minimum: int) -> int:
 def _redacted(raw: bytes, topic: str, redact: Collection[Redaction]) -> bytes:
     """Return a record without what ``redact`` names, as long as before."""
     copy = record.decode_record(raw)
-    if "bodies" in redact and topic != OP_TOPIC:  # its bodies are numbers of halves
+    if "bodies" in redact and topic != SystemTopic.OP:  # its bodies are numbers of halves
         body = b"x" * len(copy.body)
         plain = copy.sys_flag & ~(record.COMPRESSED | record.COMPRESSION_MASK)
         copy = dataclasses.replace(copy, body=body, body_crc=record.body_checksum(body), sys_flag=plain)
@@ -286,7 +286,7 @@ def _copy_tables(tables: BrokerTables, part: str, numbers: Renumbering, topics: 
     folder = os.path.join(part, directory.CONFIG)
     make_folders(files, folder)
     kept = BrokerTables.open(folder, files=files)
-    groups = {topic.removeprefix(prefix) for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX) for topic in topics}
+    groups = {topic.removeprefix(prefix) for prefix in (TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER) for topic in topics}
     for (group, topic), offsets in tables.progress().items():
         if topic in topics:
             groups.add(group)
@@ -299,9 +299,9 @@ def _copy_tables(tables: BrokerTables, part: str, numbers: Renumbering, topics: 
     ):
         for name in names & table.rows.keys():
             copied.set(name, table.rows[name])
-    if SCHEDULE_TOPIC in topics:
+    if SystemTopic.SCHEDULE in topics:
         for level, offset in tables.delays.rows.items():
-            kept.delays.set(level, numbers.new_offset(SCHEDULE_TOPIC, queue_id_of_level(level), offset))
+            kept.delays.set(level, numbers.new_offset(SystemTopic.SCHEDULE, queue_id_of_level(level), offset))
     kept.persist(SystemClock().now_ms())
     for table, is_known in ((kept.offsets, tables.knows_progress), (kept.delays, tables.knows_delays)):
         if not is_known:  # an empty table would say that nothing was consumed
@@ -337,7 +337,7 @@ class Renumbering:
         if new > 1 and queue[-1] < queue[-2] and old == queue[-1] + 1:
             self._made_again[name] = new - 1  # two such records show that the topic was deleted and made again
         queue.append(old)
-        if topic == HALF_TOPIC:
+        if topic == SystemTopic.HALF:
             self._halves[queue_id, old] = new
         return new
 
@@ -397,7 +397,7 @@ class _Copies:
         raw, sys_flag = bytearray(message.raw), message.sys_flag
         if has_queue_entry(sys_flag):
             topic = message.topic
-            if topic == OP_TOPIC:
+            if topic == SystemTopic.OP:
                 raw = _op_of_half(message, self.numbers)
             number = self.numbers.next(topic, message.queue_id, message.queue_offset)
             raw[record.QUEUE_OFFSET_AT : record.QUEUE_OFFSET_AT + 8] = _LONG.pack(number)
@@ -460,7 +460,7 @@ def revise_progress(path: str, files: Files, new_offset: NewOffset, now_ms: int)
         row = {queue_id: new_offset(topic, queue_id, at) for queue_id, at in offsets.items()}
         tables.offsets.set(f"{topic}@{group}", row)
     for level, at in list(tables.delays.rows.items()):
-        tables.delays.set(level, new_offset(SCHEDULE_TOPIC, queue_id_of_level(level), at))
+        tables.delays.set(level, new_offset(SystemTopic.SCHEDULE, queue_id_of_level(level), at))
     for table in (tables.offsets, tables.delays):
         if files.size(table.path) or files.size(f"{table.path}.bak"):  # else the source has no such table
             table.persist(now_ms)

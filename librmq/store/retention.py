@@ -46,8 +46,7 @@ from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullE
 from librmq.files import Files
 from librmq.files.interface import fills_by_itself
 from librmq.message import record
-from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, has_no_row
+from librmq.message.topics import SystemTopic, TopicPrefix, has_no_row
 from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
@@ -179,7 +178,10 @@ def may_have_readers(path: str, files: Files) -> bool:
     So it is if a group has saved progress, or if messages wait for a retry, their time or the end of a transaction.
     """
     for topic in files.names(os.path.join(path, directory.CONSUMEQUEUE)):
-        if topic.startswith((RETRY_PREFIX, SYSTEM_PREFIX)) or topic in (SCHEDULE_TOPIC, HALF_TOPIC):
+        if topic.startswith((TopicPrefix.RETRY, TopicPrefix.SYSTEM)) or topic in (
+            SystemTopic.SCHEDULE,
+            SystemTopic.HALF,
+        ):
             return True
     try:
         return bool(BrokerTables.open(os.path.join(path, directory.CONFIG), files=files).offsets.rows)
@@ -192,10 +194,10 @@ def describe_holder(part: UnreadInFile, path: str) -> str:
     reader, count = part.reader, _count(part.messages)
     place = f"from queue offset {part.queue_offset} of {reader.topic}/{reader.queue_id} on"
     discard = "delete the file together with them by keep_unconsumed=False"
-    if reader.topic == SCHEDULE_TOPIC or reader.topic.startswith(SYSTEM_PREFIX):
+    if reader.topic == SystemTopic.SCHEDULE or reader.topic.startswith(TopicPrefix.SYSTEM):
         pending = shlex.join(("librmq", "pending", path))
         return f"{count} there wait for a delivery time, {place}: wait ({pending} lists them), or {discard}"
-    if reader.topic == HALF_TOPIC:
+    if reader.topic == SystemTopic.HALF:
         return (
             f"{count} there wait for the end of a transaction, {place}: let the producer group commit them or roll "
             f"them back, or {discard}"

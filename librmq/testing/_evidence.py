@@ -15,8 +15,7 @@ from librmq.diagnosis.pending import open_halves
 from librmq.errors import FilterSyntaxError, RmqError
 from librmq.filter import SQL92, PredicateCounts, SqlFilter, TagFilter
 from librmq.message import MessageQueue, StoredMessage, dead_letter_topic, retry_topic
-from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import HALF_TOPIC, RETRY_PREFIX, is_user_topic
+from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.protocol import Heartbeat, PullMessage, Receive, Received, SendResponse, Subscription
 from librmq.testing._faults import Faults
 from librmq.testing._from_store import StoreStart
@@ -68,12 +67,12 @@ def undelivered(
     suggested: set[str] = set()
     for subscriber in subscribed:
         topic = subscriber.subscription.topic
-        if subscriber.was_read or topic.startswith(RETRY_PREFIX):
+        if subscriber.was_read or topic.startswith(TopicPrefix.RETRY):
             continue
         begin = f"{subscriber.group} got nothing of {topic!r}: "
         if topic in sent:
             yield begin + _why_none_of(messages(topic), subscriber, next_offset, fixture)
-        elif delayed := [m for m in messages(SCHEDULE_TOPIC) if m.properties.get("REAL_TOPIC") == topic]:
+        elif delayed := [m for m in messages(SystemTopic.SCHEDULE) if m.properties.get("REAL_TOPIC") == topic]:
             yield f"{begin}{_are(delayed)} still delayed: let time pass with {fixture}.advance(…)"
         elif near := closest_name(topic, unread):
             suggested.add(near)
@@ -189,7 +188,7 @@ class Evidence:
         """Return the messages that were sent back for the group, in order."""
         self._check_group(group)
         topic = retry_topic(group)
-        return [m for m in self._in_order(SCHEDULE_TOPIC) if m.properties.get("REAL_TOPIC") == topic]
+        return [m for m in self._in_order(SystemTopic.SCHEDULE) if m.properties.get("REAL_TOPIC") == topic]
 
     def dead_letters(self, group: str) -> list[StoredMessage]:
         """Return the group's dead letters."""
@@ -287,7 +286,7 @@ class Evidence:
 
     def _open_transactions(self, brokers: Sequence[Broker]) -> Iterator[str]:
         for broker in brokers:
-            if next(iter(broker.messages(HALF_TOPIC)), None) is None:
+            if next(iter(broker.messages(SystemTopic.HALF)), None) is None:
                 continue
             halves = [half for _, half in open_halves(broker.store, broker.tables)]
             for topic, count in Counter(half.properties.get("REAL_TOPIC", "") for half in halves).items():

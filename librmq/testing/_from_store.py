@@ -29,14 +29,7 @@ from librmq.diagnosis.view import viewed
 from librmq.errors import ConfigError, CorruptionError
 from librmq.files import DiskFiles, Files, MemoryFiles, OverlayFiles
 from librmq.message import StoredMessage, retry_topic
-from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import (
-    LIGHT_PREFIX,
-    RETRY_PREFIX,
-    is_own_group,
-    kind_of_topic,
-    validate_group,
-)
+from librmq.message.topics import SystemTopic, TopicPrefix, is_own_group, kind_of_topic, validate_group
 from librmq.protocol import PERM_READ, PERM_WRITE
 from librmq.store import BrokerTables, Extracted
 from librmq.store.extraction import make_store, small_config
@@ -171,8 +164,8 @@ class StoreStart:
 
 def _retries(message: StoredMessage) -> str:
     """Return the group of a retry, also of one that waits for its time; empty for other messages."""
-    target = message.properties.get("REAL_TOPIC", "") if message.topic == SCHEDULE_TOPIC else message.topic
-    return target.removeprefix(RETRY_PREFIX) if target.startswith(RETRY_PREFIX) else ""
+    target = message.properties.get("REAL_TOPIC", "") if message.topic == SystemTopic.SCHEDULE else message.topic
+    return target.removeprefix(TopicPrefix.RETRY) if target.startswith(TopicPrefix.RETRY) else ""
 
 
 def earlier_attempts(events: Sequence[Event], sent: Collection[str]) -> Iterator[Event]:
@@ -205,7 +198,8 @@ def _topic_names(view: StoreView, topics: Collection[str] | None) -> tuple[str, 
     listed = {
         topic
         for topic in view.listed_topics
-        if kind_of_topic(topic) in ("user", "dead") and not topic.startswith(LIGHT_PREFIX)  # messages of other topics
+        if kind_of_topic(topic) in ("user", "dead")
+        and not topic.startswith(TopicPrefix.LIGHT)  # messages of other topics
     }
     if topics is None:
         return tuple(sorted(topic for topic in listed if kind_of_topic(topic) == "user"))
@@ -308,7 +302,7 @@ def _tables(
             if message.queue_offset >= offsets.get(message.queue_id, 0)
             and message.properties.get("RETRY_TOPIC") in by_topic
         ]
-    if SCHEDULE_TOPIC in view.topics:
+    if SystemTopic.SCHEDULE in view.topics:
         for pending in (
             *pending_messages(view.store, view.tables, kind="delay"),
             *pending_messages(view.store, view.tables, kind="retry"),

@@ -21,7 +21,7 @@ from librmq.consumer import ConsumeHook, ConsumerConfig, DeliveredMessage, PushC
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerKeywords
 from librmq.files import Files
-from librmq.message.topics import RETRY_PREFIX
+from librmq.message.topics import TopicPrefix
 from librmq.metrics import Metrics
 from librmq.protocol import (
     Endpoint,
@@ -393,7 +393,7 @@ class _Connection(Endpoint):
         kit, process = self._kit, self._process
         kit.clock.advance(seconds=kit.network.latency(process.name, self._name, process.site))
         first = request.message if isinstance(request, SendMessage) else request.messages[0]
-        of_consumer = first.topic.startswith(RETRY_PREFIX)
+        of_consumer = first.topic.startswith(TopicPrefix.RETRY)
         is_repeated = False
         if not of_consumer:
             is_repeated = kit.observer.before_send(process, first.topic, self._name)

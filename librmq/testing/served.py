@@ -22,7 +22,7 @@ from librmq.errors import BrokerUnreachableError
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
 from librmq.message.properties import PropertyName
-from librmq.message.topics import RETRY_PREFIX, group_of_retries, is_own_group, is_user_topic
+from librmq.message.topics import TopicPrefix, group_of_retries, is_own_group, is_user_topic
 from librmq.protocol import (
     Acknowledge,
     ChangeInvisible,
@@ -359,7 +359,7 @@ class ServedKit(Closing):
             readers = {
                 topic: groups if is_user_topic(topic) else {group_of_retries(topic, groups, topics)} & groups
                 for topic in topics
-                if is_user_topic(topic) or topic.startswith(RETRY_PREFIX)
+                if is_user_topic(topic) or topic.startswith(TopicPrefix.RETRY)
             }
             missing = set[str]()
             for topic, queue_id in broker.store.queues if groups else ():

@@ -17,7 +17,7 @@ from librmq.consumer import PushConsumer
 from librmq.errors import FlushFailedError, StoreIOError
 from librmq.files import File, MemoryFiles
 from librmq.message import Message
-from librmq.message.topics import HALF_TOPIC, HOP_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.protocol import (
     ConsumeFrom,
     EndTransaction,
@@ -110,13 +110,16 @@ class Part:
 PARTS = [
     Part("saves its timers", {"timers": WHEEL}, timed, lambda _, files: timer_checkpoint(files)),
     Part(
-        "flushes for its hops", {"hops": True}, carried, lambda broker, _: broker.consumer_offset(HOP_GROUP, HOP_TOPIC)
+        "flushes for its hops",
+        {"hops": True},
+        carried,
+        lambda broker, _: broker.consumer_offset(HOP_GROUP, SystemTopic.HOP),
     ),
     Part(
         "flushes for its check",
         {},
         lambda broker: broker.call(EndTransaction("p", TransactionState.ROLLBACK, *prepare(broker), "")),
-        lambda broker, _: broker.consumer_offset(CHECK_GROUP, HALF_TOPIC),
+        lambda broker, _: broker.consumer_offset(CHECK_GROUP, SystemTopic.HALF),
     ),
     Part(
         "flushes for its delays",
@@ -241,14 +244,14 @@ def test_nothing_is_delivered_twice_while_a_check_is_noted(runner: Holding, file
         runner.held = "flushes for its check"
         half = prepare(broker)
         runner.advance(120_000)
-        assert broker.store.queue_range(HALF_TOPIC, 0)[1] == 2  # the check has copied it
+        assert broker.store.queue_range(SystemTopic.HALF, 0)[1] == 2  # the check has copied it
         for _ in range(2):
             broker.call(EndTransaction("p", TransactionState.COMMIT, *half, ""))
         assert [message.body for message in broker.messages("T")] == [b"0"]
-        assert broker.store.queue_range(OP_TOPIC, 0)[1] == 1  # for the copy
+        assert broker.store.queue_range(SystemTopic.OP, 0)[1] == 1  # for the copy
         runner.release()
         runner.advance(120_000)
-        assert broker.consumer_offset(CHECK_GROUP, HALF_TOPIC) == 2
+        assert broker.consumer_offset(CHECK_GROUP, SystemTopic.HALF) == 2
 
 
 def test_broadcast_progress_is_written_while_others_continue(

@@ -16,7 +16,7 @@ from librmq.consumer import PushConsumer
 from librmq.files import MemoryFiles
 from librmq.message import Message
 from librmq.message.properties import PropertyName
-from librmq.message.topics import HALF_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.protocol import Heartbeat, SendMessage, UpdateOffset
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
@@ -89,7 +89,7 @@ def test_halves_after_a_loss_are_all_asked_about(tmp_path: Path, recovers_first:
     runner, path, producer = ManualRunner(), tmp_path / "broker", Listening()
     with opened(path, runner) as broker:
         places = prepare(broker, runner, 100)
-        broker.call(UpdateOffset("CID_RMQ_SYS_TRANS", HALF_TOPIC, 0, 100))
+        broker.call(UpdateOffset("CID_RMQ_SYS_TRANS", SystemTopic.HALF, 0, 100))
     lose_from(path, places[50])
     if recovers_first:
         recover(path)

@@ -22,7 +22,7 @@ from librmq.consumer import DeliveredMessage
 from librmq.errors import ConfigError
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.message.topics import HALF_TOPIC, retry_topic
+from librmq.message.topics import SystemTopic, retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
     INNER_PRODUCER,
@@ -265,12 +265,12 @@ def test_a_half_whose_answer_is_lost_is_one_transaction() -> None:
     with open_broker(MemoryFiles(), runner) as broker:
         answers = [broker.call(request_of(message_of(1, "half"))) for _ in range(2)]
         assert answers[0] == answers[1]
-        assert len(list(broker.messages(HALF_TOPIC))) == 1
+        assert len(list(broker.messages(SystemTopic.HALF))) == 1
         end = EndTransaction("p", TransactionState.COMMIT, answers[1].queue_offset, answers[1].physical_offset, "U1")
         broker.call(end)
         assert [message.unique_key for message in broker.messages("T")] == ["U1"]
         broker.call(request_of(message_of(1, "half")))
-        assert len(list(broker.messages(HALF_TOPIC))) == 1
+        assert len(list(broker.messages(SystemTopic.HALF))) == 1
 
 
 @pytest.mark.parametrize("is_killed", [None, False, True])
@@ -287,7 +287,7 @@ def test_a_half_after_a_rollback_is_another_one(is_killed: bool | None) -> None:
         broker.call(EndTransaction("p", state, placed.queue_offset, placed.physical_offset, "U1"))
     assert broker.call(half) == placed
     assert [message.unique_key for message in broker.messages("T")] == ["U1"]
-    assert len(list(broker.messages(HALF_TOPIC))) == 2
+    assert len(list(broker.messages(SystemTopic.HALF))) == 2
     broker.close()
 
 
@@ -301,7 +301,7 @@ def test_a_half_of_another_group_or_of_none_is_another_one() -> None:
                 if message is of_q:
                     end = TransactionState.COMMIT, placed.queue_offset, placed.physical_offset, "U1"
                     broker.call(EndTransaction("q", *end))
-        assert (len(list(broker.messages(HALF_TOPIC))), len(list(broker.messages("T")))) == (2, 2)
+        assert (len(list(broker.messages(SystemTopic.HALF))), len(list(broker.messages("T")))) == (2, 2)
 
 
 @pytest.mark.parametrize("form", ["level", "timer", "relay"])

@@ -43,7 +43,7 @@ from librmq.message.delays import parse_level
 from librmq.message.delivery_times import TimerRefusedError
 from librmq.message.message import Message, delayed_batch
 from librmq.message.properties import PropertyName, encode_properties
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC, validate_topic
+from librmq.message.topics import SystemTopic, validate_topic
 from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
@@ -389,10 +389,10 @@ class _Operations:
                 for half, check_times in done.discarded
             ],
             "at_ms": now_ms,
-            "half_consume_offset": self._checked(HALF_TOPIC),
-            "op_consume_offset": self._checked(OP_TOPIC),
-            "half_max_offset": self._max_offset(HALF_TOPIC),
-            "op_max_offset": self._max_offset(OP_TOPIC),
+            "half_consume_offset": self._checked(SystemTopic.HALF),
+            "op_consume_offset": self._checked(SystemTopic.OP),
+            "half_max_offset": self._max_offset(SystemTopic.HALF),
+            "op_max_offset": self._max_offset(SystemTopic.OP),
         }
 
     def _checked(self, topic: str) -> int:

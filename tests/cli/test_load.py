@@ -15,9 +15,8 @@ from librmq.errors import InputError
 from librmq.filter import BROKER_BLOOM
 from librmq.message import record
 from librmq.message.batch import decode_batch
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.store import MessageStore
 from tests.budget import many
 from tests.cases.load import run
@@ -67,7 +66,7 @@ def load(tmp_path: Path) -> Load:
 @pytest.mark.parametrize(("level", "stored"), [(1, "1"), (18, "18"), (19, "18"), (2**31 - 1, "18")])
 def test_a_delayed_message_waits_in_the_schedule_topic(load: Load, level: int, stored: str) -> None:
     message = load.put(queueId=5, delayLevel=level)
-    assert (message.topic, message.queue_id) == (SCHEDULE_TOPIC, int(stored) - 1)
+    assert (message.topic, message.queue_id) == (SystemTopic.SCHEDULE, int(stored) - 1)
     assert message.properties == {"DELAY": stored, "REAL_TOPIC": "T", "REAL_QID": "5"}
 
 
@@ -156,17 +155,17 @@ def test_a_delayed_half_waits_as_in_rocketmq(load: Load) -> None:
     """
     load({**HALF, "delayLevel": 3}, END["commit"])
     half, final, op = load.messages()
-    assert (half.topic, half.queue_id, half.sys_flag) == (SCHEDULE_TOPIC, 2, 0)
-    assert half.properties["REAL_TOPIC"] == HALF_TOPIC
-    assert (final.topic, final.queue_id, final.sys_flag) == (SCHEDULE_TOPIC, 2, record.TRANSACTION_COMMIT)
-    assert final.properties == {"DELAY": "3", "PGROUP": "P", "REAL_TOPIC": HALF_TOPIC, "REAL_QID": "0"}
-    assert (op.topic, op.queue_id, op.body) == (OP_TOPIC, 0, str(half.queue_offset).encode())
+    assert (half.topic, half.queue_id, half.sys_flag) == (SystemTopic.SCHEDULE, 2, 0)
+    assert half.properties["REAL_TOPIC"] == SystemTopic.HALF
+    assert (final.topic, final.queue_id, final.sys_flag) == (SystemTopic.SCHEDULE, 2, record.TRANSACTION_COMMIT)
+    assert final.properties == {"DELAY": "3", "PGROUP": "P", "REAL_TOPIC": SystemTopic.HALF, "REAL_QID": "0"}
+    assert (op.topic, op.queue_id, op.body) == (SystemTopic.OP, 0, str(half.queue_offset).encode())
 
 
 def test_a_final_message_that_is_refused_gets_no_op(load: Load) -> None:
     # The record does not fit into a file with its own topic, which is longer than the half topic.
     config = StoreConfig.tiny(commitlog_file_size=1024)
-    topic, fixed = "T" * 127, record.FIXED_SIZE + len(HALF_TOPIC) + record.BLANK_SIZE
+    topic, fixed = "T" * 127, record.FIXED_SIZE + len(SystemTopic.HALF) + record.BLANK_SIZE
     half = {**HALF, "topic": topic, "body": ""}
     load(half, config=config)
     properties = len(load.messages()[0].properties_raw)
@@ -174,7 +173,7 @@ def test_a_final_message_that_is_refused_gets_no_op(load: Load) -> None:
     answers = load(half, END["commit"], config=config)
     assert answers[0]["status"] == "PUT_OK"
     assert (answers[1]["response_code"], load.warnings != []) == (13, True)
-    assert [message.topic for message in load.messages()] == [HALF_TOPIC, HALF_TOPIC]
+    assert [message.topic for message in load.messages()] == [SystemTopic.HALF, SystemTopic.HALF]
 
 
 # --- time
@@ -221,7 +220,7 @@ def test_a_delayed_message_is_delivered_when_it_is_due(
     answers = load({**PUT, "at_ms": AT}, delayed, {**PUT, "body": "last", "at_ms": AT + now})
     assert answers[2]["store_timestamp"] == AT + now
     waited, *delivered, last = load.messages()[1:]
-    assert (waited.topic, last.body) == (SCHEDULE_TOPIC, b"last")
+    assert (waited.topic, last.body) == (SystemTopic.SCHEDULE, b"last")
     assert [message.store_timestamp_ms - AT for message in delivered] == (
         [] if delivered_at is None else [delivered_at]
     )
@@ -310,11 +309,11 @@ def test_a_check_asks_twice_and_gives_up(load: Load) -> None:
     assert [answer["op_consume_offset"] for answer in ours] == [-1] * 5
     assert [answer["half_max_offset"] for answer in ours] == [0, 1, 2, 3, 3]
     assert ours[-1]["discarded"] == [{"uniq_key": "u", "queue_offset": 2, "check_times": "2"}]
-    assert [message.topic for message in load.messages()] == [HALF_TOPIC] * 3 + ["TRANS_CHECK_MAX_TIME_TOPIC"]
+    assert [message.topic for message in load.messages()] == [SystemTopic.HALF] * 3 + ["TRANS_CHECK_MAX_TIME_TOPIC"]
     topics = (load.path / "config" / "topics.json").read_text()
-    assert HALF_TOPIC in topics
+    assert SystemTopic.HALF in topics
     assert "TRANS_CHECK_MAX_TIME_TOPIC" in topics
-    assert OP_TOPIC not in topics
+    assert SystemTopic.OP not in topics
 
 
 def test_a_crash_keeps_acknowledged_messages(load: Load) -> None:
@@ -397,7 +396,7 @@ def test_a_bad_line_ends_the_run_but_keeps_earlier_operations(load: Load, line: 
     assert (load.path / "config" / "topics.json").exists()
     with MessageStore.open(load.path, CONFIG) as store:
         assert store.recovered == []
-        assert [message.topic for message in store] == ["T", HALF_TOPIC]
+        assert [message.topic for message in store] == ["T", SystemTopic.HALF]
         assert store.read("T", 0, 0).messages[0].body == b"b"
 
 

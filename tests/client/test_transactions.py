@@ -14,7 +14,7 @@ from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.consumer import PushConsumer
 from librmq.errors import BrokerUnreachableError, ClientError, ConfigError, MessageIllegalError
 from librmq.message.message import Message
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.protocol import EndTransaction, Route, SendMessage, SendStatus, TransactionState
 from librmq.runtime.runner import ManualRunner
 from librmq.testing import Kit
@@ -79,8 +79,8 @@ def test_a_committed_message_is_delivered_and_no_other(shop: Shop) -> None:
     assert failed.state is UNKNOWN
     shop.runner.advance(1000)
     assert shop.delivered == [b"yes"]
-    assert len(shop.topic(HALF_TOPIC)) == 5
-    assert shop.topic(OP_TOPIC) == [b"0", b"1"]
+    assert len(shop.topic(SystemTopic.HALF)) == 5
+    assert shop.topic(SystemTopic.OP) == [b"0", b"1"]
 
 
 def test_the_local_transaction_sees_message_and_argument(shop: Shop) -> None:
@@ -125,7 +125,7 @@ def test_unknown_outcomes_are_checked_until_discarded(shop: Shop) -> None:
     assert shop.delivered == [b"later"]
     assert [times for body, times in shop.checked if body == b"never"] == list(range(1, 16))
     assert discarded == [(b"never", 15)]
-    assert shop.topic(CHECK_MAX_TIME_TOPIC) == [b"never"]
+    assert shop.topic(SystemTopic.CHECK_MAX_TIME) == [b"never"]
 
 
 def test_a_producer_made_after_a_restart_is_asked(shop: Shop) -> None:
@@ -269,7 +269,7 @@ def test_limits(shop: Shop) -> None:
         producer.send_in_transaction(Message("T", b"x"))
     with pytest.raises(ConfigError, match="check"):
         TransactionProducer(shop.broker, "shop", None)  # type: ignore[arg-type]
-    assert shop.topic(HALF_TOPIC) == []
+    assert shop.topic(SystemTopic.HALF) == []
 
 
 def test_settings_decide_when_and_how_often() -> None:
@@ -279,7 +279,7 @@ def test_settings_decide_when_and_how_often() -> None:
         shop.producer().send_in_transaction(Message("T", b"x"), execute=says(UNKNOWN))
         shop.runner.advance(20_000)
         assert [times for _, times in shop.checked] == [1, 2, 3]
-        assert shop.topic(CHECK_MAX_TIME_TOPIC) == [b"x"]
+        assert shop.topic(SystemTopic.CHECK_MAX_TIME) == [b"x"]
 
 
 def test_a_year_with_a_decided_transaction_is_short(shop: Shop) -> None:

@@ -24,7 +24,7 @@ from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, FilterSyntaxError, NotAStoreError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
-from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.topics import SystemTopic
 from tests.budget import many
 from tests.programs import run_program
 from tests.stores import ROOT, CountingFiles, from_disk, in_memory
@@ -80,7 +80,7 @@ def test_without_settings_it_reads_all_user_messages(path: Path) -> None:
     assert set(some.column("topic").to_pylist()) == {"A"}
     everything = reader(str(path), topic=re.compile(".*"), columns=["topic"]).read_all()
     assert everything.num_rows == COUNT
-    assert SCHEDULE_TOPIC in everything.column("topic").to_pylist()
+    assert SystemTopic.SCHEDULE in everything.column("topic").to_pylist()
 
 
 @many
@@ -107,12 +107,12 @@ def test_settings_choose(path: Path, view: Any, settings: Any, wanted: Callable[
 
 def test_messages_that_wait_for_a_delay_are_chosen_by_their_tag(path: Path) -> None:
     """Their entries hold the time of delivery, not the hash of the tag."""
-    waiting = reader(path, topic=SCHEDULE_TOPIC, columns=["physicalOffset", "tags"]).read_all()
+    waiting = reader(path, topic=SystemTopic.SCHEDULE, columns=["physicalOffset", "tags"]).read_all()
     for tag in ("t0", "t2"):
-        found = reader(path, topic=SCHEDULE_TOPIC, tags=tag, columns=["physicalOffset", "tags"]).read_all()
+        found = reader(path, topic=SystemTopic.SCHEDULE, tags=tag, columns=["physicalOffset", "tags"]).read_all()
         assert found.equals(waiting.filter(pc.field("tags") == tag))
         assert found.num_rows == COUNT // 20
-    assert reader(path, topic=SCHEDULE_TOPIC, tags="t1").read_all().num_rows == 0
+    assert reader(path, topic=SystemTopic.SCHEDULE, tags="t1").read_all().num_rows == 0
 
 
 def test_offsets_of_queues(path: Path) -> None:
@@ -297,7 +297,7 @@ def test_the_log_view_decodes_no_records_of_other_queues(path: Path, tmp_path: P
     raw = bytearray(file.read_bytes())
     raw[place % 4096 + 4] ^= 0xFF
     file.write_bytes(raw)
-    unhurt: list[Any] = [{"topic": "B"}, {"topic": "A", "queue": 1}, {"topic": SCHEDULE_TOPIC}]
+    unhurt: list[Any] = [{"topic": "B"}, {"topic": "A", "queue": 1}, {"topic": SystemTopic.SCHEDULE}]
     for settings in unhurt:
         found, sound = (reader(one, view="log", **settings).read_all() for one in (tmp_path / "s", path))
         assert found.equals(sound)

@@ -12,9 +12,9 @@ from typing import Any
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import QUEUE_OFFSET_AT
+from librmq.message.topics import SystemTopic
 from librmq.runtime.locks import Lock
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine._durability import Acknowledgement
@@ -416,7 +416,7 @@ def _go_on(
     rng = random.Random(image.crash_point)
     for topic, queue_id in rng.sample(sorted({*last, *floor, ("New", 0)}), min(3, 1 + len({*last, *floor}))):
         appended, fields = any_message(rng, topic, delay=False)
-        if topic == SCHEDULE_TOPIC:
+        if topic == SystemTopic.SCHEDULE:
             appended.properties["DELAY"] = str(queue_id + 1)
         result = store.append(appended, queue_id, **fields)
         name = topic, queue_id

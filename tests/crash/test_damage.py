@@ -19,10 +19,11 @@ from librmq.cli import main
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, RecordError, RmqError, StoreError
 from librmq.files._memory import MemoryFiles
-from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import split_keys
 from librmq.message.record import check_record
+from librmq.message.topics import SystemTopic
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import derived_tags_code, has_queue_entry, is_indexed
 from librmq.store.recovery._verify import verify
@@ -146,7 +147,10 @@ def same_derived(before: StoredMessage, after: StoredMessage) -> bool:
     if has_queue_entry(before.sys_flag) and (
         (before.topic, before.queue_id, before.queue_offset) != (after.topic, after.queue_id, after.queue_offset)
         # A delayed message may wait for any number of seconds, because no file names the levels of a broker.
-        or (before.topic != SCHEDULE_TOPIC and derived_tags_code(before, LEVELS) != derived_tags_code(after, LEVELS))
+        or (
+            before.topic != SystemTopic.SCHEDULE
+            and derived_tags_code(before, LEVELS) != derived_tags_code(after, LEVELS)
+        )
     ):
         return False
 

@@ -21,7 +21,7 @@ from librmq.consumer import DeliveredMessage
 from librmq.diagnosis import StoreView, StoryEvent, plan_skip, skip, story
 from librmq.diagnosis.view import Source
 from librmq.message.properties import PropertyName
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.store import MessageStore
 from librmq.testing import Kit
 from tests.budget import many
@@ -252,10 +252,10 @@ def test_all_messages_of_a_key(rmq: Kit) -> None:
 
 def test_an_op_message_without_its_tag_ends_no_half(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path / "store", SMALL) as store:
-        half = Message(HALF_TOPIC, b"x")
+        half = Message(SystemTopic.HALF, b"x")
         half.properties.update({"UNIQ_KEY": "K", PropertyName.REAL_TOPIC: "orders"})
         store.append(half, 0)
-        store.append(Message(OP_TOPIC, b"0"), 0)
+        store.append(Message(SystemTopic.OP, b"0"), 0)
         assert [one.event for one in story(StoreView.over(store), "K")] == ["half"]
 
 

@@ -14,10 +14,9 @@ from librmq.delay import DelayConfig, DelaySchedule
 from librmq.diagnosis import StoreView, story
 from librmq.diagnosis.pending import PendingMessage, pending_messages
 from librmq.files._memory import MemoryFiles
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
 from librmq.message.properties import tags_code
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
@@ -103,7 +102,7 @@ def test_delays_in_the_order_of_their_times(config: StoreConfig) -> None:
 def test_a_delay_whose_entry_lost_its_time() -> None:
     store = Store()
     store.store.append(Message("D", b"x", tags="t", delay_level=2))
-    queue = store.store.queue(SCHEDULE_TOPIC, 1)
+    queue = store.store.queue(SystemTopic.SCHEDULE, 1)
     assert queue is not None
     place, size, _ = queue.entry(0) or (0, 0, 0)
     queue.truncate_to(0)
@@ -176,7 +175,7 @@ def test_halves_that_an_op_of_5_ends_do_not_wait() -> None:
     store = Store()
     for number in range(5):
         store.half(number)
-    store.store.append(Message(OP_TOPIC, b"0,1,3,", tags="d"))
+    store.store.append(Message(SystemTopic.OP, b"0,1,3,", tags="d"))
     assert [one.unique_key for one in store.pending()] == ["H2", "H4"]
     assert [one.event for one in story(StoreView.over(store.store), "H3")] == ["half", "rolled_back"]
 
@@ -199,10 +198,10 @@ def test_a_copy_of_a_half_waits_in_its_place() -> None:
         store.clock.advance(ms=60_000)
         found = store.transactions.check.run_pass(store.clock.now_ms()).questions
         copies = [one.half for one in found]
-    store.tables.set_consumer_offset(HALF_TOPIC, "CID_RMQ_SYS_TRANS", 0, 0)
+    store.tables.set_consumer_offset(SystemTopic.HALF, "CID_RMQ_SYS_TRANS", 0, 0)
     assert [(one.unique_key, one.checks) for one in store.pending()] == [("H0", 4), ("H1", 4), ("H2", 4)]
-    store.store.append(Message(OP_TOPIC, b"%d" % copies[1].queue_offset, tags="d"))  # as 4.9 and 5.x end a copy
-    store.store.append(Message(OP_TOPIC, b"%d" % places[2][1], tags="d"))
+    store.store.append(Message(SystemTopic.OP, b"%d" % copies[1].queue_offset, tags="d"))  # as 4.9 and 5.x end a copy
+    store.store.append(Message(SystemTopic.OP, b"%d" % places[2][1], tags="d"))
     assert [one.unique_key for one in store.pending()] == ["H0"]
 
 
@@ -213,7 +212,7 @@ def test_given_up_halves_that_an_op_of_5_ends() -> None:
     for _ in range(2):
         store.clock.advance(ms=60_000)
         store.transactions.check.run_pass(store.clock.now_ms(), TransactionConfig(check_max=1))
-    store.store.append(Message(OP_TOPIC, b"0,2,", tags="d"))
+    store.store.append(Message(SystemTopic.OP, b"0,2,", tags="d"))
     assert [one.unique_key for one in store.pending(kind="given_up")] == ["H1"]
 
 
@@ -234,7 +233,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     clock = ManualClock(START_MS)
     with MessageStore.open(tmp_path / "store", StoreConfig.tiny(), clock=clock) as store:
         place = store.append(Message("D", b"x", delay_level=1, unique_key="U")).physical_offset
-        store.append(Message(OP_TOPIC, b"0", tags="d"))
+        store.append(Message(SystemTopic.OP, b"0", tags="d"))
         assert main(["pending", str(tmp_path / "store")]) == 0  # while the writer is running
         line = (
             f'{{"kind":"delay","topic":"D","target_topic":"D","due_ms":{START_MS + 1000},"unique_key":"U",'

@@ -23,7 +23,7 @@ from librmq import (
 )
 from librmq.diagnosis import Finding, StoreView, Thresholds, design_check, diagnose
 from librmq.message.properties import PropertyName
-from librmq.message.topics import HALF_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.store.format.broker_tables import BrokerTables
 from tests.stores import SMALL, START_MS
 
@@ -74,7 +74,7 @@ def test_a_filter_that_matches_an_older_message_is_sampled(tmp_path: Path) -> No
 
 
 def open_half(store: MessageStore, checks: int | None = None) -> None:
-    half = Message(HALF_TOPIC, b"x", unique_key="U")
+    half = Message(SystemTopic.HALF, b"x", unique_key="U")
     half.properties.update({PropertyName.REAL_TOPIC: "orders", PropertyName.PRODUCER_GROUP: "P"})
     if checks is not None:
         half.properties[PropertyName.TRANSACTION_CHECK_TIMES] = str(checks)

@@ -14,10 +14,9 @@ from librmq.errors import MessageIllegalError
 from librmq.files._memory import MemoryFiles
 from librmq.java import json as java_json
 from librmq.message import record
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import decode_properties
-from librmq.message.topics import HALF_TOPIC, NOT_FOR_SENDING
+from librmq.message.topics import NOT_FOR_SENDING, SystemTopic
 from librmq.protocol import SendBack, SendBatch, SendMessage
 from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
@@ -91,7 +90,7 @@ def message_of(row: Row, topic: str, *without: str) -> Message:
     message.properties = decode_properties(row["properties_raw"])
     for name in ("CLUSTER", *without):
         message.properties.pop(name, None)
-    if row["topic"] != SCHEDULE_TOPIC:  # in this topic it is stored as it was sent
+    if row["topic"] != SystemTopic.SCHEDULE:  # in this topic it is stored as it was sent
         message.properties.setdefault("WAIT", "true")
     return message
 
@@ -109,7 +108,7 @@ def send_back(broker: Broker, row: Row, rows: Sequence[Row]) -> str | None:
         for one in rows
         if one["kind"] == "message"
         and one["reconsumeTimes"] == times - 1
-        and one["topic"] != SCHEDULE_TOPIC
+        and one["topic"] != SystemTopic.SCHEDULE
         and origin in (one["offsetMsgId"], one["properties"].get("ORIGIN_MESSAGE_ID"))
     )
     stored = broker.store.append(
@@ -121,7 +120,7 @@ def send_back(broker: Broker, row: Row, rows: Sequence[Row]) -> str | None:
         sys_flag=source["sysFlag"] & ~record.COMPRESSED,
         reconsume_times=source["reconsumeTimes"],
     )
-    topic = properties["REAL_TOPIC"] if row["topic"] == SCHEDULE_TOPIC else row["topic"]
+    topic = properties["REAL_TOPIC"] if row["topic"] == SystemTopic.SCHEDULE else row["topic"]
     if topic.startswith("%DLQ%"):
         broker.call(SendBack(topic.removeprefix("%DLQ%"), stored.physical_offset, -1))
     else:
@@ -140,7 +139,7 @@ def test_messages_of_real_clients_are_stored_alike(folder: Path) -> None:
             if row["kind"] != "message" or "bodyCutFrom" in row or row["sysFlag"] & record.TRANSACTION_MASK:
                 continue
             topic, properties, raw = row["topic"], row["properties"], row["properties_raw"]
-            is_copy = "REAL_TOPIC" in properties and topic not in (SCHEDULE_TOPIC, HALF_TOPIC)
+            is_copy = "REAL_TOPIC" in properties and topic not in (SystemTopic.SCHEDULE, SystemTopic.HALF)
             if "CLUSTER" not in properties or is_copy or "TRANSACTION_CHECK_TIMES" in properties:
                 continue  # scheduled writes of the broker
             sent_to = properties.get("REAL_TOPIC", topic)
@@ -176,7 +175,7 @@ def test_messages_of_real_clients_are_stored_alike(folder: Path) -> None:
             assert stored.reconsume_times == row["reconsumeTimes"]
             assert (stored.born_timestamp_ms, stored.born_host) == born(row)
             compared += 1
-            if topic == SCHEDULE_TOPIC:
+            if topic == SystemTopic.SCHEDULE:
                 check_delivery(broker, runner, stored)
     assert compared
 

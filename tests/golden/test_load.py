@@ -20,10 +20,9 @@ from librmq.files._disk import DiskFiles
 from librmq.files.interface import Damage
 from librmq.filter import Registrations
 from librmq.java import json as java_json
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import StoredMessage
 from librmq.message.record import BORN_TIMESTAMP_AT, SYS_FLAG_AT, TRANSACTION_COMMIT, TRANSACTION_MASK, host_ends
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.store import MessageStore
 from librmq.store.format import directory
 from librmq.store.recovery._verify import verify
@@ -45,7 +44,7 @@ def recorded(folder: Path) -> list[tuple[Row, Row]]:
     for message in rows(folder, "message"):
         if message["sys_flag"] & TRANSACTION_MASK == TRANSACTION_COMMIT:
             finals[message["prepared_transaction_offset"]].append(message["store_timestamp"])
-        if message["topic"] == OP_TOPIC:
+        if message["topic"] == SystemTopic.OP:
             ops[base64.b64decode(message["body_b64"]).decode()].append(message["store_timestamp"])
     halves: dict[str, Row] = {}
     result = []
@@ -143,9 +142,11 @@ def is_torn(raw: bytes) -> bool:
 def is_written_beside(message: StoredMessage) -> bool:
     """Return whether the record is a side effect of an operation or of time, so that its store time may differ."""
     properties = message.properties
-    if message.topic in (OP_TOPIC, CHECK_MAX_TIME_TOPIC) or "TRANSACTION_CHECK_TIMES" in properties:
+    if message.topic in (SystemTopic.OP, SystemTopic.CHECK_MAX_TIME) or "TRANSACTION_CHECK_TIMES" in properties:
         return True
-    return message.topic != SCHEDULE_TOPIC and int(properties.get("DELAY", "0")) > 0 and "REAL_TOPIC" in properties
+    return (
+        message.topic != SystemTopic.SCHEDULE and int(properties.get("DELAY", "0")) > 0 and "REAL_TOPIC" in properties
+    )
 
 
 def masked(record: bytes) -> bytes:
@@ -155,7 +156,7 @@ def masked(record: bytes) -> bytes:
         return record
     stored = host_ends(record[SYS_FLAG_AT + 3])[0]
     record = record[:stored] + bytes(8) + record[stored + 8 :]
-    if message.topic != OP_TOPIC:
+    if message.topic != SystemTopic.OP:
         return record
     born = BORN_TIMESTAMP_AT
     return record[:born] + bytes(8) + record[born + 8 :]
@@ -303,7 +304,7 @@ def test_rows_and_files_are_the_recorded_ones(folder: Path, tmp_path: Path) -> N
 
 def essence(message: StoredMessage) -> tuple[Any, ...]:
     """Return the parts of a message that do not depend on the messages around it."""
-    own = message.topic != OP_TOPIC
+    own = message.topic != SystemTopic.OP
     return (
         message.topic,
         message.queue_id,
@@ -323,7 +324,7 @@ def essence(message: StoredMessage) -> tuple[Any, ...]:
 def comes_later(message: StoredMessage) -> bool:
     """Return whether a delivery or a check wrote the message, or it still waits for one."""
     properties = message.properties
-    delayed = message.topic == SCHEDULE_TOPIC or int(properties.get("DELAY", "0")) > 0
+    delayed = message.topic == SystemTopic.SCHEDULE or int(properties.get("DELAY", "0")) > 0
     return delayed or "TRANSACTION_CHECK_TIMES" in properties
 
 
@@ -380,7 +381,7 @@ def test_units_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
                 continue  # a prepared message or a rollback
             unit = queue.ext_unit(entry.tags_code)
             bitmap = None if unit is None or unit.bitmap is None else unit.bitmap.hex()
-            time = 0 if unit is None or message.topic == OP_TOPIC else unit.store_timestamp_ms
+            time = 0 if unit is None or message.topic == SystemTopic.OP else unit.store_timestamp_ms
             ours.append(None if unit is None else (unit.tags_code, time, bitmap))
     recorded_ones = recorded_units(folder)
     theirs: list[Unit] = []
@@ -390,7 +391,7 @@ def test_units_are_the_recorded_ones(folder: Path, tmp_path: Path) -> None:
                 message = StoredMessage(raw)
                 if not comes_later(message):
                     unit_of = recorded_ones[place]
-                    free = unit_of is not None and message.topic == OP_TOPIC
+                    free = unit_of is not None and message.topic == SystemTopic.OP
                     theirs.append((unit_of[0], 0, unit_of[2]) if unit_of is not None and free else unit_of)
     if (folder / "mutation.json").exists():
         ours = ours[: len(theirs)]

@@ -19,9 +19,9 @@ from librmq import ManualClock, Message, MessageStore, StoreConfig, StoredMessag
 from librmq.client.allocation import allocate_averagely, allocate_averagely_by_circle, allocate_consistent_hash
 from librmq.diagnosis.pending import pending_messages
 from librmq.filter import SqlFilter
-from librmq.message.delays import SCHEDULE_TOPIC, level_of_queue_id
+from librmq.message.delays import level_of_queue_id
 from librmq.message.message import MessageQueue
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC, is_system_topic
+from librmq.message.topics import SystemTopic, is_system_topic
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.broker_tables import BrokerTables
@@ -137,13 +137,13 @@ def millis(value: Any) -> int | None:
 
 
 def test_backlog(stores: list[str], plain: Plain) -> None:
-    rows = run(shared_session(), "backlog", stores).where(f"topic != '{SCHEDULE_TOPIC}'").collect()
+    rows = run(shared_session(), "backlog", stores).where(f"topic != '{SystemTopic.SCHEDULE}'").collect()
     newest: dict[str, int] = defaultdict(int)
     for (path, _, _), messages in plain.messages.items():
         newest[path] = max([newest[path], *(one.store_timestamp_ms for one in messages.values())])
     wanted = {}
     for path, group, topic, queue_id in plain.consumed():
-        if topic != SCHEDULE_TOPIC:
+        if topic != SystemTopic.SCHEDULE:
             begin, end = plain.queues[path, topic, queue_id]
             offset = plain.offsets.get((path, group, topic, queue_id), begin)
             first = plain.messages[path, topic, queue_id].get(max(begin, offset))
@@ -221,13 +221,13 @@ def test_what_if(stores: list[str], plain: Plain) -> None:
     }  # fmt: skip
     lags: dict[tuple[str, str], dict[MessageQueue, int]] = defaultdict(dict)
     for path, group, topic, queue_id in plain.consumed():
-        if topic != SCHEDULE_TOPIC:
+        if topic != SystemTopic.SCHEDULE:
             begin, end = plain.queues[path, topic, queue_id]
             offset = plain.offsets.get((path, group, topic, queue_id), begin)
             lags[group, topic][MessageQueue(topic, path, queue_id)] = max(0, end - max(begin, offset))
     checked = 0
     for row in rows:
-        if row["topic"] == SCHEDULE_TOPIC:
+        if row["topic"] == SystemTopic.SCHEDULE:
             continue
         queues = lags[row["group"], row["topic"]]
         ordered = sorted(queues, key=lambda one: (one.topic, one.broker_name, one.queue_id))
@@ -254,16 +254,16 @@ def test_pending_transactions(stores: list[str], plain: Plain, tmp_path: Path) -
             halves.append(transactions.prepare(message, 0))
         transactions.commit(halves[1].physical_offset, halves[1].queue_offset, "P")
         for body, tags in ((b"no number", "d"), (b"2", None), (b" 2", "d"), (b"77", "d"), (b"+3", "d"), (b"4,5,", "d")):
-            store.append(Message(OP_TOPIC, body, tags=tags))
+            store.append(Message(SystemTopic.OP, body, tags=tags))
     found = {
         (row["store"], row["queueOffset"], row["group"], row["topic"])
         for row in run(shared_session(), "transactions", [*stores, made]).collect()
     }
-    ended = {(path, int(message.body)) for path, _, message in plain.of(OP_TOPIC)}
+    ended = {(path, int(message.body)) for path, _, message in plain.of(SystemTopic.OP)}
     wanted = {
         (path, at, message.properties.get("PGROUP"), message.properties.get("REAL_TOPIC"))
-        for path, at, message in plain.of(HALF_TOPIC)
-        if at >= plain.offsets.get((path, "CID_RMQ_SYS_TRANS", HALF_TOPIC, 0), 0) and (path, at) not in ended
+        for path, at, message in plain.of(SystemTopic.HALF)
+        if at >= plain.offsets.get((path, "CID_RMQ_SYS_TRANS", SystemTopic.HALF, 0), 0) and (path, at) not in ended
     }
     assert found == wanted | {(made, 0, "P", "H"), (made, 2, "P", "H")}
     with MessageStore.open(made, read_only=True) as store:
@@ -309,7 +309,8 @@ def recorded_delays(folder: Path) -> dict[int, tuple[str, int, str]]:
             messages[row["phys"]]["dispatch_uniq_key"],
         )
         for row in rows(folder, "cq")
-        if row["topic"] == SCHEDULE_TOPIC and row["offset"] >= tables.delay_offset(level_of_queue_id(row["queue_id"]))
+        if row["topic"] == SystemTopic.SCHEDULE
+        and row["offset"] >= tables.delay_offset(level_of_queue_id(row["queue_id"]))
     }
 
 

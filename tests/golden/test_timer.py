@@ -17,7 +17,7 @@ from librmq.config import StoreConfig
 from librmq.files._disk import DiskFiles
 from librmq.message.delivery_times import TimerRefusedError
 from librmq.message.message import Message, StoredMessage
-from librmq.message.topics import TIMER_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import MessageStore
@@ -99,20 +99,22 @@ def test_recorded_puts_come_to_the_recorded_files(folder: Path, tmp_path: Path) 
     replayed = Replayed(folder, tmp_path / "store")
     for ours, theirs in zip(replayed.results, rows(folder, "put"), strict=True):
         assert ours == {name: theirs.get(name) for name in ours}
-    waiting = [(m.physical_offset, m.size) for m in replayed.messages if m.topic == TIMER_TOPIC]
-    assert waiting == [(row["phys"], row["size"]) for row in rows(folder, "message") if row["topic"] == TIMER_TOPIC]
+    waiting = [(m.physical_offset, m.size) for m in replayed.messages if m.topic == SystemTopic.TIMER]
+    assert waiting == [
+        (row["phys"], row["size"]) for row in rows(folder, "message") if row["topic"] == SystemTopic.TIMER
+    ]
     # Several threads of RocketMQ deliver the messages of a slot, so their order is arbitrary.
-    delivered = [seen(message) for message in replayed.messages if message.topic != TIMER_TOPIC]
+    delivered = [seen(message) for message in replayed.messages if message.topic != SystemTopic.TIMER]
     expected = [
         (
             row["topic"], row["queue_id"], row["size"], row["body"].encode(),
             sorted((name, value) for name, value in row["properties"].items() if name not in FREE),
         )
-        for row in rows(folder, "message") if row["topic"] != TIMER_TOPIC
+        for row in rows(folder, "message") if row["topic"] != SystemTopic.TIMER
     ]  # fmt: skip
     assert sorted(map(repr, delivered)) == sorted(map(repr, expected))
     for message in replayed.messages:
-        if "TIMER_DEQUEUE_MS" in message.properties and message.topic != TIMER_TOPIC:
+        if "TIMER_DEQUEUE_MS" in message.properties and message.topic != SystemTopic.TIMER:
             due = int(message.properties["TIMER_OUT_MS"]) + replayed.settings.timer_precision_ms
             assert message.store_timestamp_ms == due
     assert list(unit_rows(tmp_path / "store", replayed.settings)) == list(recorded_units(folder))
@@ -248,7 +250,8 @@ def test_a_recorded_store_is_continued(folder: Path, tmp_path: Path) -> None:
         later = {
             message.unique_key: message.store_timestamp_ms
             for message in store
-            if message.topic != TIMER_TOPIC and message.store_timestamp_ms > rows(folder, "timer_state")[-1]["at_ms"]
+            if message.topic != SystemTopic.TIMER
+            and message.store_timestamp_ms > rows(folder, "timer_state")[-1]["at_ms"]
         }
     assert waiting
     assert later == {key: due + settings_of(folder).timer_precision_ms for due, key in waiting}

@@ -12,7 +12,7 @@ import pytest
 from librmq.diagnosis import StoreView, diagnose, pending_messages, story
 from librmq.diagnosis.view import group_summaries, topic_summaries
 from librmq.message.properties import PropertyName
-from librmq.message.topics import TIMER_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.wire.remoting._codec import read_pulled
 from librmq.wire.remoting._frames import Frame
 from tests.reference import existing, unpack
@@ -43,7 +43,7 @@ def test_each_line_of_the_truth(store: tuple[Path, dict[str, Any]]) -> None:
         assert {row.group: row.lag for row in groups} == truth["lag"]
         assert sum(row.dead_letters for row in groups) == truth["dead_letters"]
         assert Counter(row.kind for row in pending_messages(view.store, view.tables)) == truth["pending"]
-        timers = list(view.store.messages(TIMER_TOPIC, 0))
+        timers = list(view.store.messages(SystemTopic.TIMER, 0))
         assert sum(PropertyName.TIMER_DELETE_KEY in message.properties for message in timers) == truth["recalled"]
         popped = [event for message in view.store.messages("pop", 0) for event in story(view, message.unique_key or "")]
         acknowledged = [event for event in popped if event.note == "received by POP and acknowledged"]

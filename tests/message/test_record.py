@@ -23,7 +23,6 @@ from librmq.errors import (
     RecordError,
 )
 from librmq.message import record as record_format
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import (
     Host,
     decode_host,
@@ -44,6 +43,7 @@ from librmq.message.properties import (
     tags_code,
 )
 from librmq.message.record import check_record, compression_type, crc32, decode_record, encode_record
+from librmq.message.topics import SystemTopic
 from tests.message.samples import EQUAL_VALUES, record
 
 V6 = ("fe80:0:0:0:0:0:0:1", 10911)
@@ -211,14 +211,14 @@ def test_zeros_are_not_a_record() -> None:
     [(b"3", True), (b"-1", True), (b"+3", True), (b"x3", False), (b"3.0", False), (b" 3", False)],
 )
 def test_a_delayed_message_needs_a_level_that_is_a_number(level: bytes, sound: bool) -> None:
-    for topic, needed in [(SCHEDULE_TOPIC, True), (SCHEDULE_TOPIC.lower(), False), ("T", False)]:
+    for topic, needed in [(SystemTopic.SCHEDULE, True), (SystemTopic.SCHEDULE.lower(), False), ("T", False)]:
         raw = encode_record(record(topic=topic, properties_raw=b"A\x01b\x02DELAY\x01" + level))
         if sound or not needed:
             assert check_record(raw, 0, len(raw), check_body=True) == len(raw)
         else:
             with pytest.raises(RecordError, match="DELAY of a delayed message: expected a number"):
                 check_record(raw, 0, len(raw), check_body=True)
-    without = encode_record(record(topic=SCHEDULE_TOPIC, properties_raw=b"A\x01b"))
+    without = encode_record(record(topic=SystemTopic.SCHEDULE, properties_raw=b"A\x01b"))
     assert check_record(without, 0, len(without), check_body=True) == len(without)
 
 

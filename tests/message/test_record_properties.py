@@ -23,7 +23,6 @@ from librmq.errors import (
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.java.lang import string_hash
 from librmq.message.batch import BatchItem, decode_batch, encode_batch
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import Host, decode_unique_id, offset_message_id, parse_host, parse_offset_message_id
 from librmq.message.message import Message, MessageQueue, StoredMessage
 from librmq.message.properties import decode_properties, encode_properties, find_property
@@ -49,7 +48,7 @@ from librmq.message.record import (
     header_struct,
     host_flags,
 )
-from librmq.message.topics import validate_topic
+from librmq.message.topics import SystemTopic, validate_topic
 
 TEXT = st.text(st.characters(codec="utf-8"))
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -67,7 +66,7 @@ def records(draw: st.DrawFn) -> Record:
     magic = draw(st.sampled_from((MESSAGE_MAGIC, MESSAGE_MAGIC_V2)))
     most = MAX_TOPIC_SIZE if magic == MESSAGE_MAGIC else 1000
     body = draw(st.binary(max_size=300))
-    topic = draw(TEXT.filter(lambda text: len(text.encode()) <= most) | st.just(SCHEDULE_TOPIC))
+    topic = draw(TEXT.filter(lambda text: len(text.encode()) <= most) | st.just(SystemTopic.SCHEDULE))
     return Record(
         topic=topic,
         queue_id=draw(INT32),
@@ -98,7 +97,7 @@ def test_records_there_and_back(record: Record, before: bytes, behind: bytes) ->
     assert data[body_at:body_end] == record.body
     assert data[topic_at:topic_end].decode() == record.topic
     assert data[properties_at:end] == record.properties_raw
-    if record.topic != SCHEDULE_TOPIC:
+    if record.topic != SystemTopic.SCHEDULE:
         assert check_record(data, len(before), len(data), check_body=True) == len(raw)
 
 

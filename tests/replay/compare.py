@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from librmq.errors import MalformedError
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import format_host, parse_offset_message_id
 from librmq.message.properties import PropertyName
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, DEAD_LETTER_PREFIX, HALF_TOPIC, OFFSET_MOVED_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic, TopicPrefix
 from tests.reference import Row
 from tests.replay.deviations import Difference, is_direct, unlike
 from tests.replay.reading import UNIQUE_KEY, Recording
@@ -66,14 +65,14 @@ class Log:
             key = row["properties"].get(UNIQUE_KEY)
             of = key or row["body"]
             self._born.setdefault(of, (row["bornTimestamp"], row["bornHost"]))
-            if row["topic"] == OP_TOPIC:  # the body is the queue offset of a half message
+            if row["topic"] == SystemTopic.OP:  # the body is the queue offset of a half message
                 of = halves.get(int(row["body"]), of)
             name = f"{row['topic']} {of}"
             count[name] += 1
             self._names[row["commitLogOffset"]] = f"{name} #{count[name]}"
-            if row["topic"] == HALF_TOPIC:
+            if row["topic"] == SystemTopic.HALF:
                 halves[row["queueOffset"]] = self._names[row["commitLogOffset"]]
-            is_early = row["topic"] == CHECK_MAX_TIME_TOPIC and key in recording.given_up_early
+            is_early = row["topic"] == SystemTopic.CHECK_MAX_TIME and key in recording.given_up_early
             if not is_early and not raced.intersection((key, *of.split())):
                 self.rows.append(row)
 
@@ -117,7 +116,7 @@ class Log:
         elif raw is not None:
             shown["order of properties"] = [part.partition("\1")[0] for part in raw.split("\2")]
         length = shown.pop("bodyCutFrom", None) or len(row["body"])
-        if row["topic"] == OP_TOPIC:
+        if row["topic"] == SystemTopic.OP:
             for name in ("body", "bodyCRC", "storeSize", "storedBodyLength"):
                 shown.pop(name, None)
             return shown
@@ -128,16 +127,18 @@ class Log:
 def _is_dead_letter(row: Row) -> bool:
     """Return whether a record is a dead letter, or waits in the delay topic to become one."""
     return any(
-        topic.startswith(DEAD_LETTER_PREFIX) for topic in (row["topic"], row["properties"].get("REAL_TOPIC", ""))
+        topic.startswith(TopicPrefix.DEAD_LETTER) for topic in (row["topic"], row["properties"].get("REAL_TOPIC", ""))
     )
 
 
 def _is_unordered(row: Row, topic: str) -> bool:
     """Return whether the place of a message depends on concurrent listeners or on answers to checks."""
-    if topic in (SCHEDULE_TOPIC, OP_TOPIC, OFFSET_MOVED_TOPIC) or topic.startswith(("%RETRY%", "%DLQ%")):
+    if topic in (SystemTopic.SCHEDULE, SystemTopic.OP, SystemTopic.OFFSET_MOVED) or topic.startswith(
+        ("%RETRY%", "%DLQ%")
+    ):
         return True
     was_checked = PropertyName.TRANSACTION_CHECK_TIMES in row["properties"]
-    return was_checked and topic != HALF_TOPIC
+    return was_checked and topic != SystemTopic.HALF
 
 
 Logs = Mapping[str, Log]

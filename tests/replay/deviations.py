@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.message.properties import PropertyName
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic
 from tests.reference import Row
 from tests.replay.reading import UNIQUE_KEY, Recording
 
@@ -67,19 +67,19 @@ def _over_long(recording: Recording, difference: Difference) -> bool:
 
 
 def _of_the_half_topic(recording: Recording, difference: Difference) -> bool:
-    unused = all(row["topic"] != HALF_TOPIC for row in recording.messages)
-    return difference.area == "config" and difference.topic == HALF_TOPIC and unused
+    unused = all(row["topic"] != SystemTopic.HALF for row in recording.messages)
+    return difference.area == "config" and difference.topic == SystemTopic.HALF and unused
 
 
 def _after_a_race(recording: Recording, difference: Difference) -> bool:
-    counted = (HALF_TOPIC, OP_TOPIC, CHECK_MAX_TIME_TOPIC)
+    counted = (SystemTopic.HALF, SystemTopic.OP, SystemTopic.CHECK_MAX_TIME)
     finals = {row["topic"] for row in recording.messages if row["properties"].get(UNIQUE_KEY) in recording.raced_halves}
     numbers = difference.area in ("config", "progress", "queue", "log") and "offset" in difference.text.lower()
     return bool(recording.raced_halves) and numbers and difference.topic in (*counted, *finals)
 
 
 def _of_those_given_up_early(recording: Recording, difference: Difference) -> bool:
-    is_counted = difference.area in ("config", "queue") and difference.topic == CHECK_MAX_TIME_TOPIC
+    is_counted = difference.area in ("config", "queue") and difference.topic == SystemTopic.CHECK_MAX_TIME
     return is_counted and bool(recording.given_up_early)
 
 

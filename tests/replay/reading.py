@@ -18,11 +18,10 @@ from typing import Any, Final
 from librmq.errors import RecordError
 from librmq.java import json as java_json
 from librmq.message import record
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import Host, parse_offset_message_id
 from librmq.message.message import StoredMessage
 from librmq.message.properties import PropertyName, decode_properties
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC, HALF_TOPIC
+from librmq.message.topics import SystemTopic
 from tests.reference import Row, jsonl
 
 __all__ = ["NEVER", "PROGRESS_FILE", "UNIQUE_KEY", "Recording"]
@@ -199,7 +198,7 @@ class Recording:
         put_back = [
             row["storeTimestamp"]
             for row in self.messages
-            if row["topic"] == HALF_TOPIC and PropertyName.TRANSACTION_CHECK_TIMES in row["properties"]
+            if row["topic"] == SystemTopic.HALF and PropertyName.TRANSACTION_CHECK_TIMES in row["properties"]
         ]
         interval_ms = int(self.broker_settings["transactionCheckInterval"])
         return [at for before, at in pairwise([0, *sorted(put_back)]) if at - before > interval_ms / 2]
@@ -260,7 +259,9 @@ class Recording:
     @cached_property
     def raced_halves(self) -> frozenset[str]:
         """The half messages, by unique id, that a check discarded although they were committed: a race of RocketMQ."""
-        given_up = {row["properties"].get(UNIQUE_KEY) for row in self.messages if row["topic"] == CHECK_MAX_TIME_TOPIC}
+        given_up = {
+            row["properties"].get(UNIQUE_KEY) for row in self.messages if row["topic"] == SystemTopic.CHECK_MAX_TIME
+        }
         final = {row["properties"].get(UNIQUE_KEY) for row in self.messages if row["sysFlag"] & record.TRANSACTION_MASK}
         return frozenset(key for key in given_up & final if key is not None)
 
@@ -272,10 +273,11 @@ class Recording:
         found = set()
         for row in self.messages:
             key = row["properties"].get(UNIQUE_KEY)
-            if row["topic"] == HALF_TOPIC and PropertyName.TRANSACTION_CHECK_TIMES in row["properties"]:
+            if row["topic"] == SystemTopic.HALF and PropertyName.TRANSACTION_CHECK_TIMES in row["properties"]:
                 put_back[key] = row["storeTimestamp"]
             elif (
-                row["topic"] == CHECK_MAX_TIME_TOPIC and row["storeTimestamp"] - put_back.get(key, 0) < interval_ms / 2
+                row["topic"] == SystemTopic.CHECK_MAX_TIME
+                and row["storeTimestamp"] - put_back.get(key, 0) < interval_ms / 2
             ):
                 found.add(key)
         return frozenset(found)
@@ -286,7 +288,7 @@ class Recording:
         found: set[str] = set()
         queues: dict[tuple[str, int], list[Row]] = defaultdict(list)
         for row in self.messages:
-            if row["topic"] != SCHEDULE_TOPIC and PropertyName.DELAY in row.get("properties", {}):
+            if row["topic"] != SystemTopic.SCHEDULE and PropertyName.DELAY in row.get("properties", {}):
                 queues[row["topic"], row["queueId"]].append(row)
         for rows in queues.values():
             for one, other in pairwise(rows):

@@ -12,9 +12,9 @@ from librmq.clock import ManualClock
 from librmq.delay import DelayConfig, DelaySchedule
 from librmq.errors import ConfigError, DiskFullError, MessageIllegalError, StoreClosedError
 from librmq.files._memory import MemoryFiles
-from librmq.message.delays import DEFAULT_LEVELS, SCHEDULE_TOPIC, DelayLevels
+from librmq.message.delays import DEFAULT_LEVELS, DelayLevels
 from librmq.message.message import Message, StoredMessage
-from librmq.message.topics import HOP_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.scheduling.relay import HopProxy, best_level, send_at
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
@@ -87,7 +87,7 @@ class Carried:
         while True:
             self.proxy.run_due(self.clock.now_ms())
             due = self.schedule.run_due(self.clock.now_ms())
-            if self.store.read(HOP_TOPIC, 0, self.proxy.next_offset).messages:
+            if self.store.read(SystemTopic.HOP, 0, self.proxy.next_offset).messages:
                 continue
             if due is None or due > until:
                 break
@@ -106,7 +106,7 @@ def test_a_message_is_carried_to_its_time() -> None:
     assert 0 <= message.store_timestamp_ms - START_MS - (3 * HOUR + 61_250) < 1_100
     assert (message.queue_id, message.body, message.flag, message.born_timestamp_ms) == (2, b"x", 3, 5)
     assert message.properties == {"TAGS": "t", "UNIQ_KEY": "U"}
-    assert sum(message.topic == SCHEDULE_TOPIC for message in carried.store) == 5  # 2 h, 1 h, 1 min, 1 s, 1 s
+    assert sum(message.topic == SystemTopic.SCHEDULE for message in carried.store) == 5  # 2 h, 1 h, 1 min, 1 s, 1 s
     assert carried.told == [0]
 
 
@@ -144,7 +144,7 @@ def test_a_saved_progress_repeats_nothing() -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"SCHEDULE_TARGET_MS": "x"}, {"SCHEDULE_TARGET_QID": "-1"}, {"SCHEDULE_TARGET_QID": "q"},
-     {"SCHEDULE_TARGET_TOPIC": "a/b"}, {"SCHEDULE_TARGET_TOPIC": HOP_TOPIC}],
+     {"SCHEDULE_TARGET_TOPIC": "a/b"}, {"SCHEDULE_TARGET_TOPIC": SystemTopic.HOP}],
 )  # fmt: skip
 def test_messages_without_a_destination_are_dropped(changes: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     carried = Carried()

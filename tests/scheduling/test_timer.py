@@ -11,11 +11,10 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
 from librmq.files._memory import MemoryFiles
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.delivery_times import TimerRefusedError, delete_key, is_timed
 from librmq.message.message import Message
 from librmq.message.record import TRANSACTION_PREPARED
-from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog, TimerWheel, Unit
 from tests.bytime import TINY, Wheel
@@ -53,7 +52,7 @@ def test_the_slot_of_a_time_and_when_it_is_emptied(at: int, delay: int, out: int
         out, comes = 0, 1_000
     stored = wheel.store.message_at(wheel.put(TIMER_DELAY_MS=delay).physical_offset)
     assert stored is not None
-    assert stored.topic == TIMER_TOPIC
+    assert stored.topic == SystemTopic.TIMER
     assert stored.properties["TIMER_OUT_MS"] == str(START_MS + out)
     wheel.pass_to(max(comes - 1, at))
     assert wheel.delivered() == []
@@ -70,7 +69,7 @@ def test_late_messages_skip_the_wheel() -> None:
     wheel.clock.advance(ms=5_500)
     wheel.timers.run_due(wheel.clock.now_ms())
     assert wheel.delivered() == [(b"late", 5_500)]
-    assert wheel.told[0][0].topic == TIMER_TOPIC
+    assert wheel.told[0][0].topic == SystemTopic.TIMER
     (delivered,) = (m for m in wheel.store if m.topic == "T")
     assert delivered.properties["TIMER_ENQUEUE_MS"] == str((1 << 63) - 1)
     wheel.save()
@@ -99,7 +98,7 @@ def test_the_property_that_wins(properties: dict[str, Any], out: int | None) -> 
         assert (stored.topic, stored.queue_id) == ("T", 2)
         assert "TIMER_OUT_MS" not in stored.properties
     else:
-        assert (stored.topic, stored.properties["TIMER_OUT_MS"]) == (TIMER_TOPIC, str(START_MS + out))
+        assert (stored.topic, stored.properties["TIMER_OUT_MS"]) == (SystemTopic.TIMER, str(START_MS + out))
         assert (stored.properties["REAL_TOPIC"], stored.properties["REAL_QID"]) == ("T", "2")
 
 
@@ -131,7 +130,7 @@ def test_a_delay_level_takes_precedence() -> None:
     wheel = Wheel()
     wheel.put(DELAY=1, TIMER_DELAY_SEC=5)
     (stored,) = wheel.store
-    assert stored.topic == SCHEDULE_TOPIC
+    assert stored.topic == SystemTopic.SCHEDULE
     assert "TIMER_DELAY_SEC" not in stored.properties
     assert not is_timed({"DELAY": "1", "TIMER_DELAY_SEC": "5"})
     assert not is_timed({"TIMER_DELAY_SEC": "5", "TIMER_OUT_MS": "1"})
@@ -393,11 +392,11 @@ def test_a_queue_offset_ahead_of_the_log_that_was_flushed() -> None:
     assert [body for body, _ in again.delivered()] == [b"one", b"two"]
 
 
-@pytest.mark.parametrize("topic", [HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC])
+@pytest.mark.parametrize("topic", [SystemTopic.HALF, SystemTopic.SCHEDULE, SystemTopic.TIMER])
 def test_nothing_is_delivered_to_a_topic_of_the_store_itself(topic: str, caplog: pytest.LogCaptureFixture) -> None:
     """There a message would be a prepared transaction that no producer sent, or wait for ever."""
     wheel = Wheel()
-    stored = Message(TIMER_TOPIC, b"from elsewhere")
+    stored = Message(SystemTopic.TIMER, b"from elsewhere")
     stored.properties |= {"REAL_TOPIC": topic, "REAL_QID": "0", "TIMER_OUT_MS": str(START_MS + 1000)}
     wheel.store.append(stored)
     wheel.pass_to(5000)

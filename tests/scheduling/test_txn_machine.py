@@ -16,7 +16,7 @@ from librmq.clock import ManualClock
 from librmq.errors import TransactionRefusedError
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.store import MessageStore
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.recovery._verify import verify
@@ -160,7 +160,7 @@ class TransactionMachine(RuleBasedStateMachine):
         return [int(message.body) for message in self.store if message.topic == topic]
 
     def given_up(self) -> set[int]:
-        return set(self.of(CHECK_MAX_TIME_TOPIC))
+        return set(self.of(SystemTopic.CHECK_MAX_TIME))
 
     @invariant()
     def only_what_was_committed_is_delivered_and_once(self) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from librmq.delay import DelayConfig
 from librmq.errors import ConfigError, DiskFullError, FlushFailedError
-from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import HALF_TOPIC, TIMER_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.txn import TransactionConfig
 from tests.bytime import NOW, TINY, ByTime, Waiting, Wheel
@@ -55,10 +54,14 @@ NOW_OUT = {"TIMER_OUT_MS": str(START_MS)}
     [
         (
             Waiting,
-            {"REAL_TOPIC": HALF_TOPIC, "REAL_QID": "0"},
+            {"REAL_TOPIC": SystemTopic.HALF, "REAL_QID": "0"},
             "expected a topic for delivery, found RMQ_SYS_TRANS_HALF_TOPIC",
         ),
-        (Waiting, {"REAL_TOPIC": SCHEDULE_TOPIC, "REAL_QID": "0"}, "expected a topic for delivery, found SCHEDULE"),
+        (
+            Waiting,
+            {"REAL_TOPIC": SystemTopic.SCHEDULE, "REAL_QID": "0"},
+            "expected a topic for delivery, found SCHEDULE",
+        ),
         (Waiting, {"REAL_TOPIC": "T"}, "REAL_QID: expected a queue id, found None"),
         (Waiting, {"REAL_TOPIC": "T", "REAL_QID": "-1"}, "queue id"),
         (Waiting, {"REAL_QID": "0"}, "topic: expected a name"),
@@ -67,10 +70,10 @@ NOW_OUT = {"TIMER_OUT_MS": str(START_MS)}
         (Wheel, PLACE | {"TIMER_OUT_MS": "x"}, "TIMER_OUT_MS: expected a time"),
         (Wheel, {"REAL_TOPIC": "T"} | NOW_OUT, "queue id"),
         (Wheel, {"REAL_QID": "0"} | NOW_OUT, "topic: expected a name"),
-        (Wheel, PLACE | {"REAL_TOPIC": TIMER_TOPIC} | NOW_OUT, "expected a topic for delivery"),
+        (Wheel, PLACE | {"REAL_TOPIC": SystemTopic.TIMER} | NOW_OUT, "expected a topic for delivery"),
         (
             Wheel,
-            PLACE | {"REAL_TOPIC": HALF_TOPIC, "TIMER_OUT_MS": str(START_MS - 5_000)},
+            PLACE | {"REAL_TOPIC": SystemTopic.HALF, "TIMER_OUT_MS": str(START_MS - 5_000)},
             "expected a topic for delivery",
         ),
     ],

@@ -37,7 +37,7 @@ from librmq.client.transactions import CheckedMessage
 from librmq.errors import RmqError, StoreIOError
 from librmq.files.interface import File
 from librmq.listener import ReconsumeLater
-from librmq.message.topics import CHECK_MAX_TIME_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.protocol import EndTransaction
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing import Kit
@@ -453,7 +453,7 @@ class World:
                     self._given_up.add(name)
                     at_ms = letter.store_timestamp_ms
                     self.kit.recorder.add_event("dead_letter", group=group, id=name, at_ms=at_ms)
-        for half in self.kit.broker.messages(CHECK_MAX_TIME_TOPIC):
+        for half in self.kit.broker.messages(SystemTopic.CHECK_MAX_TIME):
             if (name := id_of(half)) not in self._given_up:
                 self._given_up.add(name)
                 self.kit.recorder.add_event("discard", id=name, at_ms=half.store_timestamp_ms)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
-from librmq.message.delays import SCHEDULE_TOPIC
+from librmq.message.topics import SystemTopic
 from tests.programs import run_program
 from tests.s3_server import serving
 
@@ -74,8 +74,8 @@ PLAIN = [number for number in range(COUNT) if number % 10]
 def test_messages_without_internal_topics(folder: Path) -> None:
     frame = read(folder)
     assert numbers(frame) == PLAIN
-    assert SCHEDULE_TOPIC not in {row[0] for row in frame.select("topic").distinct().collect()}
-    assert len(numbers(read(folder, topic=SCHEDULE_TOPIC))) == COUNT - len(PLAIN)
+    assert SystemTopic.SCHEDULE not in {row[0] for row in frame.select("topic").distinct().collect()}
+    assert len(numbers(read(folder, topic=SystemTopic.SCHEDULE))) == COUNT - len(PLAIN)
     assert read(folder, view="log").count() == COUNT
 
 
@@ -104,7 +104,9 @@ def test_partitions_share_the_log(folder: Path) -> None:
     ],
 )
 def test_options_choose(folder: Path, options: dict[str, str], wanted: list[int]) -> None:
-    both = read(folder, **options).union(read(folder, view="log", **options).where(f"topic != '{SCHEDULE_TOPIC}'"))
+    both = read(folder, **options).union(
+        read(folder, view="log", **options).where(f"topic != '{SystemTopic.SCHEDULE}'")
+    )
     assert numbers(both) == sorted(wanted * 2)
 
 
@@ -445,7 +447,7 @@ def test_damage(folder: Path, tmp_path: Path) -> None:
         assert sorted(row["physicalOffset"] for row in rows) == [frame.physical_offset, body.physical_offset]
         assert any("body checksum" in row["_corrupt_record"] for row in rows)
         assert all(row["body"] is None for row in rows)
-        good = numbers(read(path, view=view, mode="DROPMALFORMED").where(f"topic != '{SCHEDULE_TOPIC}'"))
+        good = numbers(read(path, view=view, mode="DROPMALFORMED").where(f"topic != '{SystemTopic.SCHEDULE}'"))
         assert len(good) == len(PLAIN) - 2
     assert len(numbers(read(path, mode="PERMISSIVE", checksums="false").where("_corrupt_record is null"))) == (
         len(PLAIN) - 1
@@ -484,7 +486,7 @@ def test_an_idle_topic_whose_messages_expired(tmp_path: Path) -> None:
     (path / "commitlog" / f"{0:020}").unlink()
     (path / "librmq" / "closed.json").unlink()  # as if a broker had deleted it: librmq would note the new begin
     with MessageStore.open(path, read_only=True) as store:
-        there = [message for message in store if message.topic != SCHEDULE_TOPIC]
+        there = [message for message in store if message.topic != SystemTopic.SCHEDULE]
     assert "Quiet" not in {message.topic for message in there}
     wanted = sorted(int(message.body.split()[1]) for message in there)
     assert numbers(read(path)) == wanted

@@ -17,9 +17,8 @@ from librmq.config import StoreConfig
 from librmq.delay import DelaySchedule
 from librmq.errors import MessageIllegalError, RmqError
 from librmq.files._memory import MemoryFiles
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message, StoredMessage
-from librmq.message.topics import HALF_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.runtime import compiled_core
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine._append import Appender
@@ -179,7 +178,7 @@ PROPERTIES = st.dictionaries(NAMES, TEXTS, max_size=3) | st.sampled_from(
         *({"DELAY": text} for text in ("0", "-1", "+2", "99", "x")),
     ]
 )
-TOPICS = st.sampled_from(["T", "T", "U", "V" * 19, "W" * 127, "W" * 300, "é", HALF_TOPIC, SCHEDULE_TOPIC])
+TOPICS = st.sampled_from(["T", "T", "U", "V" * 19, "W" * 127, "W" * 300, "é", SystemTopic.HALF, SystemTopic.SCHEDULE])
 STEPS = st.one_of(
     st.tuples(st.just("send"), QUEUE, SIZE, st.sampled_from([None, None, 1, 2]), FEW),
     st.tuples(st.just("send"), QUEUE, SIZE, st.sampled_from([1, 2]), FEW, PROPERTIES),
@@ -273,7 +272,7 @@ def test_damaged_messages_that_wait_are_delivered_alike(damage: list[tuple[int, 
 
 def test_messages_that_wait_for_many_queues_leave_equal_folders() -> None:
     """They are sent, and delivered together, by the compiled core; where one is unusual the Python code delivers."""
-    topics = ["T", "U", "V" * 19, HALF_TOPIC, SCHEDULE_TOPIC, "no/topic"]
+    topics = ["T", "U", "V" * 19, SystemTopic.HALF, SystemTopic.SCHEDULE, "no/topic"]
     steps: list[tuple[Any, ...]] = [("send_later", ["T", "U"], [3, 40, 0], {"p": "q"}, 90), ("later", 2_000)] * 3
     steps += [("prepare", 9)]  # it opens the queue of halves
     for topic in topics:

@@ -12,7 +12,7 @@ from librmq import Broker, BrokerConfig, ManualClock, ManualRunner, Message, Mes
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.message import record
 from librmq.message.message import StoredMessage
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.protocol import TransactionState
 from librmq.store import extract, verify
 from librmq.store.format.broker_tables import BrokerTables
@@ -77,7 +77,7 @@ def test_progress_and_topics_go_with_their_messages(source: Path, tmp_path: Path
 def test_a_committed_message_leads_to_its_half(source: Path, tmp_path: Path) -> None:
     extract(str(source), str(tmp_path / "both"), lambda one: one.keys == ("half",))
     half, committed = messages(tmp_path / "both")
-    assert (half.topic, committed.topic) == (HALF_TOPIC, "payments")
+    assert (half.topic, committed.topic) == (SystemTopic.HALF, "payments")
     assert committed.prepared_transaction_offset == half.physical_offset
     extract(str(source), str(tmp_path / "one"), lambda one: one.keys == ("half",) and one.topic == "payments")
     (committed,) = messages(tmp_path / "one")
@@ -89,10 +89,10 @@ def test_redacted_bodies_and_values_are_hidden(source: Path, tmp_path: Path) -> 
     extract(
         str(source),
         str(target),
-        lambda one: one.topic != OP_TOPIC,
+        lambda one: one.topic != SystemTopic.OP,
         redact=["bodies", "properties"],
     )
-    originals = [one for one in messages(source) if one.topic != OP_TOPIC]
+    originals = [one for one in messages(source) if one.topic != SystemTopic.OP]
     for original, hidden in zip(originals, messages(target), strict=True):
         assert set(hidden.body) <= set(b"x")
         assert (hidden.crc_ok, hidden.size) == (True, original.size)

@@ -10,7 +10,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files._disk import DiskFiles
 from librmq.message.record import FIXED_SIZE
-from librmq.message.topics import HALF_TOPIC, OP_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.store import MessageStore
 from librmq.store.extraction import rescue
 from librmq.store.format.broker_tables import BrokerTables
@@ -89,13 +89,13 @@ def test_progress_of_delays_and_transactions_is_translated(tmp_path: Path) -> No
     """The progress of delay levels and transactions is translated."""
     with MessageStore.open(tmp_path / "old", CONFIG, clock=ManualClock(START_MS)) as store:
         delayed = [store.append(Message("T", b"d%d" % number, delay_level=3)) for number in range(6)]
-        halves = [store.append(Message(HALF_TOPIC, b"h%d" % number)) for number in range(12)]
+        halves = [store.append(Message(SystemTopic.HALF, b"h%d" % number)) for number in range(12)]
         for number in (0, 10, 11):
-            store.append(Message(OP_TOPIC, b"%d" % number, tags="d"))
-        store.append(Message(OP_TOPIC, b"8,9,10,", tags="d"))  # as 5.x writes it
+            store.append(Message(SystemTopic.OP, b"%d" % number, tags="d"))
+        store.append(Message(SystemTopic.OP, b"8,9,10,", tags="d"))  # as 5.x writes it
     tables = BrokerTables.open(str(tmp_path / "old" / "config"))
     tables.set_delay_offset(3, 4)
-    tables.set_consumer_offset(HALF_TOPIC, "CID_RMQ_SYS_TRANS", 0, 2)
+    tables.set_consumer_offset(SystemTopic.HALF, "CID_RMQ_SYS_TRANS", 0, 2)
     tables.persist(START_MS)
     spoil(tmp_path / "old", delayed[1].physical_offset, 88)
     spoil(tmp_path / "old", halves[0].physical_offset, 88)
@@ -103,11 +103,13 @@ def test_progress_of_delays_and_transactions_is_translated(tmp_path: Path) -> No
     rescue(str(tmp_path / "old"), str(tmp_path / "new"), CONFIG)
     tables = BrokerTables.open(str(tmp_path / "new" / "config"))
     assert tables.delay_offset(3) == 3
-    assert tables.consumer_offset(HALF_TOPIC, "CID_RMQ_SYS_TRANS", 0) == 1
+    assert tables.consumer_offset(SystemTopic.HALF, "CID_RMQ_SYS_TRANS", 0) == 1
     assert not (tmp_path / "new" / "config" / "consumerOffset.json.bak").exists()
     with MessageStore.open(tmp_path / "new", read_only=True) as store:
-        assert [message.body for message in store.messages(HALF_TOPIC)] == [b"h%d" % n for n in range(1, 12) if n != 9]
-        assert [message.body for message in store.messages(OP_TOPIC)] == [b"-1", b"8", b"9", b"7,-1,8,"]
+        assert [message.body for message in store.messages(SystemTopic.HALF)] == [
+            b"h%d" % n for n in range(1, 12) if n != 9
+        ]
+        assert [message.body for message in store.messages(SystemTopic.OP)] == [b"-1", b"8", b"9", b"7,-1,8,"]
     assert verify(tmp_path / "new", CONFIG).sound
 
 

@@ -30,10 +30,10 @@ from librmq.errors import (
 )
 from librmq.files._memory import MemoryFiles
 from librmq.message import record
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.ids import offset_message_id
 from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import tags_code
+from librmq.message.topics import SystemTopic
 from librmq.store import AppendResult, GetStatus, MessageStore
 from librmq.store.recovery._verify import verify
 from tests.budget import many
@@ -223,12 +223,12 @@ def test_a_delayed_message_waits_in_the_queue_of_its_level(files: MemoryFiles) -
         store.flush()
         assert store.queues["T", 3].max_offset == 2
         for level, delay_ms, count in ((1, 1000, 1), (18, 7_200_000, 2)):
-            queue = store.queues[SCHEDULE_TOPIC, level - 1]
+            queue = store.queues[SystemTopic.SCHEDULE, level - 1]
             assert queue.max_offset == count
             entry = queue.entry(0)
             assert entry is not None
             assert entry.tags_code == now + delay_ms
-            for message in store.read(SCHEDULE_TOPIC, level - 1, 0).messages:
+            for message in store.read(SystemTopic.SCHEDULE, level - 1, 0).messages:
                 assert message.properties["DELAY"] == str(level)
                 assert (message.properties["REAL_TOPIC"], message.properties["REAL_QID"]) == ("T", "3")
 

@@ -13,9 +13,10 @@ from librmq.clock import ManualClock
 from librmq.errors import MessageIllegalError
 from librmq.files._memory import MemoryFiles
 from librmq.message import record
-from librmq.message.delays import SCHEDULE_TOPIC, DelayLevels
+from librmq.message.delays import DelayLevels
 from librmq.message.message import Message
 from librmq.message.properties import RESERVED_PROPERTIES
+from librmq.message.topics import SystemTopic
 from librmq.store import AppendResult, GetStatus, MessageStore
 from librmq.store.recovery._verify import verify
 from tests.budget import examples
@@ -120,7 +121,7 @@ class StoreMachine(RuleBasedStateMachine):
         level = LEVELS.cap(message.delay_level)
         if level > 0 and fields.get("sys_flag", 0) & record.TRANSACTION_MASK in (0, record.TRANSACTION_COMMIT):
             properties |= {"DELAY": str(level), "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
-            topic, queue_id = SCHEDULE_TOPIC, level - 1
+            topic, queue_id = SystemTopic.SCHEDULE, level - 1
         self.note(Stored(message, topic, queue_id, result, properties, fields))
 
     @rule(
@@ -198,7 +199,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert found.sys_flag == flags
 
     @rule(
-        topic=st.one_of(TOPICS, st.just(SCHEDULE_TOPIC)),
+        topic=st.one_of(TOPICS, st.just(SystemTopic.SCHEDULE)),
         queue_id=st.sampled_from([0, 1, 2, 7, 17]),
         queue_offset=st.integers(-1, 30),
         most=st.integers(1, 40),

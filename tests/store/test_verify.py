@@ -11,8 +11,8 @@ from librmq.clock import ManualClock
 from librmq.errors import NotAStoreError
 from librmq.files._memory import MemoryFiles
 from librmq.message import record
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.message import Message
+from librmq.message.topics import SystemTopic
 from librmq.store import MessageStore
 from librmq.store.recovery._verify import UNKNOWABLE, Verdict, verify
 from tests.budget import many
@@ -166,7 +166,8 @@ def test_a_table_that_no_broker_can_read_is_damage(found: Contents) -> None:
 
 
 @pytest.mark.parametrize(
-    "gone", [T, U, "consumequeue/T/0", "consumequeue/T", "consumequeue", "index", f"consumequeue/{SCHEDULE_TOPIC}"]
+    "gone",
+    [T, U, "consumequeue/T/0", "consumequeue/T", "consumequeue", "index", f"consumequeue/{SystemTopic.SCHEDULE}"],
 )
 def test_missing_requirements_are_named(found: Contents, gone: str) -> None:
     left = {path: data for path, data in found.items() if path != gone and not path.startswith(gone + "/")}
@@ -284,7 +285,7 @@ def test_delivery_times_of_a_broker_with_other_delay_levels() -> None:
             store.append(Message("T", b"later", delay_level=level))
     delayed = {path: data for path, data in contents(files).items() if not path.startswith("librmq/")}
     assert judged(delayed).sound
-    first, _ = queues = [f"consumequeue/{SCHEDULE_TOPIC}/{queue_id}/{0:020d}" for queue_id in (0, 1)]
+    first, _ = queues = [f"consumequeue/{SystemTopic.SCHEDULE}/{queue_id}/{0:020d}" for queue_id in (0, 1)]
     crashed = in_memory({**delayed, "abort": b""})
     opened(crashed, None, thorough=True).close()
     assert [contents(crashed)[path] for path in queues] == [delayed[path] for path in queues]

@@ -23,7 +23,7 @@ from librmq.config import StoreConfig
 from librmq.consumequeue_ext import check_bitmap
 from librmq.files import Files
 from librmq.message.lag import queue_lag
-from librmq.message.topics import HALF_TOPIC, is_own_group, validate_kept_names
+from librmq.message.topics import SystemTopic, is_own_group, validate_kept_names
 from librmq.metrics import Metrics
 from librmq.protocol import (
     Acknowledge,
@@ -190,7 +190,7 @@ class BrokerParts:
                 with runner.lock:
                     self.deliveries.start()
                     self.receives.start()
-                    if (HALF_TOPIC, 0) in store.queues:
+                    if (SystemTopic.HALF, 0) in store.queues:
                         self.transactions.prepared()
             life.mark_open()
         except BaseException:

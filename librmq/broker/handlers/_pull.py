@@ -16,7 +16,7 @@ from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import HandOver, Selection, parse_selection, registered_selection
 from librmq.errors import BrokerError, RmqError
 from librmq.message import Message, StoredMessage
-from librmq.message.topics import OFFSET_MOVED_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.protocol import (
     CheckSubscription,
     MessageModel,
@@ -275,7 +275,7 @@ class PullHandler:
             "offsetRequest": request.queue_offset,
         }
         body = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
-        message = Message(OFFSET_MOVED_TOPIC, body, tags=request.group, keys=request.group)
+        message = Message(SystemTopic.OFFSET_MOVED, body, tags=request.group, keys=request.group)
         message.properties["DELAY"] = "0"
         try:
             self._sending.store_message(message, 0)

@@ -9,7 +9,7 @@ from librmq.errors import CorruptionError
 from librmq.message import Message, StoredMessage
 from librmq.message.ids import encode_host
 from librmq.message.properties import PropertyName
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, HOP_TOPIC, RETRY_PREFIX
+from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.metrics import Metrics
 from librmq.protocol import TOOL_PRODUCERS
 from librmq.runtime.locks import RLock
@@ -43,10 +43,10 @@ def name_of_send(group: str, message: Message) -> Name | None:
     """Return what a resend of a producer's message shares with it; None for messages of tools and consumers."""
     properties, topic = message.properties, message.topic
     unique_key = properties.get(_UNIQUE_KEY)
-    is_own = group not in TOOL_PRODUCERS and not topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX))
+    is_own = group not in TOOL_PRODUCERS and not topic.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER))
     if not unique_key or not is_own or PropertyName.TIMER_DELETE_KEY in properties:
         return None
-    target = properties.get(TARGET_TOPIC, topic) if topic == HOP_TOPIC else topic
+    target = properties.get(TARGET_TOPIC, topic) if topic == SystemTopic.HOP else topic
     return target, unique_key, properties.get(_GROUP, "") if is_half(properties) else ""
 
 
@@ -55,7 +55,7 @@ def _name_of_record(message: StoredMessage) -> Name | None:
     destination, unique_key = sent_to(message), message.unique_key
     if destination is None or not unique_key:
         return None
-    group = message.properties.get(_GROUP, "") if message.topic == HALF_TOPIC else ""
+    group = message.properties.get(_GROUP, "") if message.topic == SystemTopic.HALF else ""
     return destination.topic, unique_key, group
 
 

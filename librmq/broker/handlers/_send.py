@@ -30,14 +30,7 @@ from librmq.message.delivery_times import is_timed, time_properties
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.message import delayed_batch, delayed_transaction
 from librmq.message.properties import PropertyName, priority_of
-from librmq.message.topics import (
-    AUTO_CREATE_TOPIC,
-    HALF_TOPIC,
-    HOP_TOPIC,
-    RETRY_PREFIX,
-    WAITING_TOPICS,
-    is_system_topic,
-)
+from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix, is_system_topic
 from librmq.protocol import (
     ReplyArrived,
     ResponseCode,
@@ -126,7 +119,7 @@ class SendHandler:
                 self._metrics,
                 lambda message: (
                     is_rolled_back(message)
-                    if message.topic == HALF_TOPIC
+                    if message.topic == SystemTopic.HALF
                     else message.topic in WAITING_TOPICS and context.cancellations.of_message(message) is not None
                 ),
             )
@@ -201,7 +194,7 @@ class SendHandler:
         topic = self._topics.get(name)
         if topic is None or not topic.is_ready:
             topic = self._for_send(
-                name, default_queues, AUTO_CREATE_TOPIC if request is None else request.default_topic
+                name, default_queues, SystemTopic.AUTO_CREATE if request is None else request.default_topic
             )
         appender = self._store.appender
         if appender.log.end >= appender.room_until and not topic.is_retry:  # a retry lets a group continue
@@ -244,7 +237,7 @@ class SendHandler:
             sys_flag = self._make_half(stored_message, queue_id, sys_flag, wait)
         elif topic.is_retry:
             stored_queue_id = self.failed.redirect(stored_message, queue_id, request)
-        elif name == HOP_TOPIC:
+        elif name == SystemTopic.HOP:
             stored_queue_id = self._send_to_relay(stored_message, request)
         elif is_timed(properties):
             stored_message, stored_queue_id = self._deliveries.waiting_form(
@@ -382,7 +375,7 @@ class SendHandler:
             topic = self._table.for_send(name, default_queues, default_topic)
         self._write_tables()  # before its first message
         topic.is_ready = True
-        topic.is_plain = not (topic.is_retry or topic.is_multi_tag or name == HOP_TOPIC or is_system_topic(name))
+        topic.is_plain = not (topic.is_retry or topic.is_multi_tag or name == SystemTopic.HOP or is_system_topic(name))
         return topic
 
     def _level(self, topic: str, text: str) -> int:
@@ -391,7 +384,7 @@ class SendHandler:
         if level is None:
             raise MessageIllegalError(f"topic {topic!r}: {_DELAY} is a delay level, a whole number, found {text!r:.80}")
         levels = self._store.levels
-        is_missing = not 0 <= level <= levels.max_level and not topic.startswith(RETRY_PREFIX)
+        is_missing = not 0 <= level <= levels.max_level and not topic.startswith(TopicPrefix.RETRY)
         if is_missing and (topic, level) not in self._missing_levels:
             if len(self._missing_levels) < _MAX_LOGGED_LEVELS:
                 self._missing_levels.add((topic, level))
@@ -424,7 +417,7 @@ class SendHandler:
         properties.pop(_DELAY, None)  # an undecided message can't be delayed
         properties[PropertyName.REAL_TOPIC] = message.topic
         properties[PropertyName.REAL_QUEUE_ID] = str(queue_id)
-        message.topic = HALF_TOPIC
+        message.topic = SystemTopic.HALF
         return sys_flag & ~record.TRANSACTION_MASK
 
     # ---- storing

@@ -33,8 +33,7 @@ from librmq.diagnosis.view import group_summaries
 from librmq.errors import CorruptionError, InputError
 from librmq.files import DiskFiles
 from librmq.formatting import moment
-from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import HALF_TOPIC, is_own_group
+from librmq.message.topics import SystemTopic, is_own_group
 from librmq.store.format import directory
 from librmq.store.format.directory import check_kind
 from librmq.store.format.documents import letter_identity
@@ -296,9 +295,9 @@ def _note_unknown_waiting(view: StoreView, kind: str | None) -> None:
     """Say what the rows of `pending` leave out or assume because a table of progress is missing."""
     tables = view.tables
     note_replaced(tables)
-    if kind in (None, "half") and HALF_TOPIC in view.topics and (why := tables.unknown_progress()) is not None:
+    if kind in (None, "half") and SystemTopic.HALF in view.topics and (why := tables.unknown_progress()) is not None:
         complain(f"note: {why}; of each half its last copy is listed, unless the log has its end")
-    if kind in (None, "delay", "retry") and SCHEDULE_TOPIC in view.topics and (why := tables.unknown_delays()):
+    if kind in (None, "delay", "retry") and SystemTopic.SCHEDULE in view.topics and (why := tables.unknown_delays()):
         complain(f"note: {why}; delayed messages and retries that were due before the last message are left out")
 
 

@@ -16,7 +16,7 @@ from librmq.cli._stores import announced, files_and_config, recorded_settings
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError, InputError
 from librmq.files import DiskFiles, Files
-from librmq.message.topics import TIMER_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.store import recognise
 from librmq.store.format.directory import (
     CONFIG,
@@ -131,7 +131,7 @@ def _count_timers(path: str, config: StoreConfig, files: Files) -> int:
     from librmq.scheduling.timer_wheel import waiting_timers
     from librmq.store import MessageStore
 
-    if not files.is_folder(queue_folder(path, TIMER_TOPIC, 0)):
+    if not files.is_folder(queue_folder(path, SystemTopic.TIMER, 0)):
         return 0
     with MessageStore.open(path, config, files=files, read_only=True) as store:
         return sum(1 for _ in waiting_timers(store))

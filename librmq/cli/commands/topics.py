@@ -22,9 +22,8 @@ from librmq.errors import InputError
 from librmq.files import Damage
 from librmq.formatting import id_ranges
 from librmq.message import StoredMessage
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.properties import tags_code
-from librmq.message.topics import is_own_group, kind_of_topic
+from librmq.message.topics import SystemTopic, is_own_group, kind_of_topic
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.format import directory
@@ -267,7 +266,9 @@ def _by_columns(
     counts: Counts = {}
     ranges = replace(selection, begin_ms=_ANY.begin_ms, end_ms=_ANY.end_ms).ranges(store)
     total = sum(len(offsets) for (topic, _), offsets in ranges.items() if selection.topic or topic in topics)
-    is_by_code = arguments.sampled and selection.tags is None and selection.sql is None and SCHEDULE_TOPIC not in topics
+    is_by_code = (
+        arguments.sampled and selection.tags is None and selection.sql is None and SystemTopic.SCHEDULE not in topics
+    )
     with ProgressBar("count", total, "messages") as bar:
         if is_by_code:
             codes = reader_of(store, **settings | {"view": "queues", "columns": _OF_CODES})

@@ -35,7 +35,7 @@ from librmq.diagnosis.view import StoreView
 from librmq.errors import ConfigError, CorruptionError
 from librmq.message import StoredMessage
 from librmq.message.properties import split_keys
-from librmq.message.topics import RETRY_PREFIX, is_user_topic
+from librmq.message.topics import TopicPrefix, is_user_topic
 from librmq.runtime.event_log import advance
 from librmq.store.engine.derivation import has_queue_entry
 
@@ -309,7 +309,7 @@ class Traffic:
             sums.stored += np.bincount(at[rows], minlength=self._axis.intervals)
             sums.delays += np.bincount(bins[rows], minlength=len(sums.delays))
             sums.most_ms = max(sums.most_ms, int(delays[rows].max()))
-            if topic.startswith(RETRY_PREFIX):
+            if topic.startswith(TopicPrefix.RETRY):
                 attempts = np.clip(batch.attempts[rows], 1, ATTEMPTS) - 1
                 sums.attempts += np.bincount(attempts, minlength=ATTEMPTS)
         self._add_queues(batch)
@@ -339,8 +339,8 @@ class Traffic:
     def retries(self, store: str) -> Iterator[RetriedMessages]:
         """Yield the retries of each group."""
         for topic, sums in sorted(self._topics.items()):
-            if topic.startswith(RETRY_PREFIX):
-                yield RetriedMessages(store, topic.removeprefix(RETRY_PREFIX), tuple(sums.attempts.tolist()))
+            if topic.startswith(TopicPrefix.RETRY):
+                yield RetriedMessages(store, topic.removeprefix(TopicPrefix.RETRY), tuple(sums.attempts.tolist()))
 
 
 _COLUMNS: Final = (

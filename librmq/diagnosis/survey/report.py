@@ -52,10 +52,9 @@ from librmq.diagnosis.survey.model import (
 )
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.properties import PropertyName
 from librmq.message.record import FIXED_SIZE
-from librmq.message.topics import group_of_retries, is_own_group
+from librmq.message.topics import SystemTopic, group_of_retries, is_own_group
 from librmq.runtime.event_log import advance
 from librmq.store import verify
 from librmq.store.engine.store_parts import QueueName
@@ -281,7 +280,7 @@ def _lags(view: StoreView, name: str, scope: ReportScope, group_lag: Lag) -> Ite
     for columns, topic_lag in zip(group_lag.topics, group_lag.by_topic(), strict=True):
         if (
             is_own_group(topic_lag.group)
-            or topic_lag.topic == SCHEDULE_TOPIC
+            or topic_lag.topic == SystemTopic.SCHEDULE
             or not scope.has_group(topic_lag.group)
             or not scope.has_topic(topic_lag.topic)
         ):

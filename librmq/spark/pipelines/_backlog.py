@@ -15,10 +15,9 @@ from librmq.diagnosis.deadletters import OF_A_LETTER, ORIGIN_TOPIC, VARIABLE_PAR
 from librmq.errors import AllocationError
 from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue
 from librmq.message.dead_letter_cause import AT_ONCE, IN_ORDER, USED_UP
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.lag import lag_terms
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
-from librmq.message.topics import DEAD_LETTER_PREFIX, HALF_TOPIC, OP_TOPIC, RETRY_PREFIX
+from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.scheduling.half_messages import CHECK_GROUP, HALF_SEPARATOR
 from librmq.scheduling.waiting import PRECISION_MS
 from librmq.spark._functions import arrow_function, strategy_of
@@ -214,12 +213,14 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
             F.col("queueOffset") >= F.coalesce(F.col("done"), F.lit(0))
         )
 
-    ended_ops = from_progress(ops, OP_TOPIC).where(F.col("tags") == "d")  # the body of an op message can be anything
+    ended_ops = from_progress(ops, SystemTopic.OP).where(
+        F.col("tags") == "d"
+    )  # the body of an op message can be anything
     numbers = F.explode(F.split(F.col("body").cast("string"), HALF_SEPARATOR))  # 5.x writes several: 3,4,7,
     ended = ended_ops.select("store", numbers.alias("number")).select(
         "store", _whole_number(F.col("number")).alias("half")
     )
-    left = from_progress(halves, HALF_TOPIC)
+    left = from_progress(halves, SystemTopic.HALF)
     left = left.join(ended, (left["store"] == ended["store"]) & (left["queueOffset"] == ended["half"]), "left_anti")
     value_of = _properties("properties")
     return left.select(
@@ -246,7 +247,7 @@ def pending_delays(
     store, kind ("delay"), level, topic, uniqueKey, queueOffset, physicalOffset, due.
     """
     where = ["store", "queueId"]
-    done = offsets.where((F.col("group") == DELAY_GROUP) & (F.col("topic") == SCHEDULE_TOPIC)).select(
+    done = offsets.where((F.col("group") == DELAY_GROUP) & (F.col("topic") == SystemTopic.SCHEDULE)).select(
         *where, F.col("offset").alias("done")
     )
     left = entries.join(F.broadcast(done), where, "left").where(
@@ -351,7 +352,7 @@ def dead_letters(messages: DataFrame) -> DataFrame:
         .when(F.col("reconsumeTimes") <= 1, AT_ONCE)
         .otherwise(USED_UP)
     )
-    dead = messages.where(F.col("topic").startswith(DEAD_LETTER_PREFIX))
+    dead = messages.where(F.col("topic").startswith(TopicPrefix.DEAD_LETTER))
     return (
         dead.select(
             "store", _group().alias("group"), _first_topic().alias("topic"), cause.alias("cause"), "storeTimestamp",
@@ -376,7 +377,7 @@ def replayable(messages: DataFrame) -> DataFrame:
     properties = F.map_filter(
         "properties", lambda name, _: ~name.isin(sorted(RESERVED_PROPERTIES - set(_OWN) | _ADDED))
     )
-    dead = messages.where(F.col("topic").startswith(DEAD_LETTER_PREFIX))
+    dead = messages.where(F.col("topic").startswith(TopicPrefix.DEAD_LETTER))
     return dead.select(_first_topic().alias("topic"), "body", properties.alias("properties"))
 
 
@@ -384,13 +385,13 @@ _ADDED = OF_A_LETTER | {"TRAN_PREPARED_QUEUE_OFFSET", "TRANSACTION_CHECK_TIMES"}
 
 
 def _group() -> Column:
-    return F.substring(F.col("topic"), len(DEAD_LETTER_PREFIX) + 1, 1 << 20)
+    return F.substring(F.col("topic"), len(TopicPrefix.DEAD_LETTER) + 1, 1 << 20)
 
 
 def _first_topic() -> Column:
     origin = F.coalesce(_property(PropertyName.RETRY_TOPIC), _property(ORIGIN_TOPIC), F.col("topic"))
     # The prefix of a message that a client of 5.x received again.
-    prefix = F.concat(F.lit(RETRY_PREFIX), _group(), F.lit("_"))
+    prefix = F.concat(F.lit(TopicPrefix.RETRY), _group(), F.lit("_"))
     return F.when(F.startswith(origin, prefix), F.substr(origin, F.length(prefix) + 1)).otherwise(origin)
 
 

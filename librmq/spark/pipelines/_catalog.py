@@ -13,16 +13,7 @@ from librmq.columns.options import Mode
 from librmq.columns.record_batches import TRACE_TOPICS, decoded_traces
 from librmq.config import suggest
 from librmq.errors import ConfigError
-from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import (
-    DEAD_LETTER_PREFIX,
-    HALF_TOPIC,
-    OP_TOPIC,
-    RETRY_PREFIX,
-    SYSTEM_PREFIX,
-    SYSTEM_TOPICS,
-    TIMER_TOPIC,
-)
+from librmq.message.topics import SYSTEM_TOPICS, SystemTopic, TopicPrefix
 from librmq.spark import stores
 from librmq.spark.pipelines._backlog import MESSAGE_COLUMNS as BACKLOG_COLUMNS
 from librmq.spark.pipelines._backlog import (
@@ -277,7 +268,7 @@ def _skew(messages: DataFrame, inputs: Inputs) -> DataFrame:
     largest = int(_number(inputs.settings, "most", 1, 1)) if "most" in inputs.settings else None
     if "topic" not in inputs.settings:
         topic = F.col("topic")
-        messages = messages.where(~topic.isin(sorted(SYSTEM_TOPICS)) & ~topic.startswith(SYSTEM_PREFIX))
+        messages = messages.where(~topic.isin(sorted(SYSTEM_TOPICS)) & ~topic.startswith(TopicPrefix.SYSTEM))
     if inputs.settings.get("by") == "key":
         return skew(messages, "key", largest)
     return skew(messages, "queue", largest, stores.listed_queues(inputs.spark, inputs.paths))
@@ -375,9 +366,9 @@ def _transactions(inputs: Inputs) -> DataFrame:
         "store string, queueOffset bigint, physicalOffset bigint, properties map<string,string>, uniqueKey string, "
         "bornTimestamp timestamp, storeTimestamp timestamp"
     )
-    halves = inputs.all_messages(columns, topic=HALF_TOPIC, queueId="0")
+    halves = inputs.all_messages(columns, topic=SystemTopic.HALF, queueId="0")
     columns = "store string, queueOffset bigint, tags string, body binary"
-    ops = inputs.all_messages(columns, topic=OP_TOPIC, queueId="0")
+    ops = inputs.all_messages(columns, topic=SystemTopic.OP, queueId="0")
     return named_rows(pending_transactions(halves, ops, stores.offsets(inputs.spark, inputs.paths)), inputs.settings)
 
 
@@ -385,24 +376,24 @@ def _timers(inputs: Inputs) -> DataFrame:
     spark, paths = inputs.spark, inputs.paths
     entries = inputs.all_messages(
         "store string, queueId int, queueOffset bigint, physicalOffset bigint, tagsCode bigint",
-        view="queues", topic=SCHEDULE_TOPIC,
+        view="queues", topic=SystemTopic.SCHEDULE,
     )  # fmt: skip
     columns = (
         "store string, queueId int, queueOffset bigint, properties map<string,string>, uniqueKey string, "
         "storeTimestamp timestamp"
     )
-    delayed = inputs.all_messages(columns, topic=SCHEDULE_TOPIC)
+    delayed = inputs.all_messages(columns, topic=SystemTopic.SCHEDULE)
     topics = names_of(inputs.settings, "topic")
     if topics is not None:  # a retry goes to the topic of its group, and belongs to the message's topic too
         target, first = (F.col("properties").getItem(name) for name in ("REAL_TOPIC", "RETRY_TOPIC"))
-        is_retry = target.startswith(RETRY_PREFIX) | target.startswith(DEAD_LETTER_PREFIX)
+        is_retry = target.startswith(TopicPrefix.RETRY) | target.startswith(TopicPrefix.DEAD_LETTER)
         delayed = delayed.where(target.isin(topics) | (is_retry & first.isin(topics)))
     delays = pending_delays(entries, delayed, stores.offsets(spark, paths))
     columns = (
         "store string, queueOffset bigint, physicalOffset bigint, storeTimestamp timestamp, "
         "properties map<string,string>, uniqueKey string"
     )
-    timed = inputs.all_messages(columns, topic=TIMER_TOPIC, queueId="0")
+    timed = inputs.all_messages(columns, topic=SystemTopic.TIMER, queueId="0")
     timers = pending_timers(stores.timer_units(spark, paths), timed, stores.timer_progress(spark, paths))
     return delays.unionByName(named_rows(timers, inputs.settings))
 

@@ -22,7 +22,7 @@ from librmq.files.interface import is_full
 from librmq.message import DelayLevels, Message, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE, check_batch, check_batch_size
-from librmq.message.delays import SCHEDULE_TOPIC, parse_level, queue_id_of_level
+from librmq.message.delays import parse_level, queue_id_of_level
 from librmq.message.ids import Host, decode_host, encode_host, offset_message_id, parse_host
 from librmq.message.message import body_too_large, delayed_batch
 from librmq.message.properties import (
@@ -34,7 +34,7 @@ from librmq.message.properties import (
     tags_code,
 )
 from librmq.message.record import crc32
-from librmq.message.topics import validate_topic
+from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime import critical
 from librmq.runtime.compiled_core import AppendState
 from librmq.runtime.locks import Lock
@@ -220,7 +220,7 @@ class Appender(AppendState):
                     level, name, level_ms = self._delays.get(text) or self._delay(text)
                     if level > 0:
                         properties = {**properties, "DELAY": name, "REAL_TOPIC": topic, "REAL_QID": str(queue_id)}
-                        topic, queue_id, waits_ms = SCHEDULE_TOPIC, queue_id_of_level(level), level_ms
+                        topic, queue_id, waits_ms = SystemTopic.SCHEDULE, queue_id_of_level(level), level_ms
                 raw = encode_properties(properties)
             else:
                 raw, properties = properties_raw, checked_encoding(properties_raw, properties)
@@ -237,7 +237,7 @@ class Appender(AppendState):
             get = properties.get
             unique_key, keys, tags = get("UNIQ_KEY"), get("KEYS"), get("TAGS")
             entry_code = tags_code(tags) if tags else 0
-            if topic == SCHEDULE_TOPIC and waits_ms is None:
+            if topic == SystemTopic.SCHEDULE and waits_ms is None:
                 level, _, level_ms = self._delay(properties.get("DELAY", ""))
                 waits_ms = level_ms if level > 0 else None
             stored_at = born_at = self._host

@@ -30,9 +30,9 @@ from librmq.java.lang import (
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.batch import is_batch
-from librmq.message.delays import SCHEDULE_TOPIC, parse_level
+from librmq.message.delays import parse_level
 from librmq.message.properties import PropertyName, find_keys_and_tags, find_property, split_keys, tags_code
-from librmq.message.topics import LIGHT_PREFIX, RETRY_PREFIX, SYSTEM_PREFIX, validate_queue
+from librmq.message.topics import SystemTopic, TopicPrefix, validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
 
@@ -51,7 +51,7 @@ def has_queue_entry(sys_flag: int) -> bool:
 def derived_tags_code(message: StoredMessage, levels: DelayLevels) -> int:
     """Return the tags code of a record's queue entry; for a delayed record it is the delivery time (ms)."""
     properties = message.properties
-    if message.topic == SCHEDULE_TOPIC:
+    if message.topic == SystemTopic.SCHEDULE:
         level = parse_level(properties.get(PropertyName.DELAY))
         if level > 0:
             return levels.deliver_timestamp_ms(levels.cap(level), message.store_timestamp_ms)
@@ -154,7 +154,7 @@ _TOPIC_AT: Final = record_format.TOPIC_AT
 _MAGIC: Final = record_format.MESSAGE_MAGIC
 _UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
-_SCHEDULE_TOPIC: Final = SCHEDULE_TOPIC.encode()
+_SCHEDULE_TOPIC: Final = SystemTopic.SCHEDULE.encode()
 _TAGS_KEPT: Final = 10_000
 _MOST_BYTES: Final = 1 << 22  # bytes of records that are derived together
 _PADDING: Final = 1 << 9  # bytes behind texts, more than a topic of a wrong length can reach beyond them
@@ -163,7 +163,7 @@ _PADDING: Final = 1 << 9  # bytes behind texts, more than a topic of a wrong len
 MULTI_DISPATCH: Final = PropertyName.INNER_MULTI_DISPATCH.encode()
 """The property that names light queues; few records have it."""
 _MULTI_OFFSETS: Final = PropertyName.INNER_MULTI_QUEUE_OFFSET.encode()
-_WITHOUT_LIGHT: Final = (RETRY_PREFIX.encode(), SYSTEM_PREFIX.encode())
+_WITHOUT_LIGHT: Final = (TopicPrefix.RETRY.encode(), TopicPrefix.SYSTEM.encode())
 
 
 def light_queues(topic: bytes, queue_id: int, properties: bytes) -> Iterator[tuple[str, int, int]]:
@@ -179,7 +179,7 @@ def light_queues(topic: bytes, queue_id: int, properties: bytes) -> Iterator[tup
         return
     for name, text in zip(queue_names, queue_offsets, strict=True):
         queue_offset = java_long(text)
-        light_id = 0 if name.startswith(LIGHT_PREFIX) else queue_id
+        light_id = 0 if name.startswith(TopicPrefix.LIGHT) else queue_id
         # A broker dispatches to no queue of an illegal name either, so an entry here would be one that it lacks.
         with suppress(MessageIllegalError):
             validate_queue(name, light_id)

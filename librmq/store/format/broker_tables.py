@@ -39,7 +39,7 @@ from librmq.files import DiskFiles, Files
 from librmq.files.interface import read_replaced
 from librmq.java import json as java_json
 from librmq.java.json import NumberColumns, NumberRows
-from librmq.message.topics import DEAD_LETTER_PREFIX, LIGHT_PREFIX, RETRY_PREFIX, TOPIC_TYPES, TopicType, is_own_group
+from librmq.message.topics import TOPIC_TYPES, TopicPrefix, TopicType, is_own_group
 from librmq.runtime.event_log import EventLog
 from librmq.store.format.checkpoint import has_abort
 from librmq.store.format.directory import CONSUMEQUEUE, tables_database
@@ -222,14 +222,14 @@ class BrokerTables:
         if not self.topics.is_stored:  # a store without a broker has no tables, and no retries either
             # Only a broker stores retries and dead letters.
             topics = self._files.names(os.path.join(os.path.dirname(self._folder), CONSUMEQUEUE))
-            return any(topic.startswith((RETRY_PREFIX, DEAD_LETTER_PREFIX)) for topic in topics)
+            return any(topic.startswith((TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)) for topic in topics)
         return is_likely or not has_abort(self._files, os.path.dirname(self._folder))
 
     def _user_groups(self) -> set[str]:
         topics = self.topics.rows
         of_topics = {
             topic.removeprefix(prefix)
-            for prefix in (RETRY_PREFIX, DEAD_LETTER_PREFIX)
+            for prefix in (TopicPrefix.RETRY, TopicPrefix.DEAD_LETTER)
             for topic in topics
             if topic.startswith(prefix)
         }
@@ -608,7 +608,7 @@ class _LightOffsets(ConfigTable):
     """The progress of a broker with light queues; that of light groups is in a table of its own, without queue ids."""
 
     def _encoded(self, rows: Rows) -> bytes:
-        is_light = {key: (topic_and_group(key) or ("", ""))[1].startswith(LIGHT_PREFIX) for key in rows}
+        is_light = {key: (topic_and_group(key) or ("", ""))[1].startswith(TopicPrefix.LIGHT) for key in rows}
         light = {name: row[0] for name, row in rows.items() if is_light[name] and 0 in row}
         others = {name: row for name, row in rows.items() if not is_light[name]}
         return java_json.dumps({**self._document, self._name: others, _LIGHT_TABLE: light}).encode()

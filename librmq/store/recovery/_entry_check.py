@@ -12,8 +12,8 @@ from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import CorruptionError
 from librmq.files import Damage
 from librmq.message import StoredMessage, record
-from librmq.message.delays import SCHEDULE_TOPIC
 from librmq.message.properties import decode_properties, tags_code
+from librmq.message.topics import SystemTopic
 from librmq.store.engine.derivation import BitmapOf
 from librmq.store.engine.store_parts import QueueName
 
@@ -49,7 +49,7 @@ class EntryCheck:
         self.damages = damages
         self._bitmap_of = bitmap_of
         self._repair = repair
-        self._delayed = topic == SCHEDULE_TOPIC
+        self._delayed = topic == SystemTopic.SCHEDULE
 
     def compare(
         self, queue: ConsumeQueue, at: int, entries: Sequence[bytes], units: Mapping[int, ExpectedEntry]

@@ -20,7 +20,7 @@ from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.properties import PropertyName
-from librmq.message.topics import LIGHT_PREFIX, validate_queue
+from librmq.message.topics import TopicPrefix, validate_queue
 from librmq.store.engine.derivation import BitmapOf, Derivation, DerivedBlock, DerivedRecord
 from librmq.store.engine.store_parts import OpenQueue, QueueName
 from librmq.store.format._keyindex import KeyIndex
@@ -84,7 +84,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         """Records that may be those of another queue."""
         self.renamed = False
         """Whether the topic of a record was corrected, with which its keys were indexed."""
-        self.has_light = any(topic.startswith(LIGHT_PREFIX) for topic, _ in queues)
+        self.has_light = any(topic.startswith(TopicPrefix.LIGHT) for topic, _ in queues)
         """Whether there are light queues, whose entries are those of records of other queues."""
 
     def check_of(self, record: DerivedRecord) -> QueueCheck:

@@ -14,8 +14,7 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
 from librmq.files import Damage
 from librmq.message import StoredMessage, record
-from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import LIGHT_PREFIX
+from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import BitmapOf, topic_hash
 from librmq.store.engine.read import first_not_older, offset_at_place
@@ -101,8 +100,10 @@ class QueueCheck:
         self._begin = begin
         self._is_complete = is_complete
         self._repair = repair
-        self._delayed = topic == SCHEDULE_TOPIC
-        self._is_light = topic.startswith(LIGHT_PREFIX)  # its records are those of other queues, and stay as they are
+        self._delayed = topic == SystemTopic.SCHEDULE
+        self._is_light = topic.startswith(
+            TopicPrefix.LIGHT
+        )  # its records are those of other queues, and stay as they are
         self._claimed = -1  # until the queue is opened: the queue offset that the first record names
         self.first = -1
         """First checked queue offset; entries below belong to older records."""

@@ -17,7 +17,7 @@ from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entr
 from librmq.errors import CorruptionError
 from librmq.files import Files
 from librmq.message import DelayLevels
-from librmq.message.topics import LIGHT_PREFIX
+from librmq.message.topics import TopicPrefix
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import Derivation, DerivedBlock, DerivedRecord
 from librmq.store.engine.store_parts import QueueName
@@ -110,7 +110,7 @@ def _queues_with_records(log: CommitLog, spans: _Spans, levels: DelayLevels) -> 
     with_records = set[tuple[bytes, int]]()
     begin = min((begin for places in spans.values() for begin, _ in places), default=0)
     end = max((end for places in spans.values() for _, end in places), default=0)
-    has_light = any(topic.startswith(LIGHT_PREFIX.encode()) for topic, _ in spans)
+    has_light = any(topic.startswith(TopicPrefix.LIGHT.encode()) for topic, _ in spans)
     derive = Derivation(levels).derive
     with suppress(CorruptionError):  # other damage, which is found where it is read
         for stretch in walk(log, max(begin, log.begin), end, in_blocks=not has_light):

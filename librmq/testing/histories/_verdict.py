@@ -15,15 +15,7 @@ from librmq.diagnosis.pending import given_up_halves
 from librmq.errors import ConfigError, FilterSyntaxError
 from librmq.filter import SQL92, SqlFilter
 from librmq.message import MessageQueue, StoredMessage, retry_topic
-from librmq.message.delays import SCHEDULE_TOPIC
-from librmq.message.topics import (
-    CHECK_MAX_TIME_TOPIC,
-    DEAD_LETTER_PREFIX,
-    HALF_TOPIC,
-    HOP_TOPIC,
-    RETRY_PREFIX,
-    TIMER_TOPIC,
-)
+from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.protocol import PERM_READ, Heartbeat, MessageModel
 from librmq.scheduling.waiting import Cancellations
 from librmq.testing._from_store import StoreStart, earlier_attempts
@@ -36,7 +28,7 @@ from librmq.testing.histories.events import SharedQueues, span_of
 _TICK_MS = 1_000
 """What is due is delivered within this time."""
 _SHOWN = 5
-_WAITING_TOPICS = frozenset((SCHEDULE_TOPIC, HALF_TOPIC, TIMER_TOPIC))
+_WAITING_TOPICS = frozenset((SystemTopic.SCHEDULE, SystemTopic.HALF, SystemTopic.TIMER))
 
 
 @dataclass(slots=True)
@@ -68,7 +60,7 @@ class Facts:
         for data in request.consumers:
             group = self._groups.setdefault(data.group, _Group(data.kind, data.model))
             for topic, subscription in data.subscriptions.items():
-                if not topic.startswith(RETRY_PREFIX):
+                if not topic.startswith(TopicPrefix.RETRY):
                     filters = group.filters.setdefault(topic, {})
                     filters[subscription.expression_type, subscription.expression] = None
 
@@ -107,7 +99,7 @@ class Facts:
             for cancelled in Cancellations(store.path, store.files).rows():  # also those that the test itself cancelled
                 if cancelled.at_ms >= sent_ms.get(cancelled.message_id, cancelled.at_ms):
                     self._history.cancels(cancelled.message_id, is_sure=True)
-            if (CHECK_MAX_TIME_TOPIC, 0) in store.queues:
+            if (SystemTopic.CHECK_MAX_TIME, 0) in store.queues:
                 for half in given_up_halves(store):
                     yield {"event": "discard", "id": id_of(half), "at_ms": half.store_timestamp_ms}
         rules = {name: self._rules(name, described) for name, described in self._groups.items()}
@@ -123,8 +115,8 @@ class Facts:
         network = self._network
         for name in network.by_name:
             for topic in sorted({topic for topic, _ in network.store(name).queues}):
-                if topic.startswith(DEAD_LETTER_PREFIX):
-                    group = topic.removeprefix(DEAD_LETTER_PREFIX)
+                if topic.startswith(TopicPrefix.DEAD_LETTER):
+                    group = topic.removeprefix(TopicPrefix.DEAD_LETTER)
                     for letter in network.messages(name, topic):
                         origin = letter.properties.get("RETRY_TOPIC") or topic
                         at_ms = letter.store_timestamp_ms
@@ -188,7 +180,7 @@ class Facts:
         now_ms = self._runner.now_ms()
         for broker in self._network.by_name.values():
             names = {topic for topic, _ in broker.store.queues}
-            if HOP_TOPIC in names:
+            if SystemTopic.HOP in names:
                 return True
             if names.isdisjoint(_WAITING_TOPICS):
                 continue

@@ -18,7 +18,7 @@ from librmq.broker import Broker
 from librmq.errors import BrokerError, ConfigError, MalformedError, MessageIllegalError, RmqError
 from librmq.java.json import ObjectKey
 from librmq.message import MessageQueue
-from librmq.message.topics import TRACE_TOPIC, is_system_topic, validate_client_topic
+from librmq.message.topics import SystemTopic, is_system_topic, validate_client_topic
 from librmq.protocol import (
     PERM_READ,
     PERM_WRITE,
@@ -487,7 +487,7 @@ class AdminRequests:
             "maxTransferCountOnMessageInDisk": store.max_transfer_count_on_disk,
             "maxTransferCountOnMessageInMemory": store.max_transfer_count_in_memory,
             "messageDelayLevel": store.message_delay_level,
-            "msgTraceTopicName": TRACE_TOPIC,
+            "msgTraceTopicName": SystemTopic.TRACE,
             "regionId": RefusedSendHeader().region,
             "rejectTransactionMessage": False,
             "slaveReadEnable": True,

@@ -27,7 +27,7 @@ from librmq.java.lang import java_int
 from librmq.message import record
 from librmq.message.ids import Host, format_host
 from librmq.message.properties import PropertyName, encode_properties
-from librmq.message.topics import AUTO_CREATE_TOPIC
+from librmq.message.topics import SystemTopic
 from librmq.protocol import (
     ChannelClosed,
     CheckTransaction,
@@ -379,7 +379,7 @@ class ClientChannel:
         header = PushedReplyHeader(
             send.group,
             message.topic,
-            AUTO_CREATE_TOPIC,
+            SystemTopic.AUTO_CREATE,
             send.default_queues,
             send.queue_id,
             send.sys_flag,

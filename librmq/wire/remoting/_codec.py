@@ -35,7 +35,7 @@ from librmq.message.delivery_times import TimerRefusedError
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.record import INNER_BATCH
-from librmq.message.topics import AUTO_CREATE_TOPIC, TopicType
+from librmq.message.topics import SystemTopic, TopicType
 from librmq.protocol import (
     Acknowledge,
     CancelMessage,
@@ -492,7 +492,7 @@ def _parse_send_back(header: SendBackHeader, body: bytes) -> SendBack:
 def _write_topic(request: CreateTopic) -> Frame:
     header = CreateTopicHeader(
         request.topic,
-        AUTO_CREATE_TOPIC,
+        SystemTopic.AUTO_CREATE,
         request.read_queues,
         request.write_queues,
         request.permission,
@@ -749,7 +749,7 @@ _SEND: Final = int(RequestCode.SEND_MESSAGE_V2)
 def send_form() -> str:
     """Return the header of usual sends, to be filled by ``%`` with group, topic, queues, and what else differs."""
     marks = "a group", "a topic", 70707070
-    form = _template_of((*marks[:2], AUTO_CREATE_TOPIC, marks[2]))
+    form = _template_of((*marks[:2], SystemTopic.AUTO_CREATE, marks[2]))
     for mark in marks:
         form = form.replace(str(mark), "%s")
     return form

@@ -21,7 +21,7 @@ from librmq.message import Message
 from librmq.message.batch import check_batch_size, decode_batch
 from librmq.message.ids import Host, RecallHandle, format_host
 from librmq.message.properties import PropertyName, decode_properties, encode_properties
-from librmq.message.topics import AUTO_CREATE_TOPIC, NOT_FOR_SENDING, validate_client_topic
+from librmq.message.topics import NOT_FOR_SENDING, SystemTopic, validate_client_topic
 from librmq.protocol import (
     EndTransaction,
     ResponseCode,
@@ -74,7 +74,7 @@ def plain_request(frame: Frame, born_host: Host, now_ms: int | None) -> SendMess
     get = fields.get
     try:
         born = fields["g"]
-        if get("m") not in _NO or "l" in fields or fields["c"] != AUTO_CREATE_TOPIC or len(born) > _LONGEST_TIME:
+        if get("m") not in _NO or "l" in fields or fields["c"] != SystemTopic.AUTO_CREATE or len(born) > _LONGEST_TIME:
             return None
         properties = decode_properties(get("i", ""))
         if now_ms is not None:

@@ -22,7 +22,7 @@ from librmq.broker import Broker
 from librmq.clock import SystemClock
 from librmq.errors import BrokerError, ConfigError, MalformedError, RmqError
 from librmq.message.ids import Host, format_host
-from librmq.message.topics import RETRY_PREFIX, is_system_topic
+from librmq.message.topics import TopicPrefix, is_system_topic
 from librmq.protocol import (
     LOCAL_HOST,
     PERM_WRITE,
@@ -114,7 +114,7 @@ class NameServer:
     def _route(self, call: RemotingCall) -> bytes:
         header: RouteOfTopicHeader = call.header
         queues = self._broker.topic_route(header.topic)
-        if not queues and self._creates_retry_topics and header.topic.startswith(RETRY_PREFIX):
+        if not queues and self._creates_retry_topics and header.topic.startswith(TopicPrefix.RETRY):
             self._broker.call(CreateTopic(header.topic, 1, 1, unless_exists=True))
             queues = self._broker.topic_route(header.topic)
         if not queues:
