@@ -12,6 +12,8 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
+from itertools import count
 from typing import Any, Final, TypeAlias
 
 from kombu.utils.json import JSONEncoder, loads
@@ -33,10 +35,13 @@ to_json: Final = JSONEncoder().encode
 _BINDINGS: Final = "kombu_bindings"
 _MOST_CHANGES: Final = 1_000
 """After so many changes of bindings, one looks whether most are outdated."""
+TOPIC: Final = "librmq-topic"
+"""The argument of a temporary queue that names its topic, which a later queue uses again."""
 
 
+@lru_cache
 def topic_of(queue: str) -> str:
-    """Return the topic of a queue: its name where it can be one, else the beginning and a hash."""
+    """Return the topic of a lasting queue: its name where it can be one, else the beginning and a hash."""
     if re.fullmatch(r"[a-zA-Z0-9_-]{1,60}", queue):
         return f"kombu-{queue}"
     begin = re.sub(r"[^a-zA-Z0-9_-]", "-", queue)[:40]
@@ -171,9 +176,13 @@ class FolderBindings:
 
     def change(self, *change: Any) -> None:
         """Make a change in all processes."""
-        if not _Table(self.read()).lacks([*change]):
-            return
-        with self.locked(), self._lock:
+        if _Table(self.read()).lacks([*change]):
+            with self.locked():
+                self.change_locked(*change)
+
+    def change_locked(self, *change: Any) -> None:
+        """Make a change in all processes, which are `locked` out."""
+        with self._lock:
             if not os.path.exists(self._path):
                 self._write_table(_Table())
             self._read_on()
@@ -195,6 +204,19 @@ class FolderBindings:
 
     def _write_table(self, table: _Table) -> None:
         DiskFiles().write(self._path, f"{to_json(table.rows)}\n".encode())
+
+    # Topics of temporary queues, such as those for replies, are used again: a topic of its own for each would stay,
+    # with the files of its queue and a row of progress, until retention has deleted the last message of it.
+
+    def topic(self, queue: str) -> str:
+        """Return the topic of a queue."""
+        topic: str = self.read()["queues"].get(queue, {}).get(TOPIC) or topic_of(queue)
+        return topic
+
+    def free_topic(self) -> str:
+        """Return a topic that no temporary queue has; called while other processes are `locked` out."""
+        used = {arguments.get(TOPIC) for arguments in self.read()["queues"].values()}
+        return next(name for number in count(1) if (name := f"kombu_temporary_{number}") not in used)
 
     # A consumer holds a lock on the file of a queue that expires or is deleted with its last consumer; the time to the
     # expiry counts from the file's last change. A process that deletes the queue excludes others by the same lock until

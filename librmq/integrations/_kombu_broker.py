@@ -1,4 +1,8 @@
-"""A shared store or a cluster as kombu uses it: each queue of kombu is a topic, named by `topic_of`."""
+"""A shared store or a cluster as kombu uses it: each queue of kombu is a topic.
+
+A temporary queue of a store, which ends by itself, has one of the topics ``kombu_temporary_1``, ``…_2`` and so on while
+it exists. Its messages name the queue, so what a former queue has left in the topic is not received.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,25 @@ from kombu.exceptions import ChannelError
 
 import librmq
 from librmq.clock import SystemClock
-from librmq.integrations._kombu_bindings import ClusterBindings, FolderBindings, KombuRoute, to_json, topic_of
+from librmq.integrations._kombu_bindings import (
+    TOPIC,
+    ClusterBindings,
+    FolderBindings,
+    KombuRoute,
+    to_json,
+    topic_of,
+)
 from librmq.integrations._kombu_receivers import (
     EXPIRES,
     GROUP,
+    QUEUE,
     Receiver,
     group_of,
     receiver_of_cluster,
     receiver_of_share,
 )
 from librmq.message.lag import queue_lag
+from librmq.message.topics import receive_retry_topic
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 
@@ -89,46 +102,81 @@ class KombuBroker:
         """Return the group of a queue's workers."""
         return group_of(topic) if self.is_cluster else GROUP
 
-    def declare(self, queue: str, arguments: dict[str, Any]) -> None:
+    def topic(self, queue: str) -> str:
+        """Return the topic of a queue."""
+        return self.bindings.topic(queue) if isinstance(self.bindings, FolderBindings) else topic_of(queue)
+
+    def declare(self, queue: str, arguments: dict[str, Any], *, auto_delete: bool = False) -> None:
         """Make a queue's topic, and note its arguments."""
-        topic, priorities = topic_of(queue), arguments.get("x-max-priority")
         with ExitStack() as held:
             if isinstance(self.bindings, FolderBindings):
+                is_temporary = auto_delete or "x-expires" in arguments
                 if "x-expires" in arguments:
                     held.callback(os.close, self.bindings.hold(queue))
-                self._make(self.bindings, topic, priorities)
-            elif priorities is not None:
+                self._make(self.bindings, queue, arguments, is_temporary=is_temporary)
+                return
+            if "x-max-priority" in arguments:
                 raise ChannelError(
                     f"queue {queue!r}: x-max-priority: a cluster's messages have no priorities: leave it out"
                 )
-            elif topic not in self._known and not self.has_topic(topic):
+            topic = topic_of(queue)
+            if topic not in self._known and not self.has_queue(queue):
                 self.route.create_topic(topic)
             self._known.add(topic)
             if arguments or queue in self.bindings.read()["queues"]:
                 self.bindings.change("queue", queue, arguments)
 
-    def _make(self, bindings: FolderBindings, topic: str, priorities: int | None) -> None:
-        """Create a topic in the store, with a queue for each priority, and let its group start at the beginning."""
-        queues = 1 if priorities is None else 1 + max(1, min(priorities, _MAX_PRIORITY))
+    def _make(self, bindings: FolderBindings, queue: str, arguments: dict[str, Any], *, is_temporary: bool) -> None:
+        """Create a queue's topic in the store, with a queue for each priority, and note the queue's arguments."""
+        priorities = arguments.get("x-max-priority")
         with bindings.locked():
-            former = len(self.route.queues(topic))
-            if former < queues:
-                self.route.create_topic(topic, queues, message_type=None if priorities is None else "PRIORITY")
-                if not former and not self.route.consumer_offsets(GROUP, topic):
-                    self.route.reset_group(GROUP, topic, "begin")
+            before, topic = bindings.read()["queues"].get(queue, {}), bindings.topic(queue)
+            if TOPIC in before:
+                arguments = arguments | {TOPIC: topic}
+            elif is_temporary and priorities is None and not self.route.queues(topic):
+                topic = bindings.free_topic()
+                arguments = arguments | {TOPIC: topic}
+            self._create_topic(topic, priorities)
+            if TOPIC in arguments and TOPIC not in before:
+                self._skip_former(topic)
+            # Last, so that a kill before leaves the topic to the next queue.
+            if arguments or before:
+                bindings.change_locked("queue", queue, arguments)
+        self._known.add(topic)
 
-    def has_topic(self, topic: str) -> bool:
-        """Return whether a topic exists; its route is known for a while after its deletion."""
+    def _skip_former(self, topic: str) -> None:
+        """Skip what the former queue of a topic has left, whose process was killed."""
+        for name in (topic, receive_retry_topic(GROUP, topic)):
+            if self.route.lag(GROUP, name):
+                self.route.reset_group(GROUP, name, "end")
+
+    def _create_topic(self, topic: str, priorities: int | None) -> None:
+        """Create a topic of the store unless it exists, and let its group start at the beginning."""
+        queues = 1 if priorities is None else 1 + max(1, min(priorities, _MAX_PRIORITY))
+        former = len(self.route.queues(topic))
+        if former < queues:
+            self.route.create_topic(topic, queues, message_type=None if priorities is None else "PRIORITY")
+            if not former and not self.route.consumer_offsets(GROUP, topic):
+                self.route.reset_group(GROUP, topic, "begin")
+
+    def has_queue(self, queue: str) -> bool:
+        """Return whether a queue exists; the route of its topic is known for a while after its deletion."""
+        topic = self.topic(queue)
         return topic in self.route.topics() if self.is_cluster else bool(self.route.queues(topic))
 
     def put(self, queue: str, message: dict[str, Any]) -> None:
         """Store a message in a queue."""
-        topic = topic_of(queue)
         arguments = self.bindings.read()["queues"].get(queue, {}) if not self.is_cluster else {}
+        topic = arguments.get(TOPIC) or topic_of(queue)
         if topic not in self._known:
-            self.declare(queue, arguments)
+            if TOPIC in arguments:
+                self._create_topic(topic, None)  # again, if it was deleted by hand
+                self._known.add(topic)
+            else:
+                self.declare(queue, arguments)
         properties, now_ms = message["properties"], _clock.now_ms()
-        fields: dict[str, Any] = {}
+        own = {QUEUE: topic_of(queue)} if TOPIC in arguments else {}
+        fields: dict[str, Any] = {"properties": own}
         eta = _eta(message) if self.takes_delays else None
         if "x-max-priority" in arguments:
             fields["priority"] = max(0, min(int(properties.get("priority") or 0), arguments["x-max-priority"]))
@@ -139,7 +187,7 @@ class KombuBroker:
                 now_ms = round(fields["deliver_at"].timestamp() * 1000)
         limits = [int(limit) for limit in (properties.get("expiration"), arguments.get("x-message-ttl")) if limit]
         if limits:
-            fields["properties"] = {EXPIRES: str(now_ms + min(limits))}
+            own[EXPIRES] = str(now_ms + min(limits))
         body = to_json(message).encode()
         if len(body) > self.producer.config.max_message_size:
             raise librmq.MessageIllegalError(
@@ -151,7 +199,7 @@ class KombuBroker:
 
     def size(self, queue: str) -> int:
         """Return how many messages of a queue are not acknowledged."""
-        topic = topic_of(queue)
+        topic = self.topic(queue)
         if self.is_cluster:  # a group that has not begun has no progress
             done = self.route.progress(self.group(topic), topic)
             bounds = self.route.queues(topic)
@@ -159,7 +207,7 @@ class KombuBroker:
                 queue_lag(done[at].queue_offset if at in done else None, row.min_offset, row.max_offset)
                 for at, row in bounds.items()
             )
-        return sum(self.route.lag(GROUP, name) for name in (topic, f"%RETRY%{GROUP}_{topic}"))
+        return sum(self.route.lag(GROUP, name) for name in (topic, receive_retry_topic(GROUP, topic)))
 
     def skip(self, queue: str) -> int:
         """Move the progress of a queue in a cluster behind its messages; return their number."""
@@ -171,11 +219,12 @@ class KombuBroker:
         return size
 
     def delete(self, queue: str) -> None:
-        """Delete a queue's topic and its bindings."""
+        """Delete a queue with its bindings, and its topic unless the next temporary queue gets it."""
         topic = topic_of(queue)
-        self._known.discard(topic)
-        with suppress(librmq.BrokerError):  # another process was faster
-            self.route.delete_topic(topic)
+        if topic == self.topic(queue):
+            self._known.discard(topic)
+            with suppress(librmq.BrokerError):  # another process was faster
+                self.route.delete_topic(topic)
         self.bindings.change("delete queue", queue)
         if isinstance(self.bindings, FolderBindings):
             self.bindings.remove_note(queue)

@@ -14,7 +14,7 @@ from kombu.utils.json import loads
 
 import librmq
 from librmq.clock import SystemClock
-from librmq.integrations._kombu_bindings import KombuRoute
+from librmq.integrations._kombu_bindings import KombuRoute, topic_of
 from librmq.protocol import ResponseCode
 from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
@@ -26,6 +26,8 @@ _loads: Final = json.JSONDecoder().decode
 GROUP: Final = "kombu"
 """The consumer group of all workers in a shared store; in a cluster each queue has one of its own."""
 EXPIRES: Final = "KOMBU_EXPIRES_MS"
+QUEUE: Final = "KOMBU_QUEUE"
+"""The property that names the queue of a message in a topic that queues use one after the other."""
 AT_ONCE: Final = 32
 _POLL_S: Final = 0.05
 """Between two polls of the queues of a cluster."""
@@ -44,6 +46,10 @@ class Delivery(NamedTuple):
             return False
         expires_ms = self.message.properties.get(EXPIRES)
         return expires_ms is not None and int(expires_ms) <= _clock.now_ms()
+
+    def is_of(self, queue: str) -> bool:
+        """Whether the message was sent to this queue, and not to a former one with the same topic."""
+        return QUEUE.encode() not in self.message.raw or self.message.properties.get(QUEUE) in (None, topic_of(queue))
 
     def read(self) -> dict[str, Any]:
         """Return the message as kombu has sent it."""

@@ -29,7 +29,7 @@ from kombu.transport.base import to_rabbitmq_queue_arguments
 
 import librmq
 from librmq.clock import SystemClock
-from librmq.integrations._kombu_bindings import FolderBindings, topic_of
+from librmq.integrations._kombu_bindings import FolderBindings
 from librmq.integrations._kombu_broker import KombuBroker, brokers, check_visibility
 from librmq.integrations._kombu_receivers import AT_ONCE, Delivery, Receiver
 from librmq.runtime import critical
@@ -92,7 +92,7 @@ class Channel(virtual.Channel):
         if auto_delete:
             self._temporary.add(queue)
         self._delete_expired()
-        self.broker.declare(queue, kwargs.get("arguments") or {})
+        self.broker.declare(queue, kwargs.get("arguments") or {}, auto_delete=auto_delete)
 
     def prepare_queue_arguments(self, arguments: dict[str, Any] | None, **kwargs: Any) -> dict[str, Any]:
         """Return the arguments of a queue under the names that RabbitMQ gave them."""
@@ -100,7 +100,7 @@ class Channel(virtual.Channel):
         return named
 
     def _has_queue(self, queue: str, **kwargs: Any) -> bool:
-        return self.broker.has_topic(topic_of(queue))
+        return self.broker.has_queue(queue)
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> None:
         self.broker.put(queue, message)
@@ -113,14 +113,14 @@ class Channel(virtual.Channel):
         return self.broker.size(queue)
 
     def _purge(self, queue: str) -> int:
-        topic, purged = topic_of(queue), 0
+        topic, purged = self.broker.topic(queue), 0
         if not self._has_queue(queue):
             return 0
         if self.broker.is_cluster:
             return self.broker.skip(queue)
         while deliveries := self._transport.receiver.receive([topic], AT_ONCE):
             self._transport.receiver.acknowledge(*deliveries)
-            purged += sum(not delivery.is_expired for delivery in deliveries)
+            purged += sum(not delivery.is_expired and delivery.is_of(queue) for delivery in deliveries)
         self._transport.receiver.leave(topic)
         return purged
 
@@ -368,13 +368,14 @@ class Transport(virtual.Transport):
 
     def receive(self, queues: list[str], max_messages: int) -> list[_Arrived]:
         """Return messages with their queues, without those that have expired; without any, `wake` is called in time."""
-        by_topic = {topic_of(queue): queue for queue in queues}
+        by_topic = {self.broker.topic(queue): queue for queue in queues}
         while deliveries := self.receiver.receive(list(by_topic), max_messages):
-            expired = [delivery for delivery in deliveries if delivery.is_expired]
-            if expired:
-                self.receiver.acknowledge(*expired)
-            if len(expired) < len(deliveries):
-                return [(by_topic[item.message.topic], item) for item in deliveries if item not in expired]
+            arrived = [(by_topic[delivery.message.topic], delivery) for delivery in deliveries]
+            received = [(queue, item) for queue, item in arrived if not item.is_expired and item.is_of(queue)]
+            if len(received) < len(arrived):
+                self.receiver.acknowledge(*(item for queue, item in arrived if (queue, item) not in received))
+            if received:
+                return received
         return []
 
     def receive_within(self, queue: str, wait_s: float) -> list[_Arrived]:
@@ -404,7 +405,7 @@ class Transport(virtual.Transport):
             return
         if self._receiver is not None:
             self._give_back(queue)
-            self._receiver.leave(topic_of(queue))
+            self._receiver.leave(self.broker.topic(queue))
 
     def _give_back(self, *queues: str) -> None:
         """Return undelivered messages of these queues to the broker."""
