@@ -170,8 +170,8 @@ class MemoryFiles:
             if path in self._locks:
                 raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
             self._locks.add(path)
-            self._files[path] = b"lock"
-        return _MemoryLock(self._locks, path)
+            self._files.setdefault(path, b"")
+        return _MemoryLock(self, path)
 
     def lock_holder(self, path: str) -> str | None:
         return f"this process (pid {os.getpid()})" if path in self._locks else None
@@ -204,18 +204,21 @@ class MemoryFiles:
 
 
 class _MemoryLock:
-    def __init__(self, locks: set[str], path: str) -> None:
-        self._locks = locks
+    def __init__(self, files: MemoryFiles, path: str) -> None:
+        self._files = files
         self._path = path
 
     def hold_folder(self) -> None:
         """Do nothing, like `check`: only this process reaches files in memory."""
 
+    def clear(self) -> None:
+        self._files.write(self._path, b"")
+
     def check(self) -> None:
         pass
 
     def release(self) -> None:
-        self._locks.discard(self._path)
+        self._files._locks.discard(self._path)
 
 
 def _missing(call: str, path: str) -> StoreIOError:

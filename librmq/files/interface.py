@@ -109,6 +109,10 @@ class FileLock(Protocol):
         """
         ...
 
+    def clear(self) -> None:
+        """Empty the lock file; a broker that starts writes a word into it."""
+        ...
+
     def check(self) -> None:
         """Check that the lock still keeps other writers out.
 

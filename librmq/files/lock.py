@@ -74,7 +74,6 @@ class DiskLock:
             if not _is_at(name, _key_of(status), folder):
                 os.close(descriptor)
                 return -1, _key_of(status)
-            os.write(descriptor, b"lock")
         except BaseException:
             with suppress(OSError):
                 os.close(descriptor)
@@ -110,6 +109,11 @@ class DiskLock:
                     ) from None
                 return
             self._folder = descriptor
+
+    def clear(self) -> None:
+        """Empty the lock file; see `FileLock.clear`."""
+        with SystemCall("clear", self._path):
+            os.ftruncate(self._descriptor, 0)
 
     def check(self) -> None:
         """Check that the lock file was not replaced, since another writer could lock the new one.

@@ -63,6 +63,20 @@ def kinds(shell: Shell, *words: object) -> dict[str, dict[str, object]]:
     return {row["finding"]: row for row in shell("diagnose", *words).rows}
 
 
+@pytest.mark.parametrize("appends", [False, True])
+def test_what_a_close_noted_counts_after_a_killed_opening(shell: Shell, orders: Path, appends: bool) -> None:
+    (orders / "librmq" / "flushed.json").unlink(missing_ok=True)
+    broker = Broker.open(orders, store_config=CONFIG)
+    broker.create_topic("Late", 1)
+    if appends:
+        broker.store.append(Message("Late", b"x"))
+    broker.abandon()
+    remove_first_files(orders, 1)
+    for command in ("count", "topics", "diagnose", "verify", "can-start", "export -o out.jsonl"):
+        answer = shell(command.split()[0], orders, *command.split()[1:])
+        assert (answer.status, "the log began at 0 at the last close" in answer.said + answer.out) == (1, True), command
+
+
 @pytest.mark.parametrize(("missing", "crashed"), [(1, False), (2, True), (3, False)])
 def test_messages_in_missing_log_files_do_not_count(shell: Shell, orders: Path, missing: int, crashed: bool) -> None:
     left = remove_first_files(orders, missing)

@@ -202,7 +202,7 @@ def test_one_lock_at_a_time(files: Files, root: str) -> None:
     path = os.path.join(root, "lock")
     assert files.lock_holder(path) is None
     held = files.lock(path)
-    assert files.read(path) == b"lock"
+    assert files.read(path) == b""
     holder = files.lock_holder(path)
     assert holder is not None
     assert str(os.getpid()) in holder
@@ -211,7 +211,12 @@ def test_one_lock_at_a_time(files: Files, root: str) -> None:
     held.release()
     held.release()
     assert files.lock_holder(path) is None
-    files.lock(path).release()
+    files.write(path, b"lock")
+    held = files.lock(path)
+    assert files.read(path) == b"lock"  # a broker's, until the holder clears it
+    held.clear()
+    assert files.size(path) == 0
+    held.release()
 
 
 # --------------------------------------------------------------------------------------------------------- on disk

@@ -6,16 +6,16 @@ So that opening need not check the whole store, librmq notes its state beside th
 
     librmq/closed.json    {"version": 1, "log_begin", "log_end", "last_record", "last_record_crc32",
                            "index_files", "index_end", "queues": [[topic, queue id, min, max, max physic], …],
-                           "times": [begin, newest_ms, setback_ms], as in `librmq.store.engine.store_times`,
-                           "tables": {name in config: CRC-32}}
-    librmq/flushed.json   the same fields without "times" and "tables", with "index_file" and "machine"
+                           "times": [begin, newest_ms, setback_ms], as in `librmq.store.engine.store_times`}
+    librmq/flushed.json   the same fields without "times", with "index_file" and "machine"
 
 A broker ignores them, and without them a store opens as a broker would open it. The first counts after a clean close,
 if it agrees with the log: the same oldest file, the same last record, nothing after it. After a kill it still says what
 the log had reached, until retention deletes a file, or a recovery has reported what is missing.
 
-A broker does not know the first. While it runs, it writes its tables every few seconds, each with a copy of the former
-one. So other bytes there tell that the retention of a broker can have moved the log's begin since the close.
+A broker's retention knows neither, and can move the log's begin. When a broker starts, it writes a word into its lock
+file. An opening for writing empties that file as its last step, so what was noted about the begin counts while it is
+empty.
 
 The second is the mark of a flush: after a kill, recovery begins at its last record. It promises that log, queues and
 index have everything of the records before ``log_end``. It can't hide a loss:
@@ -69,8 +69,6 @@ WORTH_A_MARK: Final = 8 << 20
 """Bytes of the log after which a flush leaves a mark; recovering them takes a fraction of a second."""
 FILES_A_ROUND: Final = 10
 """The most log files that a round of retention deletes, a broker's and librmq's, before it trims queues and index."""
-_MARKS_APART: Final = 8 * WORTH_A_MARK
-"""Bytes of the log behind a mark from which it is an old one: a broker has gone on without it, and deleted files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +93,6 @@ class StoreState:
         """Return whether the log still has the last record."""
         last = self.last_record
         return last is not None and crc32(log.data_at(last, self.log_end - last)) == self.last_record_crc32
-
-    def lacks_files(self, log: CommitLog) -> bool:
-        """Return whether the first files of the log were deleted since the close, and nothing else changed."""
-        return self.log_begin < log.begin < self.log_end and replace(self, log_begin=log.begin).agrees_with(log)
 
     def has_index(self, index: KeyIndex) -> bool:
         """Return whether the index is unchanged since the close."""
@@ -168,7 +162,6 @@ def write_closed_state(
         last = fields["last_record"]
         if order is not None and last is not None and order.begin <= last < order.end:
             fields["times"] = order.fields
-        fields["tables"] = _checksums_of_tables(path, files)
         write_document(_closed_path(path), files, fields)
     except StoreIOError as error:
         if not is_full(error):
@@ -195,29 +188,9 @@ def _parsed_state(data: bytes) -> StoreState:
     return _state(parse_document(CLOSED_FILE, data, _STATE_KINDS))
 
 
-def _checksums_of_tables(path: str, files: Files) -> dict[str, int | None]:
-    """Return the CRC-32 of each table of a broker, and of its copy of the former one; None if it can't be read."""
-    folder = os.path.join(path, directory.CONFIG)
-    names = (entry.name for entry in files.list(folder) if entry.is_file and not entry.is_folder)
-    tables = (name for name in names if name.endswith((".json", ".json.bak")))
-    return {name: _checksum(os.path.join(folder, name), files) for name in tables}
-
-
-def _checksum(path: str, files: Files) -> int | None:
-    try:
-        return crc32(read_replaced(files, path, _LARGEST_FILE))
-    except (CorruptionError, StoreIOError):
-        return None  # it is no reason to refuse a close, and it is reported where it is needed
-
-
-def _tables_were_written(path: str, files: Files) -> bool:
-    """Return whether another program has written a table since the last close, as a broker does that runs."""
-    try:
-        fields = read_document(_closed_path(path), files, {"tables": (dict, NoneType)}, max_size=_LARGEST_FILE) or {}
-        noted = fields.get("tables")
-        return noted is not None and not _checksums_of_tables(path, files).items() <= noted.items()
-    except CorruptionError:
-        return False
+def _broker_has_started(path: str, files: Files) -> bool:
+    """Return whether a broker may have started since librmq had the store open for writing."""
+    return files.size(directory.lock_path(path)) != 0
 
 
 def lost_end(path: str, log: CommitLog, files: Files) -> Damage | None:
@@ -231,13 +204,24 @@ def lost_end(path: str, log: CommitLog, files: Files) -> Damage | None:
 
 
 def withdraw_closed_state(path: str, files: Files, log: CommitLog) -> None:
-    """Delete the state of the last close if the log lacks a part that it had.
+    """Delete the state of the last close if the log lacks a part that it had, and log the loss.
 
-    Call it after a recovery that has reported the loss. Otherwise readers would report it again after the next kill.
+    Call it after a recovery. Otherwise readers would report the loss again after the next kill.
     """
     closed = read_closed_state(path, files)
-    if closed is not None and (closed.log_begin != log.begin or closed.log_end > log.end):
-        delete_closed_state(path, files)
+    if closed is None or (closed.log_begin == log.begin and closed.log_end <= log.end):
+        return
+    if not _broker_has_started(path, files):
+        _log.warning(
+            "%(path)s: the log lacks files: it reached from %(noted_begin)d to %(noted_end)d at the last close, and "
+            "reaches from %(begin)d to %(end)d: copy the missing files from a backup, then run librmq recover",
+            path=path,
+            noted_begin=closed.log_begin,
+            noted_end=closed.log_end,
+            begin=log.begin,
+            end=log.end,
+        )
+    delete_closed_state(path, files)
 
 
 def delete_closed_state(path: str, files: Files) -> None:
@@ -280,17 +264,17 @@ def missing_first_files(
     one that is further below the log's start tells that files are missing. Without one nothing does.
     """
     closed, mark = read_closed_state(path, files), None if was_closed else read_mark(path, files)
-    begin, when = log.begin, "at the last flush"
-    if closed is not None and closed.lacks_files(log) and not _tables_were_written(path, files):
-        begin, when = closed.log_begin, "at the last close"
-    elif mark is not None and log.end - mark.state.log_end < _MARKS_APART:
-        begin = mark.state.log_begin
-    place = log.sequence.path(begin)
-    if begin < log.begin:
-        what = f"the log began at {begin} {when}, and begins at {log.begin}"
-        return FirstFiles(Damage(place, begin, directory.MISSING_LOG, what, log.begin - begin))
-    if any(known is not None and known.log_begin == begin for known in (closed, mark and mark.state)):
+    states = ("close", closed), ("flush", mark and mark.state)
+    notes = [(when, state) for when, state in states if state is not None]
+    begin = log.begin
+    for when, state in () if _broker_has_started(path, files) else notes:
+        if state.log_begin < begin:
+            what = f"the log began at {state.log_begin} at the last {when}, and begins at {begin}"
+            place, size = log.sequence.path(state.log_begin), begin - state.log_begin
+            return FirstFiles(Damage(place, state.log_begin, directory.MISSING_LOG, what, size))
+    if any(state.log_begin == begin for _, state in notes):
         return FirstFiles()
+    place = log.sequence.path(begin)
     with suppress(CorruptionError, StoreIOError):  # other damage, which is found where it is read
         if (lacking := lacks_all_records(path, files, log)) is not None:
             return FirstFiles(Damage(place, begin, directory.MISSING_LOG, lacking))
