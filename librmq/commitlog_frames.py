@@ -11,7 +11,6 @@ from typing import Final
 
 from librmq.errors import BodyChecksumError, CorruptionError, RecordError
 from librmq.message import record
-from librmq.message.record import crc32
 from librmq.runtime.compiled_core import CORE
 from librmq.runtime.event_log import advance
 
@@ -84,7 +83,7 @@ def _items(
 ) -> Iterator[LogItem]:
     # Records are cut out of chunks: indexing and slicing bytes is twice as fast as a mapping. Plain records are
     # checked here like `record.check_record` does; it checks all others.
-    check, unpack, fixed, body_at = crc32, _unpack_frame, record.FIXED_SIZE, record.BODY_AT
+    check, unpack, fixed, body_at = record.crc32, _unpack_frame, record.FIXED_SIZE, record.BODY_AT
     chunk, chunk_at, chunk_size = b"", place, 0
     while place < end:
         inside, size = place - chunk_at, fixed

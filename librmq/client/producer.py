@@ -28,11 +28,10 @@ from librmq.errors import (
     MessageIllegalError,
     SendTimeoutError,
 )
-from librmq.message import Message, MessageQueue, StoredMessage
+from librmq.message import Message, MessageQueue, StoredMessage, record
 from librmq.message.batch import check_batch, check_batch_size, encoded_size
 from librmq.message.message import SendKeywords, body_too_large, priority_with_queue, reserved_topic
 from librmq.message.properties import PropertyName
-from librmq.message.record import decompress_body
 from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_client_topic, validate_group
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -605,7 +604,7 @@ def send_request(
             "the request is stored, so a consumer may still handle it"
         )
     sent = replies[0].send
-    body = decompress_body(sent.message.body, sent.sys_flag, _MOST_BODY)
+    body = record.decompress_body(sent.message.body, sent.sys_flag, _MOST_BODY)
     return Message.from_parts(sent.message.topic, body, sent.message.flag, dict(sent.message.properties))
 
 

@@ -20,23 +20,11 @@ from librmq.client.client import Client, LifeCycle
 from librmq.client.sender import ProducerConfig, SendContext, Sender, SendResult
 from librmq.clock import moves_by_itself
 from librmq.errors import ConfigError, NoRouteError
-from librmq.message import Message
+from librmq.message import Message, traces
 from librmq.message.batch import encoded_size
 from librmq.message.ids import format_host, parse_offset_message_id
 from librmq.message.properties import PropertyName
 from librmq.message.topics import NOT_FOR_SENDING, SystemTopic, validate_client_topic
-from librmq.message.traces import (
-    COMMITTED,
-    DELAYED,
-    HALF,
-    NORMAL,
-    TRACE_REGION,
-    EndTransaction,
-    Pub,
-    TraceRecord,
-    encode,
-    keys_of,
-)
 from librmq.metrics import Metrics
 from librmq.protocol import SendStatus, TransactionState
 from librmq.runtime import Step, Work
@@ -98,7 +86,7 @@ class TraceWriter:
         self._metrics = metrics
         self._runner = client.runner
         self._clock = client.runner.clock
-        self._waiting: deque[TraceRecord] = deque()
+        self._waiting: deque[traces.TraceRecord] = deque()
         self._is_planned = False  # a turn stores what waits
         self._is_early = False  # that turn comes at once
         self._is_closed = False
@@ -136,9 +124,9 @@ class TraceWriter:
             messages = context.messages
             is_batch = len(messages) > 1
             properties: Mapping[str, str] = {} if is_batch else message.properties
-            record = Pub(
+            record = traces.Pub(
                 begin_ms,
-                TRACE_REGION,
+                traces.TRACE_REGION,
                 context.group,
                 message.topic,
                 result.message_id,
@@ -168,23 +156,23 @@ class TraceWriter:
         """Record the end of a transaction, whose half message has these properties."""
         if topic != self.topic:
             self.add(
-                EndTransaction(
+                traces.EndTransaction(
                     self._runner.now_ms(),
-                    TRACE_REGION,
+                    traces.TRACE_REGION,
                     self.group,
                     topic,
                     transaction,
                     properties.get(PropertyName.TAGS),
                     properties.get(PropertyName.KEYS),
                     _broker_of(offset_id),
-                    COMMITTED,
+                    traces.COMMITTED,
                     transaction,
                     _STATES[state],
                     from_check,
                 )
             )
 
-    def add(self, *records: TraceRecord) -> None:
+    def add(self, *records: traces.TraceRecord) -> None:
         """Let records wait to be stored; without room for them they are dropped. Never waits for a broker."""
         waiting = self._waiting
         if self._is_closed or len(waiting) + len(records) > MAX_WAITING:
@@ -267,7 +255,7 @@ class TraceWriter:
         waiting, texts, keys = self._waiting, list[str](), dict[str, None]()
         size = keys_size = 0
         while waiting:
-            text, more = encode(waiting[0]), [key for key in keys_of(waiting[0]) if key not in keys]
+            text, more = traces.encode(waiting[0]), [key for key in traces.keys_of(waiting[0]) if key not in keys]
             size += len(text)
             keys_size += sum(map(len, more)) + len(more)
             if texts and (size > MAX_BODY or keys_size > _MAX_KEYS):
@@ -319,8 +307,8 @@ class TraceWriter:
 
 def _type_of(message: Message) -> int:
     if message.delay_level > 0 or message._delays is not None:
-        return DELAYED
-    return HALF if message.properties.get(PropertyName.TRANSACTION_PREPARED) == "true" else NORMAL
+        return traces.DELAYED
+    return traces.HALF if message.properties.get(PropertyName.TRANSACTION_PREPARED) == "true" else traces.NORMAL
 
 
 def _broker_of(offset_id: str) -> str:

@@ -48,7 +48,6 @@ from librmq.errors import BodyCompressionError, RecordError
 from librmq.message import record
 from librmq.message.ids import decode_host, format_host
 from librmq.message.properties import PropertyName, decode_properties
-from librmq.message.record import crc32, gather, headers_at
 from librmq.message.stored_message import DECOMPRESSED_LIMIT
 from librmq.runtime.compiled_core import CORE
 
@@ -124,7 +123,7 @@ class Properties:
             return []
         for column, start in enumerate(starts):
             for at in range(_WORD, len(start), _WORD):  # the last word overlaps the one before it
-                word = gather(self._text, self._begins[column::count] + min(at, len(start) - _WORD), "<u8")
+                word = record.gather(self._text, self._begins[column::count] + min(at, len(start) - _WORD), "<u8")
                 if (word != word[0]).any():
                     return []
         return names
@@ -132,7 +131,7 @@ class Properties:
     @cached_property
     def _words(self) -> npt.NDArray[np.uint64]:
         """The first 8 bytes of each segment."""
-        return gather(self._text, self._begins, "<u8")
+        return record.gather(self._text, self._begins, "<u8")
 
     @cached_property
     def _stored(self) -> pa.BinaryArray:
@@ -254,8 +253,8 @@ class Properties:
         if not len(begins):
             return begins
         lengths = split - begins
-        words = gather(self._text, begins, "<u8") & _MASKS[np.minimum(lengths, _WORD)]
-        tails = gather(self._text, np.maximum(split - _WORD, 0), "<u8")
+        words = record.gather(self._text, begins, "<u8") & _MASKS[np.minimum(lengths, _WORD)]
+        tails = record.gather(self._text, np.maximum(split - _WORD, 0), "<u8")
         tails[lengths < _WORD] = 0
         marks = words * np.uint64(31) + tails * np.uint64(1_000_003) + lengths.astype(np.uint64)
         counts = np.bincount(row, minlength=self.rows)
@@ -301,7 +300,7 @@ class Block:
         sound = (places >= 0) & (places <= limit - record.FIXED_SIZE)
         at = places if sound.all() else np.where(sound, places, 0)
         self._at = at
-        head = self._head = headers_at(raw, at)
+        head = self._head = record.headers_at(raw, at)
         # Fields of several tests are taken out of the headers once.
         size, self._flags = head["size"].astype(np.int64), head["sys_flag"].astype(np.int32)
         end = at + size
@@ -328,21 +327,21 @@ class Block:
         if self._store_shift is None:
             body_length = head["body_length"].astype(np.int64)
         else:
-            body_length = gather(raw, np.where(sound, body_at - 4, 0), ">i4").astype(np.int64)
+            body_length = record.gather(raw, np.where(sound, body_at - 4, 0), ">i4").astype(np.int64)
         body_end = body_at + np.maximum(body_length, 0)
         sound &= body_end + lengths <= end
         topic_at = body_end + 1
         topic_length = raw[self._of_sound(body_end)].astype(np.int64)
         max_size: Any = record.MAX_TOPIC_SIZE
         if second is not None:
-            wide = gather(raw, np.where(sound & second, body_end, 0), ">u2").astype(np.int64)
+            wide = record.gather(raw, np.where(sound & second, body_end, 0), ">u2").astype(np.int64)
             topic_length = np.where(second, wide, topic_length)
             topic_at = topic_at + second
             max_size = np.where(second, record.MAX_TOPIC_SIZE_V2, max_size)
         topic_end = topic_at + topic_length
         sound &= (topic_length <= max_size) & (topic_end + 2 <= end)
         properties_at = topic_end + 2
-        properties_length = gather(raw, self._of_sound(topic_end), ">u2").astype(np.int64)
+        properties_length = record.gather(raw, self._of_sound(topic_end), ">u2").astype(np.int64)
         properties_length[properties_length > record.MAX_PROPERTIES_SIZE] = 0
         sound &= properties_at + properties_length == end
         self._body = body_at, body_end
@@ -378,7 +377,7 @@ class Block:
         if name in ("store_timestamp", "reconsume_times", "prepared_offset") and shift is not None:
             kind, at = HEADER.fields[name][:2]  # type: ignore[index]
             where = np.where(self.sound, self._at + at + shift, 0)
-            return gather(self._raw, where, kind.str).astype(kind.newbyteorder("="))
+            return record.gather(self._raw, where, kind.str).astype(kind.newbyteorder("="))
         values = self._head[name]
         return values.astype(values.dtype.newbyteorder("="))
 
@@ -394,9 +393,9 @@ class Block:
         for rows, size in ((np.flatnonzero(~long), 8), (np.flatnonzero(long), 20)):
             if len(rows):
                 # There are few distinct hosts: format each once.
-                raws = np.ascontiguousarray(gather(self._raw, at[rows], f"V{size}")).view(f"S{size}")
+                raws = np.ascontiguousarray(record.gather(self._raw, at[rows], f"V{size}")).view(f"S{size}")
                 _, first, which = np.unique(raws, return_index=True, return_inverse=True)
-                padded = gather(self._raw, at[rows][first], f"V{size}")
+                padded = record.gather(self._raw, at[rows][first], f"V{size}")
                 names = [format_host(decode_host(host.tobytes())) for host in padded]
                 hosts[rows] = np.array(names, object)[which]
         return pa.array(hosts, pa.string())
@@ -461,11 +460,11 @@ class Block:
         offsets, data = offsets_and_bytes(self.stored_body)
         if len(data) > _SHORT_BODY * len(self):
             view = self._raw.data
-            checksums = [crc32(view[a:b]) for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
+            checksums = [record.crc32(view[a:b]) for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
             return np.array(checksums, np.uint32)
         # A copy of few bytes costs less than a view.
         bodies = map(io.BytesIO(data.data).read, np.diff(offsets).tolist())
-        return np.fromiter(map(crc32, bodies), np.uint32, len(self))
+        return np.fromiter(map(record.crc32, bodies), np.uint32, len(self))
 
     @cached_property
     def properties(self) -> Properties:

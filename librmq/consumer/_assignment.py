@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from librmq.consumer.listeners import DeliveredMessage
-from librmq.message import MessageQueue, StoredMessage
-from librmq.message.record import header_struct
+from librmq.message import MessageQueue, StoredMessage, record
 from librmq.message.topics import TopicPrefix
 from librmq.protocol import Endpoint
 from librmq.runtime import Step
 
 _V6_HOSTS: Final = 0x30
-_unpack_body = header_struct("sys_flag", "body_length").unpack_from
-_unpack_begun = header_struct("queue_offset", "sys_flag", "body_length").unpack_from
-_unpack_queue_offset = header_struct("queue_offset").unpack_from
+_unpack_body = record.header_struct("sys_flag", "body_length").unpack_from
+_unpack_begun = record.header_struct("queue_offset", "sys_flag", "body_length").unpack_from
+_unpack_queue_offset = record.header_struct("queue_offset").unpack_from
 
 
 def _body_size(message: StoredMessage) -> int:

@@ -11,8 +11,8 @@ from librmq.client.traces import TraceWriter
 from librmq.consumer._failures import is_requested, outcome
 from librmq.consumer._listener_calls import ConsumeContext, ConsumeHook
 from librmq.consumer.listeners import DeliveredMessage
+from librmq.message import traces
 from librmq.message.properties import PropertyName
-from librmq.message.traces import TRACE_REGION, SubAfter, SubBefore, result_code
 
 
 def trace_calls(writer: TraceWriter, now_ms: Callable[[], int], timeout_ms: Callable[[], float]) -> ConsumeHook:
@@ -25,7 +25,7 @@ def trace_calls(writer: TraceWriter, now_ms: Callable[[], int], timeout_ms: Call
         begin_ms, request, group = now_ms(), writer.client.unique_ids.next(), context.group
         writer.add(
             *[
-                SubBefore(begin_ms, TRACE_REGION, group, request, name, retries, keys)
+                traces.SubBefore(begin_ms, traces.TRACE_REGION, group, request, name, retries, keys)
                 for name, retries, keys, _ in traced
             ]
         )
@@ -37,8 +37,8 @@ def trace_calls(writer: TraceWriter, now_ms: Callable[[], int], timeout_ms: Call
             records = []
             for name, _, keys, index in traced:
                 is_consumed = index < consumed
-                code = result_code(_result(is_consumed, result, failure, is_late=elapsed_ms >= timeout_ms()))
-                records.append(SubAfter(request, name, took_ms, is_consumed, keys, code, end_ms, group))
+                code = traces.result_code(_result(is_consumed, result, failure, is_late=elapsed_ms >= timeout_ms()))
+                records.append(traces.SubAfter(request, name, took_ms, is_consumed, keys, code, end_ms, group))
             writer.add(*records)
 
         return ended

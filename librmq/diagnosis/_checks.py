@@ -34,8 +34,7 @@ from librmq.errors import CorruptionError
 from librmq.files.rolling import file_name
 from librmq.filter import Registration
 from librmq.formatting import NAMED, duration
-from librmq.message import StoredMessage
-from librmq.message.record import FIXED_SIZE
+from librmq.message import StoredMessage, record
 from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_own_group, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.store import Wholeness
@@ -562,7 +561,7 @@ def _volume_findings(volume: TopicVolume, limits: Thresholds) -> Iterator[Findin
             {"queues": volume.queues, "messages": volume.messages, "fullest": volume.fullest},
             "Choose queues by a value that is spread evenly, or send without a queue: producers then take turns.",
         )  # fmt: skip
-    if volume.largest > limits.large_body + FIXED_SIZE:
+    if volume.largest > limits.large_body + record.FIXED_SIZE:
         yield Finding(
             "large-bodies", "warning", f"topic {volume.topic}",
             f"The largest record has {volume.largest:,} bytes; bodies over {limits.large_body:,} bytes slow every "

@@ -37,8 +37,7 @@ from librmq.files import Damage, DiskFiles, Files, FolderEntry, OverlayFiles
 from librmq.formatting import duration
 from librmq.formatting import size as size_text
 from librmq.java import json as java_json
-from librmq.message import DelayLevels
-from librmq.message.record import MESSAGE_MAGIC, MESSAGE_MAGIC_V2
+from librmq.message import DelayLevels, record
 from librmq.message.topics import SystemTopic
 from librmq.runtime import ManualRunner
 from librmq.runtime.event_log import counted, held_back
@@ -403,7 +402,7 @@ class _Judge:
         with suppress(CorruptionError):
             checkpoint = Checkpoint.open(os.path.join(self._path, directory.CHECKPOINT), files=self._files)
         until_ms = 0 if checkpoint is None else checkpoint.min_timestamp_ms
-        magics = (MESSAGE_MAGIC, MESSAGE_MAGIC_V2) if self._is_5 else (MESSAGE_MAGIC,)
+        magics = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2) if self._is_5 else (record.MESSAGE_MAGIC,)
         for start in reversed(starts):
             magic = int.from_bytes(log.data_at(start, 8)[4:], "big")
             stored_ms = log.first_store_timestamp_ms(start) if magic in magics else None

@@ -35,7 +35,6 @@ from librmq.java.lang import (
 from librmq.message import Message, record
 from librmq.message.ids import encode_host, parse_host
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName, split_keys
-from librmq.message.record import crc32
 from librmq.message.topics import is_system_topic, validate_queue, validate_topic
 from librmq.store.engine.store_parts import QueueName
 
@@ -317,7 +316,7 @@ def _checksums(bodies: pa.Array) -> list[int]:
     _, offsets, data = bodies.buffers()
     bounds = np.frombuffer(offsets, np.int32, len(bodies) + 1, bodies.offset * 4).tolist()
     view = memoryview(data or b"")
-    return [crc32(view[a:b]) & 0x7FFFFFFF for a, b in pairwise(bounds)]
+    return [record.crc32(view[a:b]) & 0x7FFFFFFF for a, b in pairwise(bounds)]
 
 
 def _lanes(topics: pa.Array, queue_ids: Ints) -> tuple[list[QueueName], npt.NDArray[np.int32]]:

@@ -25,9 +25,9 @@ from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, 
 from librmq.files import File, Files, FolderEntry
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import DelayLevels, StoredMessage
+from librmq.message import record as record_format
 from librmq.message.batch import is_batch
 from librmq.message.properties import PropertyName, split_keys
-from librmq.message.record import INNER_BATCH, SYS_FLAG_AT
 from librmq.message.topics import validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.locks import RLock
@@ -45,7 +45,7 @@ ATTEMPTS: Final = 20
 """Most repetitions of a listing after the deletion of a listed file."""
 GLANCE: Final = 128
 """Number of bytes that identify a record: all but its text."""
-FLAG_AT: Final = SYS_FLAG_AT + 3
+FLAG_AT: Final = record_format.SYS_FLAG_AT + 3
 """Place of the lowest byte of a record's sys flag."""
 _LOG_FILES_MAPPED: Final = 32
 _MAX_TIMESTAMP: Final = (1 << 63) - 1
@@ -478,5 +478,5 @@ class LiveParts(FollowedParts):
 
 
 def _refuse_batch(_: CommitLog, place: int, raw: bytes) -> None:
-    if raw[FLAG_AT] & INNER_BATCH and is_batch(StoredMessage(raw)):
+    if raw[FLAG_AT] & record_format.INNER_BATCH and is_batch(StoredMessage(raw)):
         raise NotAStoreError(f"at {place}: a batch of messages of RocketMQ 5, which the files of queues show as one")

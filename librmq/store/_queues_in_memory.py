@@ -29,9 +29,9 @@ from librmq.files import Files, MemoryFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.java.lang import java_decode, java_int
 from librmq.message import StoredMessage
+from librmq.message import record as record_format
 from librmq.message.batch import inner_messages
 from librmq.message.properties import PropertyName, find_keys_and_tags
-from librmq.message.record import FIXED_SIZE, INNER_BATCH
 from librmq.message.topics import validate_queue
 from librmq.store._live_tail import FLAG_AT, GLANCE, FollowedParts
 from librmq.store.engine.derivation import (
@@ -144,7 +144,7 @@ class DerivedQueue(ConsumeQueue):
             return True
         end = sum(ENTRY.unpack(self.collected[-1])[:2]) if self.collected else self.max_physic_offset
         place: int = ENTRY.unpack(entry)[0]
-        return gap * (FIXED_SIZE + 1) <= place - max(end, 0)
+        return gap * (record_format.FIXED_SIZE + 1) <= place - max(end, 0)
 
     def publish(self) -> None:
         """Show readers all entries so far."""
@@ -279,7 +279,7 @@ class DerivedParts(FollowedParts):
                     queue = by_raw_name.get((topic, queue_id)) or self._queue(topic, queue_id)
                     if queue is None:
                         pass
-                    elif raw[FLAG_AT] & INNER_BATCH:
+                    elif raw[FLAG_AT] & record_format.INNER_BATCH:
                         queue.collect_batch(queue_offset, place, size, _batch_codes(raw))
                         changed.add(queue)
                     elif queue.collected and queue_offset == queue.expected:  # as nearly always
@@ -322,7 +322,7 @@ class DerivedParts(FollowedParts):
     def _collect_keys(self, record: DerivedRecord, raw: bytes) -> None:
         pending = place, stored, prefix, _, _ = record.pending()
         self._keys.append(pending)
-        if raw[FLAG_AT] & INNER_BATCH:
+        if raw[FLAG_AT] & record_format.INNER_BATCH:
             with suppress(RecordError):
                 for message in inner_messages(StoredMessage(raw)):
                     unique, keys, _ = find_keys_and_tags(message.properties_raw)

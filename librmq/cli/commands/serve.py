@@ -25,8 +25,8 @@ from librmq.cli._output import EndSignals, Output, complain, end_signals
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, RmqError
 from librmq.files import DiskFiles
+from librmq.message import record
 from librmq.message.ids import format_host, parse_host
-from librmq.message.record import store_timestamp_ms
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.format.checkpoint import has_abort
@@ -236,7 +236,7 @@ def _last_stored_ms(broker: Broker) -> int:
     log = broker.store.log
     for start in reversed(log.sequence.starts):
         records = log.scan(start, min(start + log.file_size, log.end), check_body=False)
-        times = [store_timestamp_ms(raw) for _, _, raw in records if raw]
+        times = [record.store_timestamp_ms(raw) for _, _, raw in records if raw]
         if times:
             return times[-1]
     return 0

@@ -52,8 +52,8 @@ from librmq.diagnosis.survey.model import (
 )
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, CorruptionError
+from librmq.message import record
 from librmq.message.properties import PropertyName
-from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import SystemTopic, group_of_retries, is_own_group
 from librmq.runtime.event_log import advance
 from librmq.store import verify
@@ -83,7 +83,7 @@ def log_file_uses(view: StoreView, name: str, group_lag: Lag) -> Iterator[LogFil
         begin = (first + number) * size
         time = log.store_timestamp_ms(int(last[number])) if messages[number] else None
         end = min(begin + size, log.end)
-        data = log.data_at(max(begin, log.begin), FIXED_SIZE)
+        data = log.data_at(max(begin, log.begin), record.FIXED_SIZE)
         yield LogFileUse(
             name, begin, end - max(begin, log.begin), int(messages[number]), int(unread[number]), time,
             f"{crc32(data):08x}",

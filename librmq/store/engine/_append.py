@@ -33,7 +33,6 @@ from librmq.message.properties import (
     join_properties,
     tags_code,
 )
-from librmq.message.record import crc32
 from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime import critical
 from librmq.runtime.compiled_core import AppendState
@@ -254,7 +253,7 @@ class Appender(AppendState):
                     unique_key = keys = None
             # Compute the checksum and join what follows the header before the lock is taken: only what depends on the
             # record's place and time is left for it.
-            checksum = crc32(body) & 0x7FFFFFFF
+            checksum = record_format.crc32(body) & 0x7FFFFFFF
             tail = b"".join((body, lane.topic_field, _pack_short(len(raw)), raw))
             size = 72 + hosts_size + len(tail)
             lock = self.lock
@@ -685,7 +684,7 @@ def prepare_batch(
         bodies,
         list(map(_pack_short, raw_sizes)),
         raws,
-        [crc32(body) & 0x7FFFFFFF for body in bodies],
+        [record_format.crc32(body) & 0x7FFFFFFF for body in bodies],
         [code_of[tag] for tag in tags],
         [pairs.get("UNIQ_KEY") for pairs in decoded],
         [pairs.get("KEYS") for pairs in decoded],

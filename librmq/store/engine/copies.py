@@ -18,7 +18,6 @@ from librmq.java.lang import JAVA_ERRORS, java_decode
 from librmq.message import StoredMessage
 from librmq.message import record as record_format
 from librmq.message.properties import tags_code
-from librmq.message.record import crc32
 from librmq.runtime import critical
 from librmq.store.engine._append import Appender, AppendResult
 from librmq.store.engine.derivation import Derivation, Pending, has_queue_entry, is_indexed
@@ -95,7 +94,7 @@ def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_siz
         Prepared,
         (
             lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
-            crc32(body) & 0x7FFFFFFF, end - begin,
+            record_format.crc32(body) & 0x7FFFFFFF, end - begin,
             b"".join((body, lane.topic_field, _pack_short(raw_size), raw)), raw,
             tags_code(tags) if tags else 0, unique_key, keys,
         ),

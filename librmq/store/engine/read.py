@@ -28,9 +28,9 @@ from librmq.errors import CorruptionError, RecordError
 from librmq.files import Buffer
 from librmq.java.lang import index_key_hash
 from librmq.message import StoredMessage
+from librmq.message import record as record_format
 from librmq.message.batch import inner_messages, is_batch
 from librmq.message.ids import parse_offset_message_id
-from librmq.message.record import FIXED_SIZE, MESSAGE_MAGIC
 from librmq.message.stored_message import StoredRecords
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
@@ -274,7 +274,11 @@ def _cut_out(
 @lru_cache(maxsize=4096)
 def _head(size: int) -> bytes:
     """Return the first bytes of a record of ``size`` bytes; more bytes than that if no record is so small."""
-    return bytes(FIXED_SIZE) if size < FIXED_SIZE else struct.pack(">II", size, MESSAGE_MAGIC)
+    return (
+        bytes(record_format.FIXED_SIZE)
+        if size < record_format.FIXED_SIZE
+        else struct.pack(">II", size, record_format.MESSAGE_MAGIC)
+    )
 
 
 def _read_candidates(

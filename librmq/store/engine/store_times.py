@@ -27,17 +27,7 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import HOLE_SIZE, Entries, QueueEntry
 from librmq.errors import CorruptionError
 from librmq.files import Files
-from librmq.message.record import (
-    BORN_HOST_V6,
-    FIXED_SIZE,
-    HOST_V6_EXTRA,
-    PHYSICAL_OFFSET_AT,
-    STORE_TIMESTAMP_AT,
-    SYS_FLAG_AT,
-    crc32,
-    gather,
-    store_timestamp_ms,
-)
+from librmq.message import record
 from librmq.runtime import lazy_numpy as np
 from librmq.store.format.documents import CLOSED_FILE, read_document
 
@@ -108,7 +98,7 @@ def noted_order(path: str, files: Files, log: CommitLog) -> TimeOrder | None:
         end, last = fields["log_end"], fields["last_record"]
         if not (0 <= begin <= last < end and type(newest_ms) is int and type(setback_ms) is int and setback_ms >= 0):
             return None
-        if crc32(log.data_at(last, end - last)) != fields["last_record_crc32"]:
+        if record.crc32(log.data_at(last, end - last)) != fields["last_record_crc32"]:
             return None
         return TimeOrder(begin, end, newest_ms, setback_ms)
     except (CorruptionError, ValueError, TypeError):
@@ -124,7 +114,7 @@ def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int 
     Raises:
         CorruptionError: A file of the log has a wrong length.
     """
-    begin, last, size = log.begin, log.end - FIXED_SIZE, log.file_size
+    begin, last, size = log.begin, log.end - record.FIXED_SIZE, log.file_size
     times: list[int | None] = []
     start, buffer = -1, None
     for place in physical_offsets:
@@ -133,12 +123,12 @@ def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int 
             start = place - at
             file = log.sequence.file_at(place)
             buffer = None if file is None else file.buffer
-        if buffer is None or not begin <= place <= last or at + FIXED_SIZE > size:
+        if buffer is None or not begin <= place <= last or at + record.FIXED_SIZE > size:
             times.append(None)
             continue
-        stated, sys_flag, time_ms = _PLACE_AND_TIME(buffer, at + PHYSICAL_OFFSET_AT)
-        if sys_flag & BORN_HOST_V6:
-            time_ms = store_timestamp_ms(buffer, at)
+        stated, sys_flag, time_ms = _PLACE_AND_TIME(buffer, at + record.PHYSICAL_OFFSET_AT)
+        if sys_flag & record.BORN_HOST_V6:
+            time_ms = record.store_timestamp_ms(buffer, at)
         times.append(time_ms if stated == place else None)
         if stated != place:
             _leave_out(log, place)
@@ -163,14 +153,14 @@ def times_at(log: CommitLog, places: NDArray[np.int64]) -> NDArray[np.int64]:
         file = log.sequence.file_at(start)
         if file is None:
             continue
-        begin, end = max(log.begin, start), min(log.end, start + log.file_size) - FIXED_SIZE
+        begin, end = max(log.begin, start), min(log.end, start + log.file_size) - record.FIXED_SIZE
         inside = (places[first:until] >= begin) & (places[first:until] <= end)
         at = places[first:until][inside] - start
         raw = np.frombuffer(file.buffer, np.uint8)
-        flags = gather(raw, at + SYS_FLAG_AT, ">i4")
-        time_at = at + STORE_TIMESTAMP_AT + HOST_V6_EXTRA * ((flags & BORN_HOST_V6) != 0)
-        read: NDArray[np.int64] = gather(raw, time_at, ">i8").astype(np.int64)
-        is_record = gather(raw, at + PHYSICAL_OFFSET_AT, ">i8") == at + start
+        flags = record.gather(raw, at + record.SYS_FLAG_AT, ">i4")
+        time_at = at + record.STORE_TIMESTAMP_AT + record.HOST_V6_EXTRA * ((flags & record.BORN_HOST_V6) != 0)
+        read: NDArray[np.int64] = record.gather(raw, time_at, ">i8").astype(np.int64)
+        is_record = record.gather(raw, at + record.PHYSICAL_OFFSET_AT, ">i8") == at + start
         read[~is_record] = UNKNOWN
         times[first:until][inside] = read
         if not is_record.all():

@@ -22,10 +22,12 @@ from typing import Final
 from librmq.errors import NotAStoreError
 from librmq.files import Files
 from librmq.files.regular import join_folders, joined_folders
-from librmq.message.record import BLANK_MAGIC, MESSAGE_MAGIC, MESSAGE_MAGIC_V2
+from librmq.message import record
 
 _DIGITS: Final = 20
-_MAGICS: Final = frozenset(magic & 0xFFFFFFFF for magic in (MESSAGE_MAGIC, MESSAGE_MAGIC_V2, BLANK_MAGIC))
+_MAGICS: Final = frozenset(
+    magic & 0xFFFFFFFF for magic in (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2, record.BLANK_MAGIC)
+)
 REMEDY: Final = (
     "if its broker keeps it on several paths (storePathCommitLog), name the others with --log-path, or make a folder "
     "with links to the files of all paths"

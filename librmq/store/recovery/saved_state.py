@@ -49,7 +49,7 @@ from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
 from librmq.files import Damage, Files
 from librmq.files.interface import identity_of, is_full, read_replaced
 from librmq.files.rolling import file_name
-from librmq.message.record import crc32
+from librmq.message import record
 from librmq.message.topics import validate_queue
 from librmq.runtime.event_log import EventLog
 from librmq.store.engine.store_parts import Parts, QueueName, QueueState, QueueTable
@@ -92,7 +92,7 @@ class StoreState:
     def has_last_record(self, log: CommitLog) -> bool:
         """Return whether the log still has the last record."""
         last = self.last_record
-        return last is not None and crc32(log.data_at(last, self.log_end - last)) == self.last_record_crc32
+        return last is not None and record.crc32(log.data_at(last, self.log_end - last)) == self.last_record_crc32
 
     def has_index(self, index: KeyIndex) -> bool:
         """Return whether the index is unchanged since the close."""
@@ -114,7 +114,7 @@ def _complete(fields: dict[str, Any], log: CommitLog, queues: Mapping[QueueName,
     last = fields["last_record"]
     return {
         **fields,
-        "last_record_crc32": crc32(b"" if last is None else log.data_at(last, fields["log_end"] - last)),
+        "last_record_crc32": record.crc32(b"" if last is None else log.data_at(last, fields["log_end"] - last)),
         "queues": [[*name, *state] for name, state in sorted(queues.items())],
     }
 

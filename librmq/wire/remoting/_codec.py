@@ -29,12 +29,11 @@ from librmq.errors import (
     ReceiptError,
     RmqError,
 )
-from librmq.message import MessageQueue, StoredMessage
+from librmq.message import MessageQueue, StoredMessage, record
 from librmq.message.batch import BatchItem, encode_batch
 from librmq.message.delivery_times import TimerRefusedError
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.properties import PropertyName, encode_properties
-from librmq.message.record import INNER_BATCH
 from librmq.message.topics import SystemTopic, TopicType
 from librmq.protocol import (
     Acknowledge,
@@ -914,7 +913,7 @@ def read_pulled(answer: Frame) -> tuple[PullResponse, int]:
     status = _PULL_STATUSES[answer.code]
     header = from_fields(PulledHeader, answer.fields)
     messages = messages_of(answer.body) if status is PullStatus.FOUND else ()
-    if any(message.sys_flag & INNER_BATCH for message in messages):
+    if any(message.sys_flag & record.INNER_BATCH for message in messages):
         messages = tuple(chain.from_iterable(map(unwrapped, messages)))
     suggested = header.suggest_which_broker_id
     response = PullResponse(

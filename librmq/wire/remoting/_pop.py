@@ -31,9 +31,9 @@ from librmq.broker.handlers.in_flight import IN_ORDER, Receipt
 from librmq.broker.long_polling import Deadlines
 from librmq.errors import BrokerError, MalformedError, ReceiptError, RmqError
 from librmq.message import StoredMessage
+from librmq.message import record as record_format
 from librmq.message.ids import RecallHandle
 from librmq.message.properties import decode_properties, encode_properties
-from librmq.message.record import decode_record, encode_record
 from librmq.message.topics import receive_retry_topic
 from librmq.protocol import (
     Acknowledge,
@@ -386,10 +386,12 @@ def _order_counts(parts: Iterable[Received], receipts: Iterable[Receipt]) -> str
 
 def _with_receipt(part: Received, receipt: Receipt) -> StoredMessage:
     """Return a message under the topic of the receive, with its receipt, as 5.x answers one of a retry topic."""
-    record = decode_record(part.message.raw)
+    record = record_format.decode_record(part.message.raw)
     properties = decode_properties(record.properties_raw) | {PROPERTY_POP_CK: receipt.extra_info}
     return StoredMessage(
-        bytes(encode_record(replace(record, topic=part.topic, properties_raw=encode_properties(properties))))
+        bytes(
+            record_format.encode_record(replace(record, topic=part.topic, properties_raw=encode_properties(properties)))
+        )
     )
 
 
