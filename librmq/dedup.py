@@ -33,11 +33,10 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypedDict, TypeGu
 from librmq.clock import Clock, SystemClock
 from librmq.config import Config, Seconds, check_arguments
 from librmq.consumer import OrderlyResult
-from librmq.consumer.listeners import refuse_generator
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError
 from librmq.idempotence import Claim, DedupStore, dedup_key, unique_id
 from librmq.idempotence.stores import KEEP_CONSUMED, LONGEST, lock_owners, purge_in_background
-from librmq.listener import Delivered, ReconsumeLater
+from librmq.listener import Delivered, ReconsumeLater, refuse_generator
 from librmq.metrics import Metrics
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock

@@ -8,9 +8,12 @@ attempt. The others mirror ``ConsumeConcurrentlyStatus``,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, cast
+
+from librmq.errors import ConfigError
 
 __all__ = ["DeadLetter", "Delivered", "DownstreamDown", "ReconsumeLater", "SuspendQueue"]
 
@@ -92,3 +95,16 @@ class SuspendQueue(Exception):
     def __init__(self, reason: str = "", *, seconds: float | None = None) -> None:
         super().__init__(reason)
         self.seconds = seconds
+
+
+def refuse_generator(function: object, where: str = "") -> None:
+    """Raise `ConfigError` for a generator function, asynchronous or not, because a call of it runs nothing.
+
+    ``where`` begins the message.
+    """
+    call = getattr(cast(Any, function), "__call__", None)  # noqa: B004 - only the type's own counts
+    if any(inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code) for code in (function, call)):
+        raise ConfigError(
+            f"{where}the listener {function!r:.80} is a generator, whose body a call does not run: "
+            "remove `yield` from it"
+        )

@@ -13,8 +13,8 @@ from librmq.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from librmq.broker._administered_route import AdministeredRoute as AdministeredRoute
     from librmq.broker._administered_route import StoreRoute as StoreRoute
+    from librmq.broker._broker import Broker as Broker
     from librmq.broker._queue_locks import QueueLocks as QueueLocks
-    from librmq.broker.broker import Broker as Broker
     from librmq.broker.config import BrokerConfig as BrokerConfig
     from librmq.protocol import ConnectedClient as ConnectedClient
     from librmq.protocol import GroupConnections as GroupConnections
@@ -23,7 +23,7 @@ else:
         __name__,
         {
             "librmq.broker._administered_route": ("AdministeredRoute", "StoreRoute"),
-            "librmq.broker.broker": ("Broker",),
+            "librmq.broker._broker": ("Broker",),
             "librmq.broker._queue_locks": ("QueueLocks",),
             "librmq.broker.config": ("BrokerConfig",),
             "librmq.protocol": ("ConnectedClient", "GroupConnections"),

@@ -13,9 +13,9 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, ParamSpec, TypeVar
 
+from librmq.broker._topics import check_topic_settings, refuse_own_topic
 from librmq.broker.arguments import check_id, check_key, check_names, no_such_group, no_such_topic, target_of
 from librmq.broker.groups import group_settings
-from librmq.broker.topics import check_topic_settings, refuse_own_topic
 from librmq.config import Seconds, to_seconds
 from librmq.errors import (
     BrokerError,

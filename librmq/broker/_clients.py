@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from librmq.broker._topics import Topics
 from librmq.broker.groups import Groups, comparable, describe_differences
 from librmq.broker.long_polling import HeldRequests
-from librmq.broker.topics import Topics
 from librmq.errors import BrokerError, RmqError
 from librmq.message import retry_topic
 from librmq.metrics import Metrics

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 from librmq.broker._clients import Clients
 from librmq.broker._offsets import Persistence, TableWriter
 from librmq.broker._queue_locks import QueueLocks
+from librmq.broker._topics import Topics
 from librmq.broker.config import BrokerConfig
 from librmq.broker.groups import Groups
 from librmq.broker.long_polling import HeldRequests
-from librmq.broker.topics import Topics, unlisted_topics
 from librmq.errors import (
     BrokerDiskFullError,
     BrokerError,
@@ -38,7 +38,7 @@ from librmq.runtime.locks import Inherited
 from librmq.runtime.runner import Aside, aside_by
 from librmq.scheduling.waiting import Cancellations, awaited_queues
 from librmq.store import BrokerTables, MessageStore
-from librmq.store.format.broker_tables import ConfigTable
+from librmq.store.format.broker_tables import ConfigTable, unlisted_topics
 
 if TYPE_CHECKING:
     from librmq.filter import Registrations

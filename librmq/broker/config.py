@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypedDict
 
-from librmq.config import Between, NamedConfig, Seconds, StoreConfig, suggest
+from librmq.config import Between, NamedConfig, Seconds, StoreConfig, check_kind, check_path, suggest
 from librmq.delay import DelayConfig
 from librmq.errors import ConfigError
+from librmq.metrics import Metrics
 from librmq.runtime.event_log import EventLog
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store.format.directory import infer_config, is_made_by_librmq
@@ -293,3 +294,17 @@ class OpenKeywords(TypedDict, total=False):
     metrics: Metrics | None
     wait: float | timedelta
     change_settings: bool
+
+
+def check_settings(
+    call: str, path: object, config: object, name: object, cluster_name: object, metrics: object
+) -> None:
+    """Refuse what is no setting of a broker, a path that names no folder, and names that no route or file can carry."""
+    if config is not None and not isinstance(config, BrokerConfig):
+        which = "store_config=" if isinstance(config, StoreConfig) else "a BrokerConfig"
+        raise ConfigError(f"{call}(path, {type(config).__name__}(…)): expected {which}")
+    check_kind("metrics", metrics, Metrics)
+    check_path("path", path, "the folder of a store")
+    for what, value in (("name", name), ("cluster_name", cluster_name)):
+        if not isinstance(value, str) or not value or not value.isprintable():
+            raise ConfigError(f"{what}: expected text of printable characters, found {value!r:.80}")

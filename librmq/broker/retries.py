@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Final
 
 from librmq.broker._context import BrokerContext
-from librmq.broker.handlers.in_flight import Flight, QueueKey, is_receive_retry
+from librmq.broker.handlers._in_flight import Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError
 from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
 from librmq.message.dead_letter_cause import record_cause

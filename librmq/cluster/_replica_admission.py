@@ -17,7 +17,7 @@ from librmq.files import Files
 from librmq.protocol import Endpoint, FollowLog, LogDescription
 from librmq.store import MessageStore
 from librmq.store.format import directory
-from librmq.store.format.checkpoint import has_abort
+from librmq.store.format.directory import has_abort
 from librmq.store.format.documents import ReplicaMark
 
 _COMPARED: Final = 64 << 10

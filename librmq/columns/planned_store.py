@@ -38,7 +38,7 @@ from librmq.store import Condition, MessageStore
 from librmq.store.engine.store_parts import QueueName, ShortQueue
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
-from librmq.store.format.checkpoint import has_abort
+from librmq.store.format.directory import has_abort
 
 _AT_ONCE: Final = 4096
 """Most entries of a queue to read at once, instead of searching among them one by one."""

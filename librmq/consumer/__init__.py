@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from librmq.consumer._instance import ConsumerCounts as ConsumerCounts
     from librmq.consumer._listener_calls import ConsumeContext as ConsumeContext
     from librmq.consumer._listener_calls import ConsumeHook as ConsumeHook
+    from librmq.consumer._listeners import DeliveredMessage as DeliveredMessage
     from librmq.consumer._orderly import BlockedQueue as BlockedQueue
     from librmq.consumer._orderly import OrderlyResult as OrderlyResult
     from librmq.consumer._pull import PullConsumer as PullConsumer
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from librmq.consumer._tracks import message_tracks as message_tracks
     from librmq.consumer.config import ConsumerConfig as ConsumerConfig
     from librmq.consumer.config import PullConsumerConfig as PullConsumerConfig
-    from librmq.consumer.listeners import DeliveredMessage as DeliveredMessage
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -36,7 +36,7 @@ else:
             "librmq.consumer._tracks": ("MessageTrack", "TrackType", "message_tracks"),
             "librmq.consumer._instance": ("ConsumerCounts",),
             "librmq.consumer._listener_calls": ("ConsumeContext", "ConsumeHook"),
-            "librmq.consumer.listeners": ("DeliveredMessage",),
+            "librmq.consumer._listeners": ("DeliveredMessage",),
             "librmq.consumer._orderly": ("BlockedQueue", "OrderlyResult"),
             "librmq.consumer._pull": ("PullConsumer",),
             "librmq.consumer._push": ("PushConsumer",),

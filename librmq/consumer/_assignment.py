@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from librmq.consumer.listeners import DeliveredMessage
+from librmq.consumer._listeners import DeliveredMessage
 from librmq.message import MessageQueue, StoredMessage, record
 from librmq.message.topics import TopicPrefix
 from librmq.protocol import Endpoint

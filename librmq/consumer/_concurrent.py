@@ -17,9 +17,9 @@ from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import REDELIVERY_MS, Rests, Retries, outcome
 from librmq.consumer._instance import next_from_first
 from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
+from librmq.consumer._listeners import DeliveredMessage, Listener
 from librmq.consumer._weights import Backlog, Pulled, batches_of
 from librmq.consumer.config import ConsumerConfig
-from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.listener import DownstreamDown
 from librmq.message import StoredMessage
 from librmq.protocol import MessageModel

@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import ConsumerCounts, Instance
-from librmq.consumer.listeners import DeliveredMessage, Listener
+from librmq.consumer._listeners import DeliveredMessage, Listener
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
 from librmq.message import Message, MessageQueue, retry_topic

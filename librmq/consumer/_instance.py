@@ -10,9 +10,9 @@ from typing import Final
 from librmq.client import Client
 from librmq.client.recorder import ConsumerRecorder
 from librmq.consumer._assignment import AssignedQueue
+from librmq.consumer._listeners import DeliveredMessage
 from librmq.consumer._offsets import Offsets
 from librmq.consumer.config import ConsumerConfig
-from librmq.consumer.listeners import DeliveredMessage
 from librmq.errors import RmqError
 from librmq.filter import TagFilter
 from librmq.message import MessageQueue

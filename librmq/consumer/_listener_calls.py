@@ -25,7 +25,7 @@ from librmq.client.observation import Observer, Operation, note_end
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import cause_of, is_requested, outcome
 from librmq.consumer._instance import ConsumerCounts, Instance
-from librmq.consumer.listeners import DeliveredMessage, Listener, Listeners
+from librmq.consumer._listeners import DeliveredMessage, Listener, Listeners
 from librmq.errors import ClientStateError
 from librmq.message import MessageQueue
 from librmq.metrics import Metrics

@@ -24,9 +24,9 @@ from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._broker_locks import LOCK_AGAIN_MS, BrokerLocks
 from librmq.consumer._failures import Rests, Retries, suspension_ms
 from librmq.consumer._listener_calls import DeliveryCall, ListenerCalls
+from librmq.consumer._listeners import DeliveredMessage, Listener
 from librmq.consumer._rebalancing import Rebalancing
 from librmq.consumer.config import ConsumerConfig
-from librmq.consumer.listeners import DeliveredMessage, Listener
 from librmq.listener import DownstreamDown
 from librmq.message import MessageQueue, StoredMessage
 from librmq.protocol import MessageModel

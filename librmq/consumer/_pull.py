@@ -18,9 +18,9 @@ from librmq.clock import wait_async
 from librmq.config import check_kind, to_seconds, to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._failures import Rests
+from librmq.consumer._listeners import DeliveredMessage, Predicate, TopicPredicate
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import PullConsumerConfig, PullConsumerKeywords
-from librmq.consumer.listeners import DeliveredMessage, Predicate, TopicPredicate
 from librmq.errors import ClientStateError, ConfigError, RmqError
 from librmq.listener import DownstreamDown
 from librmq.message import MessageQueue

@@ -22,12 +22,7 @@ from librmq.consumer._broker_locks import BrokerLocks
 from librmq.consumer._concurrent import ConcurrentDelivery
 from librmq.consumer._instance import AWAY_MS, REOPENED_MS, instance_state, show_gauges
 from librmq.consumer._listener_calls import ConsumeHook, ListenerCalls, consume_directly
-from librmq.consumer._orderly import BlockedQueue, OrderlyDelivery
-from librmq.consumer._traces import trace_calls
-from librmq.consumer._weights import check_weight
-from librmq.consumer.base import Consumer
-from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
-from librmq.consumer.listeners import (
+from librmq.consumer._listeners import (
     BatchListener,
     DeliveredMessage,
     Listener,
@@ -36,11 +31,16 @@ from librmq.consumer.listeners import (
     Predicate,
     TopicPredicate,
     is_coroutine_function,
-    refuse_generator,
     with_predicate,
 )
+from librmq.consumer._orderly import BlockedQueue, OrderlyDelivery
+from librmq.consumer._traces import trace_calls
+from librmq.consumer._weights import check_weight
+from librmq.consumer.base import Consumer
+from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
 from librmq.filter import Policy, WatchedPredicate
+from librmq.listener import refuse_generator
 from librmq.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import (

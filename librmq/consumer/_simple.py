@@ -17,7 +17,7 @@ from librmq.client.client import LifeCycle, Startable, client_of
 from librmq.client.observation import Operation, observed, observed_async
 from librmq.clock import wait_async
 from librmq.config import check_kind, to_seconds, wrong_kind
-from librmq.consumer.listeners import (
+from librmq.consumer._listeners import (
     DeliveredMessage,
     Predicate,
     TopicPredicate,

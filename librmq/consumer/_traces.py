@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from librmq.client.traces import TraceWriter
 from librmq.consumer._failures import is_requested, outcome
 from librmq.consumer._listener_calls import ConsumeContext, ConsumeHook
-from librmq.consumer.listeners import DeliveredMessage
+from librmq.consumer._listeners import DeliveredMessage
 from librmq.message import traces
 from librmq.message.properties import PropertyName
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from librmq.consumer.listeners import DeliveredMessage
+from librmq.consumer._listeners import DeliveredMessage
 from librmq.errors import FilterEvaluationError, NoRouteError
 from librmq.filter import TAG, SqlFilter, TagFilter
 from librmq.message import StoredMessage

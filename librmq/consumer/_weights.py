@@ -6,7 +6,7 @@ from collections import deque
 from typing import Final
 
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer.listeners import DeliveredMessage
+from librmq.consumer._listeners import DeliveredMessage
 from librmq.errors import ConfigError
 
 MAX_WEIGHT: Final = 1000

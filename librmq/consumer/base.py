@@ -17,10 +17,10 @@ from librmq.client.client import LifeCycle, Startable, State, client_of
 from librmq.config import to_seconds
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import REOPENED_MS, Instance, instance_state
+from librmq.consumer._listeners import check_at_brokers, make_subscription
 from librmq.consumer._offsets import BrokerOffsets, LocalOffsets
 from librmq.consumer._rebalancing import Rebalancing, readable_queues
 from librmq.consumer.config import ConsumerConfig, fixed_because
-from librmq.consumer.listeners import check_at_brokers, make_subscription
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, GroupMismatchError, RmqError
 from librmq.filter import TagFilter
 from librmq.message import MessageQueue, retry_topic

@@ -40,8 +40,8 @@ from librmq.runtime.event_log import counted
 from librmq.store import Wholeness
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
-from librmq.store.format.broker_tables import progress_export
-from librmq.store.format.checkpoint import has_abort
+from librmq.store.format.broker_tables import progress_export, unlisted_topics
+from librmq.store.format.directory import has_abort
 from librmq.store.recovery.saved_state import missing_first_files
 
 if TYPE_CHECKING:
@@ -170,8 +170,6 @@ def _has_queue_file(view: StoreView, name: QueueName, queue_offset: int) -> bool
 
 def _unlisted_topic_findings(view: StoreView) -> Iterator[Finding]:
     """Yield a finding for each topic that has messages and is not in the broker's table, if there is one."""
-    from librmq.broker.topics import unlisted_topics  # it loads the broker
-
     tables, ranges = view.tables, view.ranges
     if tables.topics.is_new:
         return

@@ -44,8 +44,7 @@ from librmq.runtime.event_log import counted, held_back
 from librmq.store import BrokerTables, Checkpoint, MessageStore
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import repair_advice
-from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.directory import StoreKind
+from librmq.store.format.directory import StoreKind, has_abort
 from librmq.store.format.indexfile import IndexHeader
 from librmq.store.format.timerfiles import TimerWheel
 from librmq.store.recovery.log_end import RecoveryMode

@@ -4,7 +4,7 @@
 messages from here; what translates an expression for columns, Spark or a person is in the modules without underscore.
 """
 
-from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions
+from librmq.filter._bloom import BROKER_BLOOM, BloomFilter, BloomPositions
 from librmq.filter.filters import (
     FilterWarning,
     Policy,

@@ -11,7 +11,7 @@ A pull skips a message whose bitmap lacks the group's bits. The file's content i
         "bornTime": ms, "clientVersion": version, "consumerGroup": group, "dead": bool, "deadTime": ms or 0,
         "expression": "price > 5", "expressionType": "SQL92", "topic": topic}}}}}
 
-`librmq.filter.bloom` computes the bits.
+`librmq.filter._bloom` computes the bits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from librmq.errors import ConfigError, FilterSyntaxError
-from librmq.filter.bloom import BROKER_BLOOM, BloomFilter, BloomPositions
+from librmq.filter._bloom import BROKER_BLOOM, BloomFilter, BloomPositions
 from librmq.filter.filters import Compiled, compiled
 from librmq.filter.parser import Dialect
+from librmq.java.lang import INT_MAX
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import RLock
 
@@ -349,3 +350,16 @@ def _int(data: dict[str, Any], name: str, what: str) -> int:
     if type(value) is not int:
         raise ConfigError(f"consumerFilter.json: {what}: {name}: expected an integer, found {value!r}")
     return value
+
+
+def bloom_of(filters: Mapping[str, Any]) -> BloomFilter:
+    """Return the bloom filter with which a broker wrote the rows of ``consumerFilter.json``, by the first of them."""
+    for entry in filters.values():
+        groups = entry.get("groupFilterData") if isinstance(entry, dict) else None
+        for row in groups.values() if isinstance(groups, dict) else ():
+            data = row.get("bloomFilterData") if isinstance(row, dict) else None
+            if isinstance(data, dict):
+                bit_count, positions = data.get("bitNum"), data.get("bitPos")
+                if isinstance(positions, list) and type(bit_count) is int and 0 < bit_count <= INT_MAX and positions:
+                    return BloomFilter.of_size(len(positions), bit_count)
+    return BROKER_BLOOM

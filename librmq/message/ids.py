@@ -1,4 +1,4 @@
-"""Unique message ids as clients make them, the broker's message ids, and hosts: as text, values and bytes.
+"""Ids of messages as clients and brokers make them, handles, receipts and hosts: as text, values and bytes.
 
 ::
 
@@ -6,6 +6,7 @@
     host         address 4 or 16 | port 4
     message id   address 4 or 16 | port 4 | physical offset 8      in upper-case hex: 32 or 56 digits
     handle       v1 topic broker time id                           in base64: recalls a message of 5.x
+    receipt      offset received-ms invisible-ms revive-queue retry broker queue offset        names a delivery by POP
 
 Mirrors ``MessageExt.socketAddress2ByteBuffer``, ``MessageDecoder.createMessageId`` and ``decodeMessageId``, and for
 unique ids ``MessageClientIDSetter``. There RocketMQ 4.9 fills the maker's bytes with a class loader's hash and starts
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import socket
 import struct
 from collections.abc import Callable
@@ -27,8 +29,12 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from librmq.errors import MalformedError, MessageIllegalError
+from librmq.message.topics import receive_retry_topic
 from librmq.runtime.locks import Inherited
 
+IN_ORDER: Final = 999
+"""The revive queue in receipts of a group that receives in order, as in 5.x."""
+_NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _HEX: Final = [f"{byte:02X}" for byte in range(256)]  # in a third of the time of a format
 _MILLISECOND: Final = timedelta(milliseconds=1)
@@ -243,3 +249,56 @@ class RecallHandle(NamedTuple):
         except ValueError:
             raise MalformedError(f"{text!r:.80} is no recall handle: pass one as it came") from None
         return cls(topic, " ".join(name), int(deliver), message_id)
+
+
+class Receipt(NamedTuple):
+    """Names a delivery for its receiver. As text it has these nine fields, separated by blanks."""
+
+    first_offset: int
+    received_ms: int
+    invisible_ms: int
+    revive_queue: int
+    """`IN_ORDER` for a group that receives in order."""
+    retry: str
+    """``0`` for the topic itself, ``1`` for the group's retry topic, ``2`` for that of ``enableRetryTopicV2``."""
+    broker_name: str
+    queue_id: int
+    queue_offset: int
+    physical_offset: int = 0
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether its group receives in order."""
+        return self.revive_queue == IN_ORDER
+
+    @property
+    def extra_info(self) -> str:
+        """The receipt in the form of 5.x, without the place in the log."""
+        return " ".join(map(str, self[:-1]))
+
+    @classmethod
+    def parse(cls, text: str) -> Receipt:
+        """Read a receipt; the place in the log may be missing.
+
+        Raises:
+            MalformedError: The text has another form.
+        """
+        try:
+            first, received, invisible, revive, retry, rest = text.split(" ", 5)
+            fields = rest.split(" ")
+            count = 3 if len(fields) > 3 and all(map(_NUMBER.fullmatch, fields[-3:])) else 2
+            broker_name, numbers = " ".join(fields[:-count]), [first, received, invisible, revive, *fields[-count:]]
+            if not broker_name or retry not in ("0", "1", "2") or not all(map(_NUMBER.fullmatch, numbers)):
+                raise ValueError(text)
+            return cls(
+                int(first), int(received), int(invisible), int(revive), retry, broker_name, *map(int, numbers[4:])
+            )
+        except (ValueError, TypeError):
+            raise MalformedError(f"{text!r:.200} is no receipt of POP: pass one as it came") from None
+
+    def stored_topic(self, group: str, topic: str) -> str:
+        """Return the topic that has the record."""
+        return topic if self.retry == "0" else receive_retry_topic(group, topic, v2=self.retry == "2")

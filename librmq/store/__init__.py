@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from librmq.store.extraction import Rescued as Rescued
     from librmq.store.extraction import extract as extract
     from librmq.store.extraction import rescue as rescue
+    from librmq.store.format._checkpoint import Checkpoint as Checkpoint
     from librmq.store.format._keyindex import KeyIndex as KeyIndex
     from librmq.store.format.broker_tables import BrokerTables as BrokerTables
-    from librmq.store.format.checkpoint import Checkpoint as Checkpoint
     from librmq.store.format.directory import recognise as recognise
     from librmq.store.format.indexfile import IndexFile as IndexFile
     from librmq.store.recovery._verify import Verdict as Verdict
@@ -51,7 +51,7 @@ else:
             "librmq.store.engine._message_filters": ("ByPredicate", "BySql", "ByTags", "message_filter"),
             "librmq.store.engine.read": ("GetStatus", "MessageFilter", "ReadResult"),
             "librmq.store.extraction": ("Extracted", "Rescued", "extract", "rescue"),
-            "librmq.store.format.checkpoint": ("Checkpoint",),
+            "librmq.store.format._checkpoint": ("Checkpoint",),
             "librmq.store.format.indexfile": ("IndexFile",),
             "librmq.store.format._keyindex": ("KeyIndex",),
             "librmq.store.recovery.salvage": (

@@ -20,8 +20,8 @@ from librmq.store.engine.derivation import Pending
 from librmq.store.engine.read import Transfer
 from librmq.store.engine.store_parts import Parts, QueueTable
 from librmq.store.engine.store_times import StoreTimes
+from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.format.checkpoint import Checkpoint
 
 _log = EventLog("librmq.store")
 

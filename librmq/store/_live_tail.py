@@ -35,8 +35,9 @@ from librmq.store.engine.derivation import derived_tags_code, has_queue_entry, i
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.store_parts import OpenQueue, Parts, QueueName, QueueTable
 from librmq.store.format import directory
+from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.format.checkpoint import Checkpoint, has_abort
+from librmq.store.format.directory import has_abort
 from librmq.store.format.indexfile import IndexFile, IndexHeader, file_length
 
 KEPT: Final = 4096

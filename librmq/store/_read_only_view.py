@@ -56,7 +56,7 @@ from librmq.store.engine.store_parts import (
 )
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
-from librmq.store.format.checkpoint import has_abort
+from librmq.store.format.directory import has_abort
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import load
 

@@ -35,7 +35,7 @@ from librmq.files.interface import confine, copy_file, link_file, make_folders, 
 from librmq.files.rolling import file_name
 from librmq.runtime import critical
 from librmq.store.format import directory
-from librmq.store.format.checkpoint import has_abort
+from librmq.store.format.directory import has_abort
 from librmq.store.format.documents import OWN_FOLDER, JobNote
 from librmq.store.format.rocksdb import is_database
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerWheel

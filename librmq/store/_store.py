@@ -43,8 +43,8 @@ from librmq.store.engine.read import (
 from librmq.store.engine.store_parts import QueueTable
 from librmq.store.engine.store_times import StoreTimes
 from librmq.store.format import directory
+from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.recovery._verify import Verdict, verify_parts
 from librmq.store.retention import Readers, clean_unused_topics
 

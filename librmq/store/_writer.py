@@ -24,7 +24,7 @@ from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueTable
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
-from librmq.store.format.checkpoint import clear_abort, has_abort
+from librmq.store.format.directory import clear_abort, has_abort
 from librmq.store.format.documents import ReplicaMark, write_kept_config, write_retention
 from librmq.store.recovery._verify import Verdict, verify_parts
 from librmq.store.recovery.log_end import RecoveryMode

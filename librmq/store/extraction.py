@@ -40,7 +40,7 @@ from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.checkpoint import has_abort
+from librmq.store.format.directory import has_abort
 from librmq.store.format.documents import (
     OWN_FOLDER,
     JobNote,

@@ -32,8 +32,7 @@ from functools import partial
 from typing import Any, Final, TypedDict, TypeVar, Unpack, cast
 
 from librmq.broker import AdministeredRoute, Broker, BrokerConfig
-from librmq.broker.broker import check_settings
-from librmq.broker.config import Promises
+from librmq.broker.config import Promises, check_settings
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.errors import (

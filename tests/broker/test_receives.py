@@ -29,8 +29,8 @@ from librmq import (
     StoreError,
 )
 from librmq.broker.handlers._receive import ReceiveHandler
-from librmq.broker.handlers.in_flight import IN_ORDER, QueueKey, Receipt
 from librmq.broker.long_polling import Deadlines, HeldRequests
+from librmq.message.ids import IN_ORDER, Receipt
 from librmq.protocol import Acknowledge, CancelReceive, ChangeInvisible, Receive, Received, Subscription
 from librmq.store import MessageStore, verify
 from librmq.testing import Kit
@@ -439,7 +439,7 @@ def test_reset_of_the_group_outlasts_messages_in_flight(rmq: Kit, broker: Broker
 
 
 def test_times_of_finished_messages_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    due: list[Deadlines[tuple[QueueKey, int]]] = []
+    due: list[Deadlines[tuple[tuple[str, str, int], int]]] = []
     start = ReceiveHandler.start
 
     def noting_start(self: ReceiveHandler) -> None:

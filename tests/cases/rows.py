@@ -30,7 +30,7 @@ from librmq.errors import (
     FilterSyntaxError,
     InputError,
 )
-from librmq.filter.bloom import BloomFilter
+from librmq.filter import BloomFilter
 from librmq.filter.filters import compiled
 from librmq.filter.parser import Dialect, refuse_rest
 from librmq.java.lang import long_hash

@@ -13,9 +13,10 @@ from librmq.consumequeue import ENTRY, ConsumeQueue
 from librmq.errors import StoreIOError
 from librmq.files.interface import Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
+from librmq.store import Checkpoint
 from librmq.store.engine._durability import flush_all
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.format.checkpoint import Checkpoint, clear_abort, set_abort
+from librmq.store.format.directory import clear_abort, set_abort
 from librmq.store.format.indexfile import FRESH, IndexFile
 from librmq.store.recovery._index_check import find_flaw
 from tests.crash.runs import assert_settled

@@ -12,7 +12,8 @@ from librmq.errors import CorruptionError, ReadOnlyError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Files
-from librmq.store.format.checkpoint import CHECKPOINT_SIZE, Checkpoint, clear_abort, has_abort, set_abort
+from librmq.store.format._checkpoint import CHECKPOINT_SIZE, Checkpoint
+from librmq.store.format.directory import clear_abort, has_abort, set_abort
 from tests.reference import existing, rows, store_folders
 
 

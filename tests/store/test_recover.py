@@ -23,10 +23,9 @@ from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Damage, File
 from librmq.message import record
 from librmq.message.message import Message
-from librmq.store import MessageStore
+from librmq.store import Checkpoint, MessageStore
 from librmq.store.engine.copies import CopyTarget
 from librmq.store.engine.derivation import has_queue_entry
-from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.recovery import salvage
 from librmq.store.recovery._verify import verify
 from librmq.store.recovery.open import clear_leftovers

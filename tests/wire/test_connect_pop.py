@@ -12,10 +12,10 @@ import pytest
 
 import librmq
 from librmq import BrokerError, BrokerUnreachableError, RmqError
-from librmq.broker.handlers.in_flight import Receipt
 from librmq.clock import ManualClock, SystemClock
 from librmq.errors import MalformedError, ReceiptError
 from librmq.message.batch import BatchItem
+from librmq.message.ids import Receipt
 from librmq.message.record import Record, body_checksum, encode_record
 from librmq.protocol import CancelReceive, ChangeInvisible, Receive, ReceiveResponse
 from librmq.runtime.runner import AT_ONCE, Step

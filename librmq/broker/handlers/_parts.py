@@ -67,7 +67,7 @@ from librmq.protocol import (
 from librmq.runtime import Runner
 from librmq.runtime.event_log import EventLog
 from librmq.store import BrokerTables, MessageStore
-from librmq.store.format.checkpoint import has_abort
+from librmq.store.format.directory import has_abort
 
 _log = EventLog("librmq.broker")
 

@@ -21,21 +21,20 @@ from typing import Final
 
 from librmq.broker._administration import Progress
 from librmq.broker._context import BrokerContext
-from librmq.broker.handlers._send import SendHandler
-from librmq.broker.handlers.in_flight import (
-    IN_ORDER,
+from librmq.broker._topics import Topic, not_readable
+from librmq.broker.handlers._in_flight import (
     Flight,
     QueueFlights,
     QueueKey,
-    Receipt,
     RetryOwners,
     SavedFlights,
     is_receive_retry,
 )
+from librmq.broker.handlers._send import SendHandler
 from librmq.broker.long_polling import ALL, Deadlines, Selection, selection_of
-from librmq.broker.topics import Topic, not_readable
 from librmq.errors import BrokerError, MalformedError, ReceiptError, RmqError
 from librmq.message import StoredMessage
+from librmq.message.ids import IN_ORDER, Receipt
 from librmq.message.topics import check_receive_retry_topic, receive_retry_topic
 from librmq.protocol import (
     MAX_INVISIBLE_MS,
@@ -170,7 +169,7 @@ class ReceiveHandler:
         key, receipt, flight = self._in_flight(request.group, request.topic, request.receipt)
         flight.visible_ms = now_ms + request.invisible_ms
         if not request.keeps_receipt:
-            if receipt.revive_queue != IN_ORDER:
+            if not receipt.is_ordered:
                 flight.received_ms = now_ms
             # As in 5.x, receipts in order keep the time of the receive; their other number says when its time is over.
             flight.invisible_ms = flight.visible_ms - flight.received_ms

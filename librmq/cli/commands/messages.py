@@ -34,8 +34,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import DelayLevels, StoredMessage
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.engine.store_times import StoreTimes, noted_order
-from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.directory import COMMITLOG
+from librmq.store.format.directory import COMMITLOG, has_abort
 from librmq.store.recovery.open import clear_leftovers
 from librmq.store.recovery.salvage import find_record
 

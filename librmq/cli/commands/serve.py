@@ -29,7 +29,7 @@ from librmq.message import record
 from librmq.message.ids import format_host, parse_host
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
-from librmq.store.format.checkpoint import has_abort
+from librmq.store.format.directory import has_abort
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 
 if TYPE_CHECKING:

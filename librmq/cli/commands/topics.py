@@ -27,7 +27,7 @@ from librmq.message.topics import SystemTopic, is_own_group, kind_of_topic
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.format import directory
-from librmq.store.format.checkpoint import has_abort
+from librmq.store.format.directory import has_abort
 
 
 def topics(arguments: argparse.Namespace, output: Output) -> int:

@@ -23,8 +23,8 @@ from librmq.runtime.locks import Lock, RLock
 from librmq.store.engine.derivation import derived_tags_code, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.format import directory
+from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.format.checkpoint import Checkpoint
 from librmq.store.format.log_paths import REMEDY
 
 # ---- queues

@@ -27,7 +27,7 @@ content of a file is kept.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from itertools import chain
@@ -39,10 +39,9 @@ from librmq.files import DiskFiles, Files
 from librmq.files.interface import read_replaced
 from librmq.java import json as java_json
 from librmq.java.json import NumberColumns, NumberRows
-from librmq.message.topics import TOPIC_TYPES, TopicPrefix, TopicType, is_own_group
+from librmq.message.topics import TOPIC_TYPES, SystemTopic, TopicPrefix, TopicType, has_no_row, is_own_group
 from librmq.runtime.event_log import EventLog
-from librmq.store.format.checkpoint import has_abort
-from librmq.store.format.directory import CONSUMEQUEUE, tables_database
+from librmq.store.format.directory import CONSUMEQUEUE, has_abort, tables_database
 from librmq.store.format.documents import START_FILE
 from librmq.store.format.rocksdb import StoredTable, StoredTables, is_database, read_tables
 
@@ -319,7 +318,7 @@ class BrokerTables:
             ConfigError: A filter is malformed.
         """
         from librmq.filter import Registrations  # loads a grammar that few callers need
-        from librmq.filter.bloom import bloom_of
+        from librmq.filter.registrations import bloom_of
 
         registrations = Registrations(bloom_of(self.filters) if bloom is None else bloom)
         registrations.load({"filterDataByTopic": self.filters}, now_ms)
@@ -699,3 +698,20 @@ def _check_offsets_by_text(rows: Rows) -> Rows:
         if set(map(type, chain(keys, values))) <= {int}:
             return rows
     return {str(name): _check_offsets(_object(row, str(name)[:80])) for name, row in rows.items()}
+
+
+def unlisted_topics(
+    queues: Iterable[tuple[str, int]], range_of: Callable[[str, int], tuple[int, int]], listed: Container[str]
+) -> dict[str, int]:
+    """Return the topics that have messages and are not ``listed``, with their numbers of queues.
+
+    ``range_of(topic, queue_id)`` returns the beginning and end of a queue. The topics that RocketMQ or the relay make
+    themselves are left out, and light queues.
+    """
+    queue_counts: dict[str, int] = {}
+    for topic, queue_id in queues:
+        if topic not in listed and not has_no_row(topic) and topic != SystemTopic.HOP:
+            begin, end = range_of(topic, queue_id)
+            if begin < end:
+                queue_counts[topic] = max(queue_counts.get(topic, 0), queue_id + 1)
+    return dict(sorted(queue_counts.items()))

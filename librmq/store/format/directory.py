@@ -667,3 +667,23 @@ def _property(value: str) -> str:
             escaped.append("".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)))
     text = "".join(escaped)
     return f"\\{text}" if text.startswith(" ") else text
+
+
+def _abort_path(root: str) -> str:
+    return os.path.join(root, "abort")
+
+
+def set_abort(files: Files, root: str) -> None:
+    """Mark the store in folder ``root`` as open; durable when it returns."""
+    files.write(_abort_path(root), b"")
+
+
+def clear_abort(files: Files, root: str) -> None:
+    """Mark the store as closed, as the last step of closing."""
+    files.delete(_abort_path(root))
+    files.flush_folder(root)
+
+
+def has_abort(files: Files, root: str) -> bool:
+    """Return whether the store is open, or was not closed."""
+    return files.size(_abort_path(root)) is not None

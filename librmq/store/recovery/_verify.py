@@ -32,9 +32,10 @@ from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_que
 from librmq.store.engine.read import recreated_queues
 from librmq.store.engine.store_parts import PartFiles, QueueName, ShortQueue
 from librmq.store.format import directory
+from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.format.checkpoint import Checkpoint, has_abort
+from librmq.store.format.directory import has_abort
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
 from librmq.store.recovery._log_comparison import Reconciliation, Scope
 from librmq.store.recovery.missing_files import lacking_queues

@@ -28,8 +28,9 @@ from librmq.store.engine.derivation import BitmapOf
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueTable
 from librmq.store.format import directory
+from librmq.store.format._checkpoint import Checkpoint
 from librmq.store.format._keyindex import KeyIndex
-from librmq.store.format.checkpoint import Checkpoint, clear_abort, has_abort, set_abort
+from librmq.store.format.directory import clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.recovery._unclean_queues import UncleanQueues
 from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings

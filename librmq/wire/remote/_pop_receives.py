@@ -19,10 +19,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from librmq.broker.handlers.in_flight import Receipt
 from librmq.clock import Clock
 from librmq.errors import ReceiptError, RmqError
 from librmq.filter import TAG, TagFilter
+from librmq.message.ids import Receipt
 from librmq.protocol import (
     Acknowledge,
     CancelMessage,

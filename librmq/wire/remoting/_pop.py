@@ -13,7 +13,7 @@
                  group, topic of the record, queue, queue offset, and as ``extraInfo`` what names the receive
     RECALL_MESSAGE  topic, and the handle in the answer to the send of a message with a delivery time
 
-A receipt (`librmq.broker.handlers.in_flight.Receipt`) has nine fields; the first eight are ``extraInfo``, which a
+A receipt (`librmq.message.ids.Receipt`) has nine fields; the first eight are ``extraInfo``, which a
 record of a retry topic carries as its property ``POP_CK``. Mirrors ``PopMessageProcessor``, ``AckMessageProcessor``,
 ``ChangeInvisibleTimeProcessor``, ``RecallMessageProcessor`` and ``ExtraInfoUtil`` of 5.3.3.
 """
@@ -27,12 +27,11 @@ from functools import partial
 from typing import Final
 
 from librmq.broker import Broker
-from librmq.broker.handlers.in_flight import IN_ORDER, Receipt
 from librmq.broker.long_polling import Deadlines
 from librmq.errors import BrokerError, MalformedError, ReceiptError, RmqError
 from librmq.message import StoredMessage
 from librmq.message import record as record_format
-from librmq.message.ids import RecallHandle
+from librmq.message.ids import RecallHandle, Receipt
 from librmq.message.properties import decode_properties, encode_properties
 from librmq.message.topics import receive_retry_topic
 from librmq.protocol import (
@@ -352,7 +351,7 @@ class PopRequests:
                 call.call_broker(ChangeInvisible(header.consumer_group, topic, receipt, header.invisible_time))
             )
         except ReceiptError:
-            if Receipt.parse(receipt).revive_queue == IN_ORDER:
+            if Receipt.parse(receipt).is_ordered:
                 return call.answer()
             changed = Receipt.parse(receipt)._replace(
                 received_ms=self._broker.runner.now_ms(), invisible_ms=header.invisible_time

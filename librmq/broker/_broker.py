@@ -27,11 +27,11 @@ from librmq.broker._administration import ResetHook
 from librmq.broker._context import BrokerContext, BrokerLife
 from librmq.broker._transactions import DiscardHook
 from librmq.broker.arguments import check_id
-from librmq.broker.config import BrokerConfig, OpenKeywords, Promises
+from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
 from librmq.broker.handlers._parts import BrokerParts
 from librmq.broker.handlers._send import SendHandler
 from librmq.clock import Clock, SystemClock
-from librmq.config import StoreConfig, check_kind, check_path, to_seconds
+from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.errors import (
     BrokerError,
     ConfigError,
@@ -494,17 +494,3 @@ class Broker(StoreRoute, Endpoint):
 
     def __reduce__(self) -> str:
         raise TypeError(f"{self!r} can't be pickled, because one process owns a store; open consumers in that process")
-
-
-def check_settings(
-    call: str, path: object, config: object, name: object, cluster_name: object, metrics: object
-) -> None:
-    """Refuse what is no setting of a broker, a path that names no folder, and names that no route or file can carry."""
-    if config is not None and not isinstance(config, BrokerConfig):
-        which = "store_config=" if isinstance(config, StoreConfig) else "a BrokerConfig"
-        raise ConfigError(f"{call}(path, {type(config).__name__}(…)): expected {which}")
-    check_kind("metrics", metrics, Metrics)
-    check_path("path", path, "the folder of a store")
-    for what, value in (("name", name), ("cluster_name", cluster_name)):
-        if not isinstance(value, str) or not value or not value.isprintable():
-            raise ConfigError(f"{what}: expected text of printable characters, found {value!r:.80}")

@@ -6,7 +6,7 @@ Mirrors ``TopicConfigManager``. Topics change under the runner's lock; `Topics.b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Final
 
 from librmq.broker.config import BrokerConfig
@@ -80,23 +80,6 @@ def not_readable(name: str) -> BrokerError:
         ResponseCode.NO_PERMISSION,
         f"topic {name!r} is not readable: its permission forbids it, or it has no read queues (create_topic sets both)",
     )
-
-
-def unlisted_topics(
-    queues: Iterable[tuple[str, int]], range_of: Callable[[str, int], tuple[int, int]], listed: Container[str]
-) -> dict[str, int]:
-    """Return the topics that have messages and are not ``listed``, with their numbers of queues.
-
-    ``range_of(topic, queue_id)`` returns the beginning and end of a queue. The topics that RocketMQ or the relay make
-    themselves are left out, and light queues.
-    """
-    queue_counts: dict[str, int] = {}
-    for topic, queue_id in queues:
-        if topic not in listed and not has_no_row(topic) and topic != SystemTopic.HOP:
-            begin, end = range_of(topic, queue_id)
-            if begin < end:
-                queue_counts[topic] = max(queue_counts.get(topic, 0), queue_id + 1)
-    return dict(sorted(queue_counts.items()))
 
 
 def check_topic_settings(

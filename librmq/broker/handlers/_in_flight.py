@@ -16,18 +16,17 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 from librmq.broker._context import BrokerContext
 from librmq.broker._offsets import DelayedSave
-from librmq.errors import BrokerError, CorruptionError, MalformedError
+from librmq.errors import BrokerError, CorruptionError
+from librmq.message.ids import Receipt
 from librmq.message.topics import receive_retry_topic
 from librmq.protocol import ResponseCode
 from librmq.runtime.event_log import EventLog
 from librmq.store.format.broker_tables import ConfigTable
 
-IN_ORDER: Final = 999
-"""The revive queue in receipts of a group that receives in order, as in 5.x."""
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _SAVED_FIELDS: Final = 6
 
@@ -65,54 +64,6 @@ class RetryOwners:
                 f"group {group!r} can't receive from topic {topic!r}: its retry topic {retries!r} belongs to group "
                 f"{owner!r}, and each would get the other's messages; give one of the groups another name",
             )
-
-
-class Receipt(NamedTuple):
-    """Names a delivery for its receiver. As text it has these nine fields, separated by blanks."""
-
-    first_offset: int
-    received_ms: int
-    invisible_ms: int
-    revive_queue: int
-    """`IN_ORDER` for a group that receives in order."""
-    retry: str
-    """``0`` for the topic itself, ``1`` for the group's retry topic, ``2`` for that of ``enableRetryTopicV2``."""
-    broker_name: str
-    queue_id: int
-    queue_offset: int
-    physical_offset: int = 0
-
-    def __str__(self) -> str:
-        return " ".join(map(str, self))
-
-    @property
-    def extra_info(self) -> str:
-        """The receipt in the form of 5.x, without the place in the log."""
-        return " ".join(map(str, self[:-1]))
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read a receipt; the place in the log may be missing.
-
-        Raises:
-            MalformedError: It is none.
-        """
-        try:
-            first, received, invisible, revive, retry, rest = text.split(" ", 5)
-            fields = rest.split(" ")
-            count = 3 if len(fields) > 3 and all(map(_NUMBER.fullmatch, fields[-3:])) else 2
-            broker_name, numbers = " ".join(fields[:-count]), [first, received, invisible, revive, *fields[-count:]]
-            if not broker_name or retry not in ("0", "1", "2") or not all(map(_NUMBER.fullmatch, numbers)):
-                raise ValueError(text)
-            return cls(
-                int(first), int(received), int(invisible), int(revive), retry, broker_name, *map(int, numbers[4:])
-            )
-        except (ValueError, TypeError):
-            raise MalformedError(f"{text!r:.200} is no receipt of POP: pass one as it came") from None
-
-    def stored_topic(self, group: str, topic: str) -> str:
-        """Return the topic that has the record."""
-        return topic if self.retry == "0" else receive_retry_topic(group, topic, v2=self.retry == "2")
 
 
 class Flight:

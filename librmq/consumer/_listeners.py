@@ -238,19 +238,6 @@ def is_coroutine_function(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def refuse_generator(function: object, where: str = "") -> None:
-    """Raise `ConfigError` for a generator function, asynchronous or not, because a call of it runs nothing.
-
-    ``where`` begins the message.
-    """
-    call = getattr(cast(Any, function), "__call__", None)  # noqa: B004 - only the type's own counts
-    if any(inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code) for code in (function, call)):
-        raise ConfigError(
-            f"{where}the listener {function!r:.80} is a generator, whose body a call does not run: "
-            "remove `yield` from it"
-        )
-
-
 PREDICATE_BUDGET_S: Final = 1.0
 """Seconds above which a call of a plain function as predicate is logged."""
 

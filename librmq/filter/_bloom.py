@@ -13,9 +13,9 @@ The bitmap is a bloom filter with the arithmetic of ``BloomFilter``, ``BitsArray
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import mmh3
 
@@ -117,16 +117,3 @@ class BloomFilter:
 
 BROKER_BLOOM: Final = BloomFilter(20, 32)
 """A broker's default: 3 bits of 112."""
-
-
-def bloom_of(filters: Mapping[str, Any]) -> BloomFilter:
-    """Return the bloom filter with which a broker wrote the rows of ``consumerFilter.json``, by the first of them."""
-    for entry in filters.values():
-        groups = entry.get("groupFilterData") if isinstance(entry, dict) else None
-        for row in groups.values() if isinstance(groups, dict) else ():
-            data = row.get("bloomFilterData") if isinstance(row, dict) else None
-            if isinstance(data, dict):
-                bit_count, positions = data.get("bitNum"), data.get("bitPos")
-                if isinstance(positions, list) and type(bit_count) is int and 0 < bit_count <= _INT_MAX and positions:
-                    return BloomFilter.of_size(len(positions), bit_count)
-    return BROKER_BLOOM

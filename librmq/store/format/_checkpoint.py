@@ -101,23 +101,3 @@ class Checkpoint:
         """Release the file, after which the checkpoint can't be written."""
         self._file = None
         self._writable = False
-
-
-def _abort_path(root: str) -> str:
-    return os.path.join(root, "abort")
-
-
-def set_abort(files: Files, root: str) -> None:
-    """Mark the store in folder ``root`` as open; durable when it returns."""
-    files.write(_abort_path(root), b"")
-
-
-def clear_abort(files: Files, root: str) -> None:
-    """Mark the store as closed, as the last step of closing."""
-    files.delete(_abort_path(root))
-    files.flush_folder(root)
-
-
-def has_abort(files: Files, root: str) -> bool:
-    """Return whether the store is open, or was not closed."""
-    return files.size(_abort_path(root)) is not None
