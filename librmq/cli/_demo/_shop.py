@@ -16,6 +16,7 @@ import librmq
 from librmq import (
     Broker,
     CheckedMessage,
+    ManualClock,
     ManualRunner,
     MemoryDedupStore,
     Message,
@@ -57,8 +58,8 @@ def _sell(folder: str, first: int, log: Listener) -> None:
             broker.join(timeout=60)  # until both groups have caught up
 
 
-def _open(folder: str) -> tuple[ManualRunner, Broker]:
-    runner = ManualRunner()  # a clock that the program moves, as in a test
+def _open(folder: str, day_ms: int) -> tuple[ManualRunner, Broker]:
+    runner = ManualRunner(ManualClock(day_ms))  # a clock that the program moves
     broker = Broker.open(folder, runner=runner)
     return runner, broker
 
@@ -116,7 +117,7 @@ def _keep_order(runner: ManualRunner, broker: Broker, till: Producer, note: List
 def _drop_duplicates(runner: ManualRunner, broker: Broker, till: Producer, show: Listener) -> None:
     wrap = PushConsumer(broker, "wrap")
     seen = MemoryDedupStore(clock=runner.clock)  # or SQLite, Django, Redis …
-    wrap.subscribe("gifts", DedupListener(show, seen, group="wrap", key=_key))
+    wrap.subscribe("gifts", DedupListener(show, seen, group="wrap", key=key))
     with wrap:
         till.send("gifts", b"one scarf", keys="g-1")
         till.send("gifts", b"one scarf", keys="g-1")  # a second click
@@ -147,7 +148,7 @@ class _Log:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _key(message: StoredMessage) -> str:
+def key(message: StoredMessage) -> str:
     return message.keys[0]
 
 
@@ -244,7 +245,8 @@ def _tell_a_day(screen: Screen, folder: str) -> None:
     from librmq.testing import Kit
 
     screen.title("2  A retry, a dead letter with its cause, sent again")
-    runner, broker = screen.run(_open, folder)
+    yesterday_ms = (SystemClock().now_ms() // 1000 - 26 * 3600) * 1000  # the hours of all steps end before now
+    runner, broker = screen.run(_open, folder, yesterday_ms)
     with broker, Producer(broker, "till") as till:
         day = _Day(runner)
         bill = screen.run(_charge, runner, broker, till, _Bank(day), day.show)
