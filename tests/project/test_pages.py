@@ -33,7 +33,6 @@ from librmq import (
     Producer,
     PushConsumer,
     StoreConfig,
-    SuspendQueue,
     errors,
 )
 from librmq.cli._syntax import COMMANDS
@@ -43,10 +42,6 @@ from tests.project.test_docs import DOCS
 from tests.reference import CHECKOUT
 
 ROWS = re.findall(r"^\| `(.*?)` \| `(\w+)`", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
-
-
-def ignore(message: object) -> None:
-    """Consume a message."""
 
 
 def with_broker(act: Callable[[Broker], Any], config: BrokerConfig | None = None) -> Callable[[Path], None]:
@@ -116,25 +111,6 @@ def a_closed_broker(folder: Path) -> None:
     producer.send("orders", b"x")
 
 
-def two_listeners(broker: Broker) -> None:
-    consumer = PushConsumer(broker, "billing")
-    consumer.subscribe("orders", ignore)
-    consumer.subscribe("orders", ignore)
-
-
-def a_group_that_is_behind(broker: Broker) -> None:
-    broker.create_topic("orders", 1)
-    consumer = PushConsumer(broker, "billing", orderly=True)
-
-    @consumer.subscribe("orders")
-    def wait(message: object) -> None:
-        raise SuspendQueue(seconds=3600)
-
-    consumer.start()
-    Producer(broker, "shop").send("orders", b"x")
-    broker.join(timeout=1)
-
-
 NO_TOPICS = BrokerConfig(auto_create_topic=False)
 ERRORS: list[Callable[[Path], object]] = [
     a_second_writer,
@@ -147,11 +123,8 @@ ERRORS: list[Callable[[Path], object]] = [
     a_delay_in_the_store_of_a_broker,
     with_broker(lambda broker: Producer(broker, "shop").send("orders", b"x"), NO_TOPICS),
     a_closed_broker,
-    with_broker(two_listeners),
     lambda folder: PushConsumer("data", "billing"),  # type: ignore[arg-type]
     lambda folder: librmq.connect("127.0.0.1:1"),
-    with_broker(lambda broker: PushConsumer(broker, "billing").subscribe("orders", ignore, sql="amount >> 5")),
-    with_broker(a_group_that_is_behind),
 ]
 
 
