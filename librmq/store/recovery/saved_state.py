@@ -13,9 +13,9 @@ A broker ignores them, and without them a store opens as a broker would open it.
 if it agrees with the log: the same oldest file, the same last record, nothing after it. After a kill it still says what
 the log had reached, until retention deletes a file, or a recovery has reported what is missing.
 
-A broker's retention knows neither, and can move the log's begin. When a broker starts, it writes a word into its lock
-file. An opening for writing empties that file as its last step, so what was noted about the begin counts while it is
-empty.
+A broker's retention knows neither, and can move the log's beginning. When a broker starts, it writes a word into its
+lock file. An opening for writing empties that file as its last step, so what was noted about the beginning counts
+while it is empty.
 
 The second is the mark of a flush: after a kill, recovery begins at its last record. It promises that log, queues and
 index have everything of the records before ``log_end``. It can't hide a loss:
