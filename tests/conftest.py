@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
+from librmq.clock import ManualClock
 from tests import budget
 from tests.log_levels import reset_levels
 from tests.over_tcp import reason_of
@@ -171,6 +172,14 @@ def run(run_lines: Run) -> Run:
 
 
 _PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kits_begin_at_one_time() -> Iterator[None]:
+    """Let kits begin in November 2023 instead of at the machine's time, so that each run of the tests is alike."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("librmq.testing._kit.SystemClock", lambda: ManualClock(1_700_000_000_000))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,6 +21,7 @@ from librmq.broker import BrokerConfig
 from librmq.cli import main
 from librmq.client.producer import Producer
 from librmq.client.transactions import CheckedMessage, TransactionProducer
+from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer, SimpleConsumer
 from librmq.dedup import DedupListener
@@ -50,6 +51,7 @@ from librmq.testing import (
     UnknownGroupError,
     UnsoundStoreError,
     check_history,
+    explore,
 )
 
 
@@ -196,6 +198,17 @@ def test_many_messages_are_not_an_endless_loop(rmq: Kit) -> None:
 
 
 # ---- time
+
+
+def test_a_kit_begins_at_the_machines_time_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("librmq.testing._kit.SystemClock", lambda: ManualClock(1_800_000_000_123))
+    with Kit() as rmq:
+        assert rmq.clock.now_ms() == 1_800_000_000_000
+    with Kit(now_ms=1_700_000_000_123) as rmq:
+        assert rmq.clock.now_ms() == 1_700_000_000_123
+    begins: list[int] = []
+    explore(lambda rmq: begins.append(rmq.clock.now_ms()), runs=3)
+    assert {*begins} == {1_800_000_000_000}
 
 
 def test_time_passes_only_when_it_is_moved(rmq: Kit) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 import librmq.testing.plugin  # noqa: F401 (for the same reason as in `run`)
 import pytest_librmq
+from librmq.clock import SystemClock
 from librmq.testing import explore
 from tests.reference import CHECKOUT
 
@@ -272,7 +273,8 @@ def test_a_run_without_the_fixture_imports_no_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_tutorial_passes(pytester: pytest.Pytester) -> None:
+def test_the_tutorial_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("librmq.testing._kit.SystemClock", SystemClock)  # it sends for tomorrow
     tutorial = (CHECKOUT / "docs" / "testing.md").read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", tutorial, re.MULTILINE | re.DOTALL)
     pytester.makepyfile(test_tutorial="\n".join(blocks))

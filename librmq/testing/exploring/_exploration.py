@@ -29,7 +29,7 @@ from librmq.errors import InputError
 from librmq.files import TemporaryFolder
 from librmq.runtime.event_log import HeldLine, held_back, log_again
 from librmq.testing._from_store import Shrunk, StoreStart, moved_label, shrink
-from librmq.testing._kit import Kit, KitKeywords, starting_store
+from librmq.testing._kit import Kit, KitKeywords, begin_of, starting_store
 from librmq.testing._process import LIBRARY
 from librmq.testing.exploring._explorer import FAULT, PAUSE, RESTING, TIME, Decision, Explorer, Place, Strategy, Trace
 
@@ -544,6 +544,8 @@ def explore(
         settings.get("store"), settings.pop("topics", None), settings.pop("groups", None), settings.get("store_config")
     )
     settings["store"] = start  # read once
+    if start is None:
+        settings.setdefault("now_ms", begin_of(None, None))  # all schedules begin at one time
 
     logged: dict[int, list[HeldLine]] = {}
 
