@@ -142,7 +142,8 @@ class ProcessQueue:
             return None
         for message in messages:
             if begun.pop(message.queue_offset, None) is not None:
-                self.size -= _body_size(message)
+                flags, size = _unpack_body(message.raw)  # like `_body_size`, inlined
+                self.size -= len(message.stored_body) if flags & _V6_HOSTS else size
         for queue_offset in begun:  # like `progress`, inlined
             return queue_offset
         return self._waiting[0].queue_offset if self._waiting else self._largest + 1

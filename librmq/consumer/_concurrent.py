@@ -268,10 +268,11 @@ class ConcurrentDelivery:
 
     def _apply_result(self, call: DeliveryCall, result: object, error: Exception | None) -> None:
         """Apply the result or the exception of a listener, and begin what waits for a free thread."""
-        assigned, messages = call.assigned, call.at_listener
-        consumed, error = outcome(call.listener, len(messages), result, error)
+        assigned, messages = call.assigned, call.messages
         if isinstance(call, Run):
+            messages = call.at_listener
             self._end_run(call)
+        consumed, error = outcome(call.listener, len(messages), result, error)
         if self._instance.recorder is not None:
             self._instance.recorder.ends(messages, consumed)
         # The result for a released queue is dropped: its messages belong to the queue's next reader, and progress or a

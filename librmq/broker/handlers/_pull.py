@@ -163,15 +163,15 @@ class PullHandler:
 
         Return False if there are more messages, which one pull gets together.
         """
-        topic, queue_id = request.topic, request.queue_id
-        begin, end = self._store.queue_range(topic, queue_id)
-        if end != arrived.queue_offset + 1:
+        topic, queue_id, appender = request.topic, request.queue_id, self._store.appender
+        lane = appender.lanes.get((topic, queue_id))
+        if lane is None or lane.next_queue_offset != arrived.queue_offset + 1:
             return False
         # The call that stores the message has just written the record, so it is not checked again.
-        raw = self._store.appender.log.data_at(arrived.physical_offset, arrived.size)
+        raw = appender.log.data_at(arrived.physical_offset, arrived.size)
         if len(raw) != arrived.size:
             return False
-        progress = take(raw, begin, end)
+        progress = take(raw, lane.queue.min_offset, arrived.queue_offset + 1)
         if progress is None:
             return False
         if progress and not self._is_replica:
