@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection
 from typing import NamedTuple
 
 from librmq.client.client import Client
@@ -15,14 +14,12 @@ from librmq.protocol import PERM_WRITE, Endpoint, QueueData, site_of
 
 
 class TopicQueues(NamedTuple):
-    """The writable queues of a topic, and the next one in turn."""
+    """The writable queues of a topic, and their turns."""
 
     queues: tuple[MessageQueue, ...]
     turns: RoundRobin
     near: tuple[MessageQueue, ...]
     """The queues at the client's own site."""
-    in_turn: Callable[[Sequence[str]], MessageQueue]
-    """Returns the next queue, after tries at brokers of these names."""
 
 
 class PublishRoutes:
@@ -92,7 +89,7 @@ class PublishRoutes:
             turns = RoundRobin(self._runner.choose(f"first queue of {topic}", [*range(begin, count), *range(begin)]))
         site = self.client.site
         near = () if site is None else tuple(queue for queue in queues if site_of(queue.broker_name) == site)
-        topic_queues = TopicQueues(queues, turns, near, partial(turns.next_queue, queues))
+        topic_queues = TopicQueues(queues, turns, near)
         with self._runner.lock:
             if not is_new and version == self._version:  # the created topic can have another number of queues
                 self.topics[topic] = topic_queues

@@ -120,6 +120,7 @@ class Producer(Startable):
         self.hooks: list[SendHook] = [*([] if self.traces is None else [self.traces.begin_send]), *hooks]
         self.metrics = metrics
         self._runner = route.runner
+        self._now_ms = route.runner.now_ms
         self._routes = PublishRoutes(self.client, group, config.default_topic_queues)
         self._topics = self._routes.topics  # asked by every send
         self._life = LifeCycle(f"producer of group {group!r}")
@@ -241,9 +242,10 @@ class Producer(Startable):
             SendTimeoutError: The time limit has passed; the message may have been stored anyway.
         """
         timeout_ms = self._timeout_ms if timeout is None else 1000 * to_seconds("timeout", timeout)
-        prepared = self._prepare(message, body, fields)
+        begin_ms = self._now_ms()
+        prepared = self._prepare(message, body, fields, begin_ms)
         if queue is None and selector is None and self.client.observer is None:
-            return self.sender.send(prepared, timeout_ms)
+            return self.sender.send(prepared, timeout_ms, begin_ms=begin_ms)
         send = partial(self._send_prepared, prepared, queue, selector, arg, timeout_ms)
         return self._observed((prepared,), send)
 
@@ -314,7 +316,9 @@ class Producer(Startable):
         if target is None:
             target = self.sender.queue_of_try(self.sender.queues(prepared.topic))
         try:
-            self._observed((prepared,), lambda: self.sender.send_oneway(prepared, target, self._timeout_ms))
+            self._observed(
+                (prepared,), lambda: self.sender.send(prepared, self._timeout_ms, queue=target, is_one_way=True)
+            )
         except (BrokerError, BrokerUnreachableError, SendTimeoutError) as error:
             _log.warning(
                 "group %(group)s: a one-way message to %(queue)s was not stored: %(error)s",
@@ -486,13 +490,15 @@ class Producer(Startable):
         """Send prepared messages, which the client's observer sees."""
         return observed(self.client, lambda: self._operation(kind, messages, is_batch), send)
 
-    def _prepare(self, message: Message | str, body: Body | None, fields: SendKeywords) -> Message:
+    def _prepare(
+        self, message: Message | str, body: Body | None, fields: SendKeywords, now_ms: int | None = None
+    ) -> Message:
         """Return a checked message of the producer's own, with a unique id."""
         if isinstance(message, Message):
             if body is not None or fields:
                 names = ", ".join([*(["body"] if body is not None else []), *fields])
                 raise MessageIllegalError(f"{names}: a Message was given, which has its own: give them to Message")
-            properties = dict(message.properties)
+            properties = message.properties.copy()
             message = Message.from_parts(message.topic, message.body, message.flag, properties, message._delays)
         elif isinstance(message, str):
             message = Message(message, body, **fields)
@@ -511,7 +517,7 @@ class Producer(Startable):
             raise body_too_large(len(message.body), self._config.max_message_size)
         properties = message.properties
         if _UNIQUE_KEY not in properties:
-            properties[_UNIQUE_KEY] = self.client.unique_ids.next()
+            properties[_UNIQUE_KEY] = self.client.unique_ids.next(now_ms)
         if _WAIT not in properties:
             properties[_WAIT] = "true"
         return message

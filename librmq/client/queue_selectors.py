@@ -152,11 +152,12 @@ class RoundRobin:
     """One queue after the other, from number ``begin`` on. Thread-safe."""
 
     def __init__(self, begin: int = 0) -> None:
-        self._turns = count(begin)  # counting is one step for the interpreter
+        self.numbers = count(begin)
+        """The turns to come; counting is one step for the interpreter, so threads may share it."""
 
     def turn(self) -> int:
         """Return the next number."""
-        return next(self._turns)
+        return next(self.numbers)
 
     def next_queue(self, queues: Sequence[MessageQueue], tried: Sequence[str] = ()) -> MessageQueue:
         """Return the next queue, if possible not of the broker ``tried`` last; `AllocationError` without queues."""
@@ -167,7 +168,7 @@ class RoundRobin:
                 queue = queues[self.turn() % len(queues)]
                 if queue.broker_name != tried[-1]:
                     return queue
-        return queues[next(self._turns) % len(queues)]
+        return queues[next(self.numbers) % len(queues)]
 
 
 @dataclass(slots=True)

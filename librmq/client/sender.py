@@ -22,7 +22,6 @@ from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
     LostAnswerError,
-    RmqError,
     SendTimeoutError,
 )
 from librmq.message import Message, MessageQueue, record
@@ -149,19 +148,18 @@ class _FirstTry(NamedTuple):
     result: SendResult | None
 
 
-def _is_retried(error: BrokerError | BrokerUnreachableError) -> bool:
+def _is_retried(error: Exception, is_bound: bool) -> bool:
+    """Return whether a failed try is followed by another one, which for a bound send goes to the same queue."""
+    if is_bound:
+        return isinstance(error, LostAnswerError)
     if isinstance(error, BrokerError):
         return error.code in _RETRIED and not isinstance(error, BrokerBusyError)
-    return True
-
-
-def _same_queue(queue: MessageQueue, tried: Sequence[str]) -> MessageQueue:
-    return queue
+    return isinstance(error, BrokerUnreachableError)
 
 
 def _over_time(
-    message: Message, timeout_ms: float, attempts: int, failure: RmqError | None, is_bound: bool
-) -> RmqError:
+    message: Message, timeout_ms: float, attempts: int, failure: Exception | None, is_bound: bool
+) -> Exception:
     if is_bound and failure is not None:
         return failure
     last = "" if failure is None else f"; the last error: {failure}"
@@ -175,6 +173,21 @@ def _too_late(queue: MessageQueue, took_ms: int) -> SendTimeoutError:
         f"topic {queue.topic!r}: {queue.broker_name} answered after {took_ms} ms, when the time was over;"
         f" the message is stored"
     )
+
+
+def _result_of(
+    message: Message, queue: MessageQueue, response: SendResponse, batch: tuple[Message, ...] | None = None
+) -> SendResult:
+    status, queue_id, queue_offset, _, offset_ids, transaction_id, recall_handle = response
+    if queue_id != queue.queue_id:
+        queue = queue._replace(queue_id=queue_id)
+    unique_id, offset_id = message.properties[_UNIQUE_KEY], offset_ids[0]
+    if batch is not None:
+        unique_id = ",".join(part.properties[_UNIQUE_KEY] for part in batch)
+        offset_id = ",".join(offset_ids)
+    fields = status, unique_id, offset_id, queue, queue_offset, transaction_id, recall_handle
+    result: SendResult = _new_result(SendResult, fields)
+    return result
 
 
 class Sender:
@@ -229,7 +242,7 @@ class Sender:
             self._start()
         return self._routes.queues(topic)
 
-    def send(
+    def send(  # noqa: C901 (the hot path: the whole life of a send)
         self,
         message: Message,
         timeout_ms: float,
@@ -238,42 +251,89 @@ class Sender:
         queue: MessageQueue | None = None,
         choose: Callable[[Sequence[str]], MessageQueue] | None = None,
         first: _FirstTry | None = None,
+        begin_ms: int | None = None,
+        is_one_way: bool = False,
     ) -> SendResult:
         """Send a message, or a batch with this first message, to one queue after the other, until one stores it.
 
         With ``queue`` all tries go there, and there is another one only if the answer was lost: then the store has
         another owner with the same queue. Otherwise ``choose(brokers tried before)`` returns the queue of each try; by
-        default the queues come in turn. ``first`` was tried before.
+        default the queues come in turn. ``first`` was tried before. ``begin_ms`` is the time, if the caller has read
+        it. With ``is_one_way`` there is one try, whose outcome the broker need not answer.
         """
-        if queue is not None:
-            choose = partial(_same_queue, queue)
-        elif choose is None:
+        is_bound, target = queue is not None, queue
+        if queue is None and choose is None:
             queues = self._topics.get(message.topic) or self.queues(message.topic)
-            choose = queues.in_turn if self._is_in_turn else partial(self.queue_of_try, queues)
-        is_bound = queue is not None
+            if self._is_in_turn and first is None:
+                target = queues.queues[next(queues.turns.numbers) % len(queues.queues)]
+            else:
+                choose = partial(self.queue_of_try, queues)
         tried: list[str] = []
-        failure: BrokerError | BrokerUnreachableError | None = None
+        failure: Exception | None = None
         result: SendResult | None = None
-        begin_ms = now_ms = self._now_ms()
+        if begin_ms is None:
+            begin_ms = self._now_ms()
+        now_ms, left_ms, config = begin_ms, timeout_ms, self.config
         if first is not None:
             begin_ms, broker_name, failure, result = first
             tried.append(broker_name)
-        while len(tried) <= self.config.retries:
+        while len(tried) <= config.retries:
             if tried:
                 now_ms = self._now_ms()
-                if now_ms - begin_ms > timeout_ms:
+                left_ms = timeout_ms - now_ms + begin_ms
+                if left_ms < 0:
                     raise _over_time(message, timeout_ms, len(tried), failure, is_bound)
-            target = choose(tried)
+            if target is None:
+                target = queue or (self.queue_of_try(queues, tried) if choose is None else choose(tried))
+            if batch is None and _PRIORITY in message.properties:
+                target = self._queue_of_priority(message, target)
+            if self._life.state is not _RUNNING:
+                self._start()
+            if self._point is not None:  # time can pass
+                self._point(f"send {target.topic}")
+                now_ms = self._now_ms()
+            if tried and self._metrics is not None:
+                self._metrics.count("send_retries", topic=target.topic)
+            sent, sys_flag = message, 0
+            if batch is None and len(message.body) >= config.compress_from:
+                packed, sys_flag = record.compress_body(message.body), _COMPRESSED
+                sent = Message.from_parts(message.topic, packed, message.flag, message.properties, message._delays)
+            after = self._begin_hooks(message, target, len(tried), batch) if self._hooks else ()
             try:
-                result = self._send_to(message, target, timeout_ms - now_ms + begin_ms, now_ms, batch, len(tried))
-            except (BrokerError, BrokerUnreachableError) as error:
-                if not (isinstance(error, LostAnswerError) if is_bound else _is_retried(error)):
+                endpoint = self._endpoints.get(target.broker_name) or self._routes.endpoint(target.broker_name)
+                if batch is None:
+                    response = endpoint.send(
+                        self._group,
+                        sent,
+                        target.queue_id,
+                        now_ms,
+                        self._host,
+                        sys_flag,
+                        config.default_topic_queues,
+                        left_ms,
+                        is_one_way,
+                    )
+                else:
+                    born, count = (now_ms, self._host), config.default_topic_queues
+                    response = endpoint.call(SendBatch(self._group, batch, target.queue_id, *born, count, left_ms))
+                if self._now_ms() - now_ms > left_ms:
+                    raise _too_late(target, self._now_ms() - now_ms)
+            except Exception as error:
+                self._record_attempt(target, now_ms, batch or (sent,), "ERROR")
+                self._run_hooks(after, None, error)
+                if is_one_way or not _is_retried(error, is_bound):
                     raise
                 failure = error
             else:
-                if result.status is _OK or is_bound or not self.config.retry_another_broker_when_not_ok:
+                if self._metrics is not None or self.latencies is not None:
+                    self._record_attempt(target, now_ms, batch or (sent,), response.status.value)
+                result = _result_of(message, target, response, batch)
+                if after:
+                    self._run_hooks(after, result, None)
+                if result.status is _OK or is_bound or not config.retry_another_broker_when_not_ok:
                     return result
             tried.append(target.broker_name)
+            target = None
         if result is not None:
             return result
         assert failure is not None
@@ -297,7 +357,7 @@ class Sender:
             try:
                 result = await self._send_in_loop(message, queue, cast("Endpoint", endpoint), timeout_ms)
             except (BrokerError, BrokerUnreachableError) as error:
-                if not _is_retried(error):
+                if not _is_retried(error, is_bound=False):
                     raise
                 first = _FirstTry(begin_ms, queue.broker_name, error, None)
             else:
@@ -331,7 +391,11 @@ class Sender:
         except Exception:
             self._record_attempt(queue, born_ms, (message,), "ERROR")
             raise
-        return None if response is None else self._result_of(message, queue, born_ms, response)
+        if response is None:
+            return None
+        if self._metrics is not None or self.latencies is not None:
+            self._record_attempt(queue, born_ms, (message,), response.status.value)
+        return _result_of(message, queue, response)
 
     def queue_of_try(self, queues: TopicQueues, tried: Sequence[str] = ()) -> MessageQueue:
         """Return the queue of the next try, on another broker than the last one if there is one."""
@@ -339,7 +403,7 @@ class Sender:
             return self._next_nearby(queues, tried)
         if self.latencies is not None:
             return self.latencies.next_queue(queues.queues, queues.turns)
-        return queues.in_turn(tried)
+        return queues.turns.next_queue(queues.queues, tried)
 
     def _next_nearby(self, queues: TopicQueues, tried: Sequence[str]) -> MessageQueue:
         """Return a queue of the own site; for the last try, or if its brokers fail, one of another site."""
@@ -354,99 +418,17 @@ class Sender:
                 queue for queue in queues.queues if queue not in queues.near and queue.broker_name not in tried
             )
         if not near:
-            return queues.in_turn(tried)
+            return queues.turns.next_queue(queues.queues, tried)
         if latencies is not None:
             return latencies.next_queue(near, queues.turns)
         return queues.turns.next_queue(near)
 
-    def send_oneway(self, message: Message, queue: MessageQueue, timeout_ms: float) -> SendResult:
-        """Send a message to a queue by one try, whose outcome the broker need not answer."""
-        return self._send_to(message, queue, timeout_ms, self._now_ms(), is_one_way=True)
-
-    def _send_to(
-        self,
-        message: Message,
-        queue: MessageQueue,
-        timeout_ms: float,
-        now_ms: int,
-        batch: tuple[Message, ...] | None = None,
-        attempt: int = 0,
-        is_one_way: bool = False,
-    ) -> SendResult:
-        """Make one try; raise `SendTimeoutError` for an answer after ``timeout_ms``, although the message is stored."""
-        if _PRIORITY in message.properties and batch is None:
-            queue = self._queue_of_priority(message, queue)
-        if self._life.state is not _RUNNING:
-            self._start()
-        if self._point is not None:  # time can pass
-            self._point(f"send {queue.topic}")
-            now_ms = self._now_ms()
-        if attempt and self._metrics is not None:
-            self._metrics.count("send_retries", topic=queue.topic)
-        config, sent, sys_flag = self.config, message, 0
-        if batch is None and len(message.body) >= config.compress_from:
-            packed, sys_flag = record.compress_body(message.body), _COMPRESSED
-            sent = Message.from_parts(message.topic, packed, message.flag, message.properties, message._delays)
-        after = []
-        if self._hooks:
-            context = SendContext(self._group, message, queue, attempt, batch or (message,))
-            after = [then for hook in self._hooks if (then := hook(context)) is not None]
-        try:
-            endpoint = self._endpoints.get(queue.broker_name) or self._routes.endpoint(queue.broker_name)
-            if batch is None:
-                response = endpoint.send(
-                    self._group,
-                    sent,
-                    queue.queue_id,
-                    now_ms,
-                    self._host,
-                    sys_flag,
-                    config.default_topic_queues,
-                    timeout_ms,
-                    is_one_way,
-                )
-            else:
-                born, queues = (now_ms, self._host), config.default_topic_queues
-                response = endpoint.call(SendBatch(self._group, batch, queue.queue_id, *born, queues, timeout_ms))
-            if self._now_ms() - now_ms > timeout_ms:
-                raise _too_late(queue, self._now_ms() - now_ms)
-        except Exception as error:
-            self._record_attempt(queue, now_ms, batch or (sent,), "ERROR")
-            self._run_hooks(after, None, error)
-            raise
-        result = self._result_of(sent, queue, now_ms, response, batch)
-        if after:
-            self._run_hooks(after, result, None)
-        return result
-
-    def _result_of(
-        self,
-        message: Message,
-        queue: MessageQueue,
-        born_ms: int,
-        response: SendResponse,
-        batch: tuple[Message, ...] | None = None,
-    ) -> SendResult:
-        if self._metrics is not None or self.latencies is not None:
-            self._record_attempt(queue, born_ms, batch or (message,), response.status.value)
-        stored_queue = queue if response.queue_id == queue.queue_id else queue._replace(queue_id=response.queue_id)
-        unique_id, offset_id = message.properties[_UNIQUE_KEY], response.offset_ids[0]
-        if batch is not None:
-            unique_id = ",".join(part.properties[_UNIQUE_KEY] for part in batch)
-            offset_id = ",".join(response.offset_ids)
-        result: SendResult = _new_result(
-            SendResult,
-            (
-                response.status,
-                unique_id,
-                offset_id,
-                stored_queue,
-                response.queue_offset,
-                response.transaction_id,
-                response.recall_handle,
-            ),
-        )
-        return result
+    def _begin_hooks(
+        self, message: Message, queue: MessageQueue, attempt: int, batch: tuple[Message, ...] | None
+    ) -> list[Callable[[SendResult | None, Exception | None], None]]:
+        """Call the hooks before a try; return what to call after it."""
+        context = SendContext(self._group, message, queue, attempt, batch or (message,))
+        return [then for hook in self._hooks if (then := hook(context)) is not None]
 
     def _queue_of_priority(self, message: Message, queue: MessageQueue) -> MessageQueue:
         """Return the queue of the message's priority at the broker of ``queue``: brokers before 5.4 don't choose it."""
