@@ -251,7 +251,7 @@ class Broker(StoreRoute, Endpoint):
         timeout_ms: float | None = None,
         is_one_way: bool = False,
     ) -> SendResponse:
-        """Store a message directly, as `call` stores that of a `SendMessage`.
+        """Store a message directly, as `call` stores that of a `SendMessage`; no other thread may use it meanwhile.
 
         Raises:
             BrokerError: The message is refused; ``code`` says why.

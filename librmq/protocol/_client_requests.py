@@ -522,8 +522,7 @@ class TransactionState(enum.Enum):
     """The broker asks again later."""
 
 
-@value
-class SendResponse:
+class SendResponse(NamedTuple):
     """Place of a stored message, or of the first of a batch."""
 
     status: SendStatus

@@ -210,7 +210,7 @@ def test_a_half_stored_less_durably_is_rolled_back(shop: Shop) -> None:
     def answered(request: Any, call: Callable[[Any], Any]) -> Any:
         response = call(request)
         if isinstance(request, SendMessage):
-            response.status = SendStatus.FLUSH_DISK_TIMEOUT
+            return response._replace(status=SendStatus.FLUSH_DISK_TIMEOUT)
         return response
 
     shop.route = WrappedRoute(shop.broker, answered)

@@ -151,6 +151,8 @@ class Appender(AppendState):
         self._levels = levels
         self._delays: dict[str, tuple[int, str, int]] = {}  # the results of `_delay`
         self._host = encode_host(parse_host(config.store_host))
+        # The born host of the last append and its bytes, because a producer gives each message the same object.
+        self._last_host: tuple[Host | bytes, bytes] = self._host, self._host
         self._max_body_size = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
         self._sync = config.durability == "sync"
@@ -244,7 +246,10 @@ class Appender(AppendState):
             if store_host is not None:
                 stored_at = host_bytes(store_host)
             if born_host is not None:
-                born_at = host_bytes(born_host)
+                last_host, born_at = self._last_host
+                if born_host is not last_host:
+                    born_at = host_bytes(born_host)
+                    self._last_host = born_host, born_at
             hosts_size = len(born_at) + len(stored_at)
             if (sys_flag and sys_flag not in _QUEUED_FLAGS) or hosts_size > _TWO_HOSTS:
                 sys_flag |= checked_host_flags(sys_flag, born_at, stored_at)
