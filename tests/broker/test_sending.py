@@ -54,6 +54,22 @@ def test_the_senders_message_stays_as_it_is(broker: Broker) -> None:
     assert (message.topic, message.properties) == ("T", before)
 
 
+def test_a_direct_send_leaves_the_message_for_another_try(broker: Broker) -> None:
+    message = Message("T", b"x", tags="a", wait_store_ok=False)
+    before = dict(message.properties)
+    other_host = ("10.0.0.7", 99)
+    for host in (HOST, other_host, HOST):
+        response = broker.send("p", message, 0, 1, host)
+        stored = broker.store.message_at(response.physical_offset)
+        assert stored is not None
+        assert stored.born_host == host
+        assert raw(broker, response.physical_offset) == "CLUSTER=DefaultCluster TAGS=a"
+    message.body = bytes(5 << 20)
+    with pytest.raises(MessageIllegalError, match="5,242,880"):
+        broker.send("p", message, 0, 1, HOST)
+    assert list(message.properties.items()) == list(before.items())
+
+
 @pytest.mark.parametrize(("asked", "queues"), [(4, 4), (64, 8), (1, 1)])
 def test_a_send_makes_its_topic(broker: Broker, asked: int, queues: int) -> None:
     assert broker.topic_route("T") == ()
