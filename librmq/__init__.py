@@ -87,11 +87,11 @@ else:
         __name__,
         {
             "librmq.broker": ("Broker", "BrokerConfig"),
+            "librmq.client": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
             "librmq.client.producer": ("Producer",),
             "librmq.client.queue_selectors": ("select_by_consistent_hash", "select_by_hash"),
             "librmq.client.recorded_route": ("record_history",),
             "librmq.client.sender": ("ProducerConfig", "SendResult"),
-            "librmq.client.transactions": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
             "librmq.clock": ("ManualClock",),
             "librmq.cluster": ("Cluster", "RouteTable"),
             "librmq.config": ("StoreConfig",),

@@ -56,7 +56,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "librmq.diagnosis.deadletters.GivenUpMessage broker?:str resent?:bool",
         "librmq.diagnosis.deadletters.DeadLetterCause",
     ),
-    "story": ("librmq.diagnosis.message_story.StoryEvent",),
+    "story": ("librmq.diagnosis._message_story.StoryEvent",),
     "traces": ("librmq.message.traces.Trace",),
     "diagnose": (
         "finding:str severity:str subject:str what:str evidence:obj next:str",

@@ -13,8 +13,8 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, ParamSpec, TypeVar
 
+from librmq.broker._arguments import check_id, check_key, check_names, no_such_group, no_such_topic, target_of
 from librmq.broker._topics import check_topic_settings, refuse_own_topic
-from librmq.broker.arguments import check_id, check_key, check_names, no_such_group, no_such_topic, target_of
 from librmq.broker.groups import group_settings
 from librmq.config import Seconds, to_seconds
 from librmq.errors import (
@@ -424,8 +424,19 @@ class AdministeredRoute(Route, AsyncClosing):
             at = answer.next_offset
 
     def find_by_id(self, message_id: str) -> StoredMessage | None:
-        """Return the first record with an id, an offset id or a producer's unique id; None if there is none."""
+        """Return the first record with an id, an offset id or a producer's unique id; None if there is none.
+
+        An offset id names its broker by the store host; a cluster searches a unique id in all brokers, by name.
+
+        Raises:
+            BrokerUnreachableError: A broker of a cluster that could have the message cannot be asked.
+            ConfigError: The id is not text, or several brokers of a cluster have the store host in the id, and a
+                message at its offset.
+        """
         check_id(message_id)
+        return self._find_by_id(message_id)
+
+    def _find_by_id(self, message_id: str) -> StoredMessage | None:
         try:
             _, physical_offset = parse_offset_message_id(message_id)
         except MalformedError:

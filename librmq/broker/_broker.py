@@ -26,7 +26,6 @@ from librmq.broker._administered_route import StoreRoute
 from librmq.broker._administration import ResetHook
 from librmq.broker._context import BrokerContext, BrokerLife
 from librmq.broker._transactions import DiscardHook
-from librmq.broker.arguments import check_id
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
 from librmq.broker.handlers._parts import BrokerParts
 from librmq.broker.handlers._send import SendHandler
@@ -336,9 +335,7 @@ class Broker(StoreRoute, Endpoint):
         settings = self._parts.context.groups.by_name.get(group)
         return settings is not None and settings.is_ordered
 
-    def find_by_id(self, message_id: str) -> StoredMessage | None:
-        """Return the first record with an id, an offset id or a producer's unique id; None if there is none."""
-        check_id(message_id)
+    def _find_by_id(self, message_id: str) -> StoredMessage | None:
         with self._life.errors():
             return next(iter(self.store.find_by_id(message_id)), None)
 

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.client._transactions import CheckedMessage as CheckedMessage
+    from librmq.client._transactions import OpenTransaction as OpenTransaction
+    from librmq.client._transactions import TransactionProducer as TransactionProducer
+    from librmq.client._transactions import TransactionResult as TransactionResult
     from librmq.client.allocation import allocate_averagely as allocate_averagely
     from librmq.client.allocation import allocate_averagely_by_circle as allocate_averagely_by_circle
     from librmq.client.allocation import allocate_by_config as allocate_by_config
@@ -24,9 +28,6 @@ if TYPE_CHECKING:
     from librmq.client.queue_selectors import select_by_remainder as select_by_remainder
     from librmq.client.sender import ProducerConfig as ProducerConfig
     from librmq.client.sender import SendResult as SendResult
-    from librmq.client.transactions import CheckedMessage as CheckedMessage
-    from librmq.client.transactions import TransactionProducer as TransactionProducer
-    from librmq.client.transactions import TransactionResult as TransactionResult
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -35,7 +36,12 @@ else:
             "librmq.client.producer": ("Producer",),
             "librmq.client.queue_selectors": ("select_by_hash", "select_by_remainder"),
             "librmq.client.sender": ("ProducerConfig", "SendResult"),
-            "librmq.client.transactions": ("CheckedMessage", "TransactionProducer", "TransactionResult"),
+            "librmq.client._transactions": (
+                "CheckedMessage",
+                "OpenTransaction",
+                "TransactionProducer",
+                "TransactionResult",
+            ),
             "librmq.client.allocation": (
                 "allocate_averagely",
                 "allocate_averagely_by_circle",

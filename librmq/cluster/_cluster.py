@@ -20,7 +20,6 @@ from hashlib import blake2b
 from typing import Final, Self, TypeVar
 
 from librmq.broker import AdministeredRoute, Broker, BrokerConfig
-from librmq.broker.arguments import check_id
 from librmq.cluster._sites import SiteRoute
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
@@ -169,16 +168,7 @@ class RouteTable(AdministeredRoute):
 
     # ---- messages
 
-    def find_by_id(self, message_id: str) -> StoredMessage | None:
-        """Return the first record with an offset id or a producer's unique id; None if no broker has one.
-
-        An offset id names its broker by the store host; a unique id is searched in all brokers, by name.
-
-        Raises:
-            BrokerUnreachableError: A broker that could have the message cannot be asked.
-            ConfigError: Several brokers have the store host in the id, and a message at its offset.
-        """
-        check_id(message_id)
+    def _find_by_id(self, message_id: str) -> StoredMessage | None:
         try:
             host = parse_offset_message_id(message_id)[0]
         except MalformedError:

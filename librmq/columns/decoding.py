@@ -48,7 +48,6 @@ from librmq.errors import BodyCompressionError, RecordError
 from librmq.message import record
 from librmq.message.ids import decode_host, format_host
 from librmq.message.properties import PropertyName, decode_properties
-from librmq.message.stored_message import DECOMPRESSED_LIMIT
 from librmq.runtime.compiled_core import CORE
 
 # ---- properties: one by its name, or maps of all
@@ -430,7 +429,7 @@ class Block:
             packed.append(row)
             try:
                 flags = int(self._flags[row])
-                values.append(body := record.decompress_body(stored[row].as_py(), flags, DECOMPRESSED_LIMIT))
+                values.append(body := record.decompress_body(stored[row].as_py(), flags, record.DECOMPRESSED_LIMIT))
                 size += len(body)
             except BodyCompressionError as error:
                 bad[row] = error

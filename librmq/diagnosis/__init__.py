@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from librmq.diagnosis._lag_report import TopicLag as TopicLag
     from librmq.diagnosis._lag_report import TopicProgress as TopicProgress
     from librmq.diagnosis._lag_report import lag as lag
+    from librmq.diagnosis._message_story import StoryEvent as StoryEvent
+    from librmq.diagnosis._message_story import story as story
     from librmq.diagnosis._pop import HeldMessage as HeldMessage
     from librmq.diagnosis._pop import PopHolds as PopHolds
     from librmq.diagnosis._pop import UnusableRecord as UnusableRecord
@@ -48,8 +50,6 @@ if TYPE_CHECKING:
     from librmq.diagnosis.deadletters import GivenUpMessage as GivenUpMessage
     from librmq.diagnosis.deadletters import dead_letter_causes as dead_letter_causes
     from librmq.diagnosis.deadletters import dead_letters as dead_letters
-    from librmq.diagnosis.message_story import StoryEvent as StoryEvent
-    from librmq.diagnosis.message_story import story as story
     from librmq.diagnosis.pending import ExpiringMessages as ExpiringMessages
     from librmq.diagnosis.pending import GivenUpHalf as GivenUpHalf
     from librmq.diagnosis.pending import PendingMessage as PendingMessage
@@ -98,7 +98,7 @@ else:
             ),
             "librmq.diagnosis._instances": ("HeldProgress", "held_progress"),
             "librmq.diagnosis._kept_progress": ("KeptProgress", "progress_history"),
-            "librmq.diagnosis.message_story": ("StoryEvent", "story"),
+            "librmq.diagnosis._message_story": ("StoryEvent", "story"),
             "librmq.diagnosis.pending": (
                 "ExpiringMessages",
                 "GivenUpHalf",

@@ -29,7 +29,8 @@ from librmq.java.json import NumberColumns
 from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue, StoredMessage
 from librmq.message.lag import queue_lag
 from librmq.message.properties import PropertyName
-from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_own_group, kind_of_topic
+from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_own_group, is_user_topic, kind_of_topic
+from librmq.message.traces import is_trace_body, is_trace_topic
 from librmq.runtime.closing import Closing
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
@@ -612,3 +613,18 @@ class ClusterView:
             BrokerError: The topic's permission forbids to read it.
         """
         return self.route.messages_in(queue, offsets)
+
+
+def trace_topics(view: StoreView) -> list[str]:
+    """Return the topics of traces: by their names, and of other topics those whose newest message is one."""
+    topics = []
+    for topic, queues in view.topics.items():
+        if is_trace_topic(topic):
+            topics.append(topic)
+        elif is_user_topic(topic):
+            queue_id = max(queues, key=lambda queue_id: view.ranges[topic, queue_id].max_offset)
+            last = view.ranges[topic, queue_id].max_offset - 1
+            newest = next(iter(view.store.messages(topic, queue_id, last)), None) if last >= 0 else None
+            if newest is not None and is_trace_body(newest.body or b""):
+                topics.append(topic)
+    return topics

@@ -20,8 +20,7 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Any, Final
 
-from librmq.client import CheckedMessage, TransactionProducer
-from librmq.client.transactions import OpenTransaction
+from librmq.client import CheckedMessage, OpenTransaction, TransactionProducer
 from librmq.clock import Clock, default_clock
 from librmq.config import wrong_kind
 from librmq.errors import ConfigError, TransactionRefusedError

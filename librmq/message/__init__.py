@@ -1,7 +1,6 @@
 """Messages, the layout of their records, ids, batches and topic names: what every other room knows of a message.
 
-All modules are its face, one for each part of the format: one that only `librmq.message` needed would begin with an
-underscore.
+Each module without an underscore is one part of the format, and other rooms use it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.message._stored_message import StoredRecords as StoredRecords
     from librmq.message.batch import split_batch as split_batch
     from librmq.message.delays import DEFAULT_LEVELS as DEFAULT_LEVELS
     from librmq.message.delays import DelayLevels as DelayLevels
@@ -32,6 +32,7 @@ else:
             ),
             "librmq.message.ids": ("UniqueIds", "decode_unique_id"),
             "librmq.message.message": ("Message", "MessageQueue", "StoredMessage"),
+            "librmq.message._stored_message": ("StoredRecords",),
             "librmq.message.topics": ("dead_letter_topic", "retry_topic"),
         },
     )

@@ -59,6 +59,9 @@ except ImportError:
 
 # ---- compressed bodies
 
+DECOMPRESSED_LIMIT: Final = 64 << 20
+"""The longest decompressed body that `StoredMessage.body` returns, in bytes."""
+
 # The values of `CompressionType`. A body is a zlib stream, one LZ4 frame, or one Zstandard frame. No bit means zlib:
 # older clients had no choice.
 COMPRESSED: Final = 1

@@ -29,7 +29,7 @@ class Core:
     items: Callable[..., Any] | None = None
     """The items of one file of the log (`librmq.commitlog_frames.items`)."""
     use_stored_messages: Callable[..., None] | None = None
-    """Takes the class of which `pull` makes messages (`librmq.message.stored_message`)."""
+    """Takes the class of which `pull` makes messages (`librmq.message._stored_message`)."""
     shapes: dict[tuple[str, ...], object] = field(default_factory=dict)
     """How appends encode properties, by their names (`librmq.message.properties`)."""
     pull: Callable[..., Any] | None = None
@@ -113,7 +113,7 @@ if TYPE_CHECKING:
         """The same for `librmq.store.engine._append.Appender`."""
 
     class StoredState:
-        """The same for `librmq.message.stored_message.StoredMessage`."""
+        """The same for `librmq.message._stored_message.StoredMessage`."""
 
         __slots__ = ()
 

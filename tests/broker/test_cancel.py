@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.client import TransactionProducer
 from librmq.client.producer import Producer
 from librmq.client.sender import SendResult
-from librmq.client.transactions import TransactionProducer
 from librmq.clock import ManualClock
 from librmq.cluster import Replica, promote_replica
 from librmq.config import StoreConfig

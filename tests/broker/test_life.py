@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.client import TransactionProducer
 from librmq.client.producer import Producer
-from librmq.client.transactions import TransactionProducer
 from librmq.config import StoreConfig
 from librmq.diagnosis import diagnose
 from librmq.errors import BrokerBusyError, BrokerError, MessageIllegalError, NoRouteError, StoreIOError

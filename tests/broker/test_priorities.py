@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from librmq.broker import Broker
 from librmq.broker.handlers._receive import ReceiveHandler
+from librmq.client import TransactionProducer
 from librmq.client.producer import Producer
 from librmq.client.queue_selectors import select_by_hash
-from librmq.client.transactions import TransactionProducer
 from librmq.consumer import SimpleConsumer
 from librmq.errors import BrokerError, MessageIllegalError, RmqError
 from librmq.files._memory import MemoryFiles

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from librmq.broker import Broker, BrokerConfig
 from librmq.broker.handlers import _resends
+from librmq.client import TransactionProducer
 from librmq.client.producer import Producer
-from librmq.client.transactions import TransactionProducer
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage
 from librmq.errors import ConfigError

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from librmq.broker import Broker, BrokerConfig
+from librmq.client import CheckedMessage, TransactionProducer
 from librmq.client.producer import Producer
-from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.consumer import PushConsumer
 from librmq.errors import BrokerUnreachableError, ClientError, ConfigError, MessageIllegalError
 from librmq.message.message import Message

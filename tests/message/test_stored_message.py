@@ -11,19 +11,20 @@ import sys
 import pytest
 
 from librmq.errors import BodyCompressionError, MalformedError, RecordError
+from librmq.message import StoredMessage
 from librmq.message.ids import offset_message_id
 from librmq.message.properties import tags_code
 from librmq.message.record import (
     BODY_AT,
     COMPRESSED,
     COMPRESSION_ZLIB,
+    DECOMPRESSED_LIMIT,
     MESSAGE_MAGIC_V2,
     TRANSACTION_COMMIT,
     Record,
     compress_body,
     encode_record,
 )
-from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage
 from tests.message.samples import record
 
 RAW = b"UNIQ_KEY\x010A0B\x02KEYS\x01k1  k2\x02TAGS\x01TagA\x02e\x01\x02e\x01\xc3\xa9"

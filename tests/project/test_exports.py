@@ -49,7 +49,7 @@ EXPORTS = {
         "select_by_hash share share_async split_batch Route SharedBroker"
     ),
     "librmq.client": (
-        "CheckedMessage Client ProcessClients Producer ProducerConfig SendResult TransactionProducer "
+        "CheckedMessage Client OpenTransaction ProcessClients Producer ProducerConfig SendResult TransactionProducer "
         "TransactionResult allocate_averagely allocate_averagely_by_circle allocate_by_config allocate_by_machine_room "
         "allocate_by_site allocate_consistent_hash allocate_machine_room_nearby select_by_hash select_by_remainder"
     ),
@@ -81,8 +81,8 @@ EXPORTS = {
         "unique_id upgrade_tables"
     ),
     "librmq.message": (
-        "DEFAULT_LEVELS DelayLevels Message MessageQueue StoredMessage UniqueIds dead_letter_topic decode_unique_id "
-        "retry_topic split_batch"
+        "DEFAULT_LEVELS DelayLevels Message MessageQueue StoredMessage StoredRecords UniqueIds dead_letter_topic "
+        "decode_unique_id retry_topic split_batch"
     ),
     "librmq.testing": (
         "Anomaly DeliveryAttempt Drill DrillReport Elapsed Exploration Faults History HistoryAnomalyError HistoryLine "

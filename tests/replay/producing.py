@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
+from librmq.client import CheckedMessage, TransactionProducer
 from librmq.client.producer import Producer
 from librmq.client.queue_selectors import select_by_hash
 from librmq.client.sender import SendResult
-from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.errors import RmqError
 from librmq.message import record
 from librmq.message.message import Message, MessageQueue, StoredMessage

@@ -31,9 +31,9 @@ from librmq import (
     TransactionProducer,
     TransactionState,
 )
+from librmq.client import CheckedMessage
 from librmq.client.queue_selectors import select_by_hash
 from librmq.client.recorder import id_of
-from librmq.client.transactions import CheckedMessage
 from librmq.errors import RmqError, StoreIOError
 from librmq.files.interface import File
 from librmq.listener import ReconsumeLater

@@ -23,8 +23,9 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError
 from librmq.files._memory import MemoryFiles
+from librmq.message import StoredMessage, StoredRecords
 from librmq.message.message import Message
-from librmq.message.stored_message import DECOMPRESSED_LIMIT, StoredMessage, StoredRecords
+from librmq.message.record import DECOMPRESSED_LIMIT
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import key_block

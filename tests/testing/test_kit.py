@@ -19,8 +19,8 @@ import pytest
 
 from librmq.broker import BrokerConfig
 from librmq.cli import main
+from librmq.client import CheckedMessage, TransactionProducer
 from librmq.client.producer import Producer
-from librmq.client.transactions import CheckedMessage, TransactionProducer
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.consumer import DeliveredMessage, PullConsumer, PushConsumer, SimpleConsumer

@@ -93,7 +93,7 @@ def story(arguments: argparse.Namespace, output: Output) -> int:
 
 def traces(arguments: argparse.Namespace, output: Output) -> int:
     """Print what clients have recorded in topics of traces, in log order."""
-    from librmq.diagnosis.message_story import trace_topics
+    from librmq.diagnosis.view import trace_topics
     from librmq.message.traces import TraceReader
 
     reader, is_found = TraceReader(), False

@@ -27,11 +27,10 @@ from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ExtUnit
 from librmq.errors import CorruptionError, RecordError
 from librmq.files import Buffer
 from librmq.java.lang import index_key_hash
-from librmq.message import StoredMessage
+from librmq.message import StoredMessage, StoredRecords
 from librmq.message import record as record_format
 from librmq.message.batch import inner_messages, is_batch
 from librmq.message.ids import parse_offset_message_id
-from librmq.message.stored_message import StoredRecords
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
 from librmq.store.engine.derivation import Pending, key_hashes

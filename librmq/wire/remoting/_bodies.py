@@ -14,9 +14,8 @@ from typing import Any, Final, NamedTuple
 from librmq.errors import FilterSyntaxError, MalformedError, RecordError
 from librmq.filter import TAG, TagFilter
 from librmq.java import json as java_json
-from librmq.message import MessageQueue, StoredMessage, record
+from librmq.message import MessageQueue, StoredMessage, StoredRecords, record
 from librmq.message.batch import inner_messages
-from librmq.message.stored_message import StoredRecords
 from librmq.protocol import ConsumeFrom, ConsumerData, Heartbeat, MessageModel, QueueData, Subscription
 from librmq.store.format.documents import LetterIdentity
 

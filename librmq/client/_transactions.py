@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, Unpack, cast
+from typing import Any, Final, NamedTuple, TypeVar, Unpack, cast
 
 from librmq.client.observation import Operation, observed
 from librmq.client.producer import Producer, ProducerArguments
@@ -108,8 +108,9 @@ class OpenTransaction:
     """A transaction whose half message is stored; see `TransactionProducer.transaction`."""
 
     def __init__(self, sent: SendResult) -> None:
-        self.sent = sent
-        self.state = TransactionState.COMMIT
+        self.sent: Final[SendResult] = sent
+        """How the half message was stored."""
+        self.state: TransactionState = TransactionState.COMMIT
 
     def rollback(self) -> None:
         """Roll back at the end of the block even without an exception."""

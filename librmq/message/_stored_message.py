@@ -17,6 +17,7 @@ from librmq.message.record import (
     BORN_HOST_AT,
     BORN_HOST_V6,
     BORN_TIMESTAMP_AT,
+    DECOMPRESSED_LIMIT,
     FIXED_SIZE,
     FLAG_AT,
     HOST_V6_EXTRA,
@@ -36,9 +37,6 @@ from librmq.message.record import (
 )
 from librmq.printable import shown_body
 from librmq.runtime.compiled_core import CORE, StoredState
-
-DECOMPRESSED_LIMIT: Final = 64 << 20
-"""The longest decompressed body that `StoredMessage.body` returns, in bytes."""
 
 _INT: Final = struct.Struct(">i")
 _unpack_body = header_struct("sys_flag", "body_length", unsigned=("body_length",)).unpack_from
@@ -321,7 +319,7 @@ class StoredRecords(Sequence[StoredMessage]):
 
     def __init__(self, data: bytes, count: int) -> None:
         """``data`` has ``count`` whole records."""
-        self.data = data
+        self.data: bytes = data
         self._count = count
 
     def __len__(self) -> int:

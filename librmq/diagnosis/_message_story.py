@@ -32,7 +32,7 @@ from typing import Final, Literal, NamedTuple
 from librmq.diagnosis._pop import PopAcknowledgement, PopCheckPoint, PopEvent, ReceiveName, pop_events, pop_holds
 from librmq.diagnosis.deadletters import given_up
 from librmq.diagnosis.pending import check_times
-from librmq.diagnosis.view import Source, StoreView, viewed
+from librmq.diagnosis.view import Source, StoreView, trace_topics, viewed
 from librmq.filter import TagFilter
 from librmq.filter.registrations import DEAD_ON_LOAD_MS, is_tag_type
 from librmq.formatting import duration, moment
@@ -48,7 +48,7 @@ from librmq.message.topics import (
     is_user_topic,
     receive_retry_topic,
 )
-from librmq.message.traces import TraceReader, is_trace_body, is_trace_topic
+from librmq.message.traces import TraceReader, is_trace_body
 from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, halves_of
 from librmq.scheduling.waiting import Cancellation, Cancellations, destination_of
@@ -280,21 +280,6 @@ def _rollbacks(store: MessageStore, records: Sequence[StoredMessage]) -> list[St
                 note = f"the half at queue offset {half.queue_offset}"
                 events[half.unique_key] = _event(op, "rolled_back", group, note)._replace(unique_key=half.unique_key)
     return list(events.values())
-
-
-def trace_topics(view: StoreView) -> list[str]:
-    """Return the topics of traces: by their names, and of other topics those whose newest message is one."""
-    topics = []
-    for topic, queues in view.topics.items():
-        if is_trace_topic(topic):
-            topics.append(topic)
-        elif is_user_topic(topic):
-            queue_id = max(queues, key=lambda queue_id: view.ranges[topic, queue_id].max_offset)
-            last = view.ranges[topic, queue_id].max_offset - 1
-            newest = next(iter(view.store.messages(topic, queue_id, last)), None) if last >= 0 else None
-            if newest is not None and is_trace_body(newest.body or b""):
-                topics.append(topic)
-    return topics
 
 
 def _traced(view: StoreView, records: Sequence[StoredMessage], name: str, topic: str | None) -> Iterator[StoryEvent]:
