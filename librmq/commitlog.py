@@ -132,7 +132,7 @@ class CommitLog(Closing, LogState):
         after the end.
 
         Raises:
-            ConfigError: ``file_size`` is no number of bytes, or below 256.
+            ConfigError: ``file_size`` is not a number of bytes, or is below 256.
             CorruptionError: A name or a length is wrong.
         """
         if type(file_size) is not int or file_size < _SMALLEST_FILE:

@@ -159,7 +159,7 @@ class Config:
 
 
 def wrong_kind(name: str, value: object, expected: str) -> TypeError:
-    """Return the error of an argument that is no value of the expected kind."""
+    """Return the error of an argument of another kind than expected."""
     return TypeError(f"{name}: expected {expected}, found {value!r:.80}")
 
 
@@ -202,7 +202,7 @@ def check_path(name: str, path: object, expected: str) -> None:
 
     Raises:
         ConfigError: It is empty, or has a null character.
-        TypeError: It is no path.
+        TypeError: It is not a path.
     """
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
         raise wrong_kind(name, path, expected)
@@ -211,10 +211,10 @@ def check_path(name: str, path: object, expected: str) -> None:
 
 
 def check_now(now_ms: object) -> None:
-    """Refuse what is no time for a step to run at.
+    """Refuse a value that cannot be the time of a step.
 
     Raises:
-        TypeError: It is no whole number.
+        TypeError: It is not a whole number.
     """
     if not isinstance(now_ms, int):
         raise wrong_kind("now_ms", now_ms, "milliseconds since 1970, a whole number")

@@ -138,7 +138,7 @@ class ConsumeQueueExt(Closing):
 
         Raises:
             CorruptionError: There is none, or it is damaged.
-            ValueError: ``address`` is no address.
+            ValueError: ``address`` is not an address of such a file.
         """
         if self._closed:
             raise StoreClosedError(f"{self._files.folder} is closed")

@@ -128,7 +128,7 @@ class MalformedError(RmqError, ValueError):
 
 
 class InputError(RmqError, ValueError):
-    """A line of input is no valid row or operation; the error names it. Earlier lines stay applied."""
+    """A line of input is not a valid row or operation; the error names it. Earlier lines stay applied."""
 
 
 class TransactionRefusedError(RmqError):

@@ -317,7 +317,7 @@ class _Spans:
 
     def _begin_process(self, operation: Operation) -> Ended:
         messages, links = operation.messages, _links(operation.messages)
-        # What happens to be current in the thread that takes the turn is no cause of this delivery.
+        # The span that is current in the thread which takes the turn did not cause this delivery.
         within, parent = Context(), Context()
         if len(messages) == 1:
             within = _context_of(messages[0])

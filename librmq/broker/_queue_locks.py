@@ -24,8 +24,8 @@ class QueueLocks:
         """Return a table without locks; each expires ``expiry_ms`` after its last renewal, by ``now_ms()``.
 
         Raises:
-            ConfigError: ``expiry_ms`` is no whole number from 0 on.
-            TypeError: ``now_ms`` is no function.
+            ConfigError: ``expiry_ms`` is not a whole number of at least 0.
+            TypeError: ``now_ms`` is not a function.
         """
         if type(expiry_ms) is not int or expiry_ms < 0:
             raise ConfigError(f"expiry_ms: expected a whole number of at least 0, found {expiry_ms!r:.80}")

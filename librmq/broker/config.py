@@ -299,7 +299,7 @@ class OpenKeywords(TypedDict, total=False):
 def check_settings(
     call: str, path: object, config: object, name: object, cluster_name: object, metrics: object
 ) -> None:
-    """Refuse what is no setting of a broker, a path that names no folder, and names that no route or file can carry."""
+    """Refuse other values than a broker's settings, the path of a folder, and names that routes and files can carry."""
     if config is not None and not isinstance(config, BrokerConfig):
         which = "store_config=" if isinstance(config, StoreConfig) else "a BrokerConfig"
         raise ConfigError(f"{call}(path, {type(config).__name__}(…)): expected {which}")

@@ -358,7 +358,7 @@ def resend_letters(
     """
     requests = None
     if letters is not None:
-        # `retry_of` refuses what is no letter before it is asked for its place.
+        # `retry_of` refuses other messages than dead letters, before anything asks for their places.
         checked = [(retry_of(letter, group), letter) for letter in letters]
         requests = {letter_identity(letter): request for request, letter in checked}
     if requests is None or only_unsent:

@@ -418,7 +418,7 @@ def select(arguments: argparse.Namespace) -> MessageQuery:
 
 
 def check_times(arguments: argparse.Namespace, since_ms: int | None, until_ms: int | None) -> None:
-    """Refuse a begin after the end.
+    """Refuse a time of beginning after that of the end.
 
     Raises:
         InputError: ``--since`` is later than ``--until``.
@@ -433,7 +433,7 @@ def check_id(text: str) -> None:
     """Refuse a text that is neither an offset id nor a possible unique id of a client.
 
     Raises:
-        InputError: The text is no id.
+        InputError: The text is not an id.
     """
     if not text or not text.isprintable() or " " in text:
         raise InputError(f"malformed id: expected an offset id or a unique id, found {text!r:.80}")

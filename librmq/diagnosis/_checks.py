@@ -84,9 +84,10 @@ def _damage_findings(view: StoreView, check: bool | None) -> Iterator[Finding]:
 
 
 def verified_damage(view: StoreView) -> list[Damage]:
-    """Return what `verify` finds, but for the missing begin of the log, which is a finding of its own.
+    """Return what `verify` finds, except the missing beginning of the log, which is a finding of its own.
 
-    Of a killed store that lacks nothing, what a recovery cuts is no damage: bytes behind the log's end, and entries.
+    In a killed store that lacks nothing, what a recovery cuts does not count as damage: bytes behind the log's end, and
+    entries.
     """
     from librmq.store import verify
 

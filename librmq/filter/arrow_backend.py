@@ -447,7 +447,7 @@ def _patched(text: Any, plain: Any, numbers: Any, read: Any) -> tuple[Any, Any]:
 
 
 def _plain_numbers(text: Any, target: Any) -> Any:
-    """Cast texts of digits, minus signs and points to numbers; None if a text has other characters or is no number.
+    """Cast texts of digits, minus signs and points to numbers; None if a text has other characters or is not a number.
 
     For such texts Arrow's cast agrees with Java. For texts with letters it does not.
     """

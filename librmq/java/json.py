@@ -100,7 +100,7 @@ class NumberRows:
     """The text of objects of whole numbers with names such as ``topic@group``, read when they are asked for."""
 
     def __init__(self, blocks: list[str]) -> None:
-        self._blocks = blocks  # some rows each, well-formed
+        self._blocks = blocks  # each has some rows, which are well-formed
 
     def pairs(self) -> int:
         """Return the number of pairs of all objects, at most, as their colons tell."""
@@ -122,7 +122,7 @@ class NumberRows:
             parts = block.replace("@", '"').split('"')  # a space, the parts of a name, its numbers, the next name …
             rows = len(parts) // 3
             numbers = np.fromstring("".join(parts[3::3]).encode().translate(_TO_SPACES), np.int64, sep=" ")
-            colons = map(str.count, parts[3::3], repeat(":"))  # one before each object, and one in each pair
+            colons = map(str.count, parts[3::3], repeat(":"))  # each object has one before it, and each pair one inside
             columns.append(
                 (
                     np.fromiter(map(firsts.__getitem__, parts[1::3]), np.int64, rows),
@@ -231,7 +231,7 @@ class _Reader:
         blocks = self._blocks() if depth < _MAX_DEPTH - 1 else []
         rows = NumberRows(blocks)
         if blocks and blocks[-1][-1] != ",":
-            self._at += 1  # the closing bracket
+            self._at += 1  # skips the closing bracket
             return rows if as_rows else rows.as_dict()
         result: dict[Any, Any] = rows.as_dict()
 
@@ -405,7 +405,7 @@ def _write_object(value: Mapping[Any, Any], depth: int, parts: list[str]) -> Non
         else:
             raise MalformedError(f"expected text, a number or an ObjectKey as a key, found {key!r:.80}")
         parts.append(":")
-        kind = type(element)  # fast path for the usual values
+        kind = type(element)  # an exact comparison of types is faster than isinstance for the usual values
         if kind is int:
             parts.append(repr(element))
         elif kind is str:
@@ -427,7 +427,7 @@ def _write_list(value: list[Any] | tuple[Any, ...], depth: int, parts: list[str]
     parts.append(begin[:-1] + "]")
 
 
-@lru_cache(maxsize=1024)  # names repeat
+@lru_cache(maxsize=1024)  # the same names come in each row of a table
 def _quoted(text: str) -> str:
     return '"' + _ESCAPED.sub(_escape, text) + '"'
 

@@ -197,7 +197,7 @@ def index_key_hashes(prefix_hashes: npt.ArrayLike, keys: Sequence[str] | Sequenc
     prefixes = np.asarray(prefix_hashes, np.int64)
     joined = _joined_ascii(keys)
     lengths = list(map(len, keys))
-    one_length = bool(lengths) and lengths.count(lengths[0]) == len(lengths)  # ids of one kind
+    one_length = bool(lengths) and lengths.count(lengths[0]) == len(lengths)  # as ids of one kind have
     longest = lengths[0] if one_length else max(lengths, default=0)
     if joined is None or not 0 < longest <= _CHUNK:
         texts = (key if isinstance(key, str) else java_decode(key) for key in keys)
@@ -339,7 +339,7 @@ def digit_translation() -> tuple[str, str]:
 
 def java_int(text: str) -> int | None:
     """Return ``Integer.parseInt(text)``, None if Java throws NumberFormatException."""
-    if len(text) < 10 and text.isascii() and text.isdigit():  # the usual text
+    if len(text) < 10 and text.isascii() and text.isdigit():  # most texts need no further look
         return int(text)
     return _parse_integer(text, INT_MIN, INT_MAX)
 
@@ -357,7 +357,7 @@ def _parse_integer(text: str, smallest: int, largest: int) -> int | None:
         return None
     sign, digits = match.groups()
     significant = digits.translate(_TO_ASCII).lstrip("0")
-    if len(significant) > 19:  # beyond 64 bits, and int() refuses more than 4,300 digits
+    if len(significant) > 19:  # 64 bits have no more digits, and int() refuses more than 4,300
         return None
     value = int(sign + (significant or "0"))
     return value if smallest <= value <= largest else None

@@ -178,7 +178,7 @@ def inner_messages(record: StoredMessage) -> list[StoredMessage]:
     body, flag and properties of their own.
 
     Raises:
-        RecordError: The body is no batch, or has another number of messages than the property ``INNER_NUM``.
+        RecordError: The body is not a batch, or has another number of messages than the property ``INNER_NUM``.
     """
     if not is_batch(record):
         return [record]

@@ -15,7 +15,7 @@ from librmq.java.lang import java_int
 _UNITS_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _LEVEL = re.compile(r"([0-9]{1,18})([smhd])")
 _UNKNOWN_LEVEL_MS = 1_000
-_LONGEST_MS = 2**62  # the sum with a store time fits 64 bits
+_LONGEST_MS = 2**62  # so that the sum with a store time fits 64 bits
 
 
 @dataclass(frozen=True, slots=True)

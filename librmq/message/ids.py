@@ -36,7 +36,7 @@ IN_ORDER: Final = 999
 """The revive queue in receipts of a group that receives in order, as in 5.x."""
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_HEX: Final = [f"{byte:02X}" for byte in range(256)]  # in a third of the time of a format
+_HEX: Final = [f"{byte:02X}" for byte in range(256)]  # a look-up takes a third of the time of a format
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _LONGEST_MONTH_MS: Final = 31 * 86_400_000
 
@@ -75,8 +75,8 @@ class UniqueIds:
         self._maker = os.urandom(4) if maker is None else (maker & 0xFFFFFFFF).to_bytes(4, "big")
         start = int.from_bytes(os.urandom(2)) if first is None else first
         self._count = count(start).__next__  # counting is one step for the interpreter
-        self._latest = (-1, "")  # a millisecond and the start of its ids
-        self._month = (0, 0)  # begin and end of the month of that millisecond
+        self._latest = (-1, "")  # ids of one millisecond begin alike, so their text is kept
+        self._month = (0, 0)  # the month of that millisecond, from its first to the first of the next
 
     def next(self, now_ms: int | None = None) -> str:
         """Return a new id: 32 hex digits, or 56 with an IPv6 address. 65,536 in a millisecond are distinct.

@@ -103,7 +103,7 @@ def encode_properties(properties: Mapping[str, str]) -> bytes:
     The length is not checked here. A value can contain 01, which is read back as part of it.
 
     Raises:
-        MessageIllegalError: A name contains 01 or 02, a value 02, one of them is no text, or has no UTF-8 (half a
+        MessageIllegalError: A name contains 01 or 02, a value 02, one of them is not text, or has no UTF-8 (half a
             surrogate pair).
     """
     if not properties:

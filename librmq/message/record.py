@@ -51,7 +51,7 @@ from librmq.runtime import lazy_numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-try:  # the same checksums, by ISA-L (extra `fast`) or by zlib
+try:  # ISA-L (extra `fast`) computes the same checksums as zlib in less time
     from isal.isal_zlib import crc32 as crc32
 except ImportError:
     from zlib import crc32 as crc32
@@ -331,7 +331,7 @@ class Record:
     @property
     def size(self) -> int:
         """The length of the record in bytes."""
-        lengths = 4 if self.magic == MESSAGE_MAGIC_V2 else 3  # of topic and properties
+        lengths = 4 if self.magic == MESSAGE_MAGIC_V2 else 3  # one or two bytes for the topic, two for the properties
         fixed = host_ends(self.sys_flag)[1] + _AFTER_HOSTS.size + lengths
         return fixed + len(self.body) + len(self.topic.encode("utf-8", "replace")) + len(self.properties_raw)
 
@@ -391,7 +391,7 @@ def encode_record(record: Record) -> bytes:
 
 
 Frame = tuple[int, int, int, int, int, int]
-"""Begin and end of the body, begin and end of the topic, begin of the properties, end of the record.
+"""Where body and topic begin and end, where the properties begin, and where the record ends.
 
 Unpack it: a named tuple takes 130 ns more, a seventh of the first look at a field.
 """
@@ -404,7 +404,7 @@ def frame(raw: Raw, position: int, limit: int) -> Frame:
     checked. As in RocketMQ, a negative length of body or properties counts as 0.
 
     Raises:
-        RecordError: The bytes are no record; the error names the field.
+        RecordError: The bytes are not a record; the error names the field.
     """
     if limit - position < FIXED_SIZE:
         raise RecordError(f"expected a record of at least {FIXED_SIZE} bytes, found {limit - position} bytes")
@@ -414,7 +414,7 @@ def frame(raw: Raw, position: int, limit: int) -> Frame:
     end = position + size
     if size < FIXED_SIZE or end > limit:
         raise RecordError(f"size: expected {FIXED_SIZE} to {limit - position}, found {size}")
-    lengths = 3 if magic == MESSAGE_MAGIC else 4  # of topic and properties
+    lengths = 3 if magic == MESSAGE_MAGIC else 4  # one or two bytes for the topic, two for the properties
     body_at = position + BODY_AT
     if sys_flag & HOSTS_V6:
         body_at += HOST_V6_EXTRA * (sys_flag & HOSTS_V6).bit_count()
@@ -488,7 +488,7 @@ def decode_record(raw: Raw, position: int = 0, *, check_body: bool = True) -> Re
     """Decode the record at ``position`` of ``raw``.
 
     Raises:
-        RecordError: The bytes are no record.
+        RecordError: The bytes are not a record.
         BodyChecksumError: Only the body is wrong (with ``check_body``).
     """
     body_at, body_end, topic_at, topic_end, properties_at, end = frame(raw, position, len(raw))

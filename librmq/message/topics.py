@@ -66,11 +66,11 @@ SYSTEM_TOPICS: Final = NOT_FOR_SENDING | {SystemTopic.AUTO_CREATE, "BenchmarkTes
 WAITING_TOPICS: Final = (SystemTopic.SCHEDULE, SystemTopic.TIMER, SystemTopic.HOP)
 """The topics in which messages wait for their time."""
 _RECEIVE_SEPARATOR: Final = "_"
-_RECEIVE_SEPARATOR_V2: Final = "+"  # in no other name
+_RECEIVE_SEPARATOR_V2: Final = "+"  # no other name can have it, so it separates without doubt
 _OWN_GROUPS: Final = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP"))
 _MAX_SIZE: Final = 127
 _MAX_CLIENT_GROUP: Final = 255
-_MAX_GROUP: Final = 120  # its retry topic has a prefix and is limited like any topic
+_MAX_GROUP: Final = 120  # with its prefix the retry topic must not be longer than any topic
 _CLIENT_PATTERN: Final = re.compile(r"[%|a-zA-Z0-9_-]+")
 
 
@@ -155,7 +155,7 @@ def validate_kept_names(groups: Iterable[str], topics: Iterable[str]) -> None:
                 f"group {group[:80]!r}: expected 1 to {_MAX_CLIENT_GROUP} letters, digits, '%', '|', '_' and '-'"
             )
     for topic in topics:
-        if topic.startswith(TopicPrefix.LIGHT):  # named by gateways, with other characters
+        if topic.startswith(TopicPrefix.LIGHT):  # gateways name these, with characters that clients must not use
             validate_topic(topic)
         else:
             validate_client_topic(topic)

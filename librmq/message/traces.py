@@ -259,7 +259,7 @@ def _after(fields: list[str]) -> Trace:
     code = int(fields[5]) if len(fields) > 5 and fields[5] else 0
     result = _RESULTS[code] if 0 <= code < len(_RESULTS) else None
     if result == "SUCCESS" and not succeeded:
-        result = "FAILED"  # the client gave no reason
+        result = "FAILED"  # the flag decides, because an absent result reads as SUCCESS
     at_ms, group = (int(fields[6]), fields[7]) if len(fields) > 7 else (-1, "")
     return _NOTHING._replace(
         trace="consumed", at_ms=at_ms, id=fields[1], group=_text(group), request=_text(fields[0]),

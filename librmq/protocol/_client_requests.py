@@ -454,7 +454,7 @@ class CancelReceive(Request[None]):
 class Acknowledge(Request[tuple[bool, ...]]):
     """Acknowledge received messages; return for each receipt whether it was valid.
 
-    A receipt is no longer valid when its message has come again. Acknowledging twice is no error.
+    A receipt is no longer valid when its message has come again. Acknowledging twice is allowed.
     """
 
     group: str

@@ -97,7 +97,7 @@ class EndedHalves:
     def __init__(self, store: MessageStore, offsets: TransactionOffsets) -> None:
         self._store = store
         self._offsets = offsets
-        self._first = 0  # the half of the first bit, a multiple of 8
+        self._first = 0  # the half of the first bit; a multiple of 8, so that whole bytes can be dropped
         self._bits = bytearray()
         self._next_op: int | None = None  # None means that nothing was read yet
 
@@ -317,7 +317,7 @@ class HalfCheck:
         """
         check_now(now_ms)
         self.checked = Checked([], [])
-        if now_ms < self._last_ms:  # the clock was set back
+        if now_ms < self._last_ms:  # the clock was set back, so times noted before are too late
             self._first_ms = min(self._first_ms, now_ms + self._interval_ms)
             self._next_ms = None
             self._saver.put_back(now_ms)

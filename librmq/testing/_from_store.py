@@ -53,7 +53,7 @@ GroupNames: TypeAlias = Collection[str] | Mapping[str, Progress]
 
 @dataclass(frozen=True)
 class StoreStart:
-    """The messages and groups of a store with which kits begin. Immutable; one thread uses it."""
+    """The messages and groups of a store that kits start from. Immutable; one thread uses it."""
 
     topics: tuple[str, ...]
     """The topics whose messages it has."""

@@ -728,7 +728,7 @@ def time_after(now_ms: int, hours: float, minutes: float, seconds: float, ms: in
     """Return the time in ms to which a clock moves.
 
     Raises:
-        ConfigError: It is before ``now_ms`` or after the year 9999, or a part is no number.
+        ConfigError: It is before ``now_ms`` or after the year 9999, or a part is not a number.
     """
     parts = {"hours": hours, "minutes": minutes, "seconds": seconds, "ms": ms}
     for name, value in parts.items():

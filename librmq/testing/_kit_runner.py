@@ -471,7 +471,7 @@ class ProcessTable:
 
         Raises:
             ProcessStateError: It has ended without a successor.
-            TypeError: It is no process.
+            TypeError: It is not a process.
         """
         if not isinstance(process, Process):
             raise wrong_kind("process", process, A_PROCESS)

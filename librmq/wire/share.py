@@ -663,7 +663,7 @@ class SharedBroker(AdministeredRoute):
             self._settled.set()
         if threading.get_ident() in self._callers or is_held_here(self.runner.lock):
             # The threads that end the share may need what the interrupted call has locked. The process does not end
-            # before they have, since this thread is no daemon.
+            # before they have, since this thread is not a daemon.
             threading.Thread(target=self.close, name="librmq share close").start()
             return
         if self._closer == threading.get_ident():  # the handler has interrupted this

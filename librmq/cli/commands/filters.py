@@ -41,7 +41,7 @@ def read_case(row: object) -> tuple[str, dict[str, str] | None]:
     """Return the expression and the properties of a case ``{expr, props}``.
 
     Raises:
-        FilterError: The row is no case.
+        FilterError: The row is not a case.
     """
     if not isinstance(row, dict) or not isinstance(row.get("expr"), str):
         raise FilterError("expected an object with a text expr")

@@ -214,7 +214,7 @@ def _in_log(
     Files before the wanted times are skipped where the order of times is known.
 
     Raises:
-        CorruptionError: The bytes are no record, and not the log's end.
+        CorruptionError: The bytes are neither a record nor the log's end.
     """
     test = selection.test()
     log = CommitLog(sequence)

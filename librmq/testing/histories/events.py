@@ -89,7 +89,7 @@ _INTEGERS_TOO: Final = frozenset(("id", "key"))
 """Names that may be integers."""
 _LARGEST: Final = 1 << 62
 _WITH_SPANS: Final = frozenset(("send", "deliver", "end_transaction"))
-"""Kinds of events that have a begin and an end."""
+"""Kinds of events that last: one event begins them and another ends them."""
 
 
 # ---- rows: their fields begin with those that order them

@@ -349,7 +349,7 @@ class Sessions:
         return True
 
     def _report(self, session: Session, is_connected: bool) -> None:
-        """Call ``changed``; its errors are no concern of the client."""
+        """Call ``changed``; its errors do not reach the client."""
         try:
             self._changed(session.client_id, session.group, is_connected)
         except Exception:

@@ -42,7 +42,7 @@ def write_body(value: object) -> bytes:
     """Return a body. Keys of type `ObjectKey` are written as objects, numbers as quoted keys."""
     try:
         text = _encode(value)
-    except TypeError:  # an `ObjectKey`, or a mapping that is no dict
+    except TypeError:  # an `ObjectKey`, or another mapping than a dict
         text = _text(value)
     return text.encode("utf-8", "replace")
 
@@ -119,7 +119,7 @@ def unwrapped(stored: StoredMessage) -> list[StoredMessage]:
     """Return the messages of a record: a broker sends a batch of a topic with queues of batches as one.
 
     Raises:
-        MalformedError: Its body is no batch.
+        MalformedError: Its body is not a batch.
     """
     try:
         return inner_messages(stored)
@@ -313,7 +313,7 @@ def queue_data_of(broker_name: str, row: Mapping[str, Any]) -> QueueData:
     """Return the queues of a topic at a broker, from a row of a route or of the broker's topics.
 
     Raises:
-        MalformedError: This is no such row.
+        MalformedError: This is not such a row.
     """
     read, write, permission = (number_in(row, name) for name in ("readQueueNums", "writeQueueNums", "perm"))
     if not all(0 <= number <= _MOST_QUEUES for number in (read, write, permission)):
@@ -409,7 +409,7 @@ def group_clients_of(group: str, body: Mapping[str, Any]) -> tuple[ConsumerData,
     """Return a group as its clients describe it, and the ids of the clients.
 
     Raises:
-        MalformedError: This is no list of connections.
+        MalformedError: This is not a list of connections.
     """
     ids = tuple(text_in(row, "clientId") for row in rows_in(body, "connectionSet"))
     return _consumer_of(group, body, map(subscription_of, table_in(body, "subscriptionTable").values())), ids

@@ -206,7 +206,7 @@ class Form(NamedTuple):
     write: Callable[[Any], Frame]
     """Returns the frame of a request."""
     read: Callable[[Any, Frame], Any]
-    """Returns the result in the answer to a request. Raises BrokerError, or MalformedError if the answer is no such."""
+    """Returns the result in the answer to a request. Raises BrokerError, or MalformedError for another form."""
     parse: Callable[[Any, bytes], Any]
     """Returns the request in a header and a body. Raises MalformedError."""
     reply: Callable[[Any, Any], Reply]
@@ -826,7 +826,7 @@ def read_sent(answer: Frame) -> SendResponse:
 
     Raises:
         BrokerError: The send was refused.
-        MalformedError: This is no such answer.
+        MalformedError: The answer has another form.
     """
     status = _STATUSES.get(answer.code)
     if status is None:
@@ -908,7 +908,7 @@ def read_pulled(answer: Frame) -> tuple[PullResponse, int]:
     """Return the response in the answer to a pull, and the id of the broker that should get the next one.
 
     Raises:
-        MalformedError: This is no such answer.
+        MalformedError: The answer has another form.
     """
     status = _PULL_STATUSES[answer.code]
     header = from_fields(PulledHeader, answer.fields)
@@ -976,7 +976,7 @@ def read_received(answer: Frame) -> ReceiveResponse:
 
     Raises:
         BrokerError: The receive was refused.
-        MalformedError: This is no such answer.
+        MalformedError: The answer has another form.
     """
     header = from_fields(ReceivedHeader, check(answer).fields)
     try:

@@ -114,7 +114,7 @@ def read_popped(request: Receive, broker_name: str, answer: Frame) -> ReceiveRes
 
     Raises:
         BrokerError: The receive was refused.
-        MalformedError: This is no such answer.
+        MalformedError: The answer has another form.
     """
     if answer.code in _NOTHING:
         return ReceiveResponse()

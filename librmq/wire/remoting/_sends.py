@@ -99,7 +99,7 @@ def _shift_delivery(properties: dict[str, str], born_ms: int, now_ms: int) -> No
     The client has computed it by the machine's clock, which showed ``born_ms``, unless that is 0.
     """
     deliver_ms = java_long(properties.get(PropertyName.TIMER_DELIVER_MS, ""))
-    if deliver_ms is not None:  # what is no time has no clock either
+    if deliver_ms is not None:  # text that is not a time needs no shift to the test's clock
         client_ms = born_ms or SystemClock().now_ms()
         properties[PropertyName.TIMER_DELIVER_MS] = str(max(deliver_ms - client_ms + now_ms, 0))
 
@@ -360,7 +360,7 @@ def _is_large_batch(frame: Frame) -> bool:
 
 
 def _messages(requests: Iterable[object]) -> list[SendMessage]:
-    """Return the requests up to the first that is no single message."""
+    """Return the requests up to the first that has other than one message."""
     messages = []
     for request in requests:
         if not isinstance(request, SendMessage):
