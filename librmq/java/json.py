@@ -405,7 +405,7 @@ def _write_object(value: Mapping[Any, Any], depth: int, parts: list[str]) -> Non
         else:
             raise MalformedError(f"expected text, a number or an ObjectKey as a key, found {key!r:.80}")
         parts.append(":")
-        kind = type(element)  # an exact comparison of types is faster than isinstance for the usual values
+        kind = type(element)  # an exact comparison of types is faster than `isinstance` for the usual values
         if kind is int:
             parts.append(repr(element))
         elif kind is str:
