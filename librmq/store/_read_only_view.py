@@ -310,8 +310,9 @@ class ReadOnlyView(StoreHandle):
         transfer: Transfer,
     ) -> ReadResult:
         """Read a queue as `read_queue` does; if nothing is there, refresh and read once more."""
-        is_refreshed = False
-        for attempt in itertools.count():
+        is_refreshed, attempt = False, -1
+        while True:
+            attempt += 1
             version, parts = self.version, self.parts
             try:
                 queue = parts.queues.find(name)
@@ -329,7 +330,6 @@ class ReadOnlyView(StoreHandle):
             self.refresh()
             if self.version == version:
                 return result
-        raise AssertionError
 
     def up_to_date(self) -> Parts:
         self.refresh()

@@ -611,8 +611,9 @@ class Appender(AppendState):
 
     def write_entries_that_fit(self) -> None:
         """Write the entries that are due, as far as the disk has room."""
-        with _as_far_as_it_fits():
-            self.write_entries()
+        if self.dispatcher.lanes:  # asked here too, because each read of a queue calls this
+            with _as_far_as_it_fits():
+                self.write_entries()
 
     def drain_what_fits(self) -> list[Pending]:
         """Write the entries and keys that are due, as far as the disk has room; return the records that lack keys."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 
 _MIN_LOOKED_AT: Final = 16_000  # bytes of entries that a read examines, or 20 for each wanted message
+_pull: Final = CORE.pull
 _PLACE: Final = struct.Struct(">q")  # the first field of an entry
 _UNKNOWN_MEMORY: Final = 8 << 30
 
@@ -102,11 +103,14 @@ class MessageFilter(Protocol):
 class Transfer:
     """Limits of one read, which depend on whether its messages count as in memory. Immutable."""
 
-    __slots__ = ("_bytes", "_count", "memory")
+    __slots__ = ("memory", "most")
 
     def __init__(self, config: StoreConfig) -> None:
-        self._count = config.max_transfer_count_in_memory, config.max_transfer_count_on_disk
-        self._bytes = config.max_transfer_bytes_in_memory, config.max_transfer_bytes_on_disk
+        self.most: tuple[tuple[int, int], tuple[int, int]] = (
+            (config.max_transfer_count_in_memory, config.max_transfer_bytes_in_memory),
+            (config.max_transfer_count_on_disk, config.max_transfer_bytes_on_disk),
+        )
+        """The most messages and bytes of a read of messages in memory, and of others."""
         memory = _UNKNOWN_MEMORY
         if hasattr(os, "sysconf"):
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -115,8 +119,7 @@ class Transfer:
 
     def limits(self, log_end: int, physical_offset: int) -> tuple[int, int]:
         """Return the most messages and bytes of a read that reaches ``physical_offset``."""
-        on_disk = log_end - physical_offset > self.memory
-        return self._count[on_disk], self._bytes[on_disk]
+        return self.most[log_end - physical_offset > self.memory]
 
     def is_on_disk(self, log_end: int, physical_offset: int) -> bool:
         """Return whether a message at ``physical_offset`` counts as on disk."""
@@ -197,16 +200,19 @@ def _read_all(
 
     The fast path needs entries that all point into one file, at records of the usual magic.
     """
-    # Hot path of every pull, in which each step for a message counts.
-    raw_entries = queue.read(queue_offset, max(max_messages, 1))
+    # Hot path of every pull, in which each call counts: so neither `max` nor `Transfer.limits`.
+    raw_entries = queue.read(queue_offset, max_messages if max_messages > 1 else 1)
     if not raw_entries:
         return None
     log_end = log.end
-    (begin,), (last,) = _PLACE.unpack_from(raw_entries), _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)
-    max_count, max_bytes = transfer.limits(log_end, begin)
-    if log_end - begin > transfer.memory >= log_end - last:
+    (begin,) = _PLACE.unpack_from(raw_entries)
+    on_disk = log_end - begin > transfer.memory
+    if on_disk and log_end - _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)[0] <= transfer.memory:
         return None  # messages in memory have other limits
-    batch = records_of(log, raw_entries, max(min(max_count, max_messages), 1), max_bytes, joined)
+    max_count, max_bytes = transfer.most[on_disk]
+    if max_messages < max_count:
+        max_count = max_messages if max_messages > 1 else 1
+    batch = _records_from(log, raw_entries, begin, max_count, max_bytes, joined)
     if batch is None:
         return None
     messages, total = batch
@@ -220,14 +226,23 @@ def records_of(
 
     Return None unless they are in one file of the log, in order, with the usual magic and the sizes in the entries.
     """
-    (begin,), file_size = _PLACE.unpack_from(raw_entries), log.file_size
+    return _records_from(log, raw_entries, _PLACE.unpack_from(raw_entries)[0], max_count, max_bytes, joined)
+
+
+def _records_from(
+    log: CommitLog, raw_entries: bytes, begin: int, max_count: int, max_bytes: int, joined: bool
+) -> tuple[Sequence[StoredMessage], int] | None:
+    """Do what `records_of` says, for entries of which the first leads to ``begin``."""
+    file_size, sequence = log.file_size, log.sequence
     start = begin - begin % file_size
-    file = log.sequence.mapped.get(start) or log.sequence.file_at(start)
+    file = sequence.mapped.get(start) or sequence.file_at(start)
     if file is None:
         return None
-    limit = min(start + file_size, log.end)
-    if CORE.pull is not None:
-        batch: Any = CORE.pull(raw_entries, file.buffer, start, limit, max_count, max_bytes, joined)
+    limit = log.end
+    if limit > start + file_size:
+        limit = start + file_size
+    if _pull is not None:
+        batch: Any = _pull(raw_entries, file.buffer, start, limit, max_count, max_bytes, joined)
         if batch is not None:
             if not joined:
                 return batch  # type: ignore[no-any-return]
