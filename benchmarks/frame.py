@@ -5,6 +5,9 @@ are measured together: in every round all of their runs follow one another, each
 rotates from round to round. The first round is a warm-up and dropped. A ratio is the median of the rounds' ratios, so
 that a slow period of the machine slows both sides; the rates next to it depend on the machine.
 
+Where both codes are measured, the rows are those of the compiled core, and a second process measures the same cases
+without it: `Row.pure`.
+
 A setup is a generator function that yields what its runs need. A run is a generator function too: its clock starts at
 the first ``yield``, and stops at the second, which yields the units of work (messages, bytes) that were done. What
 follows is closing and checking. A run that measures by other means returns its figure, or several by name, of which a
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -30,12 +34,14 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from librmq.runtime.compiled_core import CORE_STATE
 
+IS_COMPILED: Final = CORE_STATE == "compiled core"
+"""Whether this process measures the compiled core."""
 CHECKOUT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = CHECKOUT / "benchmarks" / "results.json"
 TABLES: Final = CHECKOUT / "benchmarks" / "results"
@@ -88,6 +94,12 @@ class Target:
     least: float | None = None
     reach: float | None = None
     at_most: bool = False
+    pure: Target | None = None
+    """Those of Python code, without the compiled core, if they differ."""
+
+    def of_code(self) -> Target:
+        """Return the target of the code that runs here."""
+        return self if IS_COMPILED or self.pure is None else self.pure
 
 
 @dataclass(frozen=True)
@@ -117,7 +129,8 @@ class Case:
     detail: str = ""
     peer: Run | Part | None = None
     against: str = ""
-    target: Target = Target()
+    target: Target | Callable[[float], Target] = Target()
+    """A function returns it for the figure of the peer, where a limit depends on the machine."""
     unit: str = "msg/s"
     """The unit of both runs: units of work a second, or a time, which is that of one unit of work."""
     setup: Setup = no_setup
@@ -152,6 +165,8 @@ class Row:
     less: bool = False
     """Less is better."""
     limit: bool = False
+    pure: Row | None = None
+    """The same row of Python code, without the compiled core."""
 
     @property
     def verdict(self) -> str:
@@ -176,11 +191,11 @@ class Row:
         """Whether that library is better."""
         return self.has_peer and (self.measured > 1 if self.less else self.measured < 1)
 
-    @property
-    def title(self) -> str:
-        """Name, detail and peer in one line."""
-        detail = f", {self.detail}" if self.detail else ""
-        return f"{self.name}{detail}, against {self.against}" if self.against else f"{self.name}{detail}"
+
+def title(row: Row | Case) -> str:
+    """Return name, detail and peer in one line."""
+    detail = f", {row.detail}" if row.detail else ""
+    return f"{row.name}{detail}, against {row.against}" if row.against else f"{row.name}{detail}"
 
 
 # --------------------------------------------------------------------------------------------------------- measurement
@@ -256,8 +271,11 @@ def _values(case: Case, run: Run | Part, figures: Figures) -> list[float]:
 def _row(case: Case, figures: Figures) -> Row:
     ours, target = _values(case, case.run, figures), case.target
     values, unit, texts = ours, case.unit, ("", "")
-    if case.peer is not None:
-        others = _values(case, case.peer, figures)
+    others = [] if case.peer is None else _values(case, case.peer, figures)
+    if callable(target):
+        target = target(statistics.median(others))
+    target = target.of_code()
+    if others:
         values = [b / a if case.is_cost else a / b for a, b in zip(ours, others, strict=True)]
         texts = rate(statistics.median(ours), unit), rate(statistics.median(others), unit)
         unit = "×"
@@ -266,6 +284,22 @@ def _row(case: Case, figures: Figures) -> Row:
         case.name, case.detail, case.against, case.figure(values), unit, target.least, target.reach, target.at_most,
         min(values), max(values), *texts, less, case.limit,
     )  # fmt: skip
+
+
+def print_rows(subject: str, titles: Sequence[str], rounds: int, scale: float) -> None:
+    """Print the rows of cases with these titles as JSON, for `with_python`."""
+    cases = importlib.import_module(f"benchmarks.{subject}").CASES
+    with tempfile.TemporaryDirectory(prefix="librmq-benchmark-") as scratch:
+        rows, _ = measure([case for case in cases if title(case) in titles], Bench(rounds, Path(scratch), scale))
+    print(json.dumps(list(map(asdict, rows))))
+
+
+def with_python(subject: str, rows: Sequence[Row], bench: Bench) -> list[Row]:
+    """Measure the same cases without the compiled core, and return the rows with what they are then."""
+    titles = list(map(title, rows))
+    code = f"from benchmarks import frame; frame.print_rows({subject!r}, {titles!r}, {bench.rounds}, {bench.scale})"
+    pure = {title(row): row for row in map(_row_of, json.loads(last_line(code, LIBRMQ_CORE="off")))}
+    return [replace(row, pure=pure.get(title(row))) for row in rows]
 
 
 def last_line(code: str, *words: object, **variables: str) -> str:
@@ -310,7 +344,10 @@ def number(value: float) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ the table
 
-TITLES: Final = ("path", "case", "against", "measured", "rounds", "required", "aim", "result", "librmq", "the other")
+TITLES: Final = (
+    "path", "case", "against", "measured", "rounds", "required", "aim", "result", "librmq", "the other", "in Python",
+    "required of it", "its result", "librmq in Python",
+)  # fmt: skip
 KEY: Final = """\
 "Measured" is the median of the rounds, and "rounds" their range. The result is "met" or "missed" for what is
 required, "reached" for the aim, and "short" for an aim that is not reached where nothing is required.
@@ -318,15 +355,20 @@ required, "reached" for the aim, and "short" for an aim that is not reached wher
 
 
 def cells(row: Row) -> tuple[str, ...]:
+    """Return a row of the table, without what Python code does unless that was measured."""
+
     def bound(value: float | None) -> str:
         sign = f"≤{NO_BREAK}" if row.at_most else ""
         return "" if value is None else f"{sign}{quantity(digits(value), row.unit)}"
 
     spread = "" if row.low is None or row.high is None else f"{number(row.low)}–{number(row.high)}"
-    measured = quantity(number(row.measured), row.unit)
+    measured, pure = quantity(number(row.measured), row.unit), ("", "", "", "")
+    if row.pure is not None:
+        of_pure = cells(row.pure)
+        pure = of_pure[3], of_pure[5], of_pure[7], of_pure[8]
     return (
         row.name, row.detail, row.against, measured, spread, bound(row.least), bound(row.reach), row.verdict,
-        row.ours, row.other,
+        row.ours, row.other, *pure,
     )  # fmt: skip
 
 
@@ -340,14 +382,16 @@ def markdown(rows: Sequence[Row]) -> str:
 def shortcomings(rows: Sequence[Row]) -> str:
     """Return sentences about missed figures, and about faster peers if there are peers."""
     missed = [row for row in rows if row.verdict == "missed"]
+    in_python = [row.pure for row in rows if row.pure is not None and row.pure.verdict == "missed"]
     lost = [row for row in rows if row.lost]
     lines = ["Every required figure was reached in this run."]
-    if missed:
+    if missed or in_python:
         lines = ["Required and not reached in this run:\n"]
-        lines += [f"- {row.title}: {cells(row)[3]} where {cells(row)[5]} is required." for row in missed]
+        lines += [f"- {title(row)}: {cells(row)[3]} where {cells(row)[5]} is required." for row in missed]
+        lines += [f"- {title(row)}, in Python: {cells(row)[3]} where {cells(row)[5]} is required." for row in in_python]
     if lost:
         lines.append("\nHere something else is faster than librmq:\n")
-        lines += [f"- {row.title}: librmq has {row.ours}, the other {row.other} ({cells(row)[3]})." for row in lost]
+        lines += [f"- {title(row)}: librmq has {row.ours}, the other {row.other} ({cells(row)[3]})." for row in lost]
     elif any(row.has_peer for row in rows):
         lines.append("\nNo peer was faster in this run.")
     return "\n".join(lines)
@@ -374,7 +418,12 @@ Measured on: {measured_on}.
 def recorded() -> dict[str, tuple[list[Row], str]]:
     """Return the recorded rows of each subject, and what they were measured on."""
     subjects = json.loads(RESULTS.read_text("utf-8"))
-    return {name: ([Row(**row) for row in part["rows"]], part["measured_on"]) for name, part in subjects.items()}
+    return {name: (list(map(_row_of, part["rows"])), part["measured_on"]) for name, part in subjects.items()}
+
+
+def _row_of(fields: Mapping[str, Any]) -> Row:
+    pure = fields.get("pure")
+    return Row(**{**fields, "pure": None if pure is None else Row(**pure)})
 
 
 def record(subject: str, rows: Sequence[Row], measured_on: str) -> None:
@@ -413,6 +462,15 @@ def machine(scratch: Path) -> str:
     )
 
 
+def commit() -> str:
+    """Return the commit of the checkout, and whether files differ from it; empty without git."""
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def versions(modules: Sequence[str]) -> str:
     """Return names and versions of the packages that have these modules."""
     packages = importlib.metadata.packages_distributions()
@@ -423,8 +481,11 @@ def versions(modules: Sequence[str]) -> str:
 _SQLITE: Final = f"SQLite {sqlite3.sqlite_version}"
 
 
-def main(subject: str, description: str | None, cases: Sequence[Case], arguments: Sequence[str] | None = None) -> None:
-    """Measure the cases of a subject as a command, show their table, and record it if that is wanted."""
+def main(subject: str, description: str | None, cases: Sequence[Case], *, both: bool = False) -> None:
+    """Measure the cases of a subject as a command, show their table, and record it if that is wanted.
+
+    With ``both`` a process with the compiled core also measures the Python code.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{subject}", description=(description or "").partition("\n")[0]
     )
@@ -432,7 +493,7 @@ def main(subject: str, description: str | None, cases: Sequence[Case], arguments
     parser.add_argument("--rows", metavar="A,B", help="only the rows whose names have one of these words in them")
     parser.add_argument("--quick", action="store_true", help="a twentieth of the messages: a trial, not a measurement")
     parser.add_argument("--write", action="store_true", help="record everything, measured at full size")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     words = options.rows.split(",") if options.rows else [""]
     if unknown := [word for word in words if not any(word in case.name for case in cases)]:
         names = ", ".join(dict.fromkeys(case.name for case in cases))
@@ -446,8 +507,13 @@ def main(subject: str, description: str | None, cases: Sequence[Case], arguments
         bench = Bench(options.rounds, Path(scratch), 0.05 if options.quick else 1.0)
         used = versions(["librmq", "numpy", *(module for case in cases for module in case.needs)])
         code = CORE_STATE.partition(",")[0]
-        measured_on = f"{machine(bench.scratch)}; {code}; {used}; rounds: {bench.rounds}"
+        if both and IS_COMPILED:
+            code = "compiled core, and Python code beside it"
+        at_commit = [f"commit {name}"] if (name := commit()) else []
+        measured_on = "; ".join([machine(bench.scratch), code, *at_commit, used, f"rounds: {bench.rounds}"])
         rows, absent = measure([case for case in cases if any(word in case.name for word in words)], bench)
+        if both and IS_COMPILED:
+            rows = with_python(subject, rows, bench)
     if absent:
         measured_on += f"; not installed and left out: {', '.join(sorted(absent))}"
     print(f"{markdown(rows)}\n\n{shortcomings(rows)}\n\nMeasured on: {measured_on}.")

@@ -13,7 +13,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
-from benchmarks.frame import CHECKOUT, Row, cells, recorded
+from benchmarks.frame import CHECKOUT, Row, cells, recorded, title
 
 PICTURES: Final = CHECKOUT / "docs" / "performance"
 CURVES: Final = "growth", "tail"
@@ -51,13 +51,13 @@ def draw(subject: str, rows: Sequence[Row]) -> None:
             (PICTURES / f"{subject}.svg").unlink(missing_ok=True)
             return
         PICTURES.mkdir(exist_ok=True)
-        title = f"Results of benchmarks.{subject}"
+        heading = f"Results of benchmarks.{subject}"
         # A date or a version in the file would change it each time.
-        figure.savefig(PICTURES / f"{subject}.svg", metadata={"Title": title, "Date": None, "Creator": None})
+        figure.savefig(PICTURES / f"{subject}.svg", metadata={"Title": heading, "Date": None, "Creator": None})
 
 
 def label(row: Row) -> str:
-    return f"{cells(row)[3]}  {row.title}{' (less is better)' if row.less else ''}"
+    return f"{cells(row)[3]}  {title(row)}{' (less is better)' if row.less else ''}"
 
 
 def chart(rows: Sequence[Row]) -> Figure:
@@ -92,6 +92,8 @@ def curves(rows: Sequence[Row]) -> Figure:
     """Return a picture of costs over sizes: a panel for each name before a colon, and a curve for each behind it."""
     panels: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
+        if row.unit == "×":
+            continue  # a ratio of two of the points
         panel, _, curve = row.name.partition(": ")
         panels.setdefault(panel, {}).setdefault(curve, []).append(row)
     figure = Figure(figsize=(WIDTH, 3.6 * len(panels)), layout="constrained")

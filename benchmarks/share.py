@@ -2,8 +2,9 @@
 
 Owner, peers, servers and consumers are processes of their own, and the store is on disk. A peer of `librmq.share` is
 compared with a client of `librmq.connect` at a `RemotingServer` of the same machine, with litequeue and huey in SQLite
-from as many processes, and with an echo of the same bytes over a Unix socket. Bodies have 128 bytes. What is under way
-is also compared with asyncio alone: the same bytes and 100 bytes of answer for each, without a store or a codec.
+from as many processes, and with the limit: an echo of the same bytes over a Unix socket. Bodies have 128 bytes. What is
+under way is also compared with asyncio alone: the same bytes and 100 bytes of answer for each, without a store or a
+codec.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def _echo(way: str, place: str, opened: ExitStack) -> Any:
 
     def do(kind: str, count: int) -> None:
         for _ in range(count):
-            connected.sendall(BODY)
+            connected.sendall(FRAME)
             connected.recv(4096)
 
     return do
@@ -331,13 +332,14 @@ def cases() -> Iterator[Case]:
     yield case(one, "one by one", target=Target(10_000), unit="/s")
     yield case(one, "one by one", sends("connect"), "TCP", Target(1), limit=True)
     yield case(one, "one by one", sends("echo"), "an echo over the socket", limit=True)
-    yield case(two, "by two peers", target=Target(16_000), unit="/s")
+    yield case(two, "by two peers", target=Target(reach=16_000), unit="/s")
+    yield case(two, "by two peers", sends("echo", 2), "an echo over the socket", Target(0.8), limit=True)
     yield case(two, "by two peers", sends("connect", 2), "TCP", limit=True)
-    yield case(two, "by two peers", lite, "litequeue from two", Target(1.2, 3), needs=("litequeue",))
+    yield case(two, "by two peers", lite, "litequeue from two", Target(reach=1.2), needs=("litequeue",))
     yield case(two, "by two peers", sends("huey", 2), "huey from two", Target(2), needs=("huey",))
     for kind, name in (("window", f"{WINDOW} under way"), ("tasks", f"{WINDOW} under way, a task for each message")):
         pipelined = sends("share", kind=kind)
-        yield case(pipelined, name, target=Target(40_000 if kind == "window" else None), unit="/s")
+        yield case(pipelined, name, target=Target(reach=40_000 if kind == "window" else None), unit="/s")
         yield case(pipelined, name, sends("connect", kind=kind), "TCP", limit=True)
         yield case(pipelined, name, sends("bare", kind=kind), "asyncio alone", limit=True)
         yield case(pipelined, name, lite, "litequeue from two", Target(1.5 if kind == "window" else None),

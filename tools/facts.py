@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+Row = tuple[str, ...]
 BAR = "\\|"
 PROOFS = CHECKOUT / "tests" / "judged" / "proofs.json"
 JUDGED = "docs/judged.md"
@@ -96,24 +97,49 @@ def judges() -> str:
 
 def figures() -> str:
     """Return the table of the README: figures beside peers."""
-    recorded = json.loads((CHECKOUT / "benchmarks/results.json").read_text("utf-8"))
-    rows: list[tuple[str, ...]] = []
-    for what, subject, name, detail, against, peer in FIGURES:
-        (row,) = (
-            row for row in recorded[subject]["rows"]
-            if (row["name"], row["detail"], row["against"]) == (name, detail, against)
-        )  # fmt: skip
-        ratio = f"{row['measured']:.2g}×" if row["measured"] >= 1 else f"**{row['measured']:.2f}×**"
-        ours, other = (row[side].removesuffix("\xa0msg/s") for side in ("ours", "other"))
-        rows.append((what, ours, f"{peer}: {other}", f"[{ratio}](benchmarks/results/{subject}.md)"))
-    measured = {(row["name"], row["detail"]): row["measured"] for row in recorded["tail"]["rows"]}
+    subjects = json.loads((CHECKOUT / "benchmarks/results.json").read_text("utf-8"))
+    rows = [figure(subjects, *words) for words in FIGURES]
+    page, of_tail = measured_together(subjects, "tail")
+    measured = {(row["name"], row["detail"]): row for row in of_tail if not row["against"]}
 
-    def half_and_slowest(case: str) -> str:
-        return "/".join(f"{measured[LATENCY + case, f'one in: {share}']:,.0f}" for share in (2, 100)) + " µs"
+    def half_and_slowest(case: str, *, in_python: bool = False) -> str:
+        points = [measured[LATENCY + case, f"one in: {share}"] for share in (2, 100)]
+        if in_python and not all(point.get("pure") for point in points):
+            return ""
+        return "/".join(f"{(point['pure'] if in_python else point)['measured']:,.0f}" for point in points) + " µs"
 
     ours, other = half_and_slowest("send to listener"), f"queue: {half_and_slowest('bare queue to a thread')}"
-    rows.append(("listener at 10k, p50/p99: cache", ours, other, "[tail](benchmarks/results/tail.md)"))
-    return table(("messages a second", "librmq", "peer", "ratio"), rows)
+    in_python = half_and_slowest("send to listener", in_python=True)
+    rows.append(("listener at 10k, p50/p99: cache", ours, other, f"[tail](benchmarks/results/{page}.md)", in_python))
+    heads = ("messages a second", "librmq", "peer", "ratio", "without its core")
+    width = len(heads) if any(row[-1] for row in rows) else len(heads) - 1
+    return table(heads[:width], [row[:width] for row in rows])
+
+
+def measured_together(subjects: dict[str, Any], subject: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the page and the rows of the last run with both codes, or those of a benchmark where there was none."""
+    name = "figures" if "figures" in subjects else subject
+    return name, subjects[name]["rows"]
+
+
+def figure(subjects: dict[str, Any], what: str, subject: str, name: str, detail: str, against: str, peer: str) -> Row:
+    """Return a row of the README's table of figures."""
+    page, recorded = measured_together(subjects, subject)
+    row = next(row for row in recorded if (row["name"], row["detail"], row["against"]) == (name, detail, against))
+
+    def rate(row: dict[str, Any], side: str) -> str:
+        text: str = row[side]
+        return text.removesuffix("\xa0msg/s")
+
+    def ratio(row: dict[str, Any]) -> str:
+        return f"{row['measured']:.2g}×" if row["measured"] >= 1 else f"**{row['measured']:.2f}×**"
+
+    pure = row.get("pure")
+    link = f"[{ratio(row)}](benchmarks/results/{page}.md)"
+    return (
+        what, rate(row, "ours"), f"{peer}: {rate(row, 'other')}", link,
+        "" if pure is None else f"{rate(pure, 'ours')}, {ratio(pure)}",
+    )  # fmt: skip
 
 
 def lines_of(names: Iterable[str]) -> int:
