@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
+from librmq.columns.decoding import TYPES
 from librmq.columns.record_batches import ReaderKeywords, Stores, batches_of, selection
 
 
@@ -39,8 +40,8 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
         """Return a scanner of the rows that ``filter`` selects. It can be read once."""
         options, schema, files = selection(self._store, self._both(filter))
         if isinstance(columns, list) and set(columns) <= set(schema.names):
-            # A batch without columns loses its number of rows, so read a cheap column, which the scanner drops.
-            schema = pa.schema([schema.field(name) for name in columns or schema.names[:1]])
+            # A batch without columns loses its number of rows, so read the cheapest one, which the scanner drops.
+            schema = pa.schema([(name, TYPES[name]) for name in columns or ("queueId",)])
         scan_settings = {
             name: settings[name] for name in ("use_threads", "memory_pool", "batch_size") if name in settings
         }

@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 from librmq.columns.decoding import CORRUPT, TYPES
 from librmq.columns.options import ReadOptions
 from librmq.columns.planned_store import PlannedStore
+from librmq.columns.planner import log_unknown_topics
 from librmq.columns.record_batches import ReaderKeywords, Store, batches_of, selection
 from librmq.columns.remote import RemoteFiles, RemoteStore
 from librmq.errors import ConfigError, StoreIOError
@@ -130,6 +131,7 @@ def export(
     with PlannedStore.open(options.paths[0], options, plan.source_files) as planned:
         total = sum(queue.end - queue.begin for queue in planned.queues.values())
         is_cut_short = planned.is_cut_short
+        log_unknown_topics(options, planned.topics)
         batches = batches_of(options, _read_columns(plan), plan.source_files, planned.store)
     make_folders(DiskFiles(), os.path.dirname(plan.path))
     with closing(_Steps(batches, plan.pattern, total, drops_damaged=drops)) as source, _unfinished(plan.path) as part:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, record_starts, runs, strings
-from librmq.columns.decoding import CORRUPT, FIXED_COLUMNS, TYPES, Block
+from librmq.columns.decoding import CORRUPT, ENTRY_COLUMNS, FIXED_COLUMNS, TYPES, Block
 from librmq.columns.options import REST, DataLossError, Part, ReadOptions, Slice
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
 from librmq.config import ENTRY_SIZE
@@ -235,16 +235,22 @@ class _Task:
 
             self._selector = compiled(options.selector).question
         self._predicate_columns = () if options.predicate is None else options.predicate.columns
+        needed = {*schema.names, *self._predicate_columns}
+        has_filters = self._tags is not None or self._selector is not None
         self._frames = (
-            not {*schema.names, *self._predicate_columns} <= FIXED_COLUMNS | {"topic", "tagsCode", "store", CORRUPT}
-            or (
-                part.walk is not None
-                and ("topic" in {*schema.names, *self._predicate_columns} or not conditions.takes_all)
-            )
-            or self._tags is not None
-            or self._selector is not None
+            not needed <= FIXED_COLUMNS | {"topic", "tagsCode", "store", CORRUPT}
+            or (part.walk is not None and ("topic" in needed or not conditions.takes_all))
+            or has_filters
         )
-        self._bodies = "body" in schema.names or "body" in self._predicate_columns
+        self._entries_only = options.view == "queues" or (
+            # Entries have all that is needed, so no record is looked at, as with the view queues. Modes that report or
+            # leave out damage look at each record, and a batch has one entry for several messages.
+            needed <= ENTRY_COLUMNS
+            and part.walk is None
+            and options.mode == "FAILFAST"
+            and not (has_filters or conditions.has_times or part.has_batches)
+        )
+        self._bodies = "body" in needed
         self.malformed = Malformed(options, schema, part, self._store())
 
     # ------------------------------------------------------------------------------------------------------- batches
@@ -264,7 +270,7 @@ class _Task:
         if bad_entries.any():
             yield from self.malformed.bad_entries(rows.take(bad_entries))
             rows = rows.take(~bad_entries)
-        if self._options.view == "queues":
+        if self._entries_only:
             yield from self._entry_batches(rows)
             return
         if self._part.walk is not None:

@@ -552,12 +552,14 @@ _DEFAULT: Final = (
     "topic", "queueId", "queueOffset", "physicalOffset", "bornTimestamp", "storeTimestamp", "tags", "keys",
     "uniqueKey", "properties", "body", "reconsumeTimes", "sysFlag",
 )  # fmt: skip
-_ENTRY_COLUMNS: Final = ("topic", "queueId", "queueOffset", "physicalOffset", "size", "tagsCode")
+_OF_ENTRIES: Final = ("topic", "queueId", "queueOffset", "physicalOffset", "size", "tagsCode")
+ENTRY_COLUMNS: Final = frozenset((*_OF_ENTRIES, "store"))
+"""Columns that the entry of a queue fills, without its record."""
 
 
 def default_columns(options: ReadOptions) -> list[str]:
     """Return the columns of a read without a schema."""
-    columns = list(_ENTRY_COLUMNS if options.view == "queues" else _DEFAULT)
+    columns = list(_OF_ENTRIES if options.view == "queues" else _DEFAULT)
     if options.several:
         columns.append("store")
     if options.mode == "PERMISSIVE":
@@ -568,5 +570,5 @@ def default_columns(options: ReadOptions) -> list[str]:
 def columns_of(view: View) -> set[str]:
     """Return the names of a view's columns."""
     if view == "queues":
-        return {*_ENTRY_COLUMNS, "store", CORRUPT}
+        return {*ENTRY_COLUMNS, CORRUPT}
     return set(TYPES) - ({"tagsCode"} if view == "log" else set())

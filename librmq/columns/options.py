@@ -6,7 +6,7 @@ They are apart from the planner, so that a process that only reads does not load
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Literal
@@ -15,7 +15,7 @@ from librmq.errors import ConfigError, StoreError
 from librmq.files import Damage
 from librmq.message.topics import is_user_topic
 
-View = Literal["messages", "queues", "log"]
+View = Literal["messages", "all", "queues", "log"]
 Mode = Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"]
 OffsetBounds = Literal["earliest", "latest"] | Mapping[str, Any]
 """Offsets by topic and queue id, or by store, topic and queue id; -2 is the earliest, -1 the latest."""
@@ -120,6 +120,15 @@ class ReadSelection:
         return self == ReadSelection(internal=True)
 
 
+def topics_named(names: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of `ReadSelection` for names of topics, in which ``*`` stands for any text."""
+    texts = list(names)
+    if not any("*" in text for text in texts):
+        return {"topics": frozenset(texts)}
+    patterns = (".*".join(map(re.escape, text.split("*"))) for text in texts)
+    return {"topic_pattern": re.compile("|".join(patterns), re.DOTALL)}
+
+
 @dataclass(frozen=True)
 class Predicate:
     """A condition on rows: a `pyarrow.compute` expression and the columns that it reads."""
@@ -135,7 +144,8 @@ class ReadOptions:
     paths: tuple[str, ...]
     """Folders or URLs of the stores."""
     view: View = "messages"
-    """What a row is: ``messages``, ``queues`` or ``log``."""
+    """What a row is: a message of user topics (``messages``) or of all topics (``all``), an entry of a queue
+    (``queues``), or a record (``log``)."""
     selection: ReadSelection = field(default_factory=ReadSelection)
     """The messages to read."""
     selector: str | None = None

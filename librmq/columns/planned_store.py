@@ -229,6 +229,11 @@ class PlannedStore(Closing):
         return self._store
 
     @property
+    def topics(self) -> set[str]:
+        """The topics of the store, also those that the read leaves out."""
+        return {topic for topic, _ in self._names()}
+
+    @property
     def has_batches(self) -> bool:
         """Whether a record of the log can be a batch of messages."""
         return self._store is not None and not self._store.queues.has_files
@@ -318,6 +323,7 @@ class PlannedStore(Closing):
         """
         if self._store is None or physical_offset < self.log_begin:
             return None
+        self._fetch(np.array([physical_offset]), np.array([_FINGERPRINTED]))
         size = int.from_bytes(self._store.log.data_at(physical_offset, 4), "big")
         beginning = self._store.log.data_at(physical_offset, min(size, _FINGERPRINTED))
         return hashlib.blake2b(beginning, digest_size=8).hexdigest()

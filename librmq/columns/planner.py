@@ -13,7 +13,7 @@ too long.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -24,11 +24,13 @@ from librmq.columns.decoding import LAST_MS, TIMESTAMP, TYPES
 from librmq.columns.options import Part, ReadOptions, ReadSelection, Slice
 from librmq.columns.planned_store import PlannedStore, stored_entries
 from librmq.columns.remote import RemoteFiles
-from librmq.config import ENTRY_SIZE
+from librmq.config import ENTRY_SIZE, nearest
 from librmq.files import Files
+from librmq.runtime.event_log import EventLog
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName
 
+_log = EventLog("librmq.columns")
 PARTITION_BYTES: Final = 64 << 20
 PARTITION_ENTRIES: Final = 1 << 19
 Ranges = Sequence[tuple[QueueName, range]]
@@ -61,6 +63,7 @@ def plan(
         CorruptionError: A queue or the log is damaged, and the mode is ``FAILFAST``.
     """
     parts: list[Part] = []
+    topics: set[str] = set()
     min_parts = -(-options.min_partitions // len(options.paths))
     if isinstance(files, RemoteFiles):
         options = files.mirrored(options)
@@ -68,6 +71,7 @@ def plan(
     planned = replace(options, selection=ReadSelection(internal=True)) if options.view == "log" else options
     for path in options.paths:
         with PlannedStore.open(path, planned, files, opened) as store:
+            topics |= store.topics
             of_store = _damage_parts(store, files)
             if options.view == "log":
                 # In other modes a damaged entry can give a wrong place.
@@ -77,9 +81,31 @@ def plan(
                 ranges = _pruned(store, list(store.narrowed().items()))
                 of_store += queue_parts(store, ranges, min_parts, entries_only=options.view == "queues")
             if is_portable and isinstance(files, RemoteFiles):
-                of_store = [_portable(part, store, files) for part in of_store]
+                of_store = [portable(part, store, files) for part in of_store]
             parts += of_store
+    if opened is None:  # a caller that has opened the store says itself what it lacks
+        log_unknown_topics(options, topics)
     return parts
+
+
+def log_unknown_topics(options: ReadOptions, topics: Collection[str]) -> None:
+    """Log which of the topics that a read names are not among those of its stores, and which one is near."""
+    selection, stores = options.selection, ", ".join(options.paths)
+    for topic in sorted((selection.topics or frozenset()) - set(topics)):
+        near = nearest(topic, topics)
+        _log.warning(
+            "topic %(topic)s has no queue in %(stores)s; %(hint)s",
+            topic=repr(topic),
+            stores=stores,
+            hint="librmq topics lists the topics" if near is None else f"did you mean {near!r}?",
+        )
+    pattern = selection.topic_pattern
+    if pattern is not None and not any(map(selection.names_topic, topics)):
+        _log.warning(
+            "no topic of %(stores)s matches %(pattern)s; librmq topics lists the topics",
+            stores=stores,
+            pattern=pattern.pattern,
+        )
 
 
 def queue_parts(
@@ -174,7 +200,7 @@ def _part(store: PlannedStore, slices: tuple[Slice, ...]) -> Part:
     )
 
 
-def _portable(part: Part, store: PlannedStore, files: RemoteFiles) -> Part:
+def portable(part: Part, store: PlannedStore, files: RemoteFiles) -> Part:
     """Return a part with its entries and the place of the log, for a process without the mirror."""
     remote = files.store(part.path)
     if remote is None:

@@ -27,6 +27,7 @@ from librmq.columns.options import (
     ReadSelection,
     View,
     check_filters,
+    topics_named,
 )
 from librmq.columns.planner import plan
 from librmq.columns.remote import RemoteFiles, RemoteStore, check_storage_options, located
@@ -46,8 +47,10 @@ class ReaderKeywords(TypedDict, total=False):
     """Settings of a read: which rows and columns, and how. A condition that is left out, or None, takes all rows."""
 
     topic: str | Iterable[str] | re.Pattern[str] | None
-    """A name, several, or a pattern for the whole name. By default all user topics: neither the broker's own, nor those
-    of retries and dead letters."""
+    """A name, several, or a pattern for the whole name; ``*`` in a name stands for any text, as in ``%RETRY%*``. By
+    default all user topics: neither the broker's own, nor those of retries and dead letters."""
+    topics: str | Iterable[str] | re.Pattern[str] | None
+    """Another spelling of ``topic``, until 1.0."""
     queue: int | Iterable[int] | None
     """Queue ids."""
     tags: str | None
@@ -70,8 +73,8 @@ class ReaderKeywords(TypedDict, total=False):
     """Queue offsets: one range for every queue, or a mapping from topic and queue id to a range or the first offset.
     Only queues in the mapping are read."""
     view: View
-    """``messages`` (those in queues), ``queues`` (their entries alone) or ``log`` (every record).
-    Default: ``messages``."""
+    """``messages`` (those in queues), ``all`` (also those of retries, dead letters and the broker's own topics),
+    ``queues`` (the entries of all queues alone) or ``log`` (every record). Default: ``messages``."""
     mode: Mode
     """On damage ``FAILFAST`` raises, ``PERMISSIVE`` returns a row with the reason in a column ``_corrupt_record``,
     ``DROPMALFORMED`` skips the row. Default: ``FAILFAST``."""
@@ -232,11 +235,7 @@ def _options(paths: tuple[str, ...], settings: ReaderKeywords) -> ReadOptions:
         raise ConfigError(
             f"since: expected a time before until ({settings.get('until')}), found {settings.get('since')}"
         )
-    topic, queue = settings.get("topic"), settings.get("queue")
-    if isinstance(topic, re.Pattern):
-        selection = replace(selection, topic_pattern=_text_pattern(topic))
-    elif topic is not None:
-        selection = replace(selection, topics=frozenset([topic] if isinstance(topic, str) else _names("topic", topic)))
+    selection, queue = replace(selection, **_topics(settings)), settings.get("queue")
     if queue is not None:
         ids: list[Any] = list(queue) if isinstance(queue, Iterable) and not isinstance(queue, bytes) else [queue]
         if not ids or not all(type(queue_id) is int and queue_id >= 0 for queue_id in ids):
@@ -324,10 +323,20 @@ def _bounds(offsets: Any) -> tuple[int, int]:
     raise ConfigError(f"offsets: expected a range such as range(10, 20), or the first offset, found {offsets!r:.80}")
 
 
-def _text_pattern(pattern: re.Pattern[Any]) -> re.Pattern[str]:
-    if not isinstance(pattern.pattern, str):
-        raise ConfigError(f"topic: expected a pattern of text, found one of bytes, {pattern.pattern!r:.80}")
-    return pattern
+def _topics(settings: ReaderKeywords) -> dict[str, Any]:
+    """Return the fields of `ReadSelection` for the setting ``topic``, or ``topics``."""
+    name, topic = ("topic", settings.get("topic"))
+    if settings.get("topics") is not None:
+        if topic is not None:
+            raise ConfigError("topics: it is another spelling of topic, expected only one of them, found both")
+        name, topic = ("topics", settings.get("topics"))
+    if topic is None:
+        return {}
+    if not isinstance(topic, re.Pattern):
+        return topics_named([topic] if isinstance(topic, str) else _names(name, topic))
+    if not isinstance(topic.pattern, str):
+        raise ConfigError(f"{name}: expected a pattern of text, found one of bytes, {topic.pattern!r:.80}")
+    return {"topic_pattern": topic}
 
 
 def _names(what: str, names: Iterable[str]) -> list[str]:
@@ -381,7 +390,7 @@ def traces(store: Stores, **settings: Unpack[ReaderKeywords]) -> pa.RecordBatchR
     """
     several = not isinstance(store, str) and isinstance(store, Iterable)
     chosen: ReaderKeywords = {**settings, "columns": _TRACE_SOURCE if several else _TRACE_SOURCE[1:]}
-    if chosen.get("topic") is None:
+    if chosen.get("topic") is None and chosen.get("topics") is None:
         chosen["topic"] = re.compile(TRACE_TOPICS)
     schema = _TRACE_SCHEMA.insert(0, pa.field("store", pa.string())) if several else _TRACE_SCHEMA
     return pa.RecordBatchReader.from_batches(schema, decoded_traces(reader(store, **chosen)))

@@ -34,7 +34,7 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq.columns import DataLossError, dataset, reader
+from librmq.columns import DataLossError, dataset, export, reader
 
 START_MS = 1_700_000_000_000
 COUNT = 400
@@ -132,11 +132,77 @@ def test_offsets_of_queues(path: Path) -> None:
         places(offsets={("A", 9): 0})
 
 
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store with retries and dead letters."""
+    folder = tmp_path_factory.mktemp("stores") / "failing"
+    with MessageStore.open(folder, CONFIG) as store:
+        for topic in ("orders", "%RETRY%billing", "%RETRY%shop", "%DLQ%billing", "RMQ_SYS_TRACE_TOPIC"):
+            store.append(Message(topic, b"body"), 0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "topics"),
+    [
+        ({}, {"orders"}),
+        ({"view": "all"}, {"orders", "%RETRY%billing", "%RETRY%shop", "%DLQ%billing", "RMQ_SYS_TRACE_TOPIC"}),
+        ({"topics": "%RETRY%*"}, {"%RETRY%billing", "%RETRY%shop"}),
+        ({"topics": "%RETRY%*", "view": "all"}, {"%RETRY%billing", "%RETRY%shop"}),
+        ({"topic": ["%*%billing", "ord*"], "view": "queues"}, {"orders", "%RETRY%billing", "%DLQ%billing"}),
+        ({"topic": "*"}, {"orders", "%RETRY%billing", "%RETRY%shop", "%DLQ%billing", "RMQ_SYS_TRACE_TOPIC"}),
+        ({"topic": "%DLQ%", "view": "all"}, set()),
+    ],
+)
+def test_topics_by_pattern(failing: Path, settings: Any, topics: set[str]) -> None:
+    assert set(reader(failing, columns=["topic"], **settings).read_all().column("topic").to_pylist()) == topics
+    assert set(dataset(failing, **settings).to_table(["topic"]).column("topic").to_pylist()) == topics
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"topic": ["orders", "order"]}, "topic 'order' has no queue in STORE; did you mean 'orders'?"),
+        ({"topics": "zzz"}, "topic 'zzz' has no queue in STORE; librmq topics lists the topics"),
+        ({"topics": "%RETRY%x*"}, "no topic of STORE matches %RETRY%x.*; librmq topics lists the topics"),
+        ({"topics": "%RETRY%*"}, ""),
+        ({"topics": "RMQ_SYS_TRACE_TOPIC"}, ""),
+    ],
+)
+def test_a_topic_that_no_store_has_is_logged(
+    failing: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: Any, text: str
+) -> None:
+    for view in ("messages", "all", "queues", "log"):
+        reader(failing, view=view, **settings)
+        assert caplog.messages == ([text.replace("STORE", str(failing))] if text else [])
+        caplog.clear()
+    export(failing, tmp_path / "out.csv", **settings)
+    assert caplog.messages == ([text.replace("STORE", str(failing))] if text else [])
+
+
+def test_both_spellings_of_a_setting_are_refused(failing: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^topics: it is another spelling of topic, expected only one of them"):
+        reader(failing, topic="orders", topics="orders")
+
+
+def test_what_entries_say_is_read_without_the_log(path: Path) -> None:
+    """A count, and columns of queue entries."""
+    columns = ["topic", "queueId", "queueOffset", "physicalOffset", "size", "tagsCode"]
+    opening, entries, count, every = CountingFiles(), CountingFiles(), CountingFiles(), CountingFiles()
+    reader(path, files=opening)
+    table = reader(path, files=entries, columns=columns).read_all()
+    assert dataset(path, files=count).count_rows() == len(table) > 0
+    assert entries.opened == count.opened == opening.opened
+    records = reader(path, files=every, columns=[*columns, "storeTimestamp"]).read_all()
+    assert len(every.opened) > len(opening.opened)
+    assert records.select(columns).equals(table)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
-        ({"topics": "A"}, ConfigError, "topics: unknown setting of reader; did you mean topic"),
-        ({"view": "queue"}, ConfigError, "view: expected one of messages, queues, log, found 'queue'"),
+        ({"topicz": "A"}, ConfigError, "topicz: unknown setting of reader; did you mean topic"),
+        ({"view": "queue"}, ConfigError, "view: expected one of messages, all, queues, log, found 'queue'"),
         ({"columns": ["bodi"]}, ConfigError, "no column 'bodi'; did you mean body"),
         ({"view": "queues", "columns": ["body"]}, ConfigError, "the view queues has no column 'body'"),
         ({"view": "queues", "sql": "a = 1"}, ConfigError, "has no properties"),

@@ -26,6 +26,7 @@ NUMBERS: Final = (-1, 5, 1 << 70, True)
 TEXTS: Final = ("", "no", "\0", "x" * 300)
 WRONG: Final[dict[str, tuple[Any, ...]]] = {
     "topic": (*ODD, *NUMBERS, [], re.compile(b"A")),
+    "topics": (*ODD, *NUMBERS, [], re.compile(b"A")),
     "queue": (*ODD[:5], *ODD[6:], *TEXTS, -1, True, [], [-1], ["0"], {}),
     "tags": (*ODD, *NUMBERS, []),
     "sql": (*ODD, *NUMBERS, []),

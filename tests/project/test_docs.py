@@ -380,6 +380,29 @@ def test_the_notebook_finds_what_fails(folder: Path, capsys: pytest.CaptureFixtu
 
 
 @ENGINES
+def test_the_notebook_finds_retries_and_dead_letters(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = librmq.ManualRunner(librmq.ManualClock(1_700_000_000_000))
+    with librmq.Broker.open("failing", runner=runner) as broker:
+        consumer = librmq.PushConsumer(broker, "billing", max_reconsume_times=2)
+        consumer.subscribe("orders", lambda message: 1 / (message.body != b"order 3"))
+        consumer.start()
+        producer = librmq.Producer(broker, "shop")
+        receipts = [producer.send("orders", b"order %d" % number, keys=f"order-{number}") for number in range(6)]
+        runner.advance(3_600_000)
+        consumer.shutdown()
+    monkeypatch.setenv("STORE", "failing")
+    names: dict[str, Any] = {}
+    for cell in cells(None):
+        exec(cell, names)
+    assert names["worst"][0] == (receipts[3].message_id, 3, 4, "order-3")
+    assert all(attempts == 0 for _, attempts, _, _ in names["worst"][1:])
+    assert {topic for _, topic, _, _ in names["by_second"]} >= {"orders", "%RETRY%billing", "%DLQ%billing"}
+    assert " dead orders" in capsys.readouterr().out
+
+
+@ENGINES
 @pytest.mark.spark
 def test_the_notebook_asks_spark_the_same(folder: Path) -> None:
     names: dict[str, Any] = {}

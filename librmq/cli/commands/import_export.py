@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from librmq.cli._json_rows import parse_object
 from librmq.cli._output import Output, ProgressBar, complain
-from librmq.cli._selection import age_clock, check_times, note_topic, parse_time
+from librmq.cli._selection import age_clock, check_times, parse_time
 from librmq.cli._stores import read_moment, settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
@@ -33,7 +33,6 @@ from librmq.message.topics import is_system_topic, validate_topic
 from librmq.printable import cell_text, unguarded
 from librmq.runtime.event_log import watched
 from librmq.store import AppendFields, BrokerTables, MessageStore
-from librmq.store.format import directory
 from librmq.store.format.broker_tables import MOST_QUEUES
 from librmq.store.format.directory import CONFIG, check_kind
 
@@ -391,10 +390,6 @@ def export(arguments: argparse.Namespace, output: Output) -> int:
             if error.kind in ("checksum", "record") and not arguments.as_recovered:
                 what += "; --as-recovered exports the messages before it"
             raise CorruptionError(error.file, error.offset, error.kind, what) from None
-    if not exported.rows and arguments.topic and "://" not in arguments.store:
-        topics = {topic for topic, _ in directory.list_queues(arguments.store, DiskFiles())}
-        for topic in arguments.topic:
-            note_topic(topic, topics, output)
     output.row(
         {
             "type": "export",
