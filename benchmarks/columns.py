@@ -1,4 +1,4 @@
-"""Cost of reading a store as Arrow: header columns, all columns, export to Parquet.
+"""Cost of reading a store as Arrow: header columns, all columns, queries of DuckDB, export to Parquet.
 
 A store of a million messages over 16 queues, bodies of 256 bytes, unique id, one key, tag, two user properties. Rates
 of reading are messages per CPU second.
@@ -36,6 +36,18 @@ def read(path: str, _: Path, *, columns: Sequence[str]) -> Timed:
     yield rows
 
 
+def query(path: str, _: Path, *, sql: str) -> Timed:
+    """Let DuckDB ask for the number of rows, and other values of them."""
+    import duckdb
+
+    from librmq.columns import dataset
+
+    connection = duckdb.connect()
+    connection.register("messages", dataset(path))
+    yield
+    yield connection.sql(sql).fetchall()[0][0]
+
+
 def batches(bench: Bench) -> Iterator[Any]:
     """Yield a store, and its batches in memory."""
     from librmq.columns import reader
@@ -68,6 +80,17 @@ def cases() -> Iterator[Case]:
     for detail, columns, target in table:
         ours = partial(read, columns=columns)
         yield Case("reading", ours, detail, target=target, unit="msg/CPU s", setup=stored, cpu=True, needs=NEEDS)
+    for detail, sql, target in (
+        ("a count", "SELECT count(*) FROM messages", Target(12e6)),
+        (
+            "six header columns",
+            f"SELECT count(*), {', '.join(map('max({})'.format, HEADER))} FROM messages",
+            Target(8e6),
+        ),
+        ("a count by tag", "SELECT sum(n)::BIGINT FROM (SELECT count(*) AS n FROM messages GROUP BY tags)", Target()),
+    ):
+        yield Case("DuckDB", partial(query, sql=sql), detail, target=target, unit="msg/CPU s", setup=stored, cpu=True,
+                   needs=(*NEEDS, "duckdb"))  # fmt: skip
     yield Case("export to Parquet", export, "one process", from_memory,
                "batches in memory to Parquet", Target(0.7), setup=batches, limit=True, needs=NEEDS)  # fmt: skip
 

@@ -289,6 +289,8 @@ def frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
 
     with bench.folder() as folder:
         ours()[0].write.option("compression", "none").parquet(str(folder / "parquet"))
+        parquet = spark.read.parquet(str(folder / "parquet"))
+        keys = parquet.where("queueOffset % 10 = 0").select("keys")
         in_loops = slow // TASKS // QUEUES * QUEUES * TASKS
         yield {
             "entries": ours(ENTRIES, view="queues"),
@@ -298,11 +300,17 @@ def frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
             "whole": ours(),
             "tuples": peer("tuples", in_loops),
             "arrow": peer("arrow", in_loops),
-            "parquet": (spark.read.parquet(str(folder / "parquet")), count),
+            "parquet": (parquet, count),
+            "by tag": (ours(columns="tags")[0].groupBy("tags").count(), count),
+            "by tag parquet": (parquet.groupBy("tags").count(), count),
+            "rows": (ours(columns="queueId")[0].groupBy().count(), count),
+            "rows of entries": (ours(ENTRIES, view="queues")[0].groupBy().count(), count),
+            "join": (ours(columns="keys")[0].join(keys, "keys").groupBy().count(), count),
+            "join parquet": (parquet.join(keys, "keys").groupBy().count(), count),
             "tag 1 %": ours(tags="one"),
             "tag 10 %": ours(tags="one||ten"),
-            "selector 1 %": ours(selector="amount < 10"),
-            "selector 10 %": ours(selector="amount < 100"),
+            "selector 1 %": ours(sql="amount < 10"),
+            "selector 10 %": ours(sql="amount < 100"),
             "count": (ours("topic string, queueId int")[0].groupBy("topic", "queueId").count(), count),
             **{name: (run(spark, name, path), count) for name in ("retention", "filters", "skew")},
         }
@@ -527,6 +535,9 @@ READ: Final = [
     ("Spark, reading", "whole", "whole messages", "arrow", "a Python loop into Arrow", 3, 4.5),
     ("Spark, reading", "header", "six header columns", "whole", "all thirteen", 2.3, 2.8),
     ("Spark, reading", "whole", "whole messages", "parquet", "Parquet of the same rows", 0.4, 0.5),
+    ("Spark, queries", "by tag", "a count by tag", "by tag parquet", "Parquet of the same rows", 0.67, 1),
+    ("Spark, queries", "rows", "a count", "rows of entries", "a count of queue entries", 0.5, 1),
+    ("Spark, queries", "join", "a join on the key", "join parquet", "Parquet of the same rows", 0.33, 0.5),
     ("Spark, filtering in the reader", "tag 1 %", "tag of 1 %", "whole", "unfiltered", 4, 6),
     ("Spark, filtering in the reader", "tag 10 %", "tags of 10 %", "whole", "unfiltered", 2.5, 4),
     ("Spark, filtering in the reader", "selector 1 %", "selector of 1 %", "whole", "unfiltered", 1.7, 2.5),

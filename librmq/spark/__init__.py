@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import Extra, lazy_exports
 
 if TYPE_CHECKING:
+    from librmq.spark._functions import allocate as allocate
+    from librmq.spark._functions import bloom_positions as bloom_positions
+    from librmq.spark._functions import dedup_key as dedup_key
     from librmq.spark._functions import match_sql as match_sql
     from librmq.spark._functions import match_sql_5 as match_sql_5
+    from librmq.spark._functions import match_sql_udf as match_sql_udf
     from librmq.spark._functions import match_tags as match_tags
+    from librmq.spark._functions import tags_code as tags_code
     from librmq.spark._incremental import run_incrementally as run_incrementally
     from librmq.spark._stores_report import overview as overview
     from librmq.spark._stream import StreamLag as StreamLag
@@ -30,7 +35,16 @@ else:
         __name__,
         {
             "librmq.spark._incremental": ("run_incrementally",),
-            "librmq.spark._functions": ("match_sql", "match_sql_5", "match_tags"),
+            "librmq.spark._functions": (
+                "allocate",
+                "bloom_positions",
+                "dedup_key",
+                "match_sql",
+                "match_sql_5",
+                "match_sql_udf",
+                "match_tags",
+                "tags_code",
+            ),
             "librmq.spark._stream": ("StreamLag", "stream_lags"),
             "librmq.spark.sessions": ("cause_of", "register", "session"),
             "librmq.spark.stores": ("filters", "messages", "offsets", "queues"),

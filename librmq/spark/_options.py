@@ -22,24 +22,33 @@ from librmq.columns.options import (
     OffsetTimes,
     View,
     check_filters,
+    topics_named,
 )
 from librmq.columns.remote import located
-from librmq.config import suggest
+from librmq.config import suggest, to_timestamp_ms
 from librmq.errors import ConfigError
 
 READ_OPTIONS: Final = (
-    "path", "paths", "view", "topic", "topicPattern", "queueId", "tags", "selector", "startingOffsets",
-    "endingOffsets", "startingTimestamp", "endingTimestamp", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp",
+    "path", "paths", "view", "topic", "topicPattern", "queue", "tags", "sql", "startingOffsets",
+    "endingOffsets", "since", "until", "startingOffsetsByTimestamp", "endingOffsetsByTimestamp",
     "failOnDataLoss", "mode", "asRecovered", "minPartitions", "minOffsetsPerTrigger", "maxOffsetsPerTrigger",
-    "maxBytesPerTrigger", "maxTriggerDelay", "checksums", "names", "storageOptions", "pushFilters", "at",
+    "maxBytesPerTrigger", "maxTriggerDelay", "checksums", "names", "storageOptions", "at",
     "columns", "includeHeaders",
 )  # fmt: skip
 WRITE_OPTIONS: Final = (
-    "path", "topic", "queueId", "orderBy", "jobId", "queues", "staging", "wait", "names", "checkpointLocation",
+    "path", "topic", "queue", "orderBy", "jobId", "queues", "staging", "wait", "names", "checkpointLocation",
 )  # fmt: skip
 _STREAM_OPTIONS: Final = (
     "minOffsetsPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "maxTriggerDelay", "checkpointLocation",
 )  # fmt: skip
+_SPELLINGS: Final = {
+    "topics": "topic",
+    "queueid": "queue",
+    "selector": "sql",
+    "startingtimestamp": "since",
+    "endingtimestamp": "until",
+}
+"""Options that have another name in `librmq.columns`, which is theirs too, and the later one. Both work until 1.0."""
 _LARGEST_QUEUE_ID: Final = (1 << 31) - 1
 _MILLIS: Final = re.compile(r"-?\d{1,18}")
 
@@ -48,7 +57,7 @@ _OF_KAFKA: Final = {
     "kafka.bootstrap.servers": "the option path names the folder of a store",
     "subscribe": "the option topic names topics",
     "subscribepattern": "the option topicPattern selects topics",
-    "assign": "the options topic and queueId select queues",
+    "assign": "the options topic and queue select queues",
     "groupidprefix": "a read belongs to no group",
     "kafka.group.id": "a read belongs to no group",
     "startingoffsetsbytimestampstrategy": "a time after the last message stands for the end of a queue",
@@ -57,14 +66,14 @@ _OF_KAFKA: Final = {
 
 
 def refuse_unknown(options: Mapping[str, str], names: Any, what: str) -> None:
-    """Raise `ConfigError` for an option outside of ``names``; names are case-insensitive."""
-    lower = {name.lower() for name in names}
+    """Raise `ConfigError` for an option outside of ``names``, in whatever spelling."""
+    expected = set(map(plain_option, names))
     for name in options:
         if name.lower() in _OF_KAFKA:
             raise ConfigError(f"option {name} is one of Kafka's; for {what} rocketmq {_OF_KAFKA[name.lower()]}")
         if name.lower().startswith("kafka."):
             raise ConfigError(f"option {name} is one of Kafka's clients; {what} rocketmq reads files: remove it")
-        if name.lower() not in lower:
+        if plain_option(name) not in expected:
             raise ConfigError(f"unknown option {name!r} for {what} rocketmq: {suggest(name, names)}")
 
 
@@ -79,16 +88,15 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
     """Check options, whose names are case-insensitive; `ConfigError`, `FilterSyntaxError`."""
     refuse_unknown(options, READ_OPTIONS, "reading")
     values = _recognized(options, READ_OPTIONS)
-    view = _choice(values, "view", ("messages", "queues", "log", "progress"), "messages")
+    view = _choice(values, "view", ("messages", "all", "queues", "log", "progress"), "messages")
     if view == "progress":  # The reader of this view parses its own options.
         raise ConfigError(
-            "option view: progress is for reads with spark.read alone; here it is messages, queues or log"
+            "option view: progress is for reads with spark.read alone; here it is messages, all, queues or log"
         )
-    if parse_names(options) == "kafka" and view != "messages":
-        raise ConfigError("option names: Kafka's names are for the view messages")
+    if parse_names(options) == "kafka" and view not in ("messages", "all"):
+        raise ConfigError("option names: Kafka's names are for the views messages and all")
     if includes_headers(options) and parse_names(options) != "kafka":
         raise ConfigError("option includeHeaders: it is for names=kafka; otherwise read the column properties")
-    pushes_filters(options)
     mode = _choice(values, "mode", ("FAILFAST", "PERMISSIVE", "DROPMALFORMED"), "FAILFAST", upper=True)
     topics = _list(values, "topic")
     if topics is not None and "topicPattern" in values:
@@ -98,17 +106,17 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         topic_pattern = None if pattern is None else re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"option topicPattern: {pattern!r} is not a regular expression: {error}") from None
-    ids = _list(values, "queueId")
-    selector = values.get("selector")
-    tags = check_filters(view, values.get("tags"), selector, "option selector")
-    begin_ms, end_ms = _millis(values, "startingTimestamp"), _millis(values, "endingTimestamp")
+    ids = _list(values, "queue")
+    selector = values.get("sql")
+    tags = check_filters(view, values.get("tags"), selector, "option sql")
+    begin_ms, end_ms = _time(values, "since"), _time(values, "until")
     if begin_ms is not None and end_ms is not None and begin_ms > end_ms:
-        raise ConfigError(f"option startingTimestamp: expected a time before {end_ms}, the end, found {begin_ms}")
+        raise ConfigError(f"option since: expected a time before {end_ms}, the end, found {begin_ms}")
     starting, ending = _offsets(values, "startingOffsets", "earliest"), _offsets(values, "endingOffsets", "latest")
     if view == "log" and (starting, ending) != ("earliest", "latest"):
         raise ConfigError(
-            "options startingOffsets, endingOffsets: the view log is not read by queue; give startingTimestamp and "
-            "endingTimestamp, or read the view messages"
+            "options startingOffsets, endingOffsets: the view log is not read by queue; give since and until, or "
+            "read the view messages"
         )
     storage_options = _storage_options(values)
     paths = _paths(values, storage_options)
@@ -118,8 +126,7 @@ def parse_read_options(options: Mapping[str, str]) -> ReadOptions:
         paths=paths,
         view=cast(View, view),
         selection=ReadSelection(
-            topics=None if topics is None else frozenset(topics),
-            topic_pattern=topic_pattern,
+            **({"topic_pattern": topic_pattern} if topics is None else topics_named(topics)),
             queue_ids=None if ids is None else frozenset(_queue_id(text) for text in ids),
             begin_ms=begin_ms,
             end_ms=end_ms,
@@ -186,11 +193,6 @@ def parse_columns(options: Mapping[str, str]) -> list[str] | None:
     return columns
 
 
-def pushes_filters(options: Mapping[str, str]) -> bool:
-    """Return whether Spark may push the conditions of a query into a batch."""
-    return _flag(_recognized(options, ("pushFilters",)), "pushFilters", False)
-
-
 @dataclass(frozen=True)
 class StreamLimits:
     """The checked limits of a trigger of a stream."""
@@ -255,12 +257,12 @@ class WriteOptions:
                 "option path: expected the folder of a store, found none; INSERT INTO a table has none, because Spark "
                 'does not pass the options of a table: use df.write.format("rocketmq").mode("append").save(path)'
             )
-        if "queueId" in values and "queues" in values:
-            raise ConfigError("options queueId and queues: expected only one of them, found both")
+        if "queue" in values and "queues" in values:
+            raise ConfigError("options queue and queues: expected only one of them, found both")
         return cls(
             path=local_path(values["path"]),
             topic=values.get("topic"),
-            queue_id=_queue_id(values["queueId"]) if "queueId" in values else None,
+            queue_id=_queue_id(values["queue"]) if "queue" in values else None,
             queues=_whole_number("queues", values.get("queues", "4"), 1),
             order_by=values.get("orderBy"),
             job_id=_job_id(values.get("jobId")),
@@ -275,8 +277,19 @@ class WriteOptions:
 
 
 def _recognized(options: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the options of these names, which are case-insensitive."""
-    return {name: options[key] for name in names for key in options if key.lower() == name.lower()}
+    """Return the options of these names, in whatever spelling."""
+    spellings: dict[str, str] = {}
+    for key in sorted(options):
+        first = spellings.setdefault(plain_option(key), key)
+        if first != key:
+            raise ConfigError(f"options {first} and {key}: expected only one of them, found both")
+    return {name: options[spellings[plain_option(name)]] for name in names if plain_option(name) in spellings}
+
+
+def plain_option(name: str) -> str:
+    """Return an option's name without case and underscores, of two spellings that of `librmq.columns`."""
+    plain = name.replace("_", "").lower()
+    return _SPELLINGS.get(plain, plain)
 
 
 def _choice(
@@ -303,9 +316,9 @@ def _whole_number(name: str, text: str, minimum: int) -> int:
 
 
 def _queue_id(text: str) -> int:
-    queue_id = _whole_number("queueId", text, 0)
+    queue_id = _whole_number("queue", text, 0)
     if queue_id > _LARGEST_QUEUE_ID:
-        raise ConfigError(f"option queueId: expected at most {_LARGEST_QUEUE_ID}, found {text!r}")
+        raise ConfigError(f"option queue: expected at most {_LARGEST_QUEUE_ID}, found {text!r}")
     return queue_id
 
 
@@ -336,13 +349,21 @@ def _duration(text: str) -> float:
     return int(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
-def _millis(values: Mapping[str, str], name: str) -> int | None:
+def _time(values: Mapping[str, str], name: str) -> int | None:
+    """Return a time in milliseconds, which a user gives as such, or as a date with a zone."""
     text = values.get(name)
     if text is None:
         return None
-    if not _MILLIS.fullmatch(text.strip()):
-        raise ConfigError(f"option {name}: expected milliseconds since 1970, found {text!r}")
-    return int(text)
+    if _MILLIS.fullmatch(text.strip()):
+        return int(text)
+    with suppress(ValueError):
+        time = datetime.fromisoformat(text)
+        if time.tzinfo is not None:
+            return to_timestamp_ms(name, time)
+    raise ConfigError(
+        f"option {name}: expected milliseconds since 1970, or a time with a zone such as 2026-11-20T08:00:00+00:00, "
+        f"found {text!r:.80}"
+    )
 
 
 def _list(values: Mapping[str, str], name: str) -> list[str] | None:

@@ -11,32 +11,16 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceReader,
-    EqualNullSafe,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    IsNotNull,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType
 
-from librmq.columns import CORRUPT, TYPES, ReadOptions, default_columns
+from librmq.columns import TYPES, ReadOptions, default_columns
 from librmq.columns.decoding import columns_of
-from librmq.columns.options import Predicate
 from librmq.config import suggest
 from librmq.errors import ConfigError, RmqError
 from librmq.files import DiskFiles
@@ -51,7 +35,7 @@ from librmq.spark._options import (
     parse_columns,
     parse_names,
     parse_read_options,
-    pushes_filters,
+    plain_option,
     refuse_for_batches,
     refuse_unknown,
     refuse_urls,
@@ -63,11 +47,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.datasource import DataSourceStreamReader, DataSourceStreamWriter, DataSourceWriter
 
-    from librmq.columns import ReadSelection
 
-
-_PUSHING: Final = "pyspark.sql.worker.data_source_pushdown_filters"
-_NEVER_NULL: Final = ("topic", "queueId", "queueOffset", "physicalOffset", "storeTimestamp")
 _OPTION: Final = "option."
 _OPTIONS_OF_TABLE: Final = "rocketmq"
 """Metadata key of a table's first column, with the table's options as JSON."""
@@ -121,10 +101,7 @@ class RocketMQDataSource(DataSource):
         if is_progress(values):
             return ProgressReader(values, schema)
         options = parse_read_options(values)
-        # Spark refuses a reader with filters if the session does not push any. It also keeps one plan for a frame, the
-        # last one, and uses it for every other scan of the frame, so pushing is safe only where the user asks for it.
-        kind = PushingReader if _PUSHING in sys.modules and pushes_filters(values) else Reader
-        return kind(options, *read_schema(schema, options, values))
+        return Reader(options, *read_schema(schema, options, values))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
         """Return the reader of a stream."""
@@ -135,11 +112,8 @@ class RocketMQDataSource(DataSource):
             if is_progress(values):
                 raise ConfigError("option view: progress is for batch reads; a stream reads messages or queues")
             options = parse_read_options(values)
-            refuse_urls(options.paths, "a stream reads")
             if options.at is not None:
                 raise ConfigError("option at: a stream continues with what is stored; read a moment by spark.read")
-            if pushes_filters(self.options):
-                raise ConfigError("option pushFilters: Spark pushes no conditions into a stream; use the other options")
             return StreamReader(options, StreamLimits.from_options(values), *read_schema(schema, options, values))
         except RmqError as error:  # Spark would hide it behind its own error
             return RefusedStream(with_condition(error))
@@ -165,7 +139,12 @@ class RocketMQDataSource(DataSource):
 
 @shows_conditions
 class Reader(DataSourceReader):
-    """The batch reader of the data source."""
+    """The batch reader of the data source.
+
+    It takes no conditions of a query: Spark 4.3 keeps one reader for a frame, with the conditions that it pushed last,
+    and uses it for every other scan of the frame, without asking the source again. So a source can't notice that it
+    reads for another query, and the options say what is read.
+    """
 
     def __init__(self, options: ReadOptions, schema: pa.Schema, renaming: Renaming | None = None) -> None:
         self._options = options
@@ -192,30 +171,6 @@ class Reader(DataSourceReader):
         return batches if self._renaming is None else self._renaming.batches(batches)
 
 
-@shows_conditions
-class PushingReader(Reader):
-    """A reader that accepts filters from Spark; it leaves those that it can't apply to every row to Spark."""
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's)
-        """Return the filters that Spark has to apply."""
-        for filter_ in filters:
-            name, is_covered = ".".join(getattr(filter_, "attribute", ())), False
-            if name == CORRUPT and isinstance(filter_, IsNotNull):
-                self._options, is_covered = replace(self._options, predicate=self._damaged()), True
-            elif name:
-                name = name if self._renaming is None else plain_name(name)
-                conditions, is_covered = _narrowed(self._options, filter_, name)
-                self._options = replace(self._options, selection=conditions)
-            if not is_covered:
-                yield filter_
-
-    def _damaged(self) -> Predicate:
-        """Return the condition that a row reports damage, to be evaluated after bodies that are read are checked."""
-        import pyarrow.compute as pc
-
-        return Predicate(~pc.field(CORRUPT).is_null(), (CORRUPT, *(["body"] if "body" in self._schema.names else [])))
-
-
 def _schema_of_messages(options: Mapping[str, str]) -> StructType:
     """Return the columns of the option ``columns``, or all that a read shows by default."""
     parsed, names, is_kafka = parse_read_options(options), parse_columns(options), parse_names(options) == "kafka"
@@ -233,64 +188,6 @@ def _check_names(names: Iterable[str], options: ReadOptions) -> None:
     for name in names:
         if name not in columns:
             raise ConfigError(f"the view {options.view} has no column {name!r}: {suggest(name, columns)}")
-
-
-def _narrowed(options: ReadOptions, filter_: Filter, name: str) -> tuple[ReadSelection, bool]:
-    """Narrow what is wanted by a filter of Spark; return it, and whether it covers the whole filter."""
-    conditions, view, value = options.selection, options.view, getattr(filter_, "value", None)
-    if view == "log":
-        return conditions, False
-    if isinstance(filter_, IsNotNull):
-        return conditions, options.mode != "PERMISSIVE" and name in _NEVER_NULL
-    values: tuple[Any, ...] | None = None
-    if isinstance(filter_, EqualTo | EqualNullSafe):
-        values = (value,)
-    elif isinstance(filter_, In):
-        values = tuple(filter_.value)
-    if name == "topic" and values is not None and all(isinstance(item, str) for item in values):
-        # Topics that the options exclude stay excluded.
-        return replace(
-            conditions, topics=frozenset(item for item in values if conditions.has_topic(item)), topic_pattern=None
-        ), True
-    if name == "queueId" and values is not None and all(type(item) is int for item in values):
-        queue_ids = conditions.queue_ids
-        return replace(
-            conditions, queue_ids=frozenset(item for item in values if queue_ids is None or item in queue_ids)
-        ), True
-    if name == "queueOffset" and (bounds := _bounds(filter_, value)) is not None:
-        begin, end = bounds
-        return replace(
-            conditions, begin_offset=max(conditions.begin_offset, begin), end_offset=min(conditions.end_offset, end)
-        ), True
-    if name == "storeTimestamp" and view == "messages" and isinstance(value, datetime):
-        moment = value.replace(tzinfo=value.tzinfo or UTC)
-        millis = int((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1000)
-        if isinstance(filter_, GreaterThan | GreaterThanOrEqual | EqualTo):
-            conditions = replace(conditions, begin_ms=max(conditions.begin_ms or 0, millis - 1))
-        if isinstance(filter_, LessThan | LessThanOrEqual | EqualTo):
-            end = millis + 2
-            conditions = replace(conditions, end_ms=end if conditions.end_ms is None else min(conditions.end_ms, end))
-        return conditions, False
-    if name == "tags" and conditions.tags is None and values is not None and all(_is_tag(item) for item in values):
-        return replace(conditions, tags="||".join(values)), False
-    return conditions, False
-
-
-def _is_tag(value: object) -> bool:
-    return isinstance(value, str) and value not in ("", "*") and "|" not in value and value == value.strip()
-
-
-def _bounds(filter_: Filter, value: Any) -> tuple[int, int] | None:
-    largest = (1 << 63) - 1
-    if type(value) is not int:
-        return None
-    if isinstance(filter_, EqualTo):
-        return value, value + 1
-    if isinstance(filter_, GreaterThan | GreaterThanOrEqual):
-        return value + isinstance(filter_, GreaterThan), largest
-    if isinstance(filter_, LessThan | LessThanOrEqual):
-        return 0, value + isinstance(filter_, LessThanOrEqual)
-    return None
 
 
 def schema_of(columns: list[str]) -> StructType:
@@ -327,7 +224,7 @@ def arrow_schema(schema: StructType, options: ReadOptions) -> pa.Schema:
 # ---- the view ``progress``, whose rows come from ``config/``: no task reads a message
 
 _VIEW: Final = "progress"
-_OPTIONS: Final = ("path", "paths", "view", "topic", "topicPattern", "queueId")
+_OPTIONS: Final = ("path", "paths", "view", "topic", "topicPattern", "queue")
 _TYPES: Final = {
     "group": StringType(), "topic": StringType(), "queueId": IntegerType(), "offset": LongType(),
     "expression": StringType(), "store": StringType(),
@@ -341,7 +238,7 @@ def is_progress(options: Mapping[str, str]) -> bool:
 
 def _options(values: Mapping[str, str]) -> ReadOptions:
     for name in values:
-        if name.lower() not in map(str.lower, _OPTIONS):
+        if plain_option(name) not in map(plain_option, _OPTIONS):
             raise ConfigError(f"option {name}: the view progress has only {', '.join(_OPTIONS[3:])}; remove it")
     options = parse_read_options({name: text for name, text in values.items() if name.lower() != "view"})
     refuse_urls(options.paths, "the view progress reads")

@@ -30,10 +30,11 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from librmq.clock import SystemClock
-from librmq.columns import DataLossError, ReadOptions
+from librmq.columns import DataLossError, ReadOptions, RemoteStore
 from librmq.columns.options import LARGEST_OFFSET
 from librmq.columns.planned_store import PlannedStore
-from librmq.columns.planner import queue_parts
+from librmq.columns.planner import portable, queue_parts
+from librmq.columns.remote import RemoteFiles
 from librmq.errors import ConfigError, RmqError
 from librmq.message.lag import queue_lag
 from librmq.spark._conditions import shows_conditions
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 
 SMALLEST_RECORD: Final = 91
 """Bytes of a record with an empty body, topic and properties."""
+
+MIRROR_SECONDS: Final = 10.0
+"""Seconds for which the mirror of a store behind a URL serves."""
 
 IDENTITIES: Final = "identities"
 """Key of an offset beside its stores, whose paths are absolute."""
@@ -121,12 +125,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._schema = schema
         self._renaming = renaming
         self._stores: dict[str, PlannedStore] = {}
+        self._mirrors: dict[str, tuple[RemoteFiles, float]] = {}
+        """The mirror of each store behind a URL, and when it was made."""
         self._target: dict[Key, int] | None = None
         self._waiting_since: float | None = None
         """When a trigger first had fewer messages than wanted."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_stores": {}, "_target": None}
+        return vars(self) | {"_stores": {}, "_mirrors": {}, "_target": None}
 
     # --------------------------------------------------------------------------------------------------- on the driver
 
@@ -247,6 +253,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if ranges:
                 entries_only = options.view == "queues"
                 of_store = queue_parts(store, list(ranges.items()), options.min_partitions, entries_only=entries_only)
+                if path in self._mirrors:
+                    of_store = [portable(part, store, self._mirrors[path][0]) for part in of_store]
                 parts += map(InputPartition, of_store)
         return parts
 
@@ -257,7 +265,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Close the stores."""
         for store in self._stores.values():
             store.close()
-        self._stores = {}
+        self._stores, self._mirrors = {}, {}
 
     def _first_offset(self, key: Key, last_end: int | None) -> int:
         """Return the next offset in a queue: Spark's, or the beginning of a queue that is new or was created again."""
@@ -383,11 +391,25 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _refreshed_stores(self) -> Mapping[str, PlannedStore]:
         for path in self._options.paths:
             store = self._stores.get(path)
-            if store is None:
+            if "://" in path:
+                self._mirror(path)
+            elif store is None:
                 self._stores[path] = PlannedStore.open(path, self._options)
             else:
                 store.refresh()
         return self._stores
+
+    def _mirror(self, url: str) -> None:
+        """Open a store behind a URL as it is now, unless that was done a moment ago: a mirror costs many requests."""
+        now, former = SystemClock().monotonic(), self._stores.get(url)
+        if former is not None and now - self._mirrors[url][1] < MIRROR_SECONDS:
+            return
+        files = RemoteFiles({url: RemoteStore(url, self._options.storage_options)})
+        options = files.mirrored(replace(self._options, paths=(url,)))
+        self._stores[url] = PlannedStore.open(options.paths[0], options, files)
+        self._mirrors[url] = files, now
+        if former is not None:
+            former.close()
 
     # ------------------------------------------------------------------------------------------------------ in workers
 

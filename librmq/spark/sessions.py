@@ -114,10 +114,9 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
 
     A running session stays as it is, also when another thread asks for it.
 
-    Workers run this interpreter, even if its environment is not activated. Filters are pushed into frames that have the
-    option ``pushFilters``, and Spark logs errors only. An uncaught error of Spark that comes from librmq prints
-    librmq's sentence first. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON`` and ``PYSPARK_DRIVER_PYTHON`` in the environment of
-    this process.
+    Workers run this interpreter, even if its environment is not activated. Spark logs errors only. An uncaught error
+    of Spark that comes from librmq prints librmq's sentence first. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON`` and
+    ``PYSPARK_DRIVER_PYTHON`` in the environment of this process.
 
     Raises:
         MissingExtraError: A package or a Java that Spark needs is missing; the message names it.
@@ -139,7 +138,6 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.execution.arrow.pyspark.enabled": "true",
-        "spark.sql.python.filterPushdown.enabled": "true",
         "spark.python.unix.domain.socket.enabled": "true",
     }
     if master.startswith("local"):
@@ -181,7 +179,14 @@ def _ship(spark: SparkSession) -> None:
                 if path.is_file() and "__pycache__" not in path.parts:
                     archive.write(path, path.relative_to(home.parent))
     if hasattr(spark, "_jsparkSession"):
+        from pyspark import SparkFiles
+
         spark.sparkContext.addPyFile(str(packed))
+        # Spark's planner of streams, a Python process on the driver, looks for added files in a folder of this name,
+        # which Spark does not fill.
+        planner = Path(SparkFiles.getRootDirectory(), "streaming_job")
+        planner.mkdir(exist_ok=True)
+        shutil.copy(packed, planner)
     else:  # Spark Connect
         spark.addArtifacts(str(packed), pyfile=True)
 

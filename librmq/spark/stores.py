@@ -55,9 +55,9 @@ def messages(spark: SparkSession, paths: Paths, columns: str, **options: str) ->
 
 def of_all_topics(options: Mapping[str, str]) -> dict[str, str]:
     """Return options of the source that read the broker's own topics too, unless they name topics."""
-    if options.get("view") == "log" or {"topic", "topicPattern"} & set(options):
+    if options.get("view", "messages") != "messages" or {"topic", "topicPattern"} & set(options):
         return dict(options)
-    return {**options, "topicPattern": "(?s).*"}
+    return {**options, "view": "all"}
 
 
 def queues(spark: SparkSession, paths: Paths, mode: Mode = "FAILFAST") -> DataFrame:
@@ -256,8 +256,8 @@ MESSAGES: Final = (
 _OPTIONS: Final = {
     "topic": "topic",
     "tags": "tags",
-    "since": "startingTimestamp",
-    "until": "endingTimestamp",
+    "since": "since",
+    "until": "until",
     "starting_offsets": "startingOffsets",
     "ending_offsets": "endingOffsets",
 }

@@ -23,8 +23,7 @@ from pyspark.sql import functions as F  # noqa: E402, N812
 from librmq.errors import FilterSyntaxError  # noqa: E402
 from librmq.java.lang import string_hash  # noqa: E402
 from librmq.message.message import MessageQueue  # noqa: E402
-from librmq.spark import register  # noqa: E402
-from librmq.spark._functions import (  # noqa: E402
+from librmq.spark import (  # noqa: E402
     allocate,
     bloom_positions,
     dedup_key,
@@ -32,9 +31,10 @@ from librmq.spark._functions import (  # noqa: E402
     match_sql_5,
     match_sql_udf,
     match_tags,
-    register_functions,
+    register,
     tags_code,
 )
+from librmq.spark._functions import register_functions  # noqa: E402
 from librmq.spark.sessions import cause_of  # noqa: E402
 from tests.spark_session import assert_native, shared_session  # noqa: E402
 

@@ -91,8 +91,8 @@ EXPORTS = {
     ),
     "librmq.protocol": "Endpoint LockQueues Request ResponseCode Route UnlockQueues",
     "librmq.spark": (
-        "StreamLag cause_of filters match_sql match_sql_5 match_tags messages offsets overview queues register "
-        "run_incrementally session stream_lags"
+        "StreamLag allocate bloom_positions cause_of dedup_key filters match_sql match_sql_5 match_sql_udf match_tags "
+        "messages offsets overview queues register run_incrementally session stream_lags tags_code"
     ),
     "librmq.wire.remote": "RemoteRoute connect",
 }

@@ -96,8 +96,10 @@ def test_partitions_share_the_log(folder: Path) -> None:
         ({"tags": "vip"}, [n for n in PLAIN if n % 2 == 0]),
         ({"tags": "vip || plain"}, PLAIN),
         ({"selector": "amount > 50 AND region = 'eu'"}, [n for n in PLAIN if n > 50 and n % 2 == 0]),
-        ({"selector": "amount BETWEEN 5 AND 7", "tags": "plain"}, [5, 7]),
+        ({"sql": "amount BETWEEN 5 AND 7", "tags": "plain"}, [5, 7]),
         ({"startingTimestamp": str(START_MS + 101_000)}, [n for n in PLAIN if n >= 100]),
+        ({"since": "2023-11-14T22:15:01+00:00", "UNTIL": "2023-11-14T22:15:03Z"}, [n for n in PLAIN if 100 <= n < 102]),
+        ({"topics": "Ord*,Refunds", "queue": "1", "fail_on_data_loss": "false"}, [n for n in PLAIN if n // 3 % 2]),
         ({"endingTimestamp": str(START_MS + 11_000)}, [n for n in PLAIN if n < 10]),
         ({"at": "2023-11-14T22:14:10.500+00:00"}, [n for n in PLAIN if n < 50]),
         ({"at": "0"}, []),
@@ -162,7 +164,7 @@ def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "schema", "text"),
     [
-        ({"topics": "x"}, None, "did you mean topic"),
+        ({"topicz": "x"}, None, "did you mean topic"),
         ({"view": "message"}, None, "did you mean messages"),
         ({"selector": "a >< 5"}, None, "^"),
         ({"mode": "fast"}, None, "FAILFAST"),
@@ -175,7 +177,7 @@ def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
         ({"columns": "tags,tags"}, None, "'tags' is named twice"),
         ({"columns": "tags"}, "keys string", "option columns: the schema of the read has others (keys)"),
         ({"includeHeaders": "true"}, None, "option includeHeaders: it is for names=kafka"),
-        ({"names": "kafka", "view": "log"}, None, "names are for the view messages"),
+        ({"names": "kafka", "view": "log"}, None, "names are for the views messages and all"),
         ({"startingOffsetsByTimestamp": '{"Orders": {"0": -1}}'}, None, "JSON of milliseconds"),
         ({"startingOffsets": "latest", "startingOffsetsByTimestamp": "{}"}, None, "found both"),
         ({}, "tag string", "did you mean tags"),
@@ -199,10 +201,13 @@ def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], 
         ({"view": "log", "startingOffsets": "latest"}, "the view log is not read by queue"),
         ({"view": "log", "endingOffsetsByTimestamp": "{}"}, "the view log is not read by queue"),
         ({"topic": " , "}, "option topic: expected one or several"),
-        ({"queueId": "4294967296"}, "option queueId: expected at most 2147483647"),
+        ({"queueId": "4294967296"}, "option queue: expected at most 2147483647"),
         ({"jobId": "j"}, "unknown option 'jobId' for reading"),
-        ({"startingTimestamp": "9", "endingTimestamp": "5"}, "option startingTimestamp: expected a time before 5"),
-        ({"pushFilters": "yes"}, "option pushFilters: expected true or false, found 'yes'"),
+        ({"startingTimestamp": "9", "endingTimestamp": "5"}, "option since: expected a time before 5"),
+        ({"since": "2023-11-14T22:14:10"}, "option since: expected milliseconds since 1970, or a time with a zone"),
+        ({"since": "5", "startingTimestamp": "5"}, "options since and startingTimestamp: expected only one of them"),
+        ({"Queue": "1", "queueId": "1"}, "options Queue and queueId: expected only one of them"),
+        ({"pushFilters": "true"}, "unknown option 'pushFilters' for format"),
         ({"at": "2023-11-14T22:14:10"}, "option at: expected a time with a zone such as"),
         ({"at": "-5"}, "option at: expected a time with a zone such as"),
     ],
@@ -306,7 +311,6 @@ def test_a_url_is_read_as_the_store_on_the_disk(folder: Path) -> None:
     """Driver and workers fetch what they need of a store behind a URL."""
     from librmq.errors import ConfigError
     from librmq.spark._options import WriteOptions, parse_read_options
-    from librmq.spark._source import RocketMQDataSource
     from librmq.spark.stores import paths_of
 
     pytest.importorskip("fsspec")
@@ -320,9 +324,10 @@ def test_a_url_is_read_as_the_store_on_the_disk(folder: Path) -> None:
         paths_of(url)
     with pytest.raises(ConfigError, match="expected a path in a mounted file system, found the scheme local"):
         WriteOptions.from_options({"path": url})
-    source = RocketMQDataSource({"path": url})
-    with pytest.raises(ConfigError, match="a stream reads only a store in a mounted file system"):
-        source.streamReader(source.schema()).initialOffset()
+    stream = shared_session().readStream.format("rocketmq").options(tags="vip", maxOffsetsPerTrigger="30").load(url)
+    query = stream.writeStream.format("memory").queryName("remote").trigger(availableNow=True).start()
+    query.awaitTermination()
+    assert shared_session().table("remote").count() == len(found)
     with pytest.raises(ConfigError, match="option storageOptions: expected arguments"):
         parse_read_options({"path": url, "storageOptions": "{secret"})
 
@@ -367,7 +372,7 @@ def test_progress_of_groups(tmp_path: Path) -> None:
     ]
     assert read(tmp_path / "a", "offset bigint", view="progress").where("offset > 5").count() == 1
     for settings, schema, text in (
-        ({"tags": "x"}, None, "option tags: the view progress has only topic, topicPattern, queueId"),
+        ({"tags": "x"}, None, "option tags: the view progress has only topic, topicPattern, queue"),
         ({}, "offsets bigint", "the view progress has no column 'offsets': did you mean offset"),
         ({}, "offset int", "column 'offset': expected type bigint, found int"),
     ):
@@ -454,24 +459,21 @@ def test_damage(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_filters_are_pushed_with_an_option(folder: Path) -> None:
-    spark = shared_session()
-    assert spark.conf.get("spark.sql.python.filterPushdown.enabled") == "true"  # set by session()
-    condition = "topic = 'Refunds' and queueId = 0 and queueOffset >= 4 and tags = 'vip'"
-    frame = read(folder, pushFilters="true").where(condition)
-    plan = frame._jdf.queryExecution().executedPlan().toString()
-    left = plan.partition("Filter")[2].partition("\n")[0]
-    assert "tags" in left  # compared by its hash only
-    assert not any(name in left for name in ("topic", "queueId", "queueOffset"))
-    later = numbers(read(folder, pushFilters="true").where("storeTimestamp >= timestamp_millis(1700000101000)"))
-    none = read(folder, topic="Orders", pushFilters="true").where("topic = 'Refunds'").count()
-    formatted = frame._jdf.queryExecution().explainString(
-        spark._jvm.org.apache.spark.sql.execution.ExplainMode.fromString("formatted")
-    )
-    assert numbers(frame) == numbers(read(folder).where(condition))
-    assert "EqualTo(topic,Refunds)" in formatted.partition("PushedFilters")[2].partition("\n")[0]
-    assert later == [n for n in PLAIN if n >= 100]
-    assert none == 0
+def test_a_frame_is_used_with_several_conditions(folder: Path) -> None:
+    """A session that pushes conditions keeps one reader of a frame for all of its scans, so the source takes none."""
+    spark, pushing = shared_session(), "spark.sql.python.filterPushdown.enabled"
+    before = spark.conf.get(pushing)
+    spark.conf.set(pushing, "true")
+    try:
+        frame = spark.read.format("rocketmq").load(str(folder))
+        one, other = frame.where("topic = 'Orders' AND queueId = 0"), frame.where("topic = 'Refunds'")
+        counts = [one.count(), other.count(), frame.count()]
+        assert one.union(other).count() == counts[0] + counts[1]
+        assert [one.count(), other.count(), frame.count()] == counts
+        wanted: list[dict[str, str]] = [{"topic": "Orders", "queue": "0"}, {"topic": "Refunds"}, {}]
+        assert counts == [len(numbers(read(folder, **options))) for options in wanted]
+    finally:
+        spark.conf.set(pushing, before)
 
 
 def test_an_idle_topic_whose_messages_expired(tmp_path: Path) -> None:
@@ -515,7 +517,7 @@ def test_a_table_of_the_catalog(folder: Path) -> None:
         with pytest.raises(PySparkException, match="without columns"):
             spark.table("columns_given").count()
         with pytest.raises(PySparkException, match="did you mean topic"):
-            spark.sql(f"CREATE TABLE wrong USING rocketmq OPTIONS (path '{folder}', topics 'x')")
+            spark.sql(f"CREATE TABLE wrong USING rocketmq OPTIONS (path '{folder}', topicz 'x')")
         spark.sql(f"CREATE TEMPORARY VIEW some USING rocketmq OPTIONS ({options}, selector 'amount > 50')")
         wanted = numbers(read(folder, topic="Refunds", selector="amount > 50"))
         assert numbers(spark.table("some")) == wanted != []
@@ -533,7 +535,6 @@ def test_a_table_of_the_catalog(folder: Path) -> None:
         ({"view": "log"}, "a stream reads messages or queues"),
         ({"endingOffsets": '{"Orders": {"0": 3}}'}, "a stream has no end"),
         ({"mode": "fast"}, "FAILFAST"),
-        ({"pushFilters": "true"}, "option pushFilters: Spark pushes no conditions into a stream"),
         ({"at": "0"}, "option at: a stream continues with what is stored"),
         ({"minOffsetsPerTrigger": "9", "maxOffsetsPerTrigger": "5"}, "found 9 and 5"),
     ],

@@ -19,6 +19,7 @@ from librmq import ManualClock, Message, MessageStore, StoreConfig
 pytest.importorskip("pyspark")
 
 from pyspark.errors import PySparkException
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from librmq.columns.options import DataLossError
 from librmq.errors import ConfigError
@@ -74,7 +75,7 @@ class Sink:
         return [Row(topic, queue_id, queue_offset, bytes(body)) for topic, queue_id, queue_offset, body in found]
 
 
-def reader(path: Path, given: Mapping[str, str] | None = None, **limits: Any) -> StreamReader:
+def reader(path: Path | str, given: Mapping[str, str] | None = None, **limits: Any) -> StreamReader:
     options = parse_read_options({"path": str(path), **(given or {})})
     return StreamReader(options, StreamLimits(**limits), arrow_schema(schema_of(["topic"]), options))
 
@@ -105,6 +106,33 @@ def test_a_trigger_takes_a_number_of_bytes(tmp_path: Path) -> None:
     small = reader(tmp_path / "s", max_bytes=1, max_offsets=7)
     assert read_up_to(small.latestOffset(small.initialOffset(), small.getDefaultReadLimit())) == 1
     small.stop()
+
+
+def test_a_stream_of_a_store_behind_a_url(tmp_path: Path) -> None:
+    """A later look reads on where the earlier one ended; another store in the same place is data loss."""
+    pytest.importorskip("fsspec")
+    path, url, begin, counts = tmp_path / "s", f"local://{tmp_path}/s", None, []
+    with MessageStore.open(path, StoreConfig.tiny()) as store:
+        fill(store, "A", 0, 6)
+    for following in (4, 0, 0):
+        stream = reader(url)
+        begin = begin or stream.initialOffset()
+        end = stream.latestOffset(begin, ReadAllAvailable())
+        parts = stream.partitions(begin, end)
+        counts.append(sum(batch.num_rows for part in parts for batch in stream.read(part)))
+        assert stream.latestOffset(end, ReadAllAvailable()) == end
+        stream.stop()
+        begin = end
+        with MessageStore.open(path) as store:
+            fill(store, "A", 6, following)
+    assert counts == [6, 4, 0]
+    shutil.rmtree(path)
+    with MessageStore.open(path, StoreConfig.tiny()) as store:
+        fill(store, "A", 100, 50)
+    stream = reader(url)
+    with pytest.raises(DataLossError, match="holds another store"):
+        stream.latestOffset(begin, ReadAllAvailable())
+    stream.stop()
 
 
 def test_a_trigger_waits_for_more_messages(tmp_path: Path) -> None:

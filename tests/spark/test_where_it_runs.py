@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import socket
 import struct
 import subprocess
@@ -37,7 +38,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
 
 from librmq import Message, MessageStore
-from librmq.spark._functions import match_sql, match_tags
+from librmq.spark import match_sql, match_tags
 from librmq.spark.pipelines import run
 
 
@@ -71,7 +72,7 @@ def steps(spark, folder):
         assert found == list(range(upto)), found
     assert sum(row["messages"] for row in run(spark, "skew", path).collect()) == 50
     try:
-        spark.read.format("rocketmq").option("topics", "T").load(path).count()
+        spark.read.format("rocketmq").option("topicz", "T").load(path).count()
     except PySparkException as error:
         assert "did you mean topic" in str(error)
     else:
@@ -117,6 +118,7 @@ settings = {
     "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
 }
 spark = session("librmq", "local-cluster[1,2,768]", settings)
+spark.sparkContext.pythonExec = sys.argv[2]
 register(spark, ship=True)
 """
     + WHERE
@@ -226,7 +228,7 @@ def until_written(batches):
 folder, gate = sys.argv[1:]
 spark = start(Namespace(master="local[1]"))
 assert spark.range(1, numPartitions=1).mapInArrow(until_written, "id long").count() == 1
-spark.read.format("rocketmq").option("topics", "x").load(folder)
+spark.read.format("rocketmq").option("topicz", "x").load(folder)
 """
 
 
@@ -253,7 +255,7 @@ def test_a_terminal_shows_a_bar_and_the_cause(tmp_path: Path) -> None:
         os.close(terminal)
     assert program.returncode == 1
     first, second, *_ = OF_JAVA_25.sub("", re.sub(r"\r?\[Stage [^\r]*\r|\r +\r", "", shown.decode())).splitlines()
-    assert first == "librmq: unknown option 'topics' for format rocketmq: did you mean topic?"
+    assert first == "librmq: unknown option 'topicz' for format rocketmq: did you mean topic?"
     assert second.startswith("Traceback")
 
 
@@ -303,8 +305,29 @@ def test_through_spark_connect(tmp_path: Path) -> None:
     run(tmp_path, CONNECT)
 
 
+LACKING = """
+import sys
+from importlib.machinery import PathFinder
+
+class Lacking:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("librmq", "pyspark_librmq"):
+            spec = PathFinder.find_spec(name, [place for place in sys.path if place.endswith(".zip")])
+            if spec is None:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            return spec
+
+sys.meta_path.insert(0, Lacking())
+"""
+
+
 def test_on_a_cluster_that_gets_librmq(tmp_path: Path) -> None:
-    run(tmp_path, SHIPPED)
+    """The Python of Spark, on workers and for the plans of streams on the driver, has librmq only as it is shipped."""
+    (tmp_path / "sitecustomize.py").write_text(LACKING)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    run(tmp_path, SHIPPED, str(python))
 
 
 def test_a_store_of_ten_times_the_memory_of_an_executor(tmp_path: Path) -> None:

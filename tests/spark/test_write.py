@@ -121,8 +121,8 @@ def test_a_repeated_job_writes_nothing(tmp_path: Path) -> None:
     [
         ({"maxOffsetsPerTrigger": "5"}, "unknown option 'maxOffsetsPerTrigger' for writing"),
         ({"checkpointLocation": "c"}, "option checkpointLocation: only a stream has it"),
-        ({"queues": "3", "queueId": "1"}, "options queueId and queues: expected only one of them"),
-        ({"queueId": "4294967296"}, "option queueId: expected at most 2147483647"),
+        ({"queues": "3", "queueId": "1"}, "options queue and queues: expected only one of them"),
+        ({"queueId": "4294967296"}, "option queue: expected at most 2147483647"),
     ],
 )
 def test_no_option_of_a_write_is_ignored(tmp_path: Path, options: dict[str, str], text: str) -> None:

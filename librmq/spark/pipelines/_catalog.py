@@ -71,7 +71,7 @@ class MessageRead:
 
     def left_out(self, spark: SparkSession, paths: tuple[str, ...], **more: str) -> DataFrame:
         """Return store and reason of each place that can't be read, for a read that leaves these out."""
-        options = {**self.options, **more, "mode": "PERMISSIVE", "pushFilters": "true"}
+        options = {**self.options, **more, "mode": "PERMISSIVE"}
         if not self.first_sends_only:
             options = stores.of_all_topics(options)
         columns = f"{self.columns}, {CORRUPT} string"
