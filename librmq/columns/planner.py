@@ -81,7 +81,7 @@ def plan(
                 ranges = _pruned(store, list(store.narrowed().items()))
                 of_store += queue_parts(store, ranges, min_parts, entries_only=options.view == "queues")
             if is_portable and isinstance(files, RemoteFiles):
-                of_store = [portable(part, store, files) for part in of_store]
+                of_store = [_portable(part, store, files) for part in of_store]
             parts += of_store
     if opened is None:  # a caller that has opened the store says itself what it lacks
         log_unknown_topics(options, topics)
@@ -114,10 +114,12 @@ def queue_parts(
     min_parts: int,
     *,
     entries_only: bool = False,
+    mirrors: RemoteFiles | None = None,
 ) -> list[Part]:
     """Cut the entries in ``ranges`` into at least ``min_parts`` tasks, unless there are too few entries.
 
-    With ``entries_only`` a task gets more entries, because it reads no messages.
+    With ``entries_only`` a task gets more entries, because it reads no messages. The parts of a store among ``mirrors``
+    are for processes without its mirror.
     """
     samples = _samples(store, ranges, max(min_parts, (store.log_end - store.log_begin) // PARTITION_BYTES))
     rows = sum(len(offsets) for _, offsets in ranges)
@@ -126,7 +128,8 @@ def queue_parts(
     size = sum(size * weight for _, size, weight in samples)
     count = max(min_parts, -(-rows // PARTITION_ENTRIES) if entries_only else -(-size // PARTITION_BYTES))
     shares = _shares(store, ranges, _quantiles([(place, weight) for place, _, weight in samples], count))
-    return [_part(store, slices) for slices in shares if slices]
+    parts = [_part(store, slices) for slices in shares if slices]
+    return parts if mirrors is None else [_portable(part, store, mirrors) for part in parts]
 
 
 def log_parts(
@@ -200,7 +203,7 @@ def _part(store: PlannedStore, slices: tuple[Slice, ...]) -> Part:
     )
 
 
-def portable(part: Part, store: PlannedStore, files: RemoteFiles) -> Part:
+def _portable(part: Part, store: PlannedStore, files: RemoteFiles) -> Part:
     """Return a part with its entries and the place of the log, for a process without the mirror."""
     remote = files.store(part.path)
     if remote is None:

@@ -415,7 +415,9 @@ def test_a_place_that_cannot_be_written(store: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     out = tmp_path / "out"
     assert main(["export", str(store), "--format", "jsonl", "-o", str(out), "--topic", "A", "--tag", "t1"]) == 0
     assert json.loads(capsys.readouterr().out) == {
@@ -429,7 +431,7 @@ def test_the_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["export", str(store), "-o", str(tmp_path / "lake"), "--partition-by", "topic"]) == 0
     assert numbers(tmp_path / "lake") == list(range(60))
     assert main(["export", str(store), "-o", str(tmp_path / "none"), "--topic", "AA"]) == 0
-    assert "note: topic 'AA' has no queue; did you mean 'A'?" in capsys.readouterr().err
+    assert caplog.messages == [f"topic 'AA' has no queue in {store}; did you mean 'A'?"]
     assert main(["export", str(store), "-o", str(tmp_path / "x"), "--columns", "nothing"]) == 2
     assert "no column 'nothing'" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "lake"), "-o", str(tmp_path / "y")]) == 2

@@ -111,7 +111,8 @@ def test_a_trigger_takes_a_number_of_bytes(tmp_path: Path) -> None:
 def test_a_stream_of_a_store_behind_a_url(tmp_path: Path) -> None:
     """A later look reads on where the earlier one ended; another store in the same place is data loss."""
     pytest.importorskip("fsspec")
-    path, url, begin, counts = tmp_path / "s", f"local://{tmp_path}/s", None, []
+    path, url, counts = tmp_path / "s", f"local://{tmp_path}/s", list[int]()
+    begin: Any = None
     with MessageStore.open(path, StoreConfig.tiny()) as store:
         fill(store, "A", 0, 6)
     for following in (4, 0, 0):
