@@ -167,7 +167,7 @@ def test_two_columns_for_one_of_a_message_are_refused(tmp_path: Path) -> None:
         ("tag string", {}, "did you mean tags"),
         ("tags int", {}, "expected type string, found int"),
         ("tags string", {"orderBy": "tag"}, "no column 'tag'"),
-        ("tags string", {"topics": "x"}, "did you mean topic"),
+        ("tags string", {"topicz": "x"}, "did you mean topic"),
     ],
 )
 def test_errors_are_raised_on_the_driver(tmp_path: Path, column: str, options: dict[str, str], text: str) -> None:
