@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery
+from celery.signals import worker_ready
 
 import librmq.integrations.kombu  # noqa: F401 (makes kombu know librmq://)
 from librmq.clock import SystemClock
@@ -24,6 +25,11 @@ if not app.conf.broker_url.startswith("librmq+connect"):
         "visibility_timeout": 3,
         "delayed_delivery": bool(os.environ.get("TASKS_DELAYED")),
     }
+
+
+@worker_ready.connect
+def note_ready(**_: object) -> None:
+    (FOLDER / f"ready {os.getpid()}").touch()
 
 
 @app.task

@@ -41,6 +41,8 @@ def worker(folder: Path, *words: str, **variables: str) -> Iterator[Process[str]
         )
         with process:
             yield process
+            # A signal that comes before Celery has its handlers ends the process at once.
+            wait_until(lambda: process.poll() is not None or (folder / f"ready {process.pid}").exists(), "it has begun")
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(60) == 0
@@ -124,8 +126,7 @@ def test_a_killed_worker_loses_nothing(tmp_path: Path, owns: str) -> None:
     if owns == "the sender":
         owner.close()
     done = notes(tmp_path)
-    repeated = sum(done[f"begins {number}"] - 1 for number in range(many))
-    assert repeated <= 2 * 2 + 2, "at most those that two processes had, and their prefetch"
+    assert max(done[f"begins {number}"] for number in range(many)) <= 2
 
 
 def test_a_warm_shutdown_ends_running_tasks_and_loses_none(tmp_path: Path) -> None:
@@ -183,5 +184,4 @@ def test_a_worker_goes_on_when_the_owner_ends_and_a_cold_shutdown_loses_nothing(
         with worker(tmp_path):
             wait_until(lambda: all(notes(tmp_path)[f"ends {each}"] for each in range(many)), "all tasks end")
     done = notes(tmp_path)
-    repeated = sum(done[f"begins {each}"] - 1 for each in range(many))
-    assert repeated <= 2 * (4 + 4), "at either end: four in flight, and what was acknowledged since the last save"
+    assert max(done[f"begins {each}"] for each in range(many)) <= 3, "once more after each of the two ends"
