@@ -167,6 +167,7 @@ class Server:
             ):
                 with suppress(sqlalchemy.exc.OperationalError):  # it has ended meanwhile
                     self.place.run(f"KILL {int(number)}")
+        self.place.close()  # else a later test gets a dead connection of those that waited in the pools here
 
 
 @pytest.fixture

@@ -643,8 +643,7 @@ def test_a_declaration_adds_to_the_file_of_bindings(
         for _ in range(20):
             declare("again")
             kombu.Queue("again", exchange)(other.channel()).delete()
-        assert path.stat().st_ino != inode
-        assert path.stat().st_size < 10 * size
+        assert path.stat().st_size < 10 * size  # it was written again; its inode can be the first one's by now
         for each in (connection, other):
             assert [row[2] for row in each.default_channel.get_table("work")] == ["first", "last"]
 

@@ -203,7 +203,8 @@ def test_commands_print_the_shown_output(document: Path, folder: Path, monkeypat
                 real = run_command(command, monkeypatch)
                 if not shows(shown, real):
                     wrong.append(f"{document.name}:{block.line}\n$ {command}\n{real}\nshown is\n{shown}")
-    assert not wrong, "\n\n".join(wrong)
+    logs = [f"{log.name}:\n{log.read_text('utf-8')}" for log in folder.glob("*.log")]
+    assert not wrong, "\n\n".join(wrong + logs)
 
 
 def test_links_lead_somewhere() -> None:
