@@ -173,9 +173,9 @@ def _works() -> Iterator[tuple[str, Work, Target]]:
             for late in (False, True):
                 words = f"-c {concurrency}, prefetch {prefetch}, {'late' if late else 'early'}"
                 yield words, Work("librmq", concurrency, prefetch, late), Target(1.5)
-    for concurrency in (1, 2):
-        words = f"-c {concurrency}, prefetch 4, late, another process owns"
-        yield words, Work("librmq", concurrency, 4, True, is_peer=True), Target(reach=1.5)
+    for concurrency, prefetch, late in ((1, 1, False), (1, 4, True), (2, 4, True)):
+        words = f"-c {concurrency}, prefetch {prefetch}, {'late' if late else 'early'}, another process owns"
+        yield words, Work("librmq", concurrency, prefetch, late, is_peer=True), Target(reach=1.5)
     for pool in ("threads", "gevent"):
         yield f"-P {pool}, -c 2, prefetch 4, late", Work("librmq", 2, 4, True, pool), Target(1.5)
 
