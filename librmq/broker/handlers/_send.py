@@ -86,7 +86,6 @@ class SendHandler:
         store, config = context.store, context.config
         self._runner = context.runner
         self._store = store
-        self._append = store.append  # looked up once, because the store looks up what does it
         self._table = context.topics
         self._topics = context.topics.by_name
         self._groups = context.groups
@@ -226,7 +225,7 @@ class SendHandler:
             # of a copy.
             own_properties, message.properties = message.properties, properties
             try:
-                result = self._append(
+                result = self._store.append(
                     message,
                     queue_id,
                     born_timestamp_ms=born_timestamp_ms,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Final
 
 from librmq.broker import Broker
@@ -268,8 +267,8 @@ class Sends:
         deliver_ms, message_id = properties[PropertyName.TIMER_DELIVER_MS], properties.get(PropertyName.UNIQUE_KEY, "")
         if not deliver_ms.isdecimal() or not message_id:
             return response
-        return replace(
-            response, recall_handle=RecallHandle(topic, self._broker.name, int(deliver_ms), message_id).text()
+        return response._replace(
+            recall_handle=RecallHandle(topic, self._broker.name, int(deliver_ms), message_id).text()
         )
 
     def _read_send(self, channel: Channel, frame: Frame) -> SendMessage | SendBatch:
