@@ -576,7 +576,7 @@ class CommitLog(Closing, LogState):
 
         ``on_record`` is called with the log, the place and the bytes of each record.
         """
-        sequence = self._sequence
+        sequence = self._sequence  # whose pages a writer gives up too, because this comes before its appends
         at, last, released = begin, None, begin
         while (start := sequence.start_of(at)) is not None:
             file, first, before = sequence.file(start), at - start, last
@@ -588,7 +588,7 @@ class CommitLog(Closing, LogState):
                     if skip is not None:
                         record_at, end = skip()
                         if record_at >= 0:
-                            self.release_read_pages(at, start + end)
+                            sequence.unmap_pages(at, start + end)
                             last, at = start + record_at, start + end
                             continue
                     item = next(items, None)
@@ -597,7 +597,7 @@ class CommitLog(Closing, LogState):
                     last, size, _ = item
                     at = last + size
                     if at - released > _MOST_HELD:
-                        self.release_read_pages(released, at)
+                        sequence.unmap_pages(released, at)
                         released = at
                     if on_record is not None:
                         on_record(self, last, raw)
@@ -612,7 +612,7 @@ class CommitLog(Closing, LogState):
                 return LogEnd(error.offset, None if zeros else error, last)
             if start + self.file_size not in sequence.starts:
                 break  # the blank of the last file can be written again
-            self.release_read_pages(start, start + self.file_size)
+            sequence.unmap_pages(start, start + self.file_size)
             at = released = start + self.file_size
         return LogEnd(at, None, last)
 

@@ -401,6 +401,7 @@ class MappedFileQueue:
                 buffer, block_end = self.file(start).buffer, min(high, at + _MAX_RESERVE)
                 self._files.reserve(self.file(start), at - start, block_end - start)
                 buffer[at - start : block_end - start] = buffer[at - start : block_end - start]
+                self.unmap_pages(at, block_end)
                 self._dirty.add(start)
         with self._guard:
             self._changed_folders.add(self.folder)

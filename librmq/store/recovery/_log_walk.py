@@ -67,7 +67,7 @@ def walk(
         stretch = Stretch(log, block, at, end, least, check_body)
         yield stretch
         if block is not None and stretch.end == at:
-            log.release_read_pages(at, block.end)
+            log.sequence.unmap_pages(at, block.end)  # also of a writer, which read them once
             at = block.end
             # An unusual record ends a block. Where such records are many, a loop over all of them takes less time.
             is_worth_block = len(block.keys.physical_offsets) >= _WORTH_BLOCK
