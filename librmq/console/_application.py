@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 from importlib.resources import files
+from math import ceil
 from os import PathLike
 from typing import Final
 from urllib.parse import parse_qsl, quote
@@ -28,6 +29,8 @@ from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.console")
 _LONGEST_FORM: Final = 1 << 16
+_IDLE: Final = 100
+"""How many times as long as it takes to make a page it stays as it is, so that an open one takes 1 % of a core."""
 _STATIC: Final = {"console.css": "text/css", "console.js": "text/javascript", "icon.svg": "image/svg+xml"}
 _NAVIGATION: Final = (
     ("./", "Overview"),
@@ -114,7 +117,9 @@ class _Site:
         query, place = Query(dict(request.query_params), self._pages.place.clock), self._pages.place
 
         def make() -> Page:
+            begin_s = place.clock.monotonic()
             shown = page(query)
+            shown.refresh_s = max(shown.refresh_s, ceil(_IDLE * (place.clock.monotonic() - begin_s)))
             try:
                 place.find_extent()
             except (RmqError, OSError) as error:  # what brokers answer is shown without the log

@@ -31,7 +31,6 @@ from librmq.diagnosis import (
     Finding,
     Lag,
     StoreView,
-    View,
     diagnose,
     held_progress,
     pending_messages,
@@ -79,7 +78,7 @@ class Pages:
         with self.place.view(query.at_ms) as view:
             groups = [group for group in view.groups if not is_own_group(group)]
             shown = groups[:ROWS] if not isinstance(view, StoreView) else groups
-            progress = self._lag(view, shown)
+            progress = lag_of(view, group=shown, times=False)
             ranges = {topic: view.queues(topic).values() for topic in view.listed_topics}
             ends = {topic: sum(ids.stop for ids in queues) for topic, queues in ranges.items()}
             lags = {group.group: group.lag for group in progress.by_group()}
@@ -115,14 +114,6 @@ class Pages:
     def _samples_at(self, query: Query) -> Samples:
         """Return the last looks, of which a past moment has none."""
         return self._samples if query.at_ms is None else Samples()
-
-    def _lag(self, view: View[Any], groups: Sequence[str]) -> Lag:
-        if isinstance(view, StoreView):
-            return lag_of(view, times=False, includes_own=False)
-        topics = [
-            part for group in groups for part in lag_of(view, group=group, times=False, includes_own=False).topics
-        ]
-        return Lag(topics, None)
 
     def _groups_table(
         self,
@@ -170,8 +161,10 @@ class Pages:
         columns = ("severity", "about", "what", "next")
         if not self.place.has_log:
             return Table("Findings", columns, [], nothing="The page Findings asks the brokers for them.")
-        if messages > _FEW or queues > _FEW_QUEUES:
-            return Table("Findings", columns, [], nothing="The page Findings looks for them: this store is large.")
+        if _is_large(messages, queues):
+            return Table(
+                "Findings", columns, [], nothing="This store is large: the page Findings looks for them on request."
+            )
         found = None if is_past else self._found
         if found is None or not 0 <= now_ms - found[0] < _FINDINGS_MS:
             found = now_ms, self._diagnosed(log)
@@ -184,9 +177,19 @@ class Pages:
             return [finding for finding in diagnose(view, check=False) if finding.kind != "not-verified"]
 
     def findings(self, query: Query) -> Page:
-        """Show all findings of `librmq diagnose`."""
+        """Show all findings of `librmq diagnose`; in a large store they are looked for on request."""
         note = "Queues and index were not compared with the log: librmq verify does that."
         if self.place.has_log:
+            if not query.text("look"):
+                with self.place.log(query.at_ms) as view:
+                    messages, queues = view.message_count(), len(view.ranges)
+                if _is_large(messages, queues):
+                    return Page(
+                        "Findings",
+                        template="ask.html.j2",
+                        is_live=False,
+                        more={"messages": number(messages), "queues": number(queues)},
+                    )
             found = self._diagnosed(at_ms=query.at_ms)
         else:
             found, note = self._findings_by_requests(), NOT_IN_FINDINGS
@@ -209,7 +212,8 @@ class Pages:
     def _findings_by_requests(self) -> list[Finding]:
         with self.place.view() as view:
             groups = [group for group in view.groups if not is_own_group(group)][:ROWS]
-            return list(findings_by_requests(self.place.acting(), view, groups, self._lag(view, groups)))
+            progress = lag_of(view, group=groups, times=False)
+            return list(findings_by_requests(self.place.acting(), view, groups, progress))
 
     def topics(self, query: Query) -> Page:
         """Show all topics, a part at a time."""
@@ -296,9 +300,7 @@ class Pages:
         with self.place.view(query.at_ms) as view:
             names = [group for group in view.groups if words in group.lower() and not is_own_group(group)]
             shown = names[begin : begin + ROWS]
-            progress = {
-                row.group: row for group in shown for row in lag_of(view, group=group, includes_own=False).by_group()
-            }
+            progress = {row.group: row for row in lag_of(view, group=shown, includes_own=False).by_group()}
             letters = {group: sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values())) for group in shown}
             now_ms = view.now_ms if isinstance(view, StoreView) else query.clock.now_ms()
         rows = []
@@ -324,16 +326,17 @@ class Pages:
         with self.place.view(query.at_ms) as view:
             if group not in view.groups:
                 raise ConfigError(f"there is no group {group!r}")
-            rows = list(islice(lag_of(view, group=group, includes_own=False), 10 * ROWS))
+            progress = lag_of(view, group=group, includes_own=False)
+            rows = list(islice(progress, 10 * ROWS))
             letters = [letter for *_, letter in islice(letters_by_queue(view, group, view.resent_times), LETTERS)]
             topics = sorted({row.topic for row in rows})
-        held = []
+            held = []
+            if isinstance(view, StoreView) and view.is_live:
+                held = held_progress(view, group=group, group_lag=progress)
         connections = settings = None
         if self.place.route is not None and not is_past:
             connections = self.place.route.connections(group)
             settings = self.place.route.groups().get(group)
-        if self.place.broker is not None and not is_past:
-            held = held_progress(self.place.broker, group=group)
         instances = [] if is_past else [*_stacks(held), _instances(connections)]
         lag = sum(row.lag for row in rows)
         causes = _causes(sum_up_causes(letters), len(letters))
@@ -499,6 +502,10 @@ def _sample(now_ms: int, ends: Mapping[str, int], progress: Lag, lags: Mapping[s
         for part in progress.topics:
             positions[part.group] += sum(offset or 0 for offset in part.consumer_offsets)
     return Sample(now_ms, dict(ends), lags, dict(positions))
+
+
+def _is_large(messages: int, queues: int) -> bool:
+    return messages > _FEW or queues > _FEW_QUEUES
 
 
 def _finding_rows(findings: Iterable[Finding]) -> list[list[Cell]]:

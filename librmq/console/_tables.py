@@ -55,6 +55,8 @@ class Page:
     template: str = "page.html.j2"
     is_live: bool = True
     """Whether the page shows itself again every few seconds."""
+    refresh_s: int = 5
+    """Seconds between two looks of a live page."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """What a template of its own needs."""
 

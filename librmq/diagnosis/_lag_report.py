@@ -7,10 +7,11 @@ queue is read once for all groups.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import accumulate, chain, compress, count, groupby, pairwise, repeat, starmap
+from itertools import accumulate, chain, compress, count, pairwise, repeat, starmap
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE
@@ -216,7 +217,7 @@ def rate_between(earlier: TopicProgress, later: TopicProgress, seconds: float) -
 def lag(
     source: Source | View[Any],
     *,
-    group: str | None = None,
+    group: str | Collection[str] | None = None,
     topic: str | None = None,
     times: bool = True,
     includes_own: bool = True,
@@ -225,7 +226,7 @@ def lag(
 
     Args:
         source: A running broker, the folder of a store, or a view of either or of a cluster.
-        group: Only this group.
+        group: Only this group, or these.
         topic: Only this topic.
         times: Whether to look up the store times of the oldest unconsumed messages.
         includes_own: Whether the broker's own groups count too; one that ``group`` names always does.
@@ -246,20 +247,22 @@ def lag(
             progress = progress.chosen(~np.isin(progress.parts[1], own))
         for at, name in enumerate((topic, group)):
             if name is not None:
-                names = progress.names[at]
-                progress = progress.chosen(progress.parts[at] == (names.index(name) if name in names else -1))
+                progress = progress.named(at, {name} if isinstance(name, str) else set(name))
         return Lag(_rows_of(view, progress, times), view.now_ms)
 
 
 def _topics_of(
     view: View[Any],
-    group: str | None,
+    group: str | Collection[str] | None,
     topic: str | None,
     includes_own: bool,
     time_at: Callable[[Any, int], int | None] | None,
 ) -> list[TopicProgress]:
     """Return the queues of each topic that a group has consumed; ``time_at`` returns the store time of a message."""
-    groups = [name for name in view.groups if includes_own or not is_own_group(name)] if group is None else [group]
+    if group is None:
+        groups = [name for name in view.groups if includes_own or not is_own_group(name)]
+    else:
+        groups = [group] if isinstance(group, str) else sorted(set(group))
     return [
         _progress_in(view, name, consumed_topic, queues, time_at)
         for name in groups
@@ -355,33 +358,36 @@ class _Rows(Sequence[TopicProgress]):
         """Return the sums of each group and topic."""
         _, lags, deleted, is_beyond = self._terms
         columns: list[Sequence[Any]] = [self._groups, self._topics, self._counts()]
-        columns += [self._by_pair(sum, lags), self._by_pair(max, lags), _times(self._by_pair(min, self._oldest_ms))]
-        columns += [self._by_pair(sum, column) for column in (self._is_unknown, is_beyond, deleted)]
+        by_pair = partial(self._combined, bounds=self.bounds)
+        columns += [by_pair(sum, lags), by_pair(max, lags), _times(by_pair(min, self._oldest_ms))]
+        columns += [by_pair(sum, column) for column in (self._is_unknown, is_beyond, deleted)]
         return [TopicLag(*row) for row in zip(*columns, strict=True)]
 
     def by_group(self) -> list[GroupLag]:
         """Return the sums of each group."""
-        lags, oldest_ms = self._by_pair(sum, self._terms[1]), self._by_pair(min, self._oldest_ms)
-        is_again = [topic.startswith(TopicPrefix.RETRY) for topic in self._topics]
+        lags = self._terms[1]
+        retries = {topic for topic in set(self._topics) if topic.startswith(TopicPrefix.RETRY)}
+        lags_of_pairs = self._combined(sum, lags, self.bounds) if retries else []
+        places = [0, *accumulate(Counter(self._groups).values())]  # the pairs of a group are behind each other
+        bounds = [self.bounds[place] for place in places]
+        totals, oldest_ms = self._combined(sum, lags, bounds), _times(self._combined(min, self._oldest_ms, bounds))
         sums = []
-        for group, group_places in groupby(range(len(self)), key=self._groups.__getitem__):
-            places = list(group_places)
-            topics = slice(places[0], places[-1] + 1)
-            total, again = sum(lags[topics]), sum(compress(lags[topics], is_again[topics]))
-            queues = self.bounds[topics.stop] - self.bounds[topics.start]
-            (oldest,) = _times([min(oldest_ms[topics])])
-            sums.append(GroupLag(group, len(places), queues, total, total - again, again, oldest))
+        for (begin, end), total, oldest in zip(pairwise(places), totals, oldest_ms, strict=True):
+            again = sum(compress(lags_of_pairs[begin:end], map(retries.__contains__, self._topics[begin:end])))
+            queues = self.bounds[end] - self.bounds[begin]
+            sums.append(GroupLag(self._groups[begin], end - begin, queues, total, total - again, again, oldest))
         return sums
 
     def _counts(self) -> list[int]:
         return [end - begin for begin, end in pairwise(self.bounds)]
 
-    def _by_pair(self, combine: Callable[[Sequence[int]], int], column: Any) -> list[int]:  # noqa: ANN401 (a column)
-        """Return the sum, maximum or minimum of a column for each group and topic."""
+    @staticmethod
+    def _combined(combine: Callable[[Sequence[int]], int], column: Any, bounds: Sequence[int]) -> list[int]:  # noqa: ANN401
+        """Return the sum, maximum or minimum of a column between its bounds."""
         if isinstance(column, list):
-            return [combine(column[begin:end]) for begin, end in pairwise(self.bounds)]
+            return [combine(column[begin:end]) for begin, end in pairwise(bounds)]
         ufunc = {sum: np.add, max: np.maximum, min: np.minimum}[combine]
-        numbers: list[int] = ufunc.reduceat(column, self.bounds[:-1], dtype=np.int64).tolist()
+        numbers: list[int] = ufunc.reduceat(column, bounds[:-1], dtype=np.int64).tolist()
         return numbers
 
 
@@ -471,7 +477,7 @@ def _rows_of(view: StoreView, progress: NumberColumns, times: bool) -> _Rows:
     starts = np.flatnonzero(np.diff(columns[0], prepend=-1))
     pairs = columns[0][starts]  # those with any queue
     group_names, topic_names = (
-        list(map(names.__getitem__, places[pairs].tolist()))
+        np.array(names, np.object_)[places[pairs]].tolist()
         for names, places in ((groups, group_of_pair), (topics, topic_of_pair))
     )
     return _Rows(group_names, topic_names, [*starts.tolist(), len(columns[0])], columns[1:])

@@ -342,15 +342,16 @@ def _group_events(
 ) -> Iterator[StoryEvent]:
     """Yield, for each record that groups consume, what became of it in each group."""
     consumed = [message for message in records if _is_consumed(message)]
-    names = {(event.content.name[0], event.message.topic) for event in received} | view.progress.keys()
     topics = {message.topic for message in consumed}
+    progress_by_name = view.progress_in(topics)
+    names = {(event.content.name[0], event.message.topic) for event in received} | progress_by_name.keys()
     groups = sorted(name for name in names if name[1] in topics)
     if groups:
         outcomes = _Outcomes(view, records, received)
         for message in consumed:
             for group, topic in groups:
                 if topic == message.topic:
-                    progress = view.progress.get((group, topic), {}).get(message.queue_id)
+                    progress = progress_by_name.get((group, topic), {}).get(message.queue_id)
                     event, note, at_ms = outcomes.outcome_of(group, message, progress)
                     if event is not None:
                         yield _event(message, event, group, note)._replace(at_ms=at_ms)

@@ -35,6 +35,7 @@ from librmq.runtime.closing import Closing
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
+from librmq.store.format.broker_tables import progress_of
 from librmq.store.format.documents import LetterIdentity, resent_times
 
 if TYPE_CHECKING:
@@ -297,32 +298,47 @@ class StoreView(Closing):
 
         A running group has an item for each topic that it subscribes to, even without progress.
         """
-        broker = self.broker
+        return progress_of(self._rows)
+
+    @cached_property
+    def _rows(self) -> dict[str, dict[int, int]]:
+        """The rows of progress by ``topic@group``."""
+        broker, rows = self.broker, self.tables.offsets.rows
         if broker is None:
-            return self.tables.progress()
+            return rows
         from librmq.protocol import MessageModel  # asyncio comes with it, which a folder does not need
 
+        # A million rows are copied without the lock, so that no send waits for them: each copy is one call.
+        rows = {name: offsets.copy() for name, offsets in rows.copy().items()}
         with broker.runner.lock:
-            progress = {place: offsets.copy() for place, offsets in self.tables.progress().items()}
             for group in sorted({group for client in broker.clients() for group in client.consumer_groups}):
                 connections = broker.connections(group)
                 if connections is not None and connections.model is MessageModel.CLUSTERING:
                     for topic in connections.subscriptions:
-                        progress.setdefault((group, topic), {})
-            return progress
+                        rows.setdefault(f"{topic}@{group}", {})
+        return rows
+
+    def progress_in(self, topics: Collection[str]) -> dict[tuple[str, str], dict[int, int]]:
+        """Return the part of `progress` that is of these topics; of a folder the others are not made for it."""
+        columns = self.progress_columns
+        if columns is None:
+            return {place: offsets for place, offsets in self.progress.items() if place[1] in topics}
+        return {(group, topic): offsets for (topic, group), offsets in columns.named(0, topics).rows().items()}
 
     @cached_property
     def progress_columns(self) -> NumberColumns | None:
         """The progress as columns, by topic and group; None if it is little, and `progress` quicker."""
         columns = self.tables.offsets.columns(_FEW) if self.broker is None else None
-        if columns is None and sum(map(len, self.progress.values())) > _FEW:
-            columns = NumberColumns.of({(topic, group): row for (group, topic), row in self.progress.items()})
+        if columns is None and sum(map(len, self._rows.values())) > _FEW:
+            columns = NumberColumns.of(self._rows)
         return columns
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
         """The consumer groups in the tables, and of the topics of retries and dead letters, sorted."""
-        groups = {group for group, _ in self.progress} | set(self.tables.groups.rows)
+        columns = self.progress_columns
+        groups = {group for group, _ in self.progress} if columns is None else set(columns.names[1])
+        groups |= set(self.tables.groups.rows)
         return tuple(sorted(groups | groups_of_topics(self.topics, groups)))
 
     @cached_property

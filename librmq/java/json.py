@@ -22,10 +22,10 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain, count, repeat
+from itertools import chain, count, islice, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
 
 from librmq.errors import MalformedError
@@ -78,14 +78,23 @@ class NumberColumns(NamedTuple):
     """The values of all pairs."""
 
     @classmethod
-    def of(cls, rows: Mapping[tuple[str, str], dict[int, int]]) -> Self:
-        """Return the columns of objects by the parts of their names."""
+    def of(cls, rows: Mapping[str, dict[int, int]]) -> Self:
+        """Return the columns of objects with names such as ``topic@group``; those with other names are left out."""
+        rows = {name: row for name, row in rows.items() if name.count("@") == 1 and name[0] != "@" != name[-1]}
         names = defaultdict[str, int](count().__next__), defaultdict[str, int](count().__next__)
-        parts = [np.array([places[name[at]] for name in rows], np.int64) for at, places in enumerate(names)]
+        words = "@".join(rows).split("@") if rows else []
+        parts = [
+            np.fromiter(map(places.__getitem__, words[at::2]), np.int64, len(rows)) for at, places in enumerate(names)
+        ]
         widths = np.fromiter(map(len, rows.values()), np.int64)
         keys = np.fromiter(chain.from_iterable(rows.values()), np.int64)
         values = np.fromiter(chain.from_iterable(map(dict.values, rows.values())), np.int64)
         return cls((list(names[0]), list(names[1])), (parts[0], parts[1]), widths, keys, values)
+
+    def named(self, at: int, names: Collection[str]) -> Self:
+        """Return the objects whose first (0) or second (1) part of the name is one of these."""
+        places = [place for place, name in enumerate(self.names[at]) if name in names]
+        return self.chosen(np.isin(self.parts[at], places))
 
     def chosen(self, is_chosen: NDArray[Any]) -> Self:
         """Return some of the objects."""
@@ -94,6 +103,15 @@ class NumberColumns(NamedTuple):
         return self._replace(
             parts=parts, widths=self.widths[is_chosen], keys=self.keys[pairs], values=self.values[pairs]
         )
+
+    def rows(self) -> dict[tuple[str, str], dict[int, int]]:
+        """Return the objects by the parts of their names; of equal names the last one counts."""
+        pairs = zip(self.keys.tolist(), self.values.tolist(), strict=True)
+        objects = zip(*(part.tolist() for part in self.parts), self.widths.tolist(), strict=True)
+        return {
+            (self.names[0][first], self.names[1][second]): dict(islice(pairs, width))
+            for first, second, width in objects
+        }
 
 
 class NumberRows:
@@ -105,6 +123,15 @@ class NumberRows:
     def pairs(self) -> int:
         """Return the number of pairs of all objects, at most, as their colons tell."""
         return sum(block.count(":") for block in self._blocks)
+
+    def get(self, name: str) -> dict[int, int] | None:
+        """Return the last object with a name, without reading the others; None without one."""
+        quoted = f'"{name}"'
+        for block in reversed(self._blocks):
+            if (at := block.rfind(quoted)) >= 0:
+                at += len(quoted)
+                return _numbers_of(block[at : block.index("}", at) + 1])[0]
+        return None
 
     def as_dict(self) -> dict[str, dict[int, int]]:
         """Return the objects by their names."""

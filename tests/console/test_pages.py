@@ -10,9 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from librmq import Broker, Cluster, ConsumeFrom, ManualRunner, Message, Producer, PushConsumer, connect, share
+from librmq import (
+    Broker,
+    Cluster,
+    ConsumeFrom,
+    ManualClock,
+    ManualRunner,
+    Message,
+    MessageQueue,
+    Producer,
+    PushConsumer,
+    connect,
+    share,
+)
 from librmq.console import console
 from librmq.diagnosis import pending_messages
+from librmq.files import MemoryFiles
+from librmq.store import BrokerTables
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
@@ -326,3 +340,66 @@ def test_the_kit_shows_its_moved_clock() -> None:
         kit.advance(hours=25)
         assert asked.table("/topic?name=orders", "Queues")
         assert "Nothing waits" in asked.page("/waiting")
+
+
+class SlowClock(ManualClock):
+    """A clock that passes by a second at each look."""
+
+    def monotonic(self) -> float:
+        self.move_to(self.now_ms() + 1_000)
+        return super().monotonic()
+
+
+def test_a_page_that_takes_long_shows_itself_again_later(tmp_path: Path) -> None:
+    with Kit() as kit:
+        page = Asked(kit.console()).page("/groups")
+        assert 'data-live="5"' in page
+        assert "takes long" not in page
+    with Broker.open(tmp_path / "store", runner=ManualRunner(SlowClock())) as broker:
+        page = Asked(console(broker)).page("/groups")
+        assert 'data-live="100"' in page
+        assert "only every 100 s" in page
+
+
+def test_findings_of_a_large_store_are_looked_for_on_request(runner: ManualRunner) -> None:
+    broker = Broker.open("/store", runner=runner, files=MemoryFiles())
+    broker.create_topic("orders", 513)
+    with broker, Producer(broker, "shop") as producer:
+        for queue_id in range(513):
+            producer.send("orders", b"x", queue=MessageQueue("orders", broker.name, queue_id))
+        asked = Asked(console(broker))
+        assert "on request" in asked.page("/")
+        page = asked.page("/findings")
+        assert "513 messages in 513 queues" in page
+        assert "<table" not in page
+        assert 'name="look" value="1"' in page
+        assert "Nothing needs attention" in asked.page("/findings?look=1") or asked.table(
+            "/findings?look=1", "Findings"
+        )
+
+
+def test_many_groups_are_added_up_as_the_command_does(tmp_path: Path, shell: Shell) -> None:
+    """Their progress is read as columns, by which the groups, the lag and the story of a message go."""
+    with Broker.open(tmp_path / "store", runner=ManualRunner()) as broker:
+        broker.create_topic("orders", 4)
+        with Producer(broker, "shop") as producer:
+            sent = [
+                producer.send("orders", b"x", queue=MessageQueue("orders", broker.name, number % 4)).message_id
+                for number in range(8)
+            ]
+    tables = BrokerTables.open(str(tmp_path / "store" / "config"))
+    for number in range(2_600):
+        tables.offsets.set(f"orders@g{number}", dict.fromkeys(range(4), number % 3))
+    tables.persist(1)
+    with Broker.open(tmp_path / "store", runner=ManualRunner()) as broker:
+        of_broker = Asked(console(broker)).table("/groups?from=200", "Groups")
+    asked = Asked(console(tmp_path / "store"))
+    assert asked.table("/groups?from=200", "Groups") == of_broker
+    printed = {row["group"]: str(row["lag"]) for row in shell("groups", tmp_path / "store").rows}
+    assert len(of_broker) == 100
+    assert [row["lag"] for row in of_broker] == [printed[row["group"]] for row in of_broker]
+    worst = asked.table("/", "Groups")
+    assert {row["lag"] for row in worst} == {"8"}
+    assert [row["progress"] for row in asked.table("/group?name=g4", "Queues")] == ["1"] * 4
+    ends = [row["event"] for row in asked.table(f"/message?id={sent[0]}", "Story")]
+    assert (ends.count("passed"), ends.count("stored")) == (sum(number % 3 > 0 for number in range(2_600)), 1)

@@ -105,12 +105,18 @@ def test_rows_of_numbers_are_read_when_they_are_asked_for() -> None:
     assert {"t": rows.as_dict(), "u": value["u"]} == loads(text)
     columns = rows.columns()
     parts = {("a", "g"): {0: 1, 2: 3}, ("b", "g"): {0: -5}, ("a", "h"): {7: 8}}
-    for read in (columns, NumberColumns.of(parts)):
+    named = {"@".join(name): row for name, row in parts.items()}
+    assert {name: rows.get(name) for name in (*named, "a", "a@g@")} == {**named, "a": None, "a@g@": None}
+    for read in (columns, NumberColumns.of({"@": {0: 1}, **named, "a@": {0: 1}, "a@g@h": {0: 1}})):
+        assert read.rows() == parts
         assert read.names == (["a", "b"], ["g", "h"])
         assert [column.tolist() for column in read.parts] == [[0, 1, 0], [0, 0, 1]]
         assert [column.tolist() for column in read[2:]] == [[2, 1, 1], [0, 2, 0, 7], [1, 3, -5, 8]]
     some = columns.chosen(columns.parts[0] == 0)
     assert [column.tolist() for column in some[2:]] == [[2, 1], [0, 2, 7], [1, 3, 8]]
+    assert columns.named(0, {"a"}).rows() == some.rows()
+    assert columns.named(1, {"h", "x"}).rows() == {("a", "h"): {7: 8}}
+    assert NumberColumns.of({}).rows() == {}
 
 
 @pytest.mark.parametrize("rows", ['"a":{0:1}', '"a@b@c":{0:1}', '"a@g":{}', '"a@g":{0:1},"b@g":{}', '"a@g":1', ""])

@@ -2,7 +2,6 @@
 "use strict";
 
 const main = document.getElementById("main");
-const seconds = Number(main.dataset.live);
 
 function isBusy() {
   const focused = document.activeElement;
@@ -19,16 +18,21 @@ async function refresh() {
       if (answer.ok && fresh && !isBusy()) {
         const scrolled = [...main.querySelectorAll(".wide")].map((region) => region.scrollLeft);
         main.replaceChildren(...fresh.childNodes);
+        main.dataset.live = fresh.dataset.live ?? main.dataset.live;
         main.querySelectorAll(".wide").forEach((region, place) => { region.scrollLeft = scrolled[place] ?? 0; });
       }
     } catch {
       // The application is being restarted: the next round tries again.
     }
   }
-  setTimeout(refresh, seconds * 1000);
+  again();
 }
 
-if (seconds) setTimeout(refresh, seconds * 1000);
+function again() {
+  setTimeout(refresh, Number(main.dataset.live) * 1000);
+}
+
+if (main.dataset.live) again();
 
 const slider = document.getElementById("slider");
 if (slider) {

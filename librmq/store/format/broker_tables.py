@@ -289,8 +289,8 @@ class BrokerTables:
 
     def consumer_offset(self, topic: str, group: str, queue_id: int) -> int | None:
         """Return a group's progress in a queue, the queue offset of its next message; None if never stored."""
-        queue_offset: int | None = self.offsets.rows.get(f"{topic}@{group}", {}).get(queue_id)
-        return queue_offset
+        row: Mapping[int, int] = self.offsets.row(f"{topic}@{group}") or {}
+        return row.get(queue_id)
 
     def set_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
         """Set a group's progress in a queue."""
@@ -437,6 +437,11 @@ class ConfigTable:
         if isinstance(rows, NumberRows):  # a million rows of progress are not read for what needs their columns alone
             rows = self._document[self._name] = rows.as_dict()
         return rows
+
+    def row(self, key: str) -> Any:  # noqa: ANN401 (a row of any table)
+        """Return a row; None without one. Those of a table of progress are not all read for it."""
+        rows = self._document[self._name]
+        return rows.get(key) if isinstance(rows, NumberRows) else self.rows.get(key)
 
     def columns(self, few: int) -> NumberColumns | None:
         """Return the rows of a table of progress as columns; None if `rows` has been read, or ``few`` has room for all.
