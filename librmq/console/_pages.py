@@ -31,6 +31,7 @@ from librmq.diagnosis import (
     Finding,
     Lag,
     StoreView,
+    StoryEvent,
     diagnose,
     held_progress,
     pending_messages,
@@ -54,6 +55,9 @@ _FEW: Final = 20_000
 _FEW_QUEUES: Final = 512
 _FINDINGS_MS: Final = 30_000
 """For so long an overview shows the findings that it has, because it is asked every few seconds."""
+_LOG_SIZE: Final = 256 << 20
+"""Bytes of a log in which the records of a message without a unique id are searched for at once."""
+_NO_UNIQUE_ID: Final = "The message has no unique id, by which its records are found quickly."
 _PAIRS: Final = 5_000
 """Groups and topics of which progress is added up."""
 
@@ -406,11 +410,17 @@ class Pages:
 
     def message(self, query: Query) -> Page:
         """Show a message and its story."""
-        name = query.text("id")
+        name, unread = query.text("id"), ""
+        events: Sequence[StoryEvent] = ()
         if self.place.has_log:
             with self.place.log(query.at_ms) as view:
                 message = self._record(view, query)
-                events, note = story(view, name or message.message_id), ""
+                log = view.store.log
+                log_size, note = log.end - log.begin, ""
+                if message.unique_key is None and log_size > _LOG_SIZE and not query.text("story"):
+                    unread = size(log_size)  # records that belong together are found only by their content
+                else:
+                    events = story(view, name or message.message_id)
         else:
             found = self.place.acting().find_by_id(query.required("id"))
             if found is None:
@@ -427,7 +437,7 @@ class Pages:
                 Fact("size", size(message.size)),
             ],
             [
-                Table("Story", columns, events_of(events), note, "Without a unique id brokers find no records."),
+                Table("Story", columns, events_of(events), note, _NO_UNIQUE_ID),
                 Table("Fields", ("field", "value"), fields_of(message)),
                 Table(
                     "Properties",
@@ -439,7 +449,7 @@ class Pages:
             is_live=False,
             more={
                 "body": body_of(message, query.text("as")) if self.bodies else {"kind": "hidden", "text": ""},
-                "again": {"id": name or message.message_id},
+                "unread": unread,
                 "test": as_test(message) if self.bodies else "",
                 "id": message.message_id,
             },

@@ -155,3 +155,16 @@ def test_the_pages_work_without_scripts(chromium: Any, address: str) -> None:
     page.get_by_role("button", name="Show", exact=True).click()
     assert "As the log was at 2040-01-01" in page.inner_text("main")
     context.close()
+
+
+def test_the_pictures_of_the_page_are_drawn_by_the_tool(
+    chromium: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(checkout / "tools")
+    import pictures
+
+    pictures.draw(chromium, tmp_path)
+    for name, *_ in pictures.VIEWS:
+        drawn, shown = ((folder / f"{name}.png").read_bytes() for folder in (tmp_path, checkout / "docs" / "pictures"))
+        assert drawn[:24] == shown[:24]  # the size is in the head

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import re
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
-from librmq import Broker, ManualRunner
+from librmq import Broker, ManualRunner, Producer, connect
 from librmq.console import console
-from tests.console.pages import OWN, Asked
+from librmq.files import MemoryFiles
+from librmq.wire.remoting import RemotingServer
+from tests.console.pages import OWN, Asked, SlowClock
 
 
 @pytest.fixture
@@ -133,3 +137,90 @@ def test_links_are_relative_under_any_prefix(broker: Broker, root_path: str) -> 
         links = re.findall(r'(?:href|src|action)="([^"]*)"', asked.page(f"{root_path}{path}"))
         assert links
         assert [link for link in links if link.startswith("/") or "//" in link] == []
+
+
+def test_a_refusal_has_the_policy_too(broker: Broker) -> None:
+    response = Asked(console(broker), "evil.example").get("/")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert response.headers["content-type"].startswith("text/plain")
+
+
+def test_nothing_but_a_change_can_be_posted(broker: Broker) -> None:
+    asked = Asked(console(broker, allow_changes=True))
+    for path in ("/", "/topics", "/topic", "/groups", "/group", "/letters", "/message", "/waiting", "/findings"):
+        assert asked.request("POST", path, data={"a": "b"}, headers=OWN).status_code == 405
+
+
+def test_no_parameter_makes_a_page_refresh_itself_more_often(broker: Broker) -> None:
+    asked = Asked(console(broker))
+    for parameters in ("", "?live=1", "?refresh=0", "?refresh_s=1", "?interval=1&period=1&poll=1"):
+        assert re.findall(r'data-live="(\d+)"', asked.page(f"/groups{parameters}")) == ["5"]
+
+
+@pytest.mark.parametrize("name", ["../console.css", "..%2fconsole.css", "%2e%2e/%2e%2e/etc/passwd", "base.html.j2"])
+def test_a_request_names_no_file(broker: Broker, name: str) -> None:
+    asked = Asked(console(broker))
+    response = asked.get(f"/x/{name}")
+    assert response.status_code == 404 or response.headers["content-type"].startswith("text/css")
+    for path in ("/topic?name=", "/group?name=", "/letters?group=", "/message?id="):
+        text = asked.get(f"{path}{name}").text
+        assert "root:" not in text
+        assert "@media" not in text
+
+
+def test_the_host_in_a_message_id_is_not_connected_to(broker: Broker) -> None:
+    """An offset id has an address, which a page of another could have written."""
+    broker.create_topic("orders", 1)
+    foreign = "0A0909090000270F0000000000000000"
+    addresses = []
+
+    def open_socket(address: tuple[str, int], timeout: float) -> socket.socket:
+        addresses.append(address)
+        return socket.create_connection(address, timeout)
+
+    with (
+        RemotingServer(broker) as server,
+        connect(f"127.0.0.1:{server.port}", open_socket=open_socket) as remote,
+    ):
+        for place in (broker, remote):
+            assert Asked(console(place)).get(f"/message?id={foreign}").status_code == 400
+        assert {host for host, _ in addresses} == {"127.0.0.1"}
+        assert {port for _, port in addresses} == {server.port}
+
+
+class Executed:
+    """What would run if its pickle were read."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return exec, ("raise SystemExit('a body was unpickled')",)
+
+
+def test_a_body_is_not_unpickled(broker: Broker) -> None:
+    with Producer(broker, "shop") as producer:
+        message_id = producer.send("orders", pickle.dumps(Executed())).message_id
+    asked = Asked(console(broker))
+    for path in (
+        "/topic?name=orders",
+        *(f"/message?id={message_id}&as={kind}" for kind in ("", "text", "json", "hex")),
+    ):
+        assert asked.page(path)
+
+
+@pytest.mark.parametrize(
+    "sql", ["(" * 500 + "a > 1" + ")" * 500, "a IN ('" + "x" * 5000 + "')", "not " * 400 + "a", "a > 1 or " * 200]
+)
+def test_a_filter_is_bounded(broker: Broker, sql: str) -> None:
+    with Producer(broker, "shop") as producer:
+        producer.send("orders", b"one")
+    assert Asked(console(broker)).get("/topic", params={"name": "orders", "sql": sql}).status_code in (200, 400)
+
+
+def test_a_search_stops_in_time_and_says_so() -> None:
+    with Broker.open("/store", runner=ManualRunner(SlowClock()), files=MemoryFiles()) as broker:
+        with Producer(broker, "shop") as producer:
+            for number in range(20):
+                producer.send("orders", b"%d" % number)
+        page = Asked(console(broker)).page("/topic?name=orders&tag=none")
+        looked_at = re.search(r"The search looked at the newest (\d+) messages", page)
+        assert looked_at is not None
+        assert int(looked_at[1]) < 20

@@ -1,8 +1,11 @@
-"""The console inside applications of Starlette and of Django: under a prefix, with a slash behind it and without."""
+"""The console inside applications of Starlette, FastAPI and Django: under a prefix, and for whom they let in."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,20 +20,19 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 import librmq
+from librmq.console import console
 from librmq.testing import Kit
 from tests.console.pages import Asked
 from tests.django_project import configure
 
+PAGE = Path(__file__).parents[2] / "docs" / "console.md"
 urlpatterns = [path("shop/", lambda request: HttpResponse("the shop"))]
 
 
 @pytest.fixture(scope="module")
 def program() -> str:
     """Return the program of the page."""
-    page = (Path(__file__).parents[2] / "docs" / "console.md").read_text(encoding="utf-8")
-    (program,) = re.findall(
-        r"```python title=\"shop/asgi.py\"\n((?:(?!```).)*get_asgi_application.*?)```", page, re.DOTALL
-    )
+    (program,) = re.findall(r"```python title=\"shop/asgi.py\"\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     return str(program)
 
 
@@ -81,3 +83,57 @@ def test_other_addresses_are_of_django(in_django: Any) -> None:
 
 def test_the_address_without_a_slash_keeps_its_parameters(in_django: Any) -> None:
     assert Asked(in_django).get("/queue?at=1700000000000").headers["location"] == "./queue/?at=1700000000000"
+
+
+@pytest.mark.parametrize(("cookie", "status"), [("session=a-secret", 200), ("session=other", 403), ("", 403)])
+def test_a_dependency_of_fastapi_decides_who_sees(kit: Kit, cookie: str, status: int) -> None:
+    (text,) = re.findall(r"```python\n(from fastapi.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    names: dict[str, Any] = {"console": console, "broker": kit.broker}
+    exec(text, names)
+    asked = Asked(names["shop"], "shop.example", client="10.0.0.9")
+    assert asked.get("/queue/", headers={"Cookie": cookie}).status_code == status
+
+
+SIGNED_IN = """
+import django
+from django.conf import settings
+
+settings.configure(
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "users.sqlite3"}},
+    INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "django.contrib.sessions"],
+    SECRET_KEY="of a test",
+)
+django.setup()
+
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from django.test import Client
+from shop.staff import by_staff
+
+from librmq.console import console
+from librmq.testing import Kit
+from tests.console.pages import Asked
+
+call_command("migrate", verbosity=0)
+with Kit() as kit:
+    asked = Asked(console(kit.broker, authorize=by_staff), "shop.example", client="10.0.0.9")
+    print(asked.get("/").status_code)
+    for name in ("ann", "bob"):
+        client = Client()
+        client.force_login(User.objects.create_user(name, is_staff=name == "ann"))
+        cookie = f"sessionid={client.cookies['sessionid'].value}"
+        print(asked.get("/", headers={"Cookie": cookie}).status_code)
+"""
+
+
+def test_a_session_of_django_decides_who_sees(tmp_path: Path) -> None:
+    """In a process of its own, because a process has the settings of Django once."""
+    (text,) = re.findall(r"```python title=\"shop/staff.py\"\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "staff.py").write_text(text, "utf-8")
+    path = os.pathsep.join((str(tmp_path), str(PAGE.parents[1]), str(Path(librmq.__file__).parents[1])))
+    printed = subprocess.run(
+        [sys.executable, "-P", "-c", SIGNED_IN],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    assert printed.stdout.split() == ["403", "200", "403"]

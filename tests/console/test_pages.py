@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -14,7 +15,6 @@ from librmq import (
     Broker,
     Cluster,
     ConsumeFrom,
-    ManualClock,
     ManualRunner,
     Message,
     MessageQueue,
@@ -30,7 +30,7 @@ from librmq.store import BrokerTables
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
-from tests.console.pages import MARKUP, Asked, shop
+from tests.console.pages import MARKUP, Asked, SlowClock, shop
 
 
 @pytest.fixture
@@ -342,14 +342,6 @@ def test_the_kit_shows_its_moved_clock() -> None:
         assert "Nothing waits" in asked.page("/waiting")
 
 
-class SlowClock(ManualClock):
-    """A clock that passes by a second at each look."""
-
-    def monotonic(self) -> float:
-        self.move_to(self.now_ms() + 1_000)
-        return super().monotonic()
-
-
 def test_a_page_that_takes_long_shows_itself_again_later(tmp_path: Path) -> None:
     with Kit() as kit:
         page = Asked(kit.console()).page("/groups")
@@ -403,3 +395,44 @@ def test_many_groups_are_added_up_as_the_command_does(tmp_path: Path, shell: She
     assert [row["progress"] for row in asked.table("/group?name=g4", "Queues")] == ["1"] * 4
     ends = [row["event"] for row in asked.table(f"/message?id={sent[0]}", "Story")]
     assert (ends.count("passed"), ends.count("stored")) == (sum(number % 3 > 0 for number in range(2_600)), 1)
+
+
+def test_names_of_a_foreign_folder_are_text(tmp_path: Path) -> None:
+    """The tables of a folder can have names that no broker takes."""
+    runner = ManualRunner()
+    with Broker.open(tmp_path / "store", runner=runner) as broker:
+        shop(broker, runner)
+    tables = BrokerTables.open(str(tmp_path / "store" / "config"))
+    tables.set_topic(MARKUP, read_queues=1, write_queues=1, permission=6)
+    tables.set_group(MARKUP, retry_max_times=1)
+    tables.offsets.set(f"orders@{MARKUP}", {0: 1})
+    tables.offsets.set(f"{MARKUP}@mail", {0: 1})
+    tables.persist(1)
+    asked, name = Asked(console(tmp_path / "store")), quote(MARKUP)
+    pages = [f"/topic?name={name}", f"/group?name={name}", f"/letters?group={name}", "/group?name=mail"]
+    for address in ("/", "/topics", "/groups", "/waiting", "/findings", *pages):
+        text = asked.page(address)
+        assert "<script>alert" not in text, address
+        assert "&lt;script&gt;alert" in text or address == "/waiting", address
+
+
+def test_a_client_and_its_subscription_are_text(broker: Broker) -> None:
+    consumer = PushConsumer(broker, "mail", instance_name=MARKUP)
+    consumer.subscribe("orders", lambda message: None, sql="note = '<script>alert(1)</script>'")
+    with consumer:
+        text = Asked(console(broker)).page("/group?name=mail")
+    assert "<script>alert" not in text
+    assert text.count("&lt;script&gt;alert") >= 2
+
+
+def test_the_story_of_a_message_without_an_id_reads_a_large_log_on_request(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker.store.append(Message("orders", b"one"))
+    asked = Asked(console(broker))
+    address = "/message?topic=orders&queue=0&offset=0"
+    assert [row["event"] for row in asked.table(address, "Story")] == ["stored"]
+    monkeypatch.setattr("librmq.console._pages._LOG_SIZE", 0)
+    page = asked.page(address)
+    (link,) = re.findall(r'href="(message[^"]*story=1)"', page)
+    assert [row["event"] for row in asked.table(f"/{html.unescape(link)}", "Story")] == ["stored"]
