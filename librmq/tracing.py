@@ -204,6 +204,14 @@ def _message_attributes(message: Message | StoredMessage, now_ms: int) -> dict[s
     return attributes
 
 
+def _without_namespace(topic: str | None) -> tuple[str, str | None]:
+    """Return the namespace in front of a topic, empty without one, and the rest; both stand apart in a span."""
+    if topic is None or "%" not in topic[1:] or topic[0] == "%":
+        return "", topic
+    namespace, _, name = topic.partition("%")
+    return namespace, name
+
+
 def _due_ms(message: Message, now_ms: int) -> int | None:
     return message.deliver_at_ms if message.delay_s is None else now_ms + round(1000 * message.delay_s)
 
@@ -355,12 +363,13 @@ class _Spans:
     ) -> Span:
         assert self._tracer is not None
         name = "send" if operation.kind == "reply" else operation.kind
-        topic, messages = operation.topic, operation.messages
+        messages = operation.messages
+        namespace, topic = _without_namespace(operation.topic)
         attributes: dict[str, Any] = {
             "messaging.system": "rocketmq",
             "messaging.operation.name": name,
             "messaging.client.id": operation.client.client_id,
-            "messaging.rocketmq.namespace": topic.partition("%")[0] if topic and "%" in topic[1:] else "",
+            "messaging.rocketmq.namespace": namespace,
         }
         if (operation_type := _TYPES.get(operation.kind)) is not None:
             attributes["messaging.operation.type"] = operation_type

@@ -158,6 +158,20 @@ def test_a_send_and_its_listener(rmq: Kit, spans: Spans) -> None:
     assert attributes["librmq.delivery_attempt"] == 1
 
 
+def test_a_namespace_stands_apart_from_the_topic(rmq: Kit, spans: Spans) -> None:
+    instrument(rmq, spans.provider)
+    rmq.producer().send("shop%orders", b"one")
+    rmq.producer().send("orders", b"two")
+    values = [
+        (
+            span.name,
+            *(dict(span.attributes or {})[f"messaging.{name}"] for name in ("destination.name", "rocketmq.namespace")),
+        )
+        for span in spans.exporter.get_finished_spans()
+    ]
+    assert values == [("send orders", "orders", "shop"), ("send orders", "orders", "")]
+
+
 def test_times_are_those_of_a_moved_clock(rmq: Kit, spans: Spans) -> None:
     instrument(rmq.broker, spans.provider)
     consumer = rmq.consumer("slow")
