@@ -152,7 +152,7 @@ class RoundRobin:
     """One queue after the other, from number ``begin`` on. Thread-safe."""
 
     def __init__(self, begin: int = 0) -> None:
-        self.numbers = count(begin)
+        self.numbers: count[int] = count(begin)
         """The turns to come; counting is one step for the interpreter, so threads may share it."""
 
     def turn(self) -> int:
