@@ -349,8 +349,8 @@ def test_a_page_that_takes_long_shows_itself_again_later(tmp_path: Path) -> None
         assert "takes long" not in page
     with Broker.open(tmp_path / "store", runner=ManualRunner(SlowClock())) as broker:
         page = Asked(console(broker)).page("/groups")
-        assert 'data-live="100"' in page
-        assert "only every 100 s" in page
+        assert 'data-live="60"' in page
+        assert "only every 60 s" in page
 
 
 def test_findings_of_a_large_store_are_looked_for_on_request(runner: ManualRunner) -> None:
