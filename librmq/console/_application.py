@@ -30,7 +30,7 @@ from librmq.runtime.event_log import EventLog
 _log = EventLog("librmq.console")
 _LONGEST_FORM: Final = 1 << 16
 _IDLE: Final = 60
-"""How many times as long as it takes to make a page it stays as it is, so that an open one takes less than 2 % of a core."""
+"""A page stays as it is for so many times as long as it took to make, so that it takes less than 2 % of a core."""
 _STATIC: Final = {"console.css": "text/css", "console.js": "text/javascript", "icon.svg": "image/svg+xml"}
 _NAVIGATION: Final = (
     ("./", "Overview"),
