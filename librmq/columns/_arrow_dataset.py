@@ -10,6 +10,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final, NoReturn, Unpack
 
 import pyarrow as pa
@@ -42,6 +43,7 @@ class StoreDataset(ds.InMemoryDataset):  # type: ignore[misc]
         if isinstance(columns, list) and set(columns) <= set(schema.names):
             # A batch without columns loses its number of rows, so read the cheapest one, which the scanner drops.
             schema = pa.schema([(name, TYPES[name]) for name in columns or ("queueId",)])
+            options = replace(options, counts=set(columns) <= {"topic"})  # DuckDB counts the first column
         scan_settings = {
             name: settings[name] for name in ("use_threads", "memory_pool", "batch_size") if name in settings
         }

@@ -243,9 +243,10 @@ class _Task:
             or has_filters
         )
         self._entries_only = options.view == "queues" or (
-            # Entries have all that is needed, so no record is looked at, as with the view queues. Modes that report or
-            # leave out damage look at each record, and a batch has one entry for several messages.
-            needed <= ENTRY_COLUMNS
+            # A count needs no record, as with the view queues. Modes that report or leave out damage look at each
+            # record, and a batch has one entry for several messages.
+            options.counts
+            and needed <= ENTRY_COLUMNS
             and part.walk is None
             and options.mode == "FAILFAST"
             and not (has_filters or conditions.has_times or part.has_batches)

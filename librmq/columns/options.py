@@ -166,6 +166,8 @@ class ReadOptions:
     """What a read does about damage: raises, reports it by a row, or leaves it out."""
     as_recovered: bool = False
     """Whether ``FAILFAST`` reads a store as a recovery would leave it where that cuts sound records."""
+    counts: bool = False
+    """Whether only the number of rows matters, perhaps by topic, so that queue entries are enough."""
     min_partitions: int = 1
     """Least number of parts to plan."""
     checksums: bool = True

@@ -185,17 +185,16 @@ def test_both_spellings_of_a_setting_are_refused(failing: Path) -> None:
         reader(failing, topic="orders", topics="orders")
 
 
-def test_what_entries_say_is_read_without_the_log(path: Path) -> None:
-    """A count, and columns of queue entries."""
-    columns = ["topic", "queueId", "queueOffset", "physicalOffset", "size", "tagsCode"]
-    opening, entries, count, every = CountingFiles(), CountingFiles(), CountingFiles(), CountingFiles()
+def test_a_count_does_not_read_the_log(path: Path) -> None:
+    opening, count, some, every = CountingFiles(), CountingFiles(), CountingFiles(), CountingFiles()
     reader(path, files=opening)
-    table = reader(path, files=entries, columns=columns).read_all()
-    assert dataset(path, files=count).count_rows() == len(table) > 0
-    assert entries.opened == count.opened == opening.opened
-    records = reader(path, files=every, columns=[*columns, "storeTimestamp"]).read_all()
+    messages = len(reader(path, files=every, columns=["queueId"]).read_all())
     assert len(every.opened) > len(opening.opened)
-    assert records.select(columns).equals(table)
+    assert dataset(path, files=count).count_rows() == messages
+    assert count.opened == opening.opened
+    first = pc.field("queueOffset") < 3
+    assert dataset(path, files=some).count_rows(filter=first) == reader(path, filter=first).read_all().num_rows
+    assert some.opened == opening.opened
 
 
 @pytest.mark.parametrize(
