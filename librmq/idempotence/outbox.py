@@ -24,6 +24,7 @@ import asyncio
 import inspect
 import json
 import logging
+import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ _BATCH: Final = 100
 _FURTHER_PAGE: Final = 1_000
 _FIRST_DELAY_MS: Final = 1_000
 _LAST_DELAY_MS: Final = 60_000
+_WARN_AGAIN_MS: Final = 86_400_000
+_MOST_PROBLEMS: Final = 10_000
 _PURGE_INTERVAL_MS: Final = 60_000
 _MAX_BODY: Final = 4 << 20
 _SENT: Final = frozenset({"SEND_OK", "OK"})
@@ -257,6 +260,7 @@ class OutboxSender:
         self._closing = False
         self._is_checked = False
         self._is_out_of_reach = False
+        self._problems: dict[int, tuple[str, int]] = {}  # by row: the last one that was logged, and until when it holds
 
     def run_due(self, now_ms: int) -> int:
         """Send the rows that are due; return the time of the next search, in milliseconds since 1970.
@@ -526,14 +530,7 @@ class OutboxSender:
             change = "owner = '', attempts = attempts + 1"
             due_ms = now_ms + min(_FIRST_DELAY_MS << min(row.attempts, 10), _LAST_DELAY_MS)
             self.failed += 1
-            _log.warning(
-                "%(table)s: row %(row)d to %(topic)s was not sent, attempt %(attempt)d: %(error)s",
-                table=self.table,
-                row=row.id,
-                topic=row.topic,
-                attempt=row.attempts + 1,
-                error=problem,
-            )
+            self._log_problem(row, problem, now_ms)
         is_marked = self._execute(
             f"UPDATE {self.table} SET {change}, due_timestamp_ms = :due_ms "
             "WHERE id = :id AND state = 0 AND owner = :owner",
@@ -543,6 +540,7 @@ class OutboxSender:
         ).changed
         if problem is not None:
             return False
+        self._problems.pop(row.id, None)
         if (
             is_marked
             or self._execute(
@@ -558,6 +556,26 @@ class OutboxSender:
             row=row.id,
         )
         return False
+
+    def _log_problem(self, row: _Row, problem: str, now_ms: int) -> None:
+        """Log why a row was not sent: a new cause as a warning, and the same one again once a day."""
+        cause = re.sub(r"\d+", "", problem)  # such as how long a send has waited
+        logged, until_ms = self._problems.get(row.id, ("", 0))
+        is_new = cause != logged or now_ms >= until_ms
+        if is_new:
+            self._problems.pop(row.id, None)
+            while len(self._problems) >= _MOST_PROBLEMS:  # the oldest, which is logged again
+                del self._problems[next(iter(self._problems))]
+            self._problems[row.id] = cause, now_ms + _WARN_AGAIN_MS
+        _log.log(
+            logging.WARNING if is_new else logging.DEBUG,
+            "%(table)s: row %(row)d to %(topic)s was not sent, attempt %(attempt)d: %(error)s",
+            table=self.table,
+            row=row.id,
+            topic=row.topic,
+            attempt=row.attempts + 1,
+            error=problem,
+        )
 
     def _purge(self) -> None:
         """Delete rows that were sent long enough ago, in slices; only once a minute, because it locks rows."""

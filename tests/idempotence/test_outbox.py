@@ -248,12 +248,36 @@ def test_it_is_sent_until_it_is_taken(post: Post, refusal: str, caplog: pytest.L
         waits.append(seconds)
     assert waits == [1, 1, 2, 4, 8, 16, 32, 60]  # the first attempt is immediate
     assert sender.failed == 8
-    assert "row 1 to orders was not sent, attempt 8" in caplog.text
+    assert "row 1 to orders was not sent, attempt 1:" in caplog.text
     post.producer.then = lambda message: SendStatus.SEND_OK
     post.clock.advance(seconds=60)
     post.run(sender)
     assert (sender.sent, post.rows(0)) == (1, 0)
     assert len({message.properties["UNIQ_KEY"] for message in post.producer.sent}) == 1
+
+
+def test_a_cause_is_logged_once_a_day_for_each_row(embedded: Post, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(message: Message) -> object:
+        raise TimeoutError(f"no answer after {len(embedded.producer.sent)} ms")
+
+    def rows_logged() -> list[str]:
+        """Let the sender try several times; return the rows that it has warned about."""
+        caplog.clear()
+        for _ in range(5):
+            embedded.run(sender)
+            embedded.clock.advance(minutes=1)
+        warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+        return [str(record.__dict__["rmq_row"]) for record in warnings]
+
+    embedded.add("one", "two")
+    embedded.producer.then, sender = fail, embedded.sender()
+    assert rows_logged() == ["1", "2"]
+    assert rows_logged() == []
+    assert sender.failed > 10
+    embedded.producer.then = lambda message: SendStatus.FLUSH_DISK_TIMEOUT
+    assert rows_logged() == ["1", "2"]
+    embedded.clock.advance(days=1)
+    assert rows_logged() == ["1", "2"]
 
 
 def test_a_sender_that_dies_after_sending_leaves_it_to_another(post: Post) -> None:
