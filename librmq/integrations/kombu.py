@@ -118,9 +118,9 @@ class Channel(virtual.Channel):
             return 0
         if self.broker.is_cluster:
             return self.broker.skip(queue)
-        while deliveries := self._transport.receiver.receive([topic], AT_ONCE):
-            self._transport.receiver.acknowledge(*deliveries)
-            purged += sum(not delivery.is_expired and delivery.is_of(queue) for delivery in deliveries)
+        while deliveries := self._transport.receive([queue], AT_ONCE):
+            self._transport.receiver.acknowledge(*(delivery for _, delivery in deliveries))
+            purged += len(deliveries)
         self._transport.receiver.leave(topic)
         return purged
 
@@ -370,11 +370,20 @@ class Transport(virtual.Transport):
         """Return messages with their queues, without those that have expired; without any, `wake` is called in time."""
         by_topic = {self.broker.topic(queue): queue for queue in queues}
         while deliveries := self.receiver.receive(list(by_topic), max_messages):
-            arrived = [(by_topic[delivery.message.topic], delivery) for delivery in deliveries]
-            received = [(queue, item) for queue, item in arrived if not item.is_expired and item.is_of(queue)]
-            if len(received) < len(arrived):
-                self.receiver.acknowledge(*(item for queue, item in arrived if (queue, item) not in received))
-            if received:
+            received, outdated, others = list[_Arrived](), list[Delivery](), list[Delivery]()
+            for delivery in deliveries:
+                queue = by_topic[delivery.message.topic]
+                if not delivery.is_of(queue) and self.broker.topic(queue) != delivery.message.topic:
+                    others.append(delivery)
+                elif delivery.is_expired or not delivery.is_of(queue):
+                    outdated.append(delivery)
+                else:
+                    received.append((queue, delivery))
+            if outdated:
+                self.receiver.acknowledge(*outdated)
+            for delivery in others:  # their queue got the topic after this one was deleted, during the request
+                self.receiver.requeue(delivery)
+            if received or others:
                 return received
         return []
 

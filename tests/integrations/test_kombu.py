@@ -618,6 +618,34 @@ def test_a_queue_gets_nothing_of_the_former_one_with_its_topic(share: Connect, t
         assert drain(connection, first, 1) == ["again"]
 
 
+@pytest.mark.parametrize("work", ["receive", "purge"])
+def test_a_topic_that_passes_to_another_queue_during_a_request(
+    share: Connect, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    """The request of the former queue receives what was sent to the next one, and gives it back."""
+    first, second = (kombu.Queue(name, kombu.Exchange(name), routing_key="key", expires=3600) for name in ("1", "2"))
+    with share() as connection, share() as other:
+        bound = first(connection.channel())
+        bound.declare()
+        topic, receiver = connection.transport.broker.topic("1"), connection.transport.receiver
+        request = receiver.receive
+
+        def receive(topics: list[str], most: int) -> Any:
+            if topic in topics:
+                monkeypatch.undo()
+                first(other.channel()).delete()
+                send(other, second, "for the second")
+                assert other.transport.broker.topic("2") == topic
+            return request(topics, most)
+
+        monkeypatch.setattr(receiver, "receive", receive)
+        if work == "receive":
+            assert bound.get() is None
+        else:
+            assert bound.purge() == 0
+        assert drain(other, second, 1) == ["for the second"]
+
+
 def test_a_declaration_adds_to_the_file_of_bindings(
     share: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
