@@ -263,7 +263,10 @@ class Sender:
         """
         is_bound, target = queue is not None, queue
         if queue is None and choose is None:
-            queues = self._topics.get(message.topic) or self.queues(message.topic)
+            topic_queues = self._topics.get(message.topic)
+            queues = topic_queues or self.queues(message.topic)
+            if topic_queues is None:
+                begin_ms = None  # asking a name server for the queues takes none of the time for the tries
             if self._is_in_turn and first is None:
                 target = queues.queues[next(queues.turns.numbers) % len(queues.queues)]
             else:

@@ -307,6 +307,20 @@ def test_the_timeout_covers_all_tries(two: tuple[Broker, Broker]) -> None:
     assert len(cluster.tried) == 2
 
 
+def test_a_slow_look_up_of_queues_takes_no_time_from_the_first_send(two: tuple[Broker, Broker]) -> None:
+    runner = two[0].runner
+    assert isinstance(runner, ManualRunner)
+    clock = runner.manual_clock
+
+    class Slow(Cluster):
+        def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+            clock.advance(seconds=4)
+            return super().topic_route(topic)
+
+    assert Producer(Slow(*two), "shop").send("T", b"x").status is SendStatus.SEND_OK
+    assert [message.born_timestamp_ms for broker in two for message in broker.store] == [clock.now_ms()]
+
+
 def test_a_late_answer_is_a_timeout_of_a_stored_message(two: tuple[Broker, Broker]) -> None:
     """An answer that comes too late is a timeout, although the message is stored."""
     runner = two[0].runner
