@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 from librmq.client.recorder import Event
+from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_path, nearest, to_timestamp_ms
 from librmq.diagnosis import StoreView, pending_messages
 from librmq.diagnosis.view import viewed
@@ -39,8 +40,6 @@ from librmq.testing.histories._history import show
 
 FOLDER: Final = os.path.join(os.sep, "rmq")
 """The folder of a kit's store in memory."""
-DEFAULT_NOW_MS: Final = 1_700_000_000_000
-"""The time at which a kit without messages begins."""
 _END: Final = 1 << 62
 _SHOWN: Final = 20
 
@@ -62,7 +61,7 @@ class StoreStart:
     messages: Sequence[StoredMessage] = field(repr=False)
     """The messages of the topics, and what waits for a delivery to them, in log order, as in the source."""
     now_ms: int
-    """The time at which a kit begins: after the source's last message."""
+    """The time at which a kit begins: after the source's last message, or the machine's if there is none."""
     config: StoreConfig = field(repr=False)
     """The settings of a kit's store."""
     _tables: BrokerTables = field(repr=False)
@@ -97,11 +96,13 @@ class StoreStart:
                     raise CorruptionError(file, message.physical_offset, "crc", "the body does not match its checksum")
             if config is None:
                 config = _kit_config(view.store.config, messages)
-            return cls(names, tuple(progress), messages, 1 + max(view.now_ms or 0, _last_ms(messages)), config, tables)
+            last_ms = max(view.now_ms or 0, _last_ms(messages))
+            now_ms = last_ms + 1 if last_ms else machine_ms()
+            return cls(names, tuple(progress), messages, now_ms, config, tables)
 
     def part(self, messages: Sequence[StoredMessage]) -> StoreStart:
         """Return the start of a kit with some of the messages, as of a store that has no others."""
-        return replace(self, messages=messages, now_ms=_last_ms(messages) + 1)
+        return replace(self, messages=messages, now_ms=_last_ms(messages) + 1 if messages else self.now_ms)
 
     # ---- stores
 
@@ -188,7 +189,12 @@ def earlier_attempts(events: Sequence[Event], sent: Collection[str]) -> Iterator
 
 
 def _last_ms(messages: Sequence[StoredMessage]) -> int:
-    return max((message.store_timestamp_ms for message in messages), default=DEFAULT_NOW_MS)
+    return max((message.store_timestamp_ms for message in messages), default=0)
+
+
+def machine_ms() -> int:
+    """Return the machine's time in whole seconds: timers go by them, and are due equally long after each start."""
+    return SystemClock().now_ms() // 1000 * 1000
 
 
 # ---- what is read

@@ -16,7 +16,7 @@ from librmq.client import Producer
 from librmq.client.observation import observe_kept
 from librmq.client.producer import ProducerArguments
 from librmq.client.recorder import Event, Recorder
-from librmq.clock import LAST_MS, ManualClock, SystemClock, replace_default_clock
+from librmq.clock import LAST_MS, ManualClock, replace_default_clock
 from librmq.cluster import Cluster, ReplicaConfig
 from librmq.config import StoreConfig, to_seconds, wrong_kind
 from librmq.consumer import PushConsumer
@@ -26,7 +26,7 @@ from librmq.message import MessageQueue, StoredMessage
 from librmq.protocol import check_site, site_of
 from librmq.testing._evidence import Evidence, KitObserver, UndeliveredWarning
 from librmq.testing._faults import Faults
-from librmq.testing._from_store import FOLDER, GroupNames, StoreStart
+from librmq.testing._from_store import FOLDER, GroupNames, StoreStart, machine_ms
 from librmq.testing._kit_runner import Driver, Elapsed, KitRunner, ProcessTable, current_work
 from librmq.testing._network import SMALL_FILES, Frames, Network, broker_names
 from librmq.testing._process import A_PROCESS, ConsumerArguments, Process, ProcessStateError
@@ -715,8 +715,7 @@ def begin_of(start: StoreStart | None, now_ms: int | None) -> int:
     Raises:
         ConfigError: It is before the last message of the store.
     """
-    # Whole seconds, so that timers, which go by them, are due equally long after each start.
-    earliest_ms = SystemClock().now_ms() // 1000 * 1000 if start is None else start.now_ms
+    earliest_ms = machine_ms() if start is None else start.now_ms
     if start is not None and now_ms is not None and now_ms < earliest_ms:
         raise ConfigError(
             f"now_ms: expected a time after the store's last message, from {earliest_ms} on, found {now_ms}"

@@ -28,7 +28,7 @@ from librmq.message.record import Record
 from librmq.message.topics import kind_of_topic
 from librmq.store import snapshot, verify
 from librmq.testing import Kit, ProcessStateError, explore
-from librmq.testing._from_store import DEFAULT_NOW_MS, Progress, StoreStart, shrink
+from librmq.testing._from_store import Progress, StoreStart, shrink
 from tests.budget import examples
 from tests.reference import folders, store_folders
 from tests.stores_of_5 import KINDS, add_database, batch_record, keep_queues_elsewhere, write_log
@@ -484,13 +484,20 @@ def numbers(messages: Sequence[StoredMessage]) -> list[int]:
     return [int(message.body) for message in messages]
 
 
+def test_a_store_without_messages_begins_as_no_store(tmp_path: Path) -> None:
+    with source_broker(tmp_path / "store") as broker:
+        broker.create_topic("orders", 1)
+    with Kit() as plain, Kit(store=tmp_path / "store") as rmq:
+        assert rmq.clock.now_ms() == plain.clock.now_ms()
+
+
 @settings(max_examples=examples(200), deadline=None)
 @given(needed=st.sets(st.integers(0, 63), max_size=6))
 def test_only_the_needed_messages_remain(start: StoreStart, needed: set[int]) -> None:
     shrunk = shrink(start, lambda part: needed <= set(numbers(part.messages)), 1000)
     assert shrunk is not None
     assert numbers(shrunk.start.messages) == sorted(needed)
-    assert shrunk.start.now_ms == (NOW_MS + 1 if needed else DEFAULT_NOW_MS + 1)
+    assert shrunk.start.now_ms == (NOW_MS + 1 if needed else start.now_ms)
     assert not shrunk.is_cut
     assert shrunk.tries <= 2 + 14 * len(needed)
 
