@@ -213,8 +213,8 @@ def withdraw_closed_state(path: str, files: Files, log: CommitLog) -> None:
         return
     if not _broker_has_started(path, files):
         _log.warning(
-            "%(path)s: the log lacks files: it reached from %(noted_begin)d to %(noted_end)d at the last close, and "
-            "reaches from %(begin)d to %(end)d: copy the missing files from a backup, then run librmq recover",
+            "%(path)s: the log lacks a part: it reached from %(noted_begin)d to %(noted_end)d at the last close, and "
+            "reaches from %(begin)d to %(end)d: copy missing files from a backup, then run librmq recover",
             path=path,
             noted_begin=closed.log_begin,
             noted_end=closed.log_end,
