@@ -24,6 +24,7 @@ from librmq.files import Damage, Files
 from librmq.files.interface import make_folders, numbered_files
 from librmq.files.rolling import MappingPool
 from librmq.message import DelayLevels, record
+from librmq.runtime.event_log import counted
 from librmq.store.engine.derivation import BitmapOf
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueTable
@@ -428,7 +429,7 @@ def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_m
         size, place = sum(damage.bytes for damage in cuts), os.path.join(OWN_FOLDER, "salvage")
         what = f"{size} bytes were cut from {cuts[0].offset} on ({cuts[0].what}); the nonzero bytes are kept in {place}"
     others = len(damages) - len(cuts)
-    again = f", {others} parts of queues and index were rebuilt" if others else ""
+    again = f", {counted(others, 'part')} of queues and index rebuilt" if others else ""
     seconds = took_ms / 1000
     no_mark = f"; the mark of the last flush did not count, because {why_whole}" if why_whole else ""
     return (
