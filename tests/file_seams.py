@@ -189,6 +189,7 @@ class FailingFiles:
     write = _passed_on("write")
     lock = _passed_on("lock")
     lock_holder = _passed_on("lock_holder", can_fail=False)
+    is_untouched = _passed_on("is_untouched", can_fail=False)
     used_ratio = _passed_on("used_ratio")
 
     def flush(self, file: File) -> None:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files.interface import Advice, File, FileLock, FolderEntry, SystemCall, without_zeros
-from librmq.files.lock import DiskLock, lock_holder
+from librmq.files.lock import DiskLock, is_untouched, lock_holder
 from librmq.files.regular import give_to_owner, joined_folders, make_owned_folder, open_regular, place_of
 from librmq.runtime.event_log import EventLog
 
@@ -492,6 +492,9 @@ class DiskFiles:
 
     def lock_holder(self, path: str) -> str | None:
         return lock_holder(path)
+
+    def is_untouched(self, path: str) -> bool:
+        return is_untouched(path)
 
     def flush_all(self, path: str) -> bool:
         call = _syncfs()

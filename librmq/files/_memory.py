@@ -24,6 +24,7 @@ class MemoryFiles:
         self._files: dict[str, File | bytes] = {}
         self._folders: set[str] = {"", os.sep}
         self._locks: set[str] = set()
+        self._untouched: set[str] = set()
         self._guard = RLock()
         self.disk_used_ratio: float = 0.0
         """Result of `used_ratio`, which tests can set; 0.0 stands for no disk."""
@@ -107,6 +108,7 @@ class MemoryFiles:
 
             self._files = {moved(p): f for p, f in self._files.items() if p != new}
             self._folders = {moved(p) for p in self._folders}
+            self._untouched = {moved(p) for p in self._untouched}
             for path, file in self._files.items():
                 if isinstance(file, File):
                     file.path = path
@@ -164,17 +166,21 @@ class MemoryFiles:
         with self._guard:
             self._check_parent("write", path)
             self._files[path] = data
+            self._untouched.discard(path)
 
     def lock(self, path: str) -> FileLock:
         with self._guard:
             if path in self._locks:
                 raise StoreLockedError(f"{path}: locked by this process (pid {os.getpid()})")
             self._locks.add(path)
-            self._files.setdefault(path, b"")
+            self._files.setdefault(path, b"lock")
         return _MemoryLock(self, path)
 
     def lock_holder(self, path: str) -> str | None:
         return f"this process (pid {os.getpid()})" if path in self._locks else None
+
+    def is_untouched(self, path: str) -> bool:
+        return path in self._untouched
 
     def flush_all(self, path: str) -> bool:
         return False
@@ -211,8 +217,8 @@ class _MemoryLock:
     def hold_folder(self) -> None:
         """Do nothing, like `check`: only this process reaches files in memory."""
 
-    def clear(self) -> None:
-        self._files.write(self._path, b"")
+    def mark_untouched(self) -> None:
+        self._files._untouched.add(self._path)
 
     def check(self) -> None:
         pass
@@ -405,7 +411,16 @@ class OverlayFiles(MemoryFiles):
         holder = self._base.lock_holder(path)
         if holder is not None:
             raise StoreLockedError(f"{path}: locked by {holder}")
-        return super().lock(path)
+        is_untouched = self.is_untouched(path)
+        lock = super().lock(path)
+        if is_untouched:
+            lock.mark_untouched()
+        return lock
+
+    def is_untouched(self, path: str) -> bool:
+        if path in self._files or not self._in_base(path):
+            return super().is_untouched(path)
+        return self._base.is_untouched(path)
 
     def lock_holder(self, path: str) -> str | None:
         return super().lock_holder(path) or self._base.lock_holder(path)

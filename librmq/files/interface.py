@@ -109,8 +109,8 @@ class FileLock(Protocol):
         """
         ...
 
-    def clear(self) -> None:
-        """Empty the lock file; a broker that starts writes a word into it."""
+    def mark_untouched(self) -> None:
+        """Mark the lock file, by its time, until a program writes into it, as a broker does that starts."""
         ...
 
     def check(self) -> None:
@@ -266,6 +266,10 @@ class Files(Protocol):
 
     def lock_holder(self, path: str) -> str | None:
         """Return the holder of the lock, or None, without changing anything."""
+        ...
+
+    def is_untouched(self, path: str) -> bool:
+        """Return whether no program has written into a lock file since its holder marked it, and it is no copy."""
         ...
 
     def flush_all(self, path: str) -> bool:

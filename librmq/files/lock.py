@@ -30,6 +30,8 @@ if sys.platform != "win32":
 _FLOCK: Final = struct.Struct("qqihh" if sys.platform == "darwin" else "hhqqi4x")
 """``struct flock``: type, whence, start, length, pid on 64-bit Linux; start, length, pid, type, whence on macOS."""
 _HAS_OWN_LOCKS: Final = sys.platform == "linux" and _FLOCK.size == 32 and struct.calcsize("P") == 8
+_CONTENT: Final = b"lock"
+"""What a broker writes into the file at each start."""
 _OPEN: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 _CONFLICTS: Final = (errno.EACCES, errno.EAGAIN)
 
@@ -74,6 +76,8 @@ class DiskLock:
             if not _is_at(name, _key_of(status), folder):
                 os.close(descriptor)
                 return -1, _key_of(status)
+            if status.st_size != len(_CONTENT):  # as it is, the file keeps its time, by which `is_untouched` knows it
+                os.write(descriptor, _CONTENT)
         except BaseException:
             with suppress(OSError):
                 os.close(descriptor)
@@ -110,10 +114,10 @@ class DiskLock:
                 return
             self._folder = descriptor
 
-    def clear(self) -> None:
-        """Empty the lock file; see `FileLock.clear`."""
-        with SystemCall("clear", self._path):
-            os.ftruncate(self._descriptor, 0)
+    def mark_untouched(self) -> None:
+        """Date the lock file back to 1970; see `FileLock.mark_untouched`."""
+        with SystemCall("date back", self._path):
+            os.utime(self._descriptor if os.utime in os.supports_fd else self._path, ns=(0, 0))
 
     def check(self) -> None:
         """Check that the lock file was not replaced, since another writer could lock the new one.
@@ -159,6 +163,16 @@ def _after_fork() -> None:
 
 
 call_in_child(_after_fork)
+
+
+def is_untouched(path: str) -> bool:
+    """Return whether the lock file ``path`` has the time that `DiskLock.mark_untouched` gives it."""
+    try:
+        return os.stat(path).st_mtime_ns == 0
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise StoreIOError("look at the lock", path, error) from error
 
 
 def lock_holder(path: str) -> str | None:

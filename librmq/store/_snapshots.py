@@ -189,6 +189,7 @@ def growing_store(target: str, files: Files) -> Iterator[str]:
     try:
         with critical:
             lock = files.lock(directory.lock_path(part))
+            lock.mark_untouched()
         for entry in files.list(part):
             if entry.name != directory.LOCK:
                 files.delete(os.path.join(part, entry.name))

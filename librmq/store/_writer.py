@@ -98,7 +98,7 @@ class Writer(StoreHandle):
                 files.flush_folder(path)
             self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
             # Only now, because a recovery withdraws what a broker's retention has made wrong in the notes.
-            self._file_lock.clear()
+            self._file_lock.mark_untouched()
             if config is not None:
                 write_kept_config(path, self.config, files, is_own=self.is_own)
             write_retention(path, self.config, files, default=directory.default_retention(path, files))

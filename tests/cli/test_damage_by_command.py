@@ -328,6 +328,7 @@ def test_spark_answers_as_columns_do(tmp_path: Path, sound: Path) -> None:
             assert expected == ("sound" if len(rows) == ALL else "recovered"), name
 
 
+@pytest.mark.slow
 def test_the_kept_table_is_this_one(table: dict[str, dict[str, str]]) -> None:
     assert "none" in table, "this test needs those before it"
     text = rendered(table)

@@ -202,7 +202,7 @@ def test_one_lock_at_a_time(files: Files, root: str) -> None:
     path = os.path.join(root, "lock")
     assert files.lock_holder(path) is None
     held = files.lock(path)
-    assert files.read(path) == b""
+    assert files.read(path) == b"lock"
     holder = files.lock_holder(path)
     assert holder is not None
     assert str(os.getpid()) in holder
@@ -211,12 +211,16 @@ def test_one_lock_at_a_time(files: Files, root: str) -> None:
     held.release()
     held.release()
     assert files.lock_holder(path) is None
-    files.write(path, b"lock")
     held = files.lock(path)
-    assert files.read(path) == b"lock"  # a broker's, until the holder clears it
-    held.clear()
-    assert files.size(path) == 0
+    assert not files.is_untouched(path)
+    held.mark_untouched()
     held.release()
+    held = files.lock(path)
+    assert files.is_untouched(path)
+    held.release()
+    files.write(path, b"lock")  # as a broker does
+    assert not files.is_untouched(path)
+    assert files.read(path) == b"lock"
 
 
 # --------------------------------------------------------------------------------------------------------- on disk

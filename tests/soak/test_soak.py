@@ -6,7 +6,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def forgets(request: Any, call: Callable[[Any], Any], number: int) -> Any:
     """Acknowledge a message that is not stored."""
     if isinstance(request, SendMessage) and request.message.body.endswith(b"3"):
         request.message.topic = f"{PREFIX}elsewhere"
-        return replace(call(request), queue_id=1_000, queue_offset=number)
+        return call(request)._replace(queue_id=1_000, queue_offset=number)
     return call(request)
 
 

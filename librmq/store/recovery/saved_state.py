@@ -14,8 +14,8 @@ if it agrees with the log: the same oldest file, the same last record, nothing a
 the log had reached, until retention deletes a file, or a recovery has reported what is missing.
 
 A broker's retention knows neither, and can move the log's beginning. When a broker starts, it writes a word into its
-lock file. An opening for writing empties that file as its last step, so what was noted about the beginning counts
-while it is empty.
+lock file. An opening for writing dates that file back to 1970 as its last step, so what was noted about the beginning
+counts while the file has that time. It does not in a copy that has got times of its own.
 
 The second is the mark of a flush: after a kill, recovery begins at its last record. It promises that log, queues and
 index have everything of the records before ``log_end``. It can't hide a loss:
@@ -190,7 +190,7 @@ def _parsed_state(data: bytes) -> StoreState:
 
 def _broker_has_started(path: str, files: Files) -> bool:
     """Return whether a broker may have started since librmq had the store open for writing."""
-    return files.size(directory.lock_path(path)) != 0
+    return not files.is_untouched(directory.lock_path(path))
 
 
 def lost_end(path: str, log: CommitLog, files: Files) -> Damage | None:
