@@ -77,6 +77,7 @@ class GroupOffsets:
         row = self._rows.get((group, topic))
         if row is None:
             row = self._rows[group, topic] = self._table.rows.setdefault(f"{topic}@{group}", {})
+            self._table.revision += 1
         old = row.get(queue_id, -1)
         if old == queue_offset:
             return
@@ -97,6 +98,7 @@ class GroupOffsets:
                 queue_offset=queue_offset,
             )
         row[queue_id] = queue_offset
+        self._table.revision += 1
         if not self._saving.has_changed:
             self._saving.save_soon()
 
@@ -136,6 +138,7 @@ class GroupOffsets:
                 if (names := topic_and_group(name)) is not None:
                     self._rows.pop((names[1], names[0]), None)
                 self._table.rows[name] = dict(row)
+                self._table.revision += 1
                 self._saving.save_soon()
 
     def delete_queue(self, topic: str, queue_id: int) -> None:
@@ -143,6 +146,7 @@ class GroupOffsets:
         for group in self.groups(topic):
             row = self._table.rows[f"{topic}@{group}"]
             if row.pop(queue_id, None) is not None:
+                self._table.revision += 1
                 self._saving.save_soon()
             if not row:
                 self._table.remove(f"{topic}@{group}")

@@ -42,7 +42,7 @@ from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
 from librmq.diagnosis.disk_use import disk_use
 from librmq.diagnosis.view import TopicSummary, topic_summaries
 from librmq.errors import ConfigError, RmqError
-from librmq.formatting import duration, moment, number, rate, short, size
+from librmq.formatting import UNKNOWN, duration, moment, number, rate, short, size
 from librmq.message import StoredMessage
 from librmq.message.topics import TopicPrefix, is_own_group, kind_of_topic
 from librmq.protocol import GroupConnections
@@ -102,7 +102,7 @@ class Pages:
             "Overview",
             [
                 Fact("messages", number(messages), f"in {number(len(ends))} topics"),
-                Fact("stored", rate(samples.stored_per_s()), "in the last minute, since this page was opened"),
+                Fact("stored", *self._rate(samples.stored_per_s(), query)),
                 Fact("wait for a group", number(total), f"of {number(len(groups))} groups", "warn" if total else ""),
                 Fact("dead letters", number(dead), "", "bad" if dead else ""),
                 *disk,
@@ -118,6 +118,16 @@ class Pages:
     def _samples_at(self, query: Query) -> Samples:
         """Return the last looks, of which a past moment has none."""
         return self._samples if query.at_ms is None else Samples()
+
+    def _rate(self, per_s: float | None, query: Query) -> tuple[str, str]:
+        """Return a rate with what it is of, or with why there is none yet."""
+        if per_s is not None:
+            return rate(per_s), "in the last minute, while the overview was open"
+        if query.at_ms is not None:
+            return UNKNOWN, "a past moment has no rates"
+        if self.place.is_at_rest:
+            return rate(0), "no process has the store open"
+        return UNKNOWN, "rates come with the second look at the overview"
 
     def _groups_table(
         self,
@@ -177,7 +187,7 @@ class Pages:
         return Table("Findings", columns, _finding_rows(found[1]), note, "Nothing needs attention.")
 
     def _diagnosed(self, log: StoreView | None = None, at_ms: int | None = None) -> list[Finding]:
-        with self.place.log(at_ms) if log is None else nullcontext(log) as view:
+        with self.place.log(at_ms, asks_owner=True) if log is None else nullcontext(log) as view:
             return [finding for finding in diagnose(view, check=False) if finding.kind != "not-verified"]
 
     def findings(self, query: Query) -> Page:
@@ -258,7 +268,7 @@ class Pages:
             [
                 Fact("messages", number(total), f"in {number(len(queues))} queues"),
                 Fact("kind", kind_of_topic(topic)),
-                Fact("stored", rate(self._samples_at(query).stored_per_s(topic)), "in the last minute"),
+                Fact("stored", *self._rate(self._samples_at(query).stored_per_s(topic), query)),
             ],
             [
                 self._message_table(messages, note),
@@ -349,7 +359,7 @@ class Pages:
             [
                 Fact("lag", number(lag), f"in {number(len(topics))} topics", "warn" if lag else ""),
                 Fact("dead letters", number(len(letters)), "at least" if len(letters) >= LETTERS else ""),
-                Fact("consumed", rate(self._samples_at(query).consumed_per_s(group)), "in the last minute"),
+                Fact("consumed", *self._rate(self._samples_at(query).consumed_per_s(group), query)),
                 Fact("retries", "unknown" if settings is None else number(settings), "before a dead letter"),
             ],
             [self._queues_of_group(rows, held), *instances, causes],
@@ -523,12 +533,21 @@ def _finding_rows(findings: Iterable[Finding]) -> list[list[Cell]]:
     return [
         [
             Cell(finding.severity, "", moods.get(finding.severity, "")),
-            Cell(finding.subject),
+            _subject(finding.subject),
             Cell(finding.what),
             Cell(finding.next_step),
         ]
         for finding in islice(findings, ROWS)
     ]
+
+
+def _subject(subject: str) -> Cell:
+    """Return what a finding is about, with a link to the group that it names, else to the topic."""
+    names = dict(part.partition(" ")[::2] for part in subject.split(", "))
+    for kind, cell in (("group", group_link), ("topic", topic_link)):
+        if kind in names:
+            return cell(names[kind])._replace(text=subject)
+    return Cell(subject)
 
 
 def _topic_row(summary: TopicSummary) -> list[Cell]:

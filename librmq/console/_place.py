@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from librmq import SharedBroker
 from librmq.broker import AdministeredRoute, Broker
 from librmq.clock import Clock, SystemClock
 from librmq.config import wrong_kind
 from librmq.diagnosis import ClusterView, StoreView, View
-from librmq.errors import ConfigError
-from librmq.store import MessageStore
+from librmq.errors import BrokerUnreachableError, ConfigError
+from librmq.java.json import NumberColumns
+from librmq.store import BrokerTables, MessageStore
+from librmq.store.format.directory import CONFIG
+from librmq.wire.share_links import connect_to_sharing
+
+
+class _Kept(NamedTuple):
+    """The progress of a million groups and topics, of which each page would else make columns again."""
+
+    version: object
+    columns: NumberColumns
+    tables: BrokerTables
 
 
 class Place:
@@ -42,6 +53,9 @@ class Place:
             raise wrong_kind("console", place, "a Broker, what share or connect returned, a Cluster, or a folder")
         self.clock: Clock = SystemClock() if self.route is None else self.route.runner.clock
         self._extent: tuple[int, int] | None = None
+        self._kept: _Kept | None = None
+        self.is_at_rest: bool = False
+        """Whether no process had the store open for writing at the last view, so that nothing flows."""
 
     @property
     def broker(self) -> Broker | None:
@@ -80,8 +94,11 @@ class Place:
                 yield view
 
     @contextmanager
-    def log(self, at_ms: int | None = None) -> Iterator[StoreView]:
+    def log(self, at_ms: int | None = None, *, asks_owner: bool = False) -> Iterator[StoreView]:
         """View the store with its log, now or as it was at a time.
+
+        With ``asks_owner`` topics, groups and progress are those that the process which shares the store has now, not
+        those that it has saved.
 
         Raises:
             ConfigError: The log is on another machine, or the time is before its first message.
@@ -90,19 +107,41 @@ class Place:
         if broker is not None and at_ms is None:
             view = StoreView.of(broker)
             self._note_extent(view)
-            yield view
+            with self._keeping(view, view.progress_version):
+                yield view
             return
         folder, files = (self.folder, None) if broker is None else (broker.store.path, broker.store.files)
         if folder is None:
             raise ConfigError("this needs the folder of the store, which is on the machine of the broker")
         if at_ms is None:
-            with StoreView.open(folder) as view:
+            version, kept = _state_of(os.path.join(folder, CONFIG)), self._kept
+            owned = _owner_tables(folder) if asks_owner and self.route is not None else None
+            if owned is not None:
+                with StoreView.open(folder, tables=owned) as view:
+                    yield view
+                return
+            tables = kept.tables if kept is not None and kept.version == version else None
+            with StoreView.open(folder, tables=tables) as view:
                 self._note_extent(view)
-                yield view
+                with self._keeping(view, version):
+                    yield view
             return
         moment = datetime.fromtimestamp(at_ms / 1000, UTC)
         with MessageStore.open(folder, read_only=True, files=files, at=moment) as store:
             yield StoreView.over(store)
+
+    @contextmanager
+    def _keeping(self, view: StoreView, version: object) -> Iterator[None]:
+        """Give a view the columns that an earlier one made of the same progress, or keep those that it makes."""
+        kept = self._kept
+        if kept is not None and kept.version == version:
+            view.progress_columns = kept.columns
+        yield
+        columns = vars(view).get("progress_columns")
+        if not view.is_live and view.tables.offsets.has_rows:
+            self._kept = None  # the rows of a million groups and topics take too much memory to stay
+        elif columns is not None:  # else the progress is little, or was not asked for
+            self._kept = _Kept(version, columns, view.tables)
 
     @property
     def extent(self) -> tuple[int, int] | None:
@@ -118,7 +157,34 @@ class Place:
                 pass
 
     def _note_extent(self, view: StoreView) -> None:
+        self.is_at_rest = view.owner is None
         log = view.store.log
         first_ms = log.first_store_timestamp_ms(log.begin) if log.begin < log.end else None
         if first_ms is not None and view.now_ms is not None:
             self._extent = first_ms, max(first_ms, view.now_ms)
+
+
+def _owner_tables(folder: str) -> BrokerTables | None:
+    """Return the tables of the process that shares a store, as they are now; None without one that answers."""
+    try:
+        with connect_to_sharing(folder) as route:
+            if route is None:
+                return None
+            (name,) = route.broker_names()
+            tables = BrokerTables.open(os.path.join(folder, CONFIG))
+            tables.take(*route.broker(name).tables())
+            return tables
+    except BrokerUnreachableError:
+        return None
+
+
+def _state_of(folder: str) -> tuple[tuple[str, int, int, int], ...]:
+    """Return what differs as soon as a file below a folder is replaced or written: each file's node, size and time."""
+    states = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(place, name)
+            with suppress(FileNotFoundError):  # which its owner has just replaced
+                state = os.stat(path)
+                states.append((path, state.st_ino, state.st_size, state.st_mtime_ns))
+    return tuple(sorted(states))

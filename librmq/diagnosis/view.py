@@ -303,20 +303,35 @@ class StoreView(Closing):
     @cached_property
     def _rows(self) -> dict[str, dict[int, int]]:
         """The rows of progress by ``topic@group``."""
-        broker, rows = self.broker, self.tables.offsets.rows
-        if broker is None:
+        rows = self.tables.offsets.rows
+        if self.broker is None:
             return rows
-        from librmq.protocol import MessageModel  # asyncio comes with it, which a folder does not need
-
         # A million rows are copied without the lock, so that no send waits for them: each copy is one call.
         rows = {name: offsets.copy() for name, offsets in rows.copy().items()}
+        for name in self._subscribed:
+            rows.setdefault(name, {})
+        return rows
+
+    @cached_property
+    def _subscribed(self) -> tuple[str, ...]:
+        """The topics to which running groups subscribe, as ``topic@group``."""
+        broker = self.broker
+        if broker is None:
+            return ()
+        from librmq.protocol import MessageModel  # asyncio comes with it, which a folder does not need
+
+        names = []
         with broker.runner.lock:
             for group in sorted({group for client in broker.clients() for group in client.consumer_groups}):
                 connections = broker.connections(group)
                 if connections is not None and connections.model is MessageModel.CLUSTERING:
-                    for topic in connections.subscriptions:
-                        rows.setdefault(f"{topic}@{group}", {})
-        return rows
+                    names += [f"{topic}@{group}" for topic in connections.subscriptions]
+        return tuple(names)
+
+    @cached_property
+    def progress_version(self) -> tuple[int, tuple[str, ...]]:
+        """A value that another one follows as soon as the progress in memory changes; take it before the progress."""
+        return self.tables.offsets.revision, self._subscribed
 
     def progress_in(self, topics: Collection[str]) -> dict[tuple[str, str], dict[int, int]]:
         """Return the part of `progress` that is of these topics; of a folder the others are not made for it."""

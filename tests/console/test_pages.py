@@ -23,9 +23,12 @@ from librmq import (
     connect,
     share,
 )
+from librmq.console import _pages as pages
 from librmq.console import console
 from librmq.diagnosis import pending_messages
+from librmq.diagnosis import view as diagnosis_view
 from librmq.files import MemoryFiles
+from librmq.java.json import NumberColumns, NumberRows
 from librmq.store import BrokerTables
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
@@ -143,6 +146,37 @@ def test_a_shared_store_and_a_cluster(tmp_path: Path, runner: ManualRunner) -> N
         cluster.create_topic("orders", 1)
         rows = Asked(console(cluster)).table("/topic?name=orders", "Queues")
         assert [row["queue"] for row in rows] == ["a 0", "b 0"]
+
+
+def test_findings_of_a_share_that_has_not_saved_yet_know_its_progress(tmp_path: Path) -> None:
+    with share(tmp_path / "shared") as shared:
+        shared.create_topic("orders", 1)
+        shared.set_group("mail")
+        with Producer(shared, "shop") as producer:
+            producer.send("orders", b"x")
+        shared.reset_group("mail", "orders", "begin")
+        asked = Asked(console(shared))
+        for page in ("/", "/findings"):
+            assert "progress of groups is unknown" not in asked.page(page)
+
+
+def test_what_a_finding_is_about_leads_to_its_page(broker: Broker, runner: ManualRunner) -> None:
+    shop(broker, runner)
+    page = Asked(console(broker)).page("/findings")
+    assert '<a href="group?name=mail">group mail, topic orders</a>' in page
+
+
+def test_a_rate_that_is_not_there_says_why(tmp_path: Path, runner: ManualRunner) -> None:
+    with Broker.open(tmp_path / "store", runner=runner) as broker:
+        shop(broker, runner)
+        asked = Asked(console(broker))
+        assert "rates come with the second look" in asked.page("/")
+        runner.advance(10_000)
+        assert "in the last minute" in asked.page("/")
+        assert "in the last minute" in asked.page("/group?name=mail")
+        first = broker.runner.now_ms() - 1_000
+        assert "a past moment has no rates" in asked.page(f"/?at={first}")
+    assert "no process has the store open" in Asked(console(tmp_path / "store")).page("/")
 
 
 def test_what_brokers_answer_is_shown_although_the_folder_is_wrong(broker: Broker, tmp_path: Path) -> None:
@@ -368,6 +402,67 @@ def test_findings_of_a_large_store_are_looked_for_on_request(runner: ManualRunne
         assert "Nothing needs attention" in asked.page("/findings?look=1") or asked.table(
             "/findings?look=1", "Findings"
         )
+
+
+def test_progress_of_many_groups_is_read_again_once_it_has_changed(
+    tmp_path: Path, runner: ManualRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its columns are made once for each change, of a broker in the process and of a folder."""
+    monkeypatch.setattr(diagnosis_view, "_FEW", 0)
+    monkeypatch.setattr(pages, "_FEW", 0)  # findings read rows
+    made: list[str] = []
+    of, read = NumberColumns.of, NumberRows.columns
+
+    def of_rows(rows: dict[str, dict[int, int]]) -> NumberColumns:
+        made.append("rows")
+        return of(rows)
+
+    def of_file(rows: NumberRows) -> NumberColumns:
+        made.append("file")
+        return read(rows)
+
+    monkeypatch.setattr(NumberColumns, "of", of_rows)
+    monkeypatch.setattr(NumberRows, "columns", of_file)
+
+    def lags(asked: Asked) -> list[tuple[str, str]]:
+        rows = [asked.table(page, "Groups") for page in ("/", "/groups", "/")]
+        assert all([(row["group"], row["lag"]) for row in looked] == shown(rows[0]) for looked in rows)
+        return shown(rows[0])
+
+    def shown(rows: list[dict[str, str]]) -> list[tuple[str, str]]:
+        return [(row["group"], row["lag"]) for row in rows]
+
+    folder, asked_folder = tmp_path / "store", Asked(console(tmp_path / "store"))
+    with Broker.open(folder, runner=runner) as broker:
+        broker.create_topic("orders", 1)
+        broker.create_topic("letters", 1)
+        with Producer(broker, "shop") as producer:
+            for topic in ("orders", "orders", "letters"):
+                producer.send(topic, b"x")
+        broker.set_group("mail")
+        broker.reset_group("mail", "orders", "begin")
+        asked = Asked(console(broker))
+        assert lags(asked) == [("mail", "2")]
+        assert made == ["rows"]
+        broker.reset_group("mail", "orders", "end")
+        assert lags(asked) == [("mail", "0")]
+        broker.reset_group("mail", "letters", "begin")
+        assert lags(asked) == [("mail", "1")]
+        broker.delete_group("mail", keep_progress=False)
+        broker.set_group("bill")
+        broker.reset_group("bill", "orders", "begin")
+        assert lags(asked) == [("bill", "2")]
+        consumer = PushConsumer(broker, "late", consume_from=ConsumeFrom.LAST)
+        consumer.subscribe("orders", lambda _: None)
+        with consumer:
+            assert "late" in dict(lags(asked))
+    made.clear()
+    assert dict(lags(asked_folder))["bill"] == "2"
+    assert made == ["file"]
+    with Broker.open(folder, runner=runner) as broker:
+        broker.reset_group("bill", "orders", "end")
+    assert dict(lags(asked_folder))["bill"] == "0"
+    assert made == ["file", "file"]
 
 
 def test_many_groups_are_added_up_as_the_command_does(tmp_path: Path, shell: Shell) -> None:

@@ -417,6 +417,8 @@ class ConfigTable:
         self._check = check
         self._files = files
         self._changes = 0
+        self.revision = 0
+        """Number of changes since the table was read, also of those that callers made in `rows`, which they count."""
         self._versioned = versioned
         self._rows_of = name if check is _check_offsets_by_text else None
         self._written: dict[Any, tuple[object, java_json.Written]] = {}  # rows in the file's form
@@ -437,6 +439,11 @@ class ConfigTable:
         if isinstance(rows, NumberRows):  # a million rows of progress are not read for what needs their columns alone
             rows = self._document[self._name] = rows.as_dict()
         return rows
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether `rows` has been read."""
+        return "rows" in vars(self)
 
     def row(self, key: str) -> Any:  # noqa: ANN401 (a row of any table)
         """Return a row; None without one. Those of a table of progress are not all read for it."""
@@ -460,12 +467,14 @@ class ConfigTable:
         """Add or replace a row."""
         self.rows[key] = row
         self._changes += 1
+        self.revision += 1
 
     def remove(self, key: str | int) -> None:
         """Remove an existing row."""
         del self.rows[key]
         self._written.pop(key, None)
         self._changes += 1
+        self.revision += 1
 
     def replace(self, rows: Mapping[Any, object]) -> bool:
         """Take other rows in place of all; return whether they differ."""
@@ -475,6 +484,7 @@ class ConfigTable:
         self.rows.update(rows)
         self._written.clear()
         self._changes += 1
+        self.revision += 1
         return True
 
     @property
