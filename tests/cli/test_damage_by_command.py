@@ -255,7 +255,6 @@ def table() -> dict[str, dict[str, str]]:
     return {}
 
 
-@pytest.mark.slow
 @many
 @pytest.mark.parametrize("name", DAMAGES)
 def test_each_command_has_one_of_four_answers(
@@ -328,7 +327,6 @@ def test_spark_answers_as_columns_do(tmp_path: Path, sound: Path) -> None:
             assert expected == ("sound" if len(rows) == ALL else "recovered"), name
 
 
-@pytest.mark.slow
 def test_the_kept_table_is_this_one(table: dict[str, dict[str, str]]) -> None:
     assert "none" in table, "this test needs those before it"
     text = rendered(table)

@@ -52,6 +52,26 @@ def records(log_files: Iterable[bytes]) -> Iterator[Record]:
             at += length
 
 
+def had_two_readers(events: Sequence[Event], first: int, last: int) -> bool:
+    """Return whether the queue of two commits, given by their numbers from 1 on, had another reader between them.
+
+    While a queue goes from one instance to another, or the broker has lost one of two, each saves its own progress.
+    """
+    commit = events[last - 1]
+    readers = set[str]()
+    for number, event in enumerate(events[:last], 1):
+        kind = event["event"]
+        if kind == "crash":
+            readers.discard(event.get("process", ""))
+        elif kind in ("assign", "revoke") and all(event[key] == commit[key] for key in ("group", "topic", "queue_id")):
+            if number > first:
+                return True
+            (readers.add if kind == "assign" else readers.discard)(event["process"])
+        if number >= first and len(readers) > 1:
+            return True
+    return False
+
+
 def broken_promises(
     events: Sequence[Event], log: Iterable[Record], taken_by: Mapping[str, Sequence[str]], ordered: Iterable[str] = ()
 ) -> list[str]:

@@ -44,7 +44,7 @@ from librmq.testing import Kit
 from librmq.testing._process import Process
 from librmq.testing.histories.anomalies import check_history
 from tests.file_seams import CrashImages, Image, RecordingFiles
-from tests.simulation.promises import broken_promises, records
+from tests.simulation.promises import broken_promises, had_two_readers, records
 
 DAYS: Final = 7
 STEPS: Final = 2_000
@@ -483,7 +483,7 @@ class World:
         if overlaps and all(self._is_of_an_ended_broker(events[number - 1] for number in shown) for shown in overlaps):
             self.kit.expect("overlap")
         backs = [anomaly.events for anomaly in check_history(events) if anomaly.anomaly == "progress-back"]
-        if backs and all(_had_two_readers(events, events[shown[-1] - 1]) for shown in backs):
+        if backs and all(had_two_readers(events, *shown) for shown in backs):
             self.kit.expect("progress-back")
         self.kit.close()
 
@@ -501,20 +501,6 @@ class World:
     def text(self) -> str:
         """Return the history, which is the same whenever the seed is."""
         return str(self.kit.history())
-
-
-def _had_two_readers(events: Iterable[Mapping[str, Any]], commit: Mapping[str, Any]) -> bool:
-    """Return whether two instances had the queue of a commit, as after the broker has lost one: each saves its own."""
-    readers = set[str]()
-    for event in events:
-        kind = event["event"]
-        if kind == "crash":
-            readers.discard(event.get("process", ""))
-        elif kind in ("assign", "revoke") and all(event[key] == commit[key] for key in ("group", "topic", "queue_id")):
-            (readers.add if kind == "assign" else readers.discard)(event["process"])
-        if event is commit:
-            return len(readers) > 1
-    return False
 
 
 def _decision(body: bytes) -> TransactionState:

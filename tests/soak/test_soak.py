@@ -17,6 +17,7 @@ from librmq.protocol import EndTransaction, SendMessage, SendTogether, Transacti
 from librmq.store import verify
 from librmq.testing import check_history
 from tests.programs import POSIX
+from tests.simulation.promises import had_two_readers
 from tests.soak.run import PREFIX, Soak, SoakPlan, SoakResult
 from tests.soak.worker import LOADS, Load, Recording, SoakNames
 
@@ -202,7 +203,11 @@ def test_what_a_fault_does_explains_itself(
         loads=["plain", "delayed", "halves"],
     )  # fmt: skip
     result, rows = soak(plan)
-    assert result.anomalies == check_history(lines(result.history)) == []
+    events = lines(result.history)
+    assert result.anomalies == check_history(events)
+    for anomaly in result.anomalies:
+        assert anomaly.anomaly == "progress-back"
+        assert had_two_readers(events, *anomaly.events)
     assert result.counts[fault] >= 1
     assert result.counts["sent"] > 0
     assert [row["type"] for row in rows] == ["progress"] * len(rows)
