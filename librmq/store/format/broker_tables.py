@@ -417,7 +417,7 @@ class ConfigTable:
         self._check = check
         self._files = files
         self._changes = 0
-        self.revision = 0
+        self.revision: int = 0
         """Number of changes since the table was read, also of those that callers made in `rows`, which they count."""
         self._versioned = versioned
         self._rows_of = name if check is _check_offsets_by_text else None
