@@ -24,7 +24,7 @@ from librmq.message.message import Message, StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.store import AppendResult, MessageStore
 from librmq.store.engine.derivation import has_queue_entry, is_indexed
-from librmq.store.engine.store_parts import QueueTable
+from librmq.store.retention import RetainedStore
 from tests.budget import some, step
 from tests.file_seams import Event, FailingFiles
 
@@ -49,37 +49,36 @@ SMALL_EXT = replace(SMALL, enable_consumequeue_ext=True)
 configs = pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
 
 
-class RetainedStore:
-    """What retention asks of an open store; a test can replace the settings, the lock, and what is settled."""
+def retained(
+    store: MessageStore,
+    config: StoreConfig,
+    lock: AbstractContextManager[object] | None = None,
+    settled: Callable[[], int] | None = None,
+) -> RetainedStore:
+    """Return what retention asks of an open store; a test can replace the settings, the lock, and what is settled."""
+    log, queues, held = store.log, store.queues, lock or nullcontext()
 
-    readers: None = None
-
-    def __init__(
-        self,
-        store: MessageStore,
-        config: StoreConfig,
-        lock: AbstractContextManager[Any] | None = None,
-        settled: Callable[[], int] | None = None,
-    ) -> None:
-        self.path, self.files, self.clock, self.config = store.path, store.files, SystemClock(), config
-        self.log, self.index, self.queues = store.log, store.index, store.queues
-        self.lock = lock or nullcontext()
-        self.settled = settled or self._flush
-
-    def _flush(self) -> int:
-        end = self.log.flush()
-        for queue in list(self.queues.values()):
+    def flush() -> int:
+        end = log.flush()
+        for queue in list(queues.values()):
             queue.flush()
         return end
 
-    def written_queues(self) -> QueueTable:
-        return self.queues
-
-    def deletion(self) -> AbstractContextManager[Any]:
-        return self.lock
-
-    def flush_log(self) -> int:
-        return self.log.flush()
+    return RetainedStore(
+        path=store.path,
+        files=store.files,
+        clock=SystemClock(),
+        config=config,
+        log=log,
+        index=store.index,
+        queues=queues,
+        lock=held,
+        readers=lambda: None,
+        written_queues=lambda: queues,
+        deletion=lambda: held,
+        settled=settled or flush,
+        flush_log=log.flush,
+    )
 
 
 Contents = dict[str, bytes | None]

@@ -13,8 +13,7 @@ from librmq.delay import DelaySchedule
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.java.lang import java_int, java_long
 from librmq.message import Message, StoredMessage
-from librmq.message.delays import NO_LEVELS, level_of_queue_id
-from librmq.message.delivery_times import delete_key, deliver_time_ms, without_time
+from librmq.message.delays import NO_LEVELS, delete_key, deliver_time_ms, level_of_queue_id, without_time
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.properties import PropertyName
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix

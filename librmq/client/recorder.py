@@ -13,7 +13,7 @@ from librmq.client.observation import ObservedClient
 from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqError
 from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, MessageQueue, StoredMessage
-from librmq.message.delivery_times import deliver_time_ms, time_properties
+from librmq.message.delays import deliver_time_ms, time_properties
 from librmq.message.properties import PropertyName
 from librmq.message.topics import TopicPrefix
 from librmq.protocol import (

@@ -255,7 +255,7 @@ class RemoteStore:
     def _fetch_end(self, path: str, logs: list[str]) -> bool:
         """Fetch the last record, and return whether the log ends where librmq says that it closed it."""
         from librmq.commitlog import CommitLog  # a process that only reads parts does not load the store
-        from librmq.store.recovery.saved_state import read_closed_state
+        from librmq.store.engine.saved_state import read_closed_state
 
         files = DiskFiles()
         closed = read_closed_state(path, files)
@@ -285,8 +285,8 @@ class RemoteStore:
         with the record of the last entry, if nothing follows it.
         """
         from librmq.consumequeue import ConsumeQueue
+        from librmq.store.engine.saved_state import write_closed_state
         from librmq.store.engine.store_parts import PartFiles, QueueTable
-        from librmq.store.recovery.saved_state import write_closed_state
 
         files = DiskFiles()
         try:

@@ -38,11 +38,11 @@ from librmq.message import StoredMessage, record
 from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_own_group, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.store import Wholeness
+from librmq.store.engine.saved_state import missing_first_files
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import progress_export, unlisted_topics
 from librmq.store.format.directory import has_abort
-from librmq.store.recovery.saved_state import missing_first_files
 
 if TYPE_CHECKING:
     from librmq.diagnosis.survey.model import DamagedPlace

@@ -34,8 +34,7 @@ from librmq.errors import (
 from librmq.files import Files
 from librmq.java.lang import java_int, java_long, string_hash
 from librmq.message import Message, StoredMessage, record
-from librmq.message.delays import parse_level
-from librmq.message.delivery_times import is_timed, without_time
+from librmq.message.delays import is_timed, parse_level, without_time
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime import StateLog

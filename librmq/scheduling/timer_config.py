@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Self
 from librmq.config import Between, Config, Seconds
 from librmq.files import Files
 from librmq.message import StoredMessage
-from librmq.message.delivery_times import TimerRefusedError, delete_key, deliver_time_ms
+from librmq.message.delays import TimerRefusedError, delete_key, deliver_time_ms
 from librmq.message.properties import PropertyName
 from librmq.store.format.timerfiles import TimerLog, TimerWheel
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from librmq.files import Files
 from librmq.java.lang import java_long, string_hash
 from librmq.message import StoredMessage
-from librmq.message.delivery_times import delete_key
+from librmq.message.delays import delete_key
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic
 from librmq.runtime import ProgressSaver

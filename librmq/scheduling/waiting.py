@@ -32,8 +32,7 @@ from librmq.errors import CorruptionError
 from librmq.files import Files
 from librmq.java.lang import java_int, java_long
 from librmq.message import StoredMessage, record
-from librmq.message.delays import level_of_queue_id
-from librmq.message.delivery_times import deliver_time_ms
+from librmq.message.delays import deliver_time_ms, level_of_queue_id
 from librmq.message.properties import PropertyName
 from librmq.message.topics import WAITING_TOPICS, SystemTopic, TopicPrefix, is_system_topic
 from librmq.runtime.locks import Lock

@@ -28,10 +28,10 @@ from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError
 from librmq.files import Damage, Files
+from librmq.store.engine.saved_state import lost_end, missing_first_files
 from librmq.store.engine.store_parts import Parts
 from librmq.store.format.directory import has_abort
 from librmq.store.recovery.salvage import find_record
-from librmq.store.recovery.saved_state import lost_end, missing_first_files
 
 
 class Wholeness(enum.Enum):

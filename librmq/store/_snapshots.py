@@ -34,6 +34,7 @@ from librmq.files import Damage, DiskFiles, FileLock, Files, FolderEntry
 from librmq.files.interface import confine, copy_file, link_file, make_folders, numbered_files
 from librmq.files.rolling import file_name
 from librmq.runtime import critical
+from librmq.store.engine.saved_state import read_closed_state
 from librmq.store.format import directory
 from librmq.store.format.directory import has_abort
 from librmq.store.format.documents import OWN_FOLDER, JobNote
@@ -41,7 +42,6 @@ from librmq.store.format.rocksdb import is_database
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerWheel
 from librmq.store.recovery import salvage
 from librmq.store.recovery.open import settle
-from librmq.store.recovery.saved_state import read_closed_state
 
 _PART: Final = ".part"
 _STILL_WRITTEN: Final = 2  # files of the log that a writer or its recovery can still change

@@ -1,26 +1,30 @@
-"""The writing side of an open store: opening and recovery, appends, scheduled work, and the end of a handle."""
+"""The writing side of an open store: its lock, opening and recovery, appends, scheduled work, and its end."""
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from threading import get_ident
+from contextlib import suppress
+from threading import Event, get_ident
+from typing import Final
 
-from librmq.clock import Clock
+from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig
-from librmq.errors import FlushFailedError, ReadOnlyError, ReplicaError, StoreIOError
+from librmq.errors import FlushFailedError, ReadOnlyError, ReplicaError, StoreIOError, StoreLockedError
 from librmq.files import Damage, FileLock, Files, TemporaryFolder
 from librmq.files.interface import make_folders
 from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.lazy_numpy import import_numpy
+from librmq.runtime.locks import call_in_child
 from librmq.store._handle import StoreHandle
-from librmq.store._store_lock import lock_store, unlock_store
 from librmq.store.engine._append import Appender
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
 from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.derivation import BitmapOf, Pending
+from librmq.store.engine.saved_state import MarkWriter, delete_mark, write_closed_state
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueTable
 from librmq.store.engine.store_times import StoreTimes, TimeOrder, noted_order
 from librmq.store.format import directory
@@ -29,8 +33,7 @@ from librmq.store.format.documents import ReplicaMark, write_kept_config, write_
 from librmq.store.recovery._verify import Verdict, verify_parts
 from librmq.store.recovery.log_end import RecoveryMode
 from librmq.store.recovery.open import describe_recovery, load
-from librmq.store.recovery.saved_state import MarkWriter, delete_mark, write_closed_state
-from librmq.store.retention import DISK_CHECK_MS, Readers, Retention
+from librmq.store.retention import DISK_CHECK_MS, Readers, RetainedStore, Retention
 
 _log = EventLog("librmq.store")
 
@@ -157,7 +160,23 @@ class Writer(StoreHandle):
         self.durability = Durability(
             parts, appender.lock, appender.advance, appender.catch_up, self._check_lock, appender.refuse, marks
         )
-        self.retention = Retention(self)
+        self.retention = Retention(
+            RetainedStore(
+                path=self.path,
+                files=self.files,
+                clock=self.clock,
+                config=self.config,
+                log=self.log,
+                index=self.index,
+                queues=self.queues,
+                lock=appender.lock,
+                readers=lambda: self.readers,
+                written_queues=self.written_queues,
+                deletion=self.durability.deletion,
+                settled=lambda: self.durability.settled,
+                flush_log=lambda: self.durability.commit.reach(self.log.end),
+            )
+        )
         self.housekeeping = Housekeeping(
             self.config,
             self.log,
@@ -169,20 +188,6 @@ class Writer(StoreHandle):
         )
         appender.use_parts(parts, self.durability.commit, self.housekeeping)
         self._copier = LogCopier(parts)
-
-    # what retention asks for, see `RetainedStore`
-
-    def deletion(self) -> AbstractContextManager[None]:
-        """Return what is held while a file of the log is deleted."""
-        return self.durability.deletion()
-
-    def settled(self) -> int:
-        """Return a physical offset below which all records and their queue entries are on the device."""
-        return self.durability.settled
-
-    def flush_log(self) -> None:
-        """Flush the log up to its end."""
-        self.durability.commit.reach(self.log.end)
 
     def _check_lock(self) -> None:
         if self._file_lock is not None:
@@ -508,3 +513,71 @@ def _no_writes(path: str, master: str) -> str:
         f"{path}: this store is a replica of {master} and takes no writes: write to {master}, read by "
         "MessageStore.open(path, read_only=True), or make it a store of its own by librmq.cluster.promote_replica"
     )
+
+
+# ---- the lock of a store: one process, and one handle in it, holds it while it writes
+
+_LOOK_AGAIN_S: Final = 0.05
+"""Interval at which a lock of another writer is tried."""
+
+_held: dict[FileLock, weakref.ref[Writer]] = {}
+"""The locks of this process, with their handles."""
+
+
+def lock_store(handle: Writer, path: str, files: Files, wait_s: float) -> FileLock:
+    """Lock the store in ``path`` for ``handle``; wait ``wait_s`` for another writer, in real time.
+
+    Raises:
+        StoreLockedError: Another writer has the store.
+    """
+    clock, never = SystemClock(), Event()
+    deadline = clock.monotonic() + wait_s
+    while True:
+        try:
+            with critical:
+                return _lock(handle, path, files)
+        except StoreLockedError as error:
+            remaining_s = deadline - clock.monotonic()
+            if remaining_s <= 0:
+                raise StoreLockedError(
+                    f"{error}; only one process can write to a store (docs/processes.md): close it there first; in "
+                    f"Python, wait=seconds waits for that, and MessageStore.open(path, read_only=True) reads meanwhile"
+                ) from None
+        clock.wait(never, min(remaining_s, _LOOK_AGAIN_S))
+
+
+def _lock(handle: Writer, path: str, files: Files) -> FileLock:
+    """Take the lock; first release the lock of a handle that Ctrl-C lost."""
+    place = directory.lock_path(path)
+    try:
+        lock = _lock_with_folder(place, files)
+    except StoreLockedError:
+        gc.collect()
+        lost_locks = [lock for lock, holder in list(_held.items()) if holder() is None]
+        if not lost_locks:
+            raise
+        for lost_lock in lost_locks:
+            unlock_store(lost_lock)
+        lock = _lock_with_folder(place, files)
+    _held[lock] = weakref.ref(handle)
+    return lock
+
+
+def _lock_with_folder(place: str, files: Files) -> FileLock:
+    lock = files.lock(place)
+    try:
+        lock.hold_folder()
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def unlock_store(lock: FileLock) -> None:
+    """Release a lock; a second call does nothing."""
+    with critical:
+        if _held.pop(lock, None) is not None:
+            lock.release()
+
+
+call_in_child(_held.clear)  # the locks are the parent's

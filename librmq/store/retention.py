@@ -35,8 +35,9 @@ import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import datetime, tzinfo
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from librmq.clock import Clock, moves_by_itself
 from librmq.commitlog import CommitLog
@@ -52,11 +53,11 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.store.engine._append import Appender
 from librmq.store.engine.read import offset_at_place
+from librmq.store.engine.saved_state import FILES_A_ROUND
 from librmq.store.engine.store_parts import QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.recovery.saved_state import FILES_A_ROUND
 
 # ---- unconsumed messages of a log file
 
@@ -97,62 +98,39 @@ class Readers(Protocol):
         """Note that messages were deleted before their reader reached them."""
 
 
-class RetainedStore(Protocol):
-    """The open store whose files retention deletes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetainedStore:
+    """The parts of an open store whose files retention deletes; a recovery, which replaces them, makes another."""
 
-    Retention keeps its ``log`` and ``index``, so a recovery, which replaces them, makes a new `Retention`.
+    path: str
+    """The folder."""
+    files: Files
+    """The file system of the folder."""
+    clock: Clock
+    """A clock that a test moves makes a disk that other programs fill count as empty.
+
+    A disk that the test fills is then checked only when something else is due, or while it is too full.
     """
-
-    @property
-    def path(self) -> str:
-        """The folder."""
-
-    @property
-    def files(self) -> Files:
-        """The file system of the folder."""
-
-    @property
-    def clock(self) -> Clock:
-        """A clock that a test moves makes a disk that other programs fill count as empty.
-
-        A disk that the test fills is then checked only when something else is due, or while it is too full.
-        """
-
-    @property
-    def config(self) -> StoreConfig:
-        """The settings of retention."""
-
-    @property
-    def log(self) -> CommitLog:
-        """The log, open for writing."""
-
-    @property
-    def index(self) -> KeyIndex:
-        """The index, open for writing."""
-
-    @property
-    def queues(self) -> Mapping[QueueName, ConsumeQueue]:
-        """The queues of the moment."""
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """The lock of producers."""
-
-    @property
-    def readers(self) -> Readers | None:
-        """The broker that knows which messages are consumed, None without a broker."""
-
-    def written_queues(self) -> QueueTable:
-        """Return the queues with the entries of all appended messages."""
-
-    def deletion(self) -> AbstractContextManager[Any]:
-        """Return what is held while a file of the log is deleted."""
-
-    def settled(self) -> int:
-        """Return a physical offset below which all records and their queue entries are on the device."""
-
-    def flush_log(self) -> object:
-        """Bring to the device what readers wrote when they passed a message."""
+    config: StoreConfig
+    """The settings of retention."""
+    log: CommitLog
+    """The log, open for writing."""
+    index: KeyIndex
+    """The index, open for writing."""
+    queues: Mapping[QueueName, ConsumeQueue]
+    """The queues of the moment."""
+    lock: AbstractContextManager[object]
+    """The lock of producers."""
+    readers: Callable[[], Readers | None]
+    """Returns the broker that knows which messages are consumed, None without a broker."""
+    written_queues: Callable[[], QueueTable]
+    """Returns the queues with the entries of all appended messages."""
+    deletion: Callable[[], AbstractContextManager[object]]
+    """Returns what is held while a file of the log is deleted."""
+    settled: Callable[[], int]
+    """Returns a physical offset below which all records and their queue entries are on the device."""
+    flush_log: Callable[[], object]
+    """Brings to the device what readers wrote when they passed a message."""
 
 
 def unread_between(readers: Iterable[Unread], find: FindQueue, begin: int, end: int) -> Iterator[UnreadInFile]:
@@ -294,7 +272,7 @@ class Retention:
             StoreIOError: A file cannot be deleted or flushed, or the disk not be checked; the next call tries again.
         """
         self.deleted = []
-        is_asked = self._keeps_unconsumed and self._store.readers is None
+        is_asked = self._keeps_unconsumed and self._store.readers() is None
         self._may_have_readers = is_asked and may_have_readers(self._path, self._files)
         self._check_disk(now_ms)
         self.deleted += self._trim_derived()
@@ -433,24 +411,24 @@ class Retention:
         return self._log.begin + largest if self._keeps_unconsumed and largest is not None else sys.maxsize
 
     def _is_full_without_readers(self) -> bool:
-        return self._may_have_readers and self._store.readers is None and self.is_full()
+        return self._may_have_readers and self._store.readers() is None and self.is_full()
 
     def _unread(self, begin: int, end: int) -> Iterator[UnreadInFile]:
         """Return the unconsumed messages between two places, none without a broker."""
-        readers = self._store.readers
+        readers = self._store.readers()
         if readers is None:
             return iter(())
         return unread_between(readers.unread(end), self._store.written_queues().find, begin, end)
 
     def _never_read(self, begin: int, end: int) -> Iterator[UnreadInFile]:
         """Return the messages between two places in topics that no group has ever read."""
-        readers = self._store.readers
+        readers = self._store.readers()
         if readers is None:
             return iter(())
         return unread_between(readers.never_read(), self._store.written_queues().find, begin, end)
 
     def _must_stay(self, unread: Sequence[UnreadInFile]) -> bool:
-        return self._keeps_unconsumed and (bool(unread) or (self._may_have_readers and self._store.readers is None))
+        return self._keeps_unconsumed and (bool(unread) or (self._may_have_readers and self._store.readers() is None))
 
     @property
     def _any_hour(self) -> bool:
@@ -606,7 +584,7 @@ class Retention:
                 )
                 + (", …" if len(lost) > _NAMED else ""),
             )
-        if (readers := self._store.readers) is not None:
+        if (readers := self._store.readers()) is not None:
             for part in unread:
                 readers.lost(part)
 
@@ -622,7 +600,7 @@ class Retention:
                 file=path,
                 _why=why,
             )
-        if (readers := self._store.readers) is not None:
+        if (readers := self._store.readers()) is not None:
             for part in unread:
                 readers.lost(part)
 

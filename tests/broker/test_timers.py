@@ -13,7 +13,7 @@ from librmq.diagnosis import pending_messages
 from librmq.errors import BrokerError, ConfigError, MessageIllegalError
 from librmq.files import MemoryFiles
 from librmq.message import Message
-from librmq.message.delivery_times import TimerRefusedError, delete_key
+from librmq.message.delays import TimerRefusedError, delete_key
 from librmq.protocol import PullStatus, SendBatch, SendMessage, SendTogether
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.relay import send_at

@@ -39,8 +39,7 @@ from librmq.files._disk import DiskFiles
 from librmq.filter.registrations import Registrations
 from librmq.message import record
 from librmq.message.batch import BatchItem, encode_batch
-from librmq.message.delays import parse_level
-from librmq.message.delivery_times import TimerRefusedError
+from librmq.message.delays import TimerRefusedError, parse_level
 from librmq.message.message import Message, delayed_batch
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import SystemTopic, validate_topic
@@ -48,9 +47,9 @@ from librmq.scheduling.half_messages import CHECK_GROUP
 from librmq.scheduling.timer import Timers
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import AppendResult, MessageStore
+from librmq.store.engine.saved_state import delete_mark
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.recovery.saved_state import delete_mark
 from librmq.txn import TransactionConfig
 from tests.cases import fields
 from tests.transactions_of_4 import TransactionsOf4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from librmq.store.recovery import saved_state
+from librmq.store.engine import saved_state
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from librmq.store.engine.derivation import has_queue_entry
 from librmq.store.recovery._verify import verify
 from librmq.store.retention import Retention
 from tests.file_seams import CrashImages, Event, Image, RecordingFiles
-from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, RetainedStore, any_message, opened, served
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, any_message, opened, retained, served
 
 PAGES = replace(SMALL, commitlog_file_size=3 * 4096)
 """Settings with log files of several pages."""
@@ -252,7 +252,7 @@ class Run:
     def expire(self) -> None:
         store = self.store
         store.flush()
-        retention = Retention(RetainedStore(store, self.recorded.config, lock=store.appender.lock))
+        retention = Retention(retained(store, self.recorded.config, lock=store.appender.lock))
         retention.delete_before(self.rng.choice([0, store.log.begin + store.log.file_size, store.log.end]))
 
     def close_and_open(self) -> None:

@@ -21,7 +21,7 @@ from librmq.store.retention import Retention
 from tests.budget import examples, many
 from tests.crash.runs import BusyFiles
 from tests.file_seams import CrashImages, Image, RecordingFiles
-from tests.stores import ROOT, SMALL, START_MS, Contents, RetainedStore, configs, fill, filled, opened
+from tests.stores import ROOT, SMALL, START_MS, Contents, configs, fill, filled, opened, retained
 
 TARGET = "/snapshots/of today/one"
 
@@ -87,7 +87,7 @@ def test_a_snapshot_is_on_the_device_when_its_store_is_not(copy: bool) -> None:
         store.append(Message("Old", b"body"), 7)
         fill(store, clock, random.Random(1), 100)
         store.flush()
-        retention = Retention(RetainedStore(store, SMALL))
+        retention = Retention(retained(store, SMALL))
         retention.delete_before(2 * SMALL.commitlog_file_size)
         files.make_folder(f"{ROOT}/config/more")
         files.write(f"{ROOT}/config/more/topics.json", b"{}")

@@ -26,8 +26,8 @@ from librmq.message.message import Message
 from librmq.runtime.runner import ManualRunner
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.store import AppendResult, MessageStore
+from librmq.store.engine import saved_state
 from librmq.store.engine._durability import Acknowledgement
-from librmq.store.recovery import saved_state
 from librmq.store.recovery._verify import verify
 from tests.budget import many
 from tests.conftest import SlowBudget

@@ -18,7 +18,7 @@ from librmq.store.retention import Retention
 from tests.budget import many, some
 from tests.crash.runs import BusyFiles, assert_settled
 from tests.file_seams import CrashImages, FailingFiles, Image
-from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, RetainedStore, configs, fill, opened, served
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, configs, fill, opened, retained, served
 
 pytestmark = pytest.mark.usefixtures("mark_each_flush")
 
@@ -33,7 +33,7 @@ def filled(files: BusyFiles, config: StoreConfig, count: int = 60) -> MessageSto
 def expire(store: MessageStore) -> list[str]:
     """Delete everything that may be deleted, as retention does between two flushes."""
     store.flush()
-    retention = Retention(RetainedStore(store, store.config, lock=store.appender.lock))
+    retention = Retention(retained(store, store.config, lock=store.appender.lock))
     return retention.delete_before(store.log.end)
 
 

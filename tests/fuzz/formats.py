@@ -160,8 +160,8 @@ def ext(data: bytes) -> None:
 def checkpoint(data: bytes) -> None:
     """Open bytes as a checkpoint, and as the states that librmq saves when it closes and flushes a store."""
     from librmq.errors import StoreError
+    from librmq.store.engine.saved_state import MarkError, read_closed_state, take_mark
     from librmq.store.format._checkpoint import CHECKPOINT_SIZE, Checkpoint
-    from librmq.store.recovery.saved_state import MarkError, read_closed_state, take_mark
 
     files = _files("/store", b"", 1)
     short = data if data[:1] == b"\xff" else (data + bytes(CHECKPOINT_SIZE))[:CHECKPOINT_SIZE]

@@ -15,7 +15,7 @@ from librmq.cli import main
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.files._disk import DiskFiles
-from librmq.message.delivery_times import TimerRefusedError
+from librmq.message.delays import TimerRefusedError
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import SystemTopic
 from librmq.scheduling.timer import Timers

@@ -45,7 +45,7 @@ PARTS = {
     "append": ("store.engine._append",),
     "recovery": (
         "store.recovery.open",
-        "store.recovery.saved_state",
+        "store.engine.saved_state",
         "store.recovery.log_end",
         "store.recovery._queue_check",
         "store.recovery._entry_check",

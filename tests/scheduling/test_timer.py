@@ -11,7 +11,7 @@ from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError
 from librmq.files._memory import MemoryFiles
-from librmq.message.delivery_times import TimerRefusedError, delete_key, is_timed
+from librmq.message.delays import TimerRefusedError, delete_key, is_timed
 from librmq.message.message import Message
 from librmq.message.record import TRANSACTION_PREPARED
 from librmq.message.topics import SystemTopic

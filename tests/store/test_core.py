@@ -28,10 +28,9 @@ from librmq.message.message import Message
 from librmq.message.record import DECOMPRESSED_LIMIT
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
-from librmq.store.engine.derivation import key_block
+from librmq.store.engine.derivation import COMPARED, key_block
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import HEADER, IndexHeader, IndexWriter
-from librmq.store.recovery._log_walk import COMPARED
 from librmq.store.recovery._verify import verify
 from tests.programs import POSIX
 from tests.stores import ROOT, Contents, contents, in_memory
@@ -49,7 +48,6 @@ def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         "commitlog_frames",
         "store.engine.derivation",
-        "store.recovery._log_walk",
     ):
         monkeypatch.setattr(f"librmq.{module}.CORE", compiled_core.PURE)
 
@@ -142,11 +140,9 @@ def test_verdicts_are_equal(sizes: list[int], flips: list[tuple[str, int, int]],
     for compared in (16, COMPARED):
         with pytest.MonkeyPatch.context() as patch:
             without_core(patch)
-            for module in ("_log_walk", "_log_comparison", "_index_check"):
-                patch.setattr(
-                    f"librmq.store.recovery.{module}.COMPARED", compared
-                )  # fewer, so that arrays are worth it
-            patch.setattr("librmq.store.recovery._log_walk._LEAST_APART", 1)
+            for module in ("engine.derivation", "recovery._log_comparison", "recovery._index_check"):
+                patch.setattr(f"librmq.store.{module}.COMPARED", compared)  # fewer, so that arrays are worth it
+            patch.setattr("librmq.store.engine.derivation._LEAST_APART", 1)
             assert verify("/store", config, files) == compiled
 
 

@@ -19,12 +19,12 @@ from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
 from librmq.store import MessageStore
 from librmq.store._snapshots import snapshot
+from librmq.store.engine.saved_state import read_closed_state
+from librmq.store.engine.saved_state import read_mark as read_mark_of_flush
 from librmq.store.extraction import rescue
 from librmq.store.format.directory import broker_conf, infer_config
 from librmq.store.format.documents import ReplicaMark, is_kept_as_own, read_kept_config, read_retention, resent_times
 from librmq.store.recovery._verify import verify
-from librmq.store.recovery.saved_state import read_closed_state
-from librmq.store.recovery.saved_state import read_mark as read_mark_of_flush
 from tests.budget import many
 
 LEVELS = "1s 1h"

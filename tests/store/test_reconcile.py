@@ -249,14 +249,19 @@ def test_a_gap_takes_no_record_of_a_topic_with_another_name(parts: Parts) -> Non
 def walking(way: str) -> Iterator[None]:
     """Let comparisons take the log with the core, with arrays, or one record after the other."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("_log_walk", "_log_comparison", "_index_check", "_queue_check"):
-            patch.setattr(f"librmq.store.recovery.{module}.COMPARED", 4)  # so that arrays are worth it
-        patch.setattr("librmq.store.recovery._log_walk._LEAST_APART", 1)
-        patch.setattr("librmq.store.recovery._log_walk._WORTH_BLOCK", 1)
+        for module in (
+            "engine.derivation",
+            "recovery._log_comparison",
+            "recovery._index_check",
+            "recovery._queue_check",
+        ):
+            patch.setattr(f"librmq.store.{module}.COMPARED", 4)  # so that arrays are worth it
+        patch.setattr("librmq.store.engine.derivation._LEAST_APART", 1)
+        patch.setattr("librmq.store.engine.derivation._WORTH_BLOCK", 1)
         if way == "arrays":
             patch.setattr("librmq.store.engine.derivation.CORE", compiled_core.PURE)
         if way == "one by one":
-            patch.setattr("librmq.store.recovery._log_walk.derived_block", lambda *_, **_options: None)
+            patch.setattr("librmq.store.engine.derivation.derived_block", lambda *_, **_options: None)
         yield
 
 

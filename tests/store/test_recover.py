@@ -38,7 +38,6 @@ from tests.stores import (
     SMALL_EXT,
     START_MS,
     Contents,
-    RetainedStore,
     apply,
     configs,
     contents,
@@ -48,6 +47,7 @@ from tests.stores import (
     filled,
     in_memory,
     opened,
+    retained,
     served,
 )
 
@@ -401,7 +401,7 @@ def test_a_queue_continues_serving_from_where_the_log_begins() -> None:
     store = MessageStore.open(ROOT, SMALL, files=files, clock=clock)
     fill(store, clock, random.Random(1), 120)
     store.flush()  # the deletion is durable
-    retention = Retention(RetainedStore(store, SMALL))
+    retention = Retention(retained(store, SMALL))
     retention.delete_before(3 * 4096)
     before = {name: queue.min_offset for name, queue in store.queues.items()}
     assert any(before.values())
@@ -622,7 +622,7 @@ def test_recovery_and_verify_agree_on_the_unit_before() -> None:
     for _ in range(60):
         store.append(Message("TopicA", b"body", tags="tag"))
     store.flush()
-    Retention(RetainedStore(store, SMALL_EXT)).delete_before(4096)
+    Retention(retained(store, SMALL_EXT)).delete_before(4096)
     queue = store.queues["TopicA", 0]
     first = queue.min_offset
     assert first % 8
@@ -816,7 +816,7 @@ def test_the_rest_of_expiring_queue_files_is_deleted() -> None:
     store.flush()
     path = f"consumequeue/Old/0/{0:020d}"
     first = contents(files)[path]
-    retention = Retention(RetainedStore(store, SMALL))
+    retention = Retention(retained(store, SMALL))
     retention.delete_before(3 * 4096)
     assert [entry.name for entry in files.list(f"{ROOT}/consumequeue/Old/0")] == [f"{320:020d}"]
     crashed = in_memory({**contents(files), path: first})

@@ -28,7 +28,7 @@ from librmq.store.recovery._verify import verify
 from librmq.store.retention import Retention, Unread, UnreadInFile, unread_between
 from tests.budget import some
 from tests.file_seams import Event, FailingFiles, RecordingFiles
-from tests.stores import ROOT, SMALL, RetainedStore, apply, configs, contents, died, opened, served
+from tests.stores import ROOT, SMALL, apply, configs, contents, died, opened, retained, served
 
 HOUR = 3_600_000
 DAY = 24 * HOUR
@@ -53,7 +53,7 @@ class Kept:
         self.clock = ManualClock(times[0])
         self.store = MessageStore.open(path, config, files=self.files, clock=self.clock)
         self.append(times)
-        self.retention = Retention(RetainedStore(self.store, config, **more), timezone=zone)
+        self.retention = Retention(retained(self.store, config, **more), timezone=zone)
 
     def append(self, times: Iterable[int], topics: str = "AB") -> None:
         for number, at in enumerate(times):
@@ -129,7 +129,7 @@ def test_an_old_file_after_a_kept_one_stays() -> None:
         for _ in range(8):
             store.append(Message("A", BODY))
         store.flush()
-        retention = Retention(RetainedStore(store, SMALL), timezone=UTC)
+        retention = Retention(retained(store, SMALL), timezone=UTC)
         assert retention.run_due(at + 10 * DAY) == at + 53 * DAY
         assert retention.deleted == []
 
@@ -288,7 +288,7 @@ def test_the_hour_of_a_clock_change() -> None:
 
 def test_without_a_timezone_the_hour_is_the_machine_s() -> None:
     kept = Kept(by_files(MIDNIGHT))
-    retention = Retention(RetainedStore(kept.store, SMALL))
+    retention = Retention(retained(kept.store, SMALL))
     due = retention.next_cleaning_ms(MIDNIGHT)
     assert due is not None
     assert datetime.fromtimestamp(due // 1000).hour == 4
@@ -482,7 +482,7 @@ def test_a_file_before_an_empty_one_is_the_newest_too() -> None:
     with opened(files) as store:
         assert store.log.end == FILE
         config = replace(SMALL, max_total_size=FILE)
-        retention = Retention(RetainedStore(store, config))
+        retention = Retention(retained(store, config))
         assert retention.run_due(MIDNIGHT + 100 * DAY) is None
         assert retention.deleted == []
 
@@ -490,7 +490,7 @@ def test_a_file_before_an_empty_one_is_the_newest_too() -> None:
 def test_an_empty_store() -> None:
     kept = Kept(by_files(MIDNIGHT))
     store = MessageStore.open("/other", SMALL, files=kept.files, clock=kept.clock)
-    retention = Retention(RetainedStore(store, SMALL))
+    retention = Retention(retained(store, SMALL))
     assert retention.run_due(MIDNIGHT) is None
     assert retention.deleted == []
 
@@ -663,7 +663,7 @@ def test_with_producers_and_readers() -> None:  # noqa: C901 (a function for eac
     config = replace(SMALL, max_total_size=4 * FILE)
     files = MemoryFiles()
     store = MessageStore.open(ROOT, config, files=files, clock=ManualClock(MIDNIGHT))
-    retention = Retention(RetainedStore(store, config, store.appender.lock, store.flush))
+    retention = Retention(retained(store, config, store.appender.lock, store.flush))
     errors: list[BaseException] = []
     producing = threading.Event()
 
@@ -789,7 +789,7 @@ def check_image(files: MemoryFiles, config: StoreConfig, offsets: dict[tuple[str
     with opened(files, config) as store:
         assert {key: queue.max_offset for key, queue in store.queues.items()} == offsets, what
         served(store)
-        retention = Retention(RetainedStore(store, config))
+        retention = Retention(retained(store, config))
         retention.run_due(MIDNIGHT)
         begin = store.log.begin
         for path in contents(files):
@@ -876,7 +876,7 @@ def test_the_first_run_removes_leftovers_of_a_dead_process() -> None:
     kept.store.log.delete_before(20 * FILE)
     files = died(kept.files)  # type: ignore[arg-type]
     with opened(files) as store:
-        retention = Retention(RetainedStore(store, SMALL))
+        retention = Retention(retained(store, SMALL))
         retention.run_due(MIDNIGHT)
         assert {path.split("/")[2] for path in retention.deleted} == {"consumequeue", "index"}
         retention.run_due(MIDNIGHT)

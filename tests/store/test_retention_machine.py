@@ -17,7 +17,7 @@ from librmq.store import MessageStore
 from librmq.store.recovery._verify import verify
 from librmq.store.retention import Retention
 from tests.budget import examples
-from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, RetainedStore, died, served
+from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, died, retained, served
 
 HOUR = 3_600_000
 FILE = SMALL.commitlog_file_size
@@ -51,8 +51,8 @@ class RetentionMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.store = MessageStore.open(ROOT, self.config, files=self.files, clock=self.clock)
-        retained = RetainedStore(self.store, self.config, self.store.appender.lock, self.store.flush)
-        self.retention = Retention(retained, timezone=self.zone)
+        store = retained(self.store, self.config, self.store.appender.lock, self.store.flush)
+        self.retention = Retention(store, timezone=self.zone)
         self.round: tuple[int, int] | None = None  # start of the round, number of files deleted in it
 
     # --- the model

@@ -20,7 +20,7 @@ from librmq import (
 from librmq.broker import BrokerConfig
 from librmq.client import TransactionProducer
 from librmq.client.recorder import Event
-from librmq.message.delivery_times import delete_key
+from librmq.message.delays import delete_key
 from librmq.scheduling.timer_config import TimerConfig
 from librmq.testing import HistoryAnomalyError, Kit, explore
 

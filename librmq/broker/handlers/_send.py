@@ -26,7 +26,7 @@ from librmq.errors import (
 )
 from librmq.java.lang import java_int
 from librmq.message import Message, StoredMessage, record
-from librmq.message.delivery_times import is_timed, time_properties
+from librmq.message.delays import is_timed, time_properties
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.message import delayed_batch, delayed_transaction
 from librmq.message.properties import PropertyName, priority_of

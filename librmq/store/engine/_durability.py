@@ -19,22 +19,23 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
+from librmq.consumequeue import ConsumeQueue
 from librmq.errors import FlushFailedError, StoreClosedError, StoreError, StoreIOError
 from librmq.runtime import Background, critical
 from librmq.runtime.compiled_core import AlarmState
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
+from librmq.store.engine.saved_state import MarkWriter
 from librmq.store.engine.store_parts import AppendLock, Parts
 
 # ---- group commit
 
 _T = TypeVar("_T")
-_F = TypeVar("_F", bound="Flushable")
 
 _MANY: Final = 16
 _AT_A_TIME: Final = 8
@@ -42,39 +43,28 @@ _WORTH_PARTS: Final = 64
 """Least number of records whose entries and keys a flush writes in parts, for the sake of appends that wait."""
 
 
-class Flushable(Protocol):
-    """A part of a store that can be flushed and has a folder of its own."""
+def flush_all(queues: set[ConsumeQueue]) -> None:
+    """Flush all of ``queues`` by folder, several at once if they are many, because the device accepts them together.
 
-    @property
-    def folder(self) -> str:
-        """Return the folder of its files."""
-
-    def flush(self) -> None:
-        """Write what is in memory to the device."""
-
-
-def flush_all(parts: set[_F]) -> None:
-    """Flush all of ``parts`` by folder, several at once if they are many, because the device accepts them together.
-
-    Flushed parts are removed from ``parts``. The error of the first failure is raised.
+    Flushed ones are removed from ``queues``. The error of the first failure is raised.
     """
 
-    def flush(part: _F) -> None:
-        part.flush()
-        parts.discard(part)
+    def flush(queue: ConsumeQueue) -> None:
+        queue.flush()
+        queues.discard(queue)
 
-    ordered = sorted(parts, key=lambda part: part.folder)
+    ordered = sorted(queues, key=lambda queue: queue.folder)
     if len(ordered) >= _MANY:
         futures: list[Future[None]] = []
         with ThreadPoolExecutor(_AT_A_TIME, "librmq-flush") as pool:
             # The interpreter starts no thread while it calls exit handlers; the loop below flushes the rest.
             with suppress(RuntimeError):
-                futures.extend(pool.submit(flush, part) for part in ordered)
+                futures.extend(pool.submit(flush, queue) for queue in ordered)
             for future in futures:
                 future.result()
         ordered = ordered[len(futures) :]
-    for part in ordered:
-        flush(part)
+    for queue in ordered:
+        flush(queue)
 
 
 class GroupCommit:
@@ -208,22 +198,6 @@ class Acknowledgement(Generic[_T]):
         return self.result
 
 
-class FlushMarks(Protocol):
-    """The marks that say after a kill how far a store was complete."""
-
-    def due_state(self) -> dict[str, Any] | None:
-        """Return fields for `write` if a mark is due; the caller holds the writer's lock, and has dispatched all."""
-
-    def write(self, fields: dict[str, Any] | None) -> None:
-        """Write a mark after everything before its end was flushed; None writes nothing."""
-
-    def withdraw(self) -> None:
-        """Delete the mark after a failed flush."""
-
-    def withdraw_all(self) -> None:
-        """Delete the mark and the state of the last close, before a file of the log is deleted."""
-
-
 class Durability:
     """Flushes the parts of a store that one `Appender` writes. Thread-safe."""
 
@@ -235,7 +209,7 @@ class Durability:
         catch_up: Callable[[], object],
         check_lock: Callable[[], object],
         on_failure: Callable[[], None],
-        marks: FlushMarks,
+        marks: MarkWriter,
     ) -> None:
         """Take the functions to call, and the writer of marks.
 

@@ -30,7 +30,7 @@ with that of another folder, retention deletes nothing by age or size. Without `
 independent store that takes messages; ``folder`` tells two masters of one name apart, and copies of earlier versions
 lack it. In the note about a job, ``begin`` and ``end`` are physical offsets, ``first`` the first bytes of the first
 record in hexadecimal digits, and ``done`` says whether queues and index had all of it. `resent.json` has times in
-milliseconds; without it all letters count as unsent. `librmq.store.recovery.saved_state` and
+milliseconds; without it all letters count as unsent. `librmq.store.engine.saved_state` and
 `librmq.store.recovery.salvage` have further documents.
 """
 

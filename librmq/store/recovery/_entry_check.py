@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
@@ -213,23 +213,26 @@ def _is_hole(entry: bytes, following: bytes, file_size: int) -> bool:
 # ---- records in a wrong queue, by a changed byte of their topic or queue id
 
 
-class _Check(Protocol):
-    name: QueueName
-
-    def release_entry(self, entry: ExpectedEntry) -> None: ...
-
-
 class Stray(NamedTuple):
     """A record that does not fit the count of the queue in its fields."""
 
-    check: _Check
+    name: QueueName
+    """The queue in its fields."""
     entry: ExpectedEntry
+    release: Callable[[ExpectedEntry], None]
+    """Called when the record turns out to be one of another queue, so that its own queue needs it no more."""
 
 
 class Strays:
-    """The records that do not fit the count of their queues, by queue offset."""
+    """The records that do not fit the count of their queues, by queue offset.
 
-    def __init__(self) -> None:
+    Such a record can belong to any other queue, so ``open_all()`` opens every queue as soon as there is one.
+    """
+
+    def __init__(self, open_all: Callable[[], None]) -> None:
+        self.open_all = open_all
+        self.renamed = False
+        """Whether the topic of a record was corrected, with which its keys were indexed."""
         self._strays: dict[int, dict[int, Stray]] = {}  # strays by queue offset and physical offset
         self._passed: set[int] = set()
 
@@ -264,13 +267,13 @@ class Strays:
             self.remove_stray(queue_offset, physical_offset)
         return stray
 
-    def pop_stray_between(self, queue_offset: int, after: int, before: int, check: _Check) -> Stray | None:
-        """Return a record between two physical offsets that a changed byte took from the queue of ``check``.
+    def pop_stray_between(self, queue_offset: int, after: int, before: int, name: QueueName) -> Stray | None:
+        """Return a record between two physical offsets that a changed byte took from the queue ``name``.
 
         It has the same queue offset in a queue that does not need it.
         """
         for physical_offset, stray in self._strays.get(queue_offset, {}).items():
-            if after < physical_offset < before and _is_one_byte_off(check.name, stray.check.name):
+            if after < physical_offset < before and _is_one_byte_off(name, stray.name):
                 self.remove_stray(queue_offset, physical_offset)
                 return stray
         return None

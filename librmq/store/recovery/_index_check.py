@@ -17,7 +17,16 @@ from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message.properties import split_keys
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.derivation import Derivation, DerivedRecord, KeyBlock, RawPending, key_block, key_hashes
+from librmq.store.engine.derivation import (
+    COMPARED,
+    Derivation,
+    DerivedRecord,
+    KeyBlock,
+    RawPending,
+    key_block,
+    key_hashes,
+    walk,
+)
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import (
     HEADER_SIZE,
@@ -28,7 +37,6 @@ from librmq.store.format.indexfile import (
     entry_seconds,
 )
 from librmq.store.recovery._entry_check import is_illegible
-from librmq.store.recovery._log_walk import COMPARED, walk
 
 _BLOCK: Final = 65_536
 _CHUNK: Final = 1 << 20

@@ -21,12 +21,11 @@ from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.properties import PropertyName
 from librmq.message.topics import TopicPrefix, validate_queue
-from librmq.store.engine.derivation import BitmapOf, Derivation, DerivedBlock, DerivedRecord
+from librmq.store.engine.derivation import COMPARED, BitmapOf, Derivation, DerivedBlock, DerivedRecord, walk
 from librmq.store.engine.store_parts import OpenQueue, QueueName
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.recovery._entry_check import ExpectedEntry, Stray, Strays, misaddressed
 from librmq.store.recovery._index_check import IndexCheck, rebuild_index
-from librmq.store.recovery._log_walk import COMPARED, walk
 from librmq.store.recovery._queue_check import QueueCheck
 from librmq.store.recovery._unclean_queues import UncleanQueues
 
@@ -80,10 +79,8 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         self._repair = repair
         self._new_queues: set[QueueName] = set()
         self._by_name: dict[tuple[str, int], QueueCheck] = {}
-        self.strays = Strays()
+        self.strays = Strays(self.open_all)
         """Records that may be those of another queue."""
-        self.renamed = False
-        """Whether the topic of a record was corrected, with which its keys were indexed."""
         self.has_light = any(topic.startswith(TopicPrefix.LIGHT) for topic, _ in queues)
         """Whether there are light queues, whose entries are those of records of other queues."""
 
@@ -166,7 +163,9 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             if absent and scope.known_topics and name[0] not in scope.known_topics:
                 since = self._log.end
         is_complete = begin <= self._log.begin
-        check = QueueCheck(self, self._log, name, max(begin, since), is_complete, self._repair, self._bitmap_of)
+        check = QueueCheck(
+            self.strays, self.queue, self._log, name, max(begin, since), is_complete, self._repair, self._bitmap_of
+        )
         self._by_name[name] = check
         if not self.puts_off:
             check.open_queue()
@@ -367,7 +366,7 @@ class Reconciliation:
             return
         keys.finish_index()
         yield from keys.damages
-        if self.repair and (checks.renamed or not keys.sound):
+        if self.repair and (checks.strays.renamed or not keys.sound):
             if self.before_rebuild is not None:
                 self.before_rebuild()
             rebuild_index(self.log, self.index, self.levels)

@@ -8,7 +8,8 @@ between its two places in the log: 4.9 too puts the entries of such records dire
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final
 
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue, entry_dtype
@@ -16,11 +17,10 @@ from librmq.files import Damage
 from librmq.message import StoredMessage, record
 from librmq.message.topics import SystemTopic, TopicPrefix
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.derivation import BitmapOf, topic_hash
+from librmq.store.engine.derivation import COMPARED, BitmapOf, topic_hash
 from librmq.store.engine.read import first_not_older, offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.recovery._entry_check import EntryCheck, ExpectedEntry, Stray, Strays, hole, misaddressed, record_at
-from librmq.store.recovery._log_walk import COMPARED
 
 _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
@@ -36,19 +36,6 @@ class GapError(Exception):
     def __init__(self, name: QueueName) -> None:
         super().__init__(name)
         self.name = name
-
-
-class _Others(Protocol):
-    """The checks of all queues, as one of them sees them."""
-
-    strays: Strays
-    renamed: bool
-
-    def queue(self, name: QueueName) -> ConsumeQueue:
-        """Return the queue of that name, made if there is none."""
-
-    def open_all(self) -> None:
-        """Open every queue now, because a record out of one count can belong to any other."""
 
 
 def _is_possible(queue_offset: int) -> bool:
@@ -73,7 +60,8 @@ class QueueCheck:
 
     def __init__(
         self,
-        checks: _Others,
+        strays: Strays,
+        open_queue: Callable[[QueueName], ConsumeQueue],
         log: CommitLog,
         name: QueueName,
         begin: int,
@@ -81,10 +69,14 @@ class QueueCheck:
         repair: bool,
         bitmap_of: BitmapOf | None,
     ) -> None:
-        """Begin at physical offset ``begin``; ``is_complete`` means that no record of the queue is before it."""
+        """Begin at physical offset ``begin``; ``is_complete`` means that no record of the queue is before it.
+
+        ``open_queue(name)`` returns the queue, made if there is none. All checks share ``strays``.
+        """
         self.name = name
         topic, self._queue_id = name
-        self._checks = checks
+        self._strays = strays
+        self._open = open_queue
         self._topic = topic
         self.left_out = 0
         """Number of excluded records of a deleted topic with this name."""
@@ -116,7 +108,7 @@ class QueueCheck:
     def queue(self) -> ConsumeQueue:
         """The checked queue, opened at its first use."""
         if self._opened is None:
-            self._opened = self._checks.queue(self.name)
+            self._opened = self._open(self.name)
         return self._opened
 
     @property
@@ -237,7 +229,7 @@ class QueueCheck:
         if self.first < 0:
             self._find_first()
             if self._claimed >= 0:
-                self._checks.open_all()
+                self._strays.open_all()
         if self.expected != _NONE:
             self._next = self.expected
         if len(self.entries) >= COMPARED:
@@ -286,7 +278,7 @@ class QueueCheck:
             self.entries.append(entry.packed)
             return
         if self.first < 0:
-            self._checks.open_all()
+            self._strays.open_all()
         self.take_over()
         if self._held is not None:
             claimed, held = self._held
@@ -311,7 +303,7 @@ class QueueCheck:
 
     def _add_stray(self, queue_offset: int, entry: ExpectedEntry) -> None:
         if not self._is_light:
-            self._checks.strays.add_stray(queue_offset, Stray(self, entry))
+            self._strays.add_stray(queue_offset, Stray(self.name, entry, self.release_entry))
 
     def release_entry(self, entry: ExpectedEntry) -> None:
         """Leave a record to the queue to which it belongs."""
@@ -339,12 +331,12 @@ class QueueCheck:
         elif following == due > self.first:  # one of two records with the same place belongs to another queue
             if claimed == due - 1 and self.entries and self._replaces_last(claimed, entry):
                 replaced, self.entries[-1] = self.entries[-1], entry.packed
-                self._checks.strays.remove_stray(claimed, entry.physical_offset)
+                self._strays.remove_stray(claimed, entry.physical_offset)
                 self._add_stray(claimed, ExpectedEntry(replaced, 0, b""))
                 if self.queue.ext is not None:
                     self._units[claimed] = entry
             elif claimed == 0 and not self.points_at(0, entry):
-                self._checks.strays.note_passed(entry.physical_offset)
+                self._strays.note_passed(entry.physical_offset)
             return
         elif possible:
             points = self.points_at(claimed, entry)
@@ -352,7 +344,7 @@ class QueueCheck:
             if jumps and not points and claimed > due and not self._can_be_ahead(claimed, entry):
                 jumps = self._move_lone_first(claimed, entry)
             due = claimed if jumps else due
-        self._checks.strays.remove_stray(claimed, entry.physical_offset)
+        self._strays.remove_stray(claimed, entry.physical_offset)
         self._accept(claimed, entry, due)
 
     def _replaces_last(self, claimed: int, entry: ExpectedEntry) -> bool:
@@ -420,7 +412,7 @@ class QueueCheck:
         """Take the records directly below the first one that have an entry here, and name another queue by damage."""
         while raw := self.queue.read(self.first - 1, 1):
             place = ENTRY.unpack(raw)[0]
-            if not (self._begin <= place < before and self._checks.strays.is_stray(self.first - 1, place)):
+            if not (self._begin <= place < before and self._strays.is_stray(self.first - 1, place)):
                 return
             entry = self._find_missing(self.first - 1, place - 1, before)
             if entry is None:
@@ -478,18 +470,18 @@ class QueueCheck:
         place, size, tags_code = ENTRY.unpack(raw) if raw else (-1, 0, 0)
         message = record_at(self._log, place, size) if after < place < before else None
         if message is None or message.queue_offset != queue_offset:
-            stray = None if self._delayed else self._checks.strays.pop_stray_between(queue_offset, after, before, self)
+            stray = None if self._delayed else self._strays.pop_stray_between(queue_offset, after, before, self.name)
             if stray is None:
                 return None
-            stray.check.release_entry(stray.entry)
+            stray.release(stray.entry)
             place, size, _ = ENTRY.unpack(stray.entry.packed)
             message = record_at(self._log, place, size)
             if message is None:
                 return None
         else:
-            stray = self._checks.strays.pop_stray_at(queue_offset, place)
+            stray = self._strays.pop_stray_at(queue_offset, place)
             if stray is not None:
-                stray.check.release_entry(stray.entry)
+                stray.release(stray.entry)
         self._reclaim(message)
         if not self._delayed:
             tags_code = message.tags_code
@@ -504,7 +496,7 @@ class QueueCheck:
         what = f"topic and queue id: expected {self._topic} {self._queue_id}, found {message.topic} {message.queue_id}"
         self.damages.append(Damage(self._log.sequence.path_at(at), at, "record", what, message.size))
         if self._repair:
-            self._checks.renamed |= message.topic != self._topic
+            self._strays.renamed |= message.topic != self._topic
             self._log.patch(at + topic_at, topic)
             self._log.patch(at + record.QUEUE_ID_AT, self._queue_id.to_bytes(4, "big"))
 

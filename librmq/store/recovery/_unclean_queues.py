@@ -10,10 +10,10 @@ from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.files import Files, FolderEntry
 from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
+from librmq.store.engine.derivation import COMPARED
 from librmq.store.engine.read import offset_at_place
 from librmq.store.engine.store_parts import QueueName, QueueState
 from librmq.store.format import directory
-from librmq.store.recovery._log_walk import COMPARED
 
 # A small queue that is as the log says is read without a mapping, and left unopened. Mapping takes most of the time
 # that an opened queue costs, and a store can have many thousands.

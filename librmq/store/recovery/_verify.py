@@ -30,6 +30,7 @@ from librmq.message.batch import inner_messages, is_batch
 from librmq.runtime.event_log import counted
 from librmq.store.engine.derivation import MULTI_DISPATCH, Derivation, light_queues
 from librmq.store.engine.read import recreated_queues
+from librmq.store.engine.saved_state import missing_first_files, read_closed_state
 from librmq.store.engine.store_parts import PartFiles, QueueName, ShortQueue
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
@@ -39,7 +40,6 @@ from librmq.store.format.directory import has_abort
 from librmq.store.format.rocksdb import StoredEntry, is_database, queue_entries
 from librmq.store.recovery._log_comparison import Reconciliation, Scope
 from librmq.store.recovery.missing_files import lacking_queues
-from librmq.store.recovery.saved_state import missing_first_files, read_closed_state
 
 _T = TypeVar("_T")
 

@@ -28,6 +28,7 @@ from librmq.java.lang import java_decode
 from librmq.message import record
 from librmq.message.topics import validate_queue
 from librmq.store.engine.read import recreated_queues
+from librmq.store.engine.saved_state import Mark, MarkError, lacks_all_records
 from librmq.store.engine.store_parts import Parts, QueueName
 from librmq.store.format import directory
 from librmq.store.format.indexfile import IndexFile
@@ -37,7 +38,6 @@ from librmq.store.recovery._log_comparison import Reconciliation, Scope
 from librmq.store.recovery._queue_check import GapError
 from librmq.store.recovery._unclean_queues import UncleanQueues
 from librmq.store.recovery.missing_files import lacking_queues, missing_keys
-from librmq.store.recovery.saved_state import Mark, MarkError, lacks_all_records
 
 # ---- plan
 

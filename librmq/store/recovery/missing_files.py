@@ -19,12 +19,11 @@ from librmq.files import Files
 from librmq.message import DelayLevels
 from librmq.message.topics import TopicPrefix
 from librmq.runtime import lazy_numpy as np
-from librmq.store.engine.derivation import Derivation, DerivedBlock, DerivedRecord
+from librmq.store.engine.derivation import Derivation, DerivedBlock, DerivedRecord, walk
 from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
-from librmq.store.recovery._log_walk import walk
 
 _LARGEST_PLACE: Final = 1 << 63
 _MOST_BETWEEN: Final = 10_000  # records without keys between two index files

@@ -2,7 +2,7 @@
 
 After a clean exit the walk covers the last three files of the log, or only the last record if librmq closed the store
 and nothing has changed since. After an unclean exit, which the abort marker shows, it begins at the newest file whose
-first record the checkpoint covers, or at the mark of the last flush (`librmq.store.recovery.saved_state`), which any
+first record the checkpoint covers, or at the mark of the last flush (`librmq.store.engine.saved_state`), which any
 doubt overrules. Mirrors 4.9.4's ``DefaultMessageStore.load``.
 """
 
@@ -27,6 +27,14 @@ from librmq.message import DelayLevels, record
 from librmq.runtime.event_log import counted
 from librmq.store.engine.derivation import BitmapOf
 from librmq.store.engine.dispatch import Dispatcher
+from librmq.store.engine.saved_state import (
+    Mark,
+    MarkError,
+    StoreState,
+    read_closed_state,
+    take_mark,
+    withdraw_closed_state,
+)
 from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueTable
 from librmq.store.format import directory
 from librmq.store.format._checkpoint import Checkpoint
@@ -35,14 +43,6 @@ from librmq.store.format.directory import clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.recovery._unclean_queues import UncleanQueues
 from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings
-from librmq.store.recovery.saved_state import (
-    Mark,
-    MarkError,
-    StoreState,
-    read_closed_state,
-    take_mark,
-    withdraw_closed_state,
-)
 
 _T = TypeVar("_T")
 

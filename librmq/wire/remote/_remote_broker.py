@@ -23,8 +23,7 @@ from librmq.errors import (
     RmqError,
 )
 from librmq.message import DelayLevels, Message
-from librmq.message.delays import NO_LEVELS
-from librmq.message.delivery_times import time_properties
+from librmq.message.delays import NO_LEVELS, time_properties
 from librmq.message.properties import PropertyName
 from librmq.protocol import (
     MEMBERSHIP,

@@ -31,7 +31,7 @@ from librmq.errors import (
 )
 from librmq.message import MessageQueue, StoredMessage, record
 from librmq.message.batch import BatchItem, encode_batch
-from librmq.message.delivery_times import TimerRefusedError
+from librmq.message.delays import TimerRefusedError
 from librmq.message.ids import parse_offset_message_id
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.message.topics import SystemTopic, TopicType
