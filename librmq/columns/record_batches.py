@@ -42,6 +42,14 @@ Store = str | os.PathLike[str] | RemoteStore
 Stores = Store | Sequence[Store]
 """The folder or URL of a store, or several."""
 
+_OF_SPARK: Final = {
+    "selector": "sql",
+    "startingtimestamp": "since",
+    "endingtimestamp": "until",
+    "topicpattern": "topic, which takes re.compile(…)",
+}
+"""Options of Spark's source, without case, that no similar name of a setting explains."""
+
 
 class ReaderKeywords(TypedDict, total=False):
     """Settings of a read: which rows and columns, and how. A condition that is left out, or None, takes all rows."""
@@ -136,7 +144,9 @@ def selection(store: Stores, settings: ReaderKeywords) -> tuple[ReadOptions, pa.
     """Check the settings; return options, schema and files."""
     for name in settings:
         if name not in ReaderKeywords.__annotations__:
-            raise ConfigError(f"{name:.80}: unknown setting of reader; {suggest(name, ReaderKeywords.__annotations__)}")
+            meant = _OF_SPARK.get(name.replace("_", "").lower())
+            answer = suggest(name, ReaderKeywords.__annotations__) if meant is None else f"did you mean {meant}?"
+            raise ConfigError(f"{name:.80}: unknown setting of reader; {answer}")
     paths, files = _located_stores(store, settings)
     options = _options(paths, settings)
     if (expression := settings.get("filter")) is not None:

@@ -106,7 +106,9 @@ def _is_text(column: Column) -> Column:
 
 
 def _refusal(name: str, column: Column) -> Column:
-    text = f"librmq.errors.FilterError: property {name}: expected strings, integers or booleans, found "
+    text = (
+        f"librmq.errors.FilterError: [RMQ_BAD_OPTION] property {name}: expected strings, integers or booleans, found "
+    )
     return F.raise_error(F.concat(F.lit(text), F.typeof(column), F.lit("; cast it to string")))
 
 

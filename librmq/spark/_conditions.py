@@ -41,7 +41,7 @@ def with_condition(error: RmqError) -> RmqError:
 def shows_conditions(kind: _Class) -> _Class:
     """Let the methods of a class that Spark calls, and the rows that they return, raise errors with a condition."""
     for name, method in list(vars(kind).items()):
-        if callable(method) and not name.startswith("_"):
+        if callable(method) and (name == "__init__" or not name.startswith("_")):
             setattr(kind, name, raises_conditions(method))
     return kind
 

@@ -64,6 +64,13 @@ _OF_KAFKA: Final = {
 }
 """Options of Spark's source for Kafka that this source does not have, and what it has for them."""
 
+_OF_COLUMNS: Final = {
+    "offsets": "the options startingOffsets and endingOffsets limit offsets",
+    "filter": "give the condition to the query, as in .where(…)",
+    "files": "the option path names the folder of a store",
+}
+"""Settings of `librmq.columns` that are no text, and what the source has for them."""
+
 
 def refuse_unknown(options: Mapping[str, str], names: Any, what: str) -> None:
     """Raise `ConfigError` for an option outside of ``names``, in whatever spelling."""
@@ -73,6 +80,9 @@ def refuse_unknown(options: Mapping[str, str], names: Any, what: str) -> None:
             raise ConfigError(f"option {name} is one of Kafka's; for {what} rocketmq {_OF_KAFKA[name.lower()]}")
         if name.lower().startswith("kafka."):
             raise ConfigError(f"option {name} is one of Kafka's clients; {what} rocketmq reads files: remove it")
+        if plain_option(name) in _OF_COLUMNS:
+            remedy = _OF_COLUMNS[plain_option(name)]
+            raise ConfigError(f"option {name} is one of librmq.columns; for {what} rocketmq {remedy}")
         if plain_option(name) not in expected:
             raise ConfigError(f"unknown option {name!r} for {what} rocketmq: {suggest(name, names)}")
 

@@ -112,7 +112,8 @@ logger.gateway.level = {level}
 def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str, str] | None = None) -> SparkSession:
     """Return the running Spark session, or start one on ``master`` with ``config`` (Spark's own settings).
 
-    A running session stays as it is, also when another thread asks for it.
+    A running session stays as it is, also when another thread asks for it; there it becomes the active one, in which
+    Spark looks for the source of a write.
 
     Workers run this interpreter, even if its environment is not activated. Spark logs errors only. An uncaught error
     of Spark that comes from librmq prints librmq's sentence first. Sets ``JAVA_HOME``, ``PYSPARK_PYTHON`` and
@@ -130,7 +131,9 @@ def session(app_name: str = "librmq", master: str = "local[*]", config: dict[str
         return running
     if SparkContext._active_spark_context is not None:
         # A session is active in a thread. Another one gets the same session, whose settings stay as they are.
-        return SparkSession.builder.getOrCreate()
+        running = SparkSession.builder.getOrCreate()
+        running.createDataFrame([], "number int")  # this call makes the session active in the thread that asks
+        return running
     os.environ["JAVA_HOME"] = str(java_home())
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = _python(master)
     settings = {

@@ -201,6 +201,21 @@ def test_a_count_does_not_read_the_log(path: Path) -> None:
     ("settings", "error", "text"),
     [
         ({"topicz": "A"}, ConfigError, "topicz: unknown setting of reader; did you mean topic"),
+        ({"queueId": 1}, ConfigError, "queueId: unknown setting of reader; did you mean queue?"),
+        ({"selector": "a = 1"}, ConfigError, "selector: unknown setting of reader; did you mean sql?"),
+        ({"startingTimestamp": 5}, ConfigError, "startingTimestamp: unknown setting of reader; did you mean since?"),
+        ({"ending_timestamp": 5}, ConfigError, "ending_timestamp: unknown setting of reader; did you mean until?"),
+        ({"topicPattern": "A.*"}, ConfigError, "did you mean topic, which takes re.compile(…)?"),
+        (
+            {"failOnDataLoss": False},
+            ConfigError,
+            "failOnDataLoss: unknown setting of reader; did you mean fail_on_data",
+        ),
+        (
+            {"startingOffsets": "latest"},
+            ConfigError,
+            "startingOffsets: unknown setting of reader; did you mean offsets?",
+        ),
         ({"view": "queue"}, ConfigError, "view: expected one of messages, all, queues, log, found 'queue'"),
         ({"columns": ["bodi"]}, ConfigError, "no column 'bodi'; did you mean body"),
         ({"view": "queues", "columns": ["body"]}, ConfigError, "the view queues has no column 'body'"),

@@ -98,7 +98,7 @@ def test_columns_count_as_the_text_of_senders(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(PySparkException) as caught:
             frame.select(SqlFilter(case.expression).to_column({"a": F.col(f"c{number}")})).collect()
         expected = f"property a: expected strings, integers or booleans, found {case.spark}; cast it to string"
-        assert cause_of(caught.value) == expected
+        assert cause_of(caught.value) == f"[RMQ_BAD_OPTION] {expected}"
     monkeypatch.setattr(spark_backend, "LARGEST", 0)
     numbers = shared_session().createDataFrame([(60, 60.0)], "i int, d double")
     assert numbers.select(match_sql({"a": F.col("i")}, "a > 50")).collect() == [(True,)]

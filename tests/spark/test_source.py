@@ -207,6 +207,8 @@ def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], 
         ({"since": "2023-11-14T22:14:10"}, "option since: expected milliseconds since 1970, or a time with a zone"),
         ({"since": "5", "startingTimestamp": "5"}, "options since and startingTimestamp: expected only one of them"),
         ({"Queue": "1", "queueId": "1"}, "options Queue and queueId: expected only one of them"),
+        ({"offsets": "5"}, "option offsets is one of librmq.columns; .* the options startingOffsets and endingOffsets"),
+        ({"filter": "queueId = 1"}, "option filter is one of librmq.columns; .* give the condition to the query"),
         ({"pushFilters": "true"}, "unknown option 'pushFilters' for format"),
         ({"at": "2023-11-14T22:14:10"}, "option at: expected a time with a zone such as"),
         ({"at": "-5"}, "option at: expected a time with a zone such as"),
@@ -467,6 +469,8 @@ def test_a_frame_is_used_with_several_conditions(folder: Path) -> None:
     try:
         frame = spark.read.format("rocketmq").load(str(folder))
         one, other = frame.where("topic = 'Orders' AND queueId = 0"), frame.where("topic = 'Refunds'")
+        plan = one._jdf.queryExecution().executedPlan().toString()
+        assert re.search(r"Filter .*topic#\d+ = Orders.*\n.*BatchScan rocketmq(?!.*Pushed)", plan), plan
         counts = [one.count(), other.count(), frame.count()]
         assert one.union(other).count() == counts[0] + counts[1]
         assert [one.count(), other.count(), frame.count()] == counts
@@ -615,8 +619,15 @@ for given in ({{}}, {{"view": "log"}}, {{"view": "queues"}}, {{"tags": "vip"}}, 
     assert not done.returncode, done.stderr
 
 
-def test_another_thread_gets_the_running_session_as_it_is() -> None:
+def test_another_thread_gets_the_running_session_as_it_is(tmp_path: Path) -> None:
+    """It is active there, so that Spark finds the source of a write."""
     from librmq.spark import session
+
+    def write() -> Any:
+        running = session()
+        rows = running.range(3).selectExpr("CAST(id AS STRING) AS body")
+        rows.write.format("rocketmq").mode("append").option("topic", "T").save(str(tmp_path / "store"))
+        return running
 
     spark, zone = shared_session(), "spark.sql.session.timeZone"
     before = spark.conf.get(zone)
@@ -624,8 +635,9 @@ def test_another_thread_gets_the_running_session_as_it_is() -> None:
     spark.conf.set(zone, "Europe/Paris")
     try:
         with ThreadPoolExecutor(1) as thread:
-            other = thread.submit(session).result()
+            other = thread.submit(write).result()
         assert other.conf.get(zone) == spark.conf.get(zone) == "Europe/Paris"
         assert os.environ["PYSPARK_PYTHON"] == python
+        assert read(tmp_path / "store").count() == 3
     finally:
         spark.conf.set(zone, before)

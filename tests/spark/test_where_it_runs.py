@@ -255,7 +255,7 @@ def test_a_terminal_shows_a_bar_and_the_cause(tmp_path: Path) -> None:
         os.close(terminal)
     assert program.returncode == 1
     first, second, *_ = OF_JAVA_25.sub("", re.sub(r"\r?\[Stage [^\r]*\r|\r +\r", "", shown.decode())).splitlines()
-    assert first == "librmq: unknown option 'topicz' for format rocketmq: did you mean topic?"
+    assert first == "librmq: [RMQ_BAD_OPTION] unknown option 'topicz' for format rocketmq: did you mean topic?"
     assert second.startswith("Traceback")
 
 
