@@ -86,6 +86,9 @@ class Properties:
     @cached_property
     def _splits(self) -> Ints:
         """The first 01 of each segment, which ends its name; else the end of the segment."""
+        if self._names:
+            sizes = np.array(list(map(len, self._names)))
+            return np.ravel(self._begins.reshape(-1, self._width) + sizes)
         ones = np.flatnonzero(self._text == 1)
         if len(ones) == len(self._ends) and (ones >= self._begins).all() and (ones < self._ends).all():
             return ones
@@ -144,6 +147,11 @@ class Properties:
         """Return the values of one property, null where a message has none."""
         needle = name.encode("utf-8", "replace")
         unusual = self._unusual_names
+        if name and needle in self._names and not len(unusual):
+            column, width = self._names.index(needle), self._width
+            begins, ends = self._begins[column::width] + len(needle) + 1, self._ends[column::width]
+            if (begins < ends).all():
+                return self._texts(begins, ends)
         if not name or {1, 2} & set(needle):
             rows = begins = ends = np.zeros(0, np.int64)
         else:
