@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from librmq import ManualClock, Message, MessageStore, StoreConfig
+from librmq.message.record import COMPRESSED, SYS_FLAG_AT
 from librmq.message.topics import SystemTopic
 from tests.programs import run_program
 from tests.s3_server import serving
@@ -24,6 +25,7 @@ pytest.importorskip("pyspark")
 from pyspark.errors import PySparkException  # noqa: E402
 
 from librmq.errors import ConfigError  # noqa: E402
+from librmq.spark import cause_of  # noqa: E402
 from librmq.spark._options import WriteOptions, parse_read_options  # noqa: E402
 from tests.spark_session import shared_session  # noqa: E402
 
@@ -161,6 +163,24 @@ def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
         assert counts == {str(tmp_path / "s1"): len(PLAIN), str(tmp_path / "s2"): len(PLAIN)}
 
 
+def test_no_body_is_decoded_that_no_column_asks_for(folder: Path, tmp_path: Path) -> None:
+    """Each record says that its body is compressed, which it is not: a read that decodes one fails."""
+    path = tmp_path / "store"
+    shutil.copytree(folder, path)
+    with MessageStore.open(path, read_only=True) as store:
+        places = [divmod(message.physical_offset, 16384) for message in store]
+    for number, at in places:
+        with (path / "commitlog" / f"{number * 16384:020}").open("r+b") as log:
+            log.seek(at + SYS_FLAG_AT + 3)
+            log.write(bytes([COMPRESSED]))
+    with pytest.raises(PySparkException, match=r"\[RMQ_DAMAGED\] "):
+        read(path).count()
+    assert read(path, columns="queueId").count() == len(PLAIN)
+    assert read(path, columns="body,keys", view="log", sql="amount < 0").count() == 0
+    keys = read(path, columns="keys", tags="vip").union(read(path, "keys string", tags="plain")).collect()
+    assert sorted(int(row[0][1:]) for row in keys) == PLAIN
+
+
 @pytest.mark.parametrize(
     ("options", "schema", "text"),
     [
@@ -170,7 +190,7 @@ def test_several_stores_and_globs(folder: Path, tmp_path: Path) -> None:
         ({"mode": "fast"}, None, "FAILFAST"),
         ({"startingOffsets": "{]"}, None, "earliest, latest"),
         ({"startingOffsets": '{"Nowhere": {"0": 5}}'}, None, "has no queue 0 of topic 'Nowhere'"),
-        ({"startingOffsets": '{"Orders": {"0": 100000}}'}, None, "failOnDataLoss"),
+        ({"startingOffsets": '{"Orders": {"0": 100000}}'}, None, "[RMQ_DATA_LOSS] "),
         ({"minPartitions": "0"}, None, "at least 1"),
         ({"names": "kafka"}, "key string", "expected type binary, found string"),
         ({"columns": "tag"}, None, "[RMQ_BAD_OPTION] the view messages has no column 'tag': did you mean tags"),
@@ -190,6 +210,7 @@ def test_errors_are_raised_on_the_driver(folder: Path, options: dict[str, str], 
     with pytest.raises(PySparkException) as told:
         read(folder, schema, **options).rdd.getNumPartitions()
     assert text in str(told.value)
+    assert re.match(r"\[RMQ_(BAD_OPTION|DATA_LOSS)\] ", cause_of(told.value) or "")
 
 
 @pytest.mark.parametrize(
@@ -431,7 +452,7 @@ def test_offsets_by_timestamp(folder: Path) -> None:
 
 
 def test_no_store(tmp_path: Path) -> None:
-    with pytest.raises(PySparkException, match="no store"):
+    with pytest.raises(PySparkException, match=r"\[RMQ_ERROR\] .*no store"):
         read(tmp_path).count()
 
 
@@ -448,7 +469,7 @@ def test_damage(folder: Path, tmp_path: Path) -> None:
         file.seek(body.physical_offset + 89)
         file.write(b"!")
     for view in ("messages", "log"):
-        with pytest.raises(PySparkException, match=f"{0:020d}: at {frame.physical_offset}: "):
+        with pytest.raises(PySparkException, match=rf"\[RMQ_DAMAGED\] .*{0:020d}: at {frame.physical_offset}: "):
             read(path, view=view).collect()
         rows = read(path, view=view, mode="PERMISSIVE").where("_corrupt_record is not null").collect()
         assert sorted(row["physicalOffset"] for row in rows) == [frame.physical_offset, body.physical_offset]

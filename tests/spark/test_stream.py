@@ -358,7 +358,9 @@ def test_loss_is_reported(tmp_path: Path) -> None:
     shutil.rmtree(path)
     with MessageStore.open(path, StoreConfig.tiny(), clock=clock) as store:
         fill(store, "A", 100, 4)
-    with pytest.raises(PySparkException, match=r"its log has another record at .* holds another store"):
+    with pytest.raises(
+        PySparkException, match=r"\[RMQ_DATA_LOSS\] .*its log has another record at .* holds another store"
+    ):
         run(path, sink, checkpoint)
     run(path, sink, checkpoint, failOnDataLoss="false")
     assert sorted(int(row.body) for row in sink.rows()) == [*range(20), *range(100, 104)]

@@ -196,7 +196,7 @@ from librmq.cli.commands.diagnosis import start
 path = sys.argv[1] + "/store"
 with MessageStore.open(path) as store:
     store.append(Message("T", b"x"))
-spark = start(Namespace(master="local[2]"))
+spark = start(Namespace(master="local[1]"))
 assert spark.conf.get("spark.ui.showConsoleProgress") == "false"
 spark.sparkContext.setLogLevel("ERROR")  # as `session` leaves it
 frame = spark.range(100_000, numPartitions=4).mapInArrow(lambda batches: batches, "id long")

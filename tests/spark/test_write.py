@@ -22,6 +22,7 @@ pytest.importorskip("pyspark")
 import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import BinaryType, LongType, MapType, StringType, StructField, StructType
 
 from librmq.commitlog import CommitLog
 from librmq.errors import ConfigError, MessageIllegalError, StoreLockedError
@@ -126,8 +127,6 @@ def test_a_repeated_job_writes_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_no_option_of_a_write_is_ignored(tmp_path: Path, options: dict[str, str], text: str) -> None:
-    from pyspark.sql.types import BinaryType, StructField, StructType
-
     from librmq.spark._source import RocketMQDataSource
 
     schema = StructType([StructField("body", BinaryType())])
@@ -137,8 +136,6 @@ def test_no_option_of_a_write_is_ignored(tmp_path: Path, options: dict[str, str]
 
 def test_an_offset_of_kafka_is_not_written(tmp_path: Path) -> None:
     """The error names the column as the user does."""
-    from pyspark.sql.types import BinaryType, LongType, StructField, StructType
-
     from librmq.spark._source import RocketMQDataSource
 
     schema = StructType([StructField("value", BinaryType()), StructField("offset", LongType())])
@@ -148,8 +145,6 @@ def test_an_offset_of_kafka_is_not_written(tmp_path: Path) -> None:
 
 
 def test_two_columns_for_one_of_a_message_are_refused(tmp_path: Path) -> None:
-    from pyspark.sql.types import BinaryType, MapType, StringType, StructField, StructType
-
     from librmq.spark._source import RocketMQDataSource
 
     properties = MapType(StringType(), StringType())
@@ -209,8 +204,6 @@ def test_a_worker_that_is_killed_writes_nothing_twice(tmp_path: Path) -> None:
 
 def test_a_task_that_is_retried_writes_once(tmp_path: Path) -> None:
     """Only the records of the attempt whose message reached the driver are added."""
-    from pyspark.sql.types import BinaryType, StructField, StructType
-
     path = new_store(tmp_path / "store", 0)
     writer = Writer(WriteOptions(str(path), topic="T"), StructType([StructField("body", BinaryType())]))
     batch = pa.RecordBatch.from_pydict({"body": pa.array([b"one", b"two"])})
@@ -474,8 +467,6 @@ def test_a_history_shows_a_planted_bug(
 
 @pytest.mark.parametrize("job", [".", "..", ".hidden", "../up", "a/b", "", "-x", "a\0"])
 def test_an_invalid_job_id_is_refused(tmp_path: Path, job: str) -> None:
-    from pyspark.sql.types import BinaryType, StructField, StructType
-
     path = new_store(tmp_path / "store")
     schema = StructType([StructField("body", BinaryType())])
     with pytest.raises(ConfigError, match="option jobId: expected a letter or digit"):
@@ -581,6 +572,8 @@ def test_a_commit_waits_for_another_writer(tmp_path: Path) -> None:
         wait_until_free(str(path), 0)
     with pytest.raises(StoreLockedError), job:
         commit(str(path), "job", staged, str(folder), ordered=False, keep_note=True)
+    with pytest.raises(StoreLockedError, match=r"^\[RMQ_LOCKED\] "):
+        Writer(WriteOptions(str(path), topic="N", wait_seconds=0), StructType([StructField("body", BinaryType())]))
     assert history.anomalies() == []
     threading.Timer(0.2, other.close).start()
     with job:
