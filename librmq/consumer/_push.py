@@ -18,8 +18,7 @@ from librmq.client import Client
 from librmq.client.traces import TraceWriter, trace_topic
 from librmq.config import check_arguments, check_kind
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._broker_locks import BrokerLocks
-from librmq.consumer._concurrent import ConcurrentDelivery
+from librmq.consumer._concurrent import ConcurrentDelivery, check_weight
 from librmq.consumer._instance import AWAY_MS, REOPENED_MS, instance_state, show_gauges
 from librmq.consumer._listener_calls import ConsumeHook, ListenerCalls, consume_directly
 from librmq.consumer._listeners import (
@@ -33,9 +32,8 @@ from librmq.consumer._listeners import (
     is_coroutine_function,
     with_predicate,
 )
-from librmq.consumer._orderly import BlockedQueue, OrderlyDelivery
+from librmq.consumer._orderly import BlockedQueue, BrokerLocks, OrderlyDelivery
 from librmq.consumer._traces import trace_calls
-from librmq.consumer._weights import check_weight
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
@@ -707,6 +705,11 @@ class PushConsumer(Consumer[ConsumerConfig]):
             is_paused=self.is_paused,
             started_ms=self.started_ms,
         )
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether its listeners get a queue's messages in order, each after the end of the one before."""
+        return self.config.orderly and self.config.batch_size == 1
 
     def answer(self, request: Request[R], /) -> R:
         """Answer a broker's request; under the runner's lock."""

@@ -14,7 +14,7 @@ from librmq.broker import Broker, BrokerConfig
 from librmq.client.producer import Producer
 from librmq.client.sender import ProducerConfig
 from librmq.consumer import ConsumerConfig, DeliveredMessage, PullConsumer, PushConsumer, SimpleConsumer
-from librmq.consumer._weights import Backlog
+from librmq.consumer._concurrent import Backlog
 from librmq.consumer.config import PullConsumerConfig
 from librmq.errors import ConfigError
 from librmq.message.message import Message

@@ -15,7 +15,7 @@ from librmq.broker import Broker
 from librmq.client.producer import Producer
 from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.consumer._assignment import AssignedQueue
-from librmq.consumer._weights import Backlog, Pulled
+from librmq.consumer._concurrent import Backlog, Pulled
 from librmq.errors import ConfigError
 from librmq.listener import DownstreamDown, ReconsumeLater
 from librmq.message.message import Message, MessageQueue

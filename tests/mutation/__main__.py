@@ -58,7 +58,6 @@ PARTS = {
         "broker.handlers._pull",
         "consumer._assignment",
         "consumer._failures",
-        "consumer._broker_locks",
         "consumer._orderly",
     ),
     "transactions": ("txn", "broker._transactions", "scheduling.half_messages"),
