@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 from librmq.client.recorder import Event, Recorder
 from librmq.config import check_path
 from librmq.errors import ConfigError
 from librmq.message import StoredMessage
-from librmq.message.ids import Host
-from librmq.protocol import Endpoint, QueueData, Request, Route
-from librmq.runtime import Runner
+from librmq.protocol import Endpoint, Request, Route, RouteWrapper
 from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
@@ -29,16 +27,13 @@ _ROOM: Final = 96
 _PAGE: Final = 4096
 
 
-class RecordedRoute(Route):
+class RecordedRoute(RouteWrapper):
     """A route whose clients' requests and deliveries go to a recorder. Thread-safe if its sink is."""
-
-    runner: Runner
 
     def __init__(self, route: Route, recorder: Recorder, process: str) -> None:
         """``process`` is the name of the clients' process in the history."""
-        self.runner = route.runner
+        super().__init__(route)
         self.recorder = recorder
-        self._route = route
         self._process = process
         self._endpoints: dict[str, _RecordedEndpoint] = {}
 
@@ -46,45 +41,6 @@ class RecordedRoute(Route):
         if name == "_route":  # a copy of this object that was not initialized has no route to ask
             raise AttributeError(name)
         return getattr(self._route, name)
-
-    def address(self, broker_name: str) -> Host | None:
-        """Return where clients reach a broker over the network, as the route does."""
-        return self._route.address(broker_name)
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the route can wait for an answer."""
-        return self._route.is_remote
-
-    @property
-    def site(self) -> str | None:
-        """The site of the clients."""
-        return self._route.site
-
-    @property
-    def own_host(self) -> str | None:
-        """This machine's address towards the brokers."""
-        return self._route.own_host
-
-    def identity(self, instance_name: str | None) -> tuple[Host, str] | None:
-        """Return the host and name of the next client."""
-        return self._route.identity(instance_name)
-
-    def known_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return what is known of a topic's route."""
-        return self._route.known_route(topic)
-
-    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return all brokers that have a topic."""
-        return self._route.registered_route(topic)
-
-    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the brokers that have a topic."""
-        return self._route.topic_route(topic)
-
-    def broker_names(self) -> tuple[str, ...]:
-        """Return the names of the brokers that can be reached."""
-        return self._route.broker_names()
 
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return a broker, whose requests are recorded."""
@@ -95,14 +51,6 @@ class RecordedRoute(Route):
                 self.recorder, self._process, broker_name, behind
             )
         return endpoint
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` when brokers, topics or queues change."""
-        return self._route.watch(changed)
-
-    def noted_client(self, client: Any) -> None:  # noqa: ANN401 (as the route has it)
-        """Note a client that was made on this route."""
-        self._route.noted_client(client)
 
     def noted_consumer(self, consumer: Any) -> None:  # noqa: ANN401 (any consumer)
         """Record a consumer that was made on this route."""

@@ -6,8 +6,9 @@ Mirrors ``RouteInfoManager`` and ``MQClientInstance``, as clients see them::
     it is killed         the same, 120 s later
     it is reopened       calls work immediately; its queues return to the route at the clients' next poll
 
-There is no name server and no polling, but changes take effect on the same grid of times. A `Cluster` also opens its
-brokers, each with its own store and store host.
+There is no name server and no polling, but changes take effect on the same grid of times. The clients of a site have a
+route of their own, from which brokers can be cut off. A `Cluster` also opens its brokers, each with its own store and
+store host.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from hashlib import blake2b
 from typing import Final, Self, TypeVar
 
 from librmq.broker import AdministeredRoute, Broker, BrokerConfig
-from librmq.cluster._sites import SiteRoute
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, MalformedError, NoRouteError
 from librmq.files import DiskFiles, Files
 from librmq.message import StoredMessage
 from librmq.message.ids import parse_host, parse_offset_message_id
 from librmq.metrics import Metrics
-from librmq.protocol import Endpoint, QueueData, Request, Watchers, check_site, site_of
+from librmq.protocol import Endpoint, QueueData, Request, Route, RouteWrapper, Watchers, check_site, site_of
 from librmq.runtime import Runner, Step, ThreadRunner
 from librmq.runtime.runner import next_on_grid
 
@@ -65,6 +65,56 @@ class _Entry:
     was_up: bool = True
     noticed_ms: int | None = field(default=None)
     """When they notice that this has changed."""
+
+
+# ---- sites
+
+
+class _SiteLink(Endpoint):
+    __slots__ = ("_broker_name", "_call", "_cut", "_site", "behind")
+
+    def __init__(self, behind: Endpoint, broker_name: str, site: str, cut: set[str]) -> None:
+        self.behind = behind
+        self._call = behind.call
+        self._broker_name = broker_name
+        self._site = site
+        self._cut = cut
+
+    def call(self, request: Request[R], /) -> R:
+        if self._broker_name in self._cut:
+            raise BrokerUnreachableError(f"broker {self._broker_name} cannot be reached from site {self._site}")
+        return self._call(request)
+
+
+class SiteRoute(RouteWrapper):
+    """A `Route` for the clients of one site, whose ids begin with its name. Created by `RouteTable.at`. Thread-safe."""
+
+    def __init__(self, table: Route, site: str) -> None:
+        super().__init__(table)
+        self._site = site
+        self.cut: set[str] = set()
+        """Names of the brokers that this site cannot reach."""
+        self._links: dict[str, _SiteLink] = {}
+
+    @property
+    def site(self) -> str:
+        """The name of the site, with which the ids of clients on this route begin."""
+        return self._site
+
+    def broker_names(self) -> tuple[str, ...]:
+        """Return the names of the brokers that this site can reach, sorted."""
+        return tuple(name for name in self._route.broker_names() if name not in self.cut)
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """Return the broker with that name. Its calls raise `BrokerUnreachableError` while its link is cut."""
+        behind = self._route.endpoint(broker_name)
+        link = self._links.get(broker_name)
+        if link is None or link.behind is not behind:  # a new endpoint shows clients that the broker was reopened
+            link = self._links[broker_name] = _SiteLink(behind, broker_name, self.site, self.cut)
+        return link
+
+    def __repr__(self) -> str:
+        return f"<SiteRoute {self.site!r} of {self._route!r}>"
 
 
 class RouteTable(AdministeredRoute):

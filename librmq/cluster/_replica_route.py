@@ -21,10 +21,10 @@ from librmq.protocol import (
     QueueData,
     Request,
     Route,
+    RouteWrapper,
     Unregister,
     watch_all,
 )
-from librmq.runtime import Runner
 
 R = TypeVar("R")
 
@@ -84,7 +84,7 @@ class _Pair(Endpoint):
         response = None
         if key not in self._behind or not has_replica:
             if request.notify is not None:
-                self._held[key] = request.notify  # before the call, because the master can die before it returns
+                self._held[key] = request.notify  # it is noted first, as the master can die in the call
             try:
                 response = self._call_master(request)
             except BrokerUnreachableError:
@@ -109,7 +109,7 @@ class _Pair(Endpoint):
                 notify()
 
 
-class ReplicaRoute(Route):
+class ReplicaRoute(RouteWrapper):
     """A `Route` over brokers and their replicas. Thread-safe.
 
     Consumers read from a replica while its master is unreachable. They also do so after a pull for messages so old
@@ -123,7 +123,7 @@ class ReplicaRoute(Route):
         Raises:
             ConfigError: Two replicas have the same master, or a different runner.
         """
-        self._route = route
+        super().__init__(route)
         self._replicas: dict[str, Replica] = {}
         self._pairs: dict[str, _Pair] = {}
         for replica in replicas:
@@ -136,28 +136,21 @@ class ReplicaRoute(Route):
         self.end: Callable[[], None] = route.watch(self._changed)
         """Stop switching between masters and replicas."""
 
-    @property
-    def runner(self) -> Runner:
-        """The runner of all users of the route."""
-        return self._route.runner
-
-    @property
-    def site(self) -> str | None:
-        """The site of the clients on this route, if the route below belongs to a site."""
-        return self._route.site
-
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name; queues of a replica without its master are read-only."""
-        by_broker = {data.broker_name: data for data in self._route.topic_route(topic)}
+        return self._with_replicas(topic, self._route.topic_route(topic))
+
+    def known_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return what is known of a topic's route without waiting, with the replicas as in `topic_route`."""
+        return self._with_replicas(topic, self._route.known_route(topic))
+
+    def _with_replicas(self, topic: str, queues: tuple[QueueData, ...]) -> tuple[QueueData, ...]:
+        by_broker = {data.broker_name: data for data in queues}
         for name, replica in self._replicas.items():
             if name not in by_broker and not replica.dead:
                 for data in replica.broker.topic_route(topic):
                     by_broker[name] = QueueData(name, data.read_queues, 0, data.permission & ~PERM_WRITE)
         return tuple(by_broker[name] for name in sorted(by_broker))
-
-    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return all brokers that have ``topic``, by name, including those that are down."""
-        return self._route.registered_route(topic)
 
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers whose master or replica is reachable, sorted."""

@@ -19,8 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
-from librmq.cluster._cluster import RouteTable
-from librmq.cluster._sites import SiteRoute
+from librmq.cluster._cluster import RouteTable, SiteRoute
 from librmq.config import to_seconds
 from librmq.errors import CapacityError, ConfigError
 from librmq.protocol import check_site, watch_all

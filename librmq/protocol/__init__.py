@@ -74,6 +74,7 @@ from librmq.protocol._endpoint import Endpoint as Endpoint
 from librmq.protocol._endpoint import QueueData as QueueData
 from librmq.protocol._endpoint import ResponseCode as ResponseCode
 from librmq.protocol._endpoint import Route as Route
+from librmq.protocol._endpoint import RouteWrapper as RouteWrapper
 from librmq.protocol._endpoint import SendsLater as SendsLater
 from librmq.protocol._endpoint import Watchers as Watchers
 from librmq.protocol._endpoint import check_site as check_site
@@ -84,4 +85,4 @@ from librmq.protocol._request import Request as Request
 from librmq.protocol._request import RequestHandler as RequestHandler
 from librmq.protocol._request import value as value
 
-__all__ = ["Endpoint", "LockQueues", "Request", "ResponseCode", "Route", "UnlockQueues"]
+__all__ = ["Endpoint", "LockQueues", "Request", "ResponseCode", "Route", "RouteWrapper", "UnlockQueues"]

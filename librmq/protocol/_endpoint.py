@@ -188,6 +188,73 @@ class Route(Protocol):
         return None  # noqa: RET501 (without a statement a protocol's method counts as abstract)
 
 
+class RouteWrapper(Route):
+    """A route over another one, to which it leaves all that a subclass does not define."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+
+    @property
+    def runner(self) -> Runner:
+        """The runner of all users of the route."""
+        return self._route.runner
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return the brokers that have ``topic``, by name; empty if none does."""
+        return self._route.topic_route(topic)
+
+    def known_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return what is known of a topic's route without waiting, so also under the runner's lock."""
+        return self._route.known_route(topic)
+
+    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return all brokers that have ``topic``, by name, including those that are down."""
+        return self._route.registered_route(topic)
+
+    def broker_names(self) -> tuple[str, ...]:
+        """Return the names of the brokers that can be reached, sorted."""
+        return self._route.broker_names()
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """Return the broker of that name; `NoRouteError` if there is none."""
+        return self._route.endpoint(broker_name)
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed`` under the runner's lock at each change of the route; call the result to stop."""
+        return self._route.watch(changed)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether `topic_route` can wait for an answer."""
+        return self._route.is_remote
+
+    def address(self, broker_name: str) -> Host | None:
+        """Return where clients reach a broker over the network; None for one on this machine."""
+        return self._route.address(broker_name)
+
+    @property
+    def site(self) -> str | None:
+        """The site of the clients on this route; None without sites."""
+        return self._route.site
+
+    @property
+    def own_host(self) -> str | None:
+        """This machine's address towards the brokers; None for the loopback address."""
+        return self._route.own_host
+
+    def identity(self, instance_name: str | None) -> tuple[Host, str] | None:
+        """Return the host and name of the next client, if the route gives its clients the same in each run."""
+        return self._route.identity(instance_name)
+
+    def noted_client(self, client: object) -> None:
+        """Note a client that was made on this route."""
+        self._route.noted_client(client)
+
+    def noted_consumer(self, consumer: object) -> None:
+        """Note a consumer that was made on this route."""
+        self._route.noted_consumer(consumer)
+
+
 # ---- sites: brokers and clients belong to the one that their name begins with (``hz-broker-a``, ``hz-10.0.0.1@pay``)
 
 

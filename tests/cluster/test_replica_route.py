@@ -13,7 +13,8 @@ from librmq.broker import Broker
 from librmq.cluster import Cluster, Replica, ReplicaRoute
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.files._memory import MemoryFiles
-from librmq.protocol import PERM_READ, MaxOffset, QueryOffset
+from librmq.message.ids import Host
+from librmq.protocol import PERM_READ, MaxOffset, QueryOffset, RouteWrapper
 from tests.broker.parties import manual, opened, pull, send
 
 
@@ -57,6 +58,27 @@ def test_consumers_continue_at_the_replica_and_return() -> None:
     replica.close()
     assert route.endpoint("a").call(MaxOffset("T", 0)) > 0
     cluster.close()
+
+
+class Distant(RouteWrapper):
+    """Says what a route over a network says."""
+
+    is_remote = True
+    own_host = "10.0.0.1"
+
+    def address(self, broker_name: str) -> Host | None:
+        return "10.0.0.2", 10911
+
+
+def test_clients_learn_from_the_route_behind_what_the_replica_does_not_change() -> None:
+    broker = opened()
+    broker.create_topic("T", 1)
+    with Replica.open("/copy", of=broker) as replica:
+        route = ReplicaRoute(Distant(broker), replica)
+        assert (route.is_remote, route.own_host, route.address("broker-a")) == (True, "10.0.0.1", ("10.0.0.2", 10911))
+        assert replica.follow()
+        broker.close()
+        assert [queues.permission for queues in route.known_route("T")] == [6]
 
 
 def test_old_messages_come_from_the_replica() -> None:

@@ -89,7 +89,7 @@ EXPORTS = {
         "Kit NotAwaitedError Process ProcessDied ProcessStateError ServedKit UndeliveredWarning UnknownGroupError "
         "UnsoundStoreError check_history explore one_cluster run_drill"
     ),
-    "librmq.protocol": "Endpoint LockQueues Request ResponseCode Route UnlockQueues",
+    "librmq.protocol": "Endpoint LockQueues Request ResponseCode Route RouteWrapper UnlockQueues",
     "librmq.spark": (
         "StreamLag allocate bloom_positions cause_of dedup_key filters match_sql match_sql_5 match_sql_udf match_tags "
         "messages offsets overview queues register run_incrementally session stream_lags tags_code"
