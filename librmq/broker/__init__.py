@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from librmq.broker._administered_route import AdministeredRoute as AdministeredRoute
     from librmq.broker._administered_route import StoreRoute as StoreRoute
     from librmq.broker._broker import Broker as Broker
-    from librmq.broker._queue_locks import QueueLocks as QueueLocks
+    from librmq.broker._clients import QueueLocks as QueueLocks
     from librmq.broker.config import BrokerConfig as BrokerConfig
     from librmq.protocol import ConnectedClient as ConnectedClient
     from librmq.protocol import GroupConnections as GroupConnections
@@ -24,7 +24,7 @@ else:
         {
             "librmq.broker._administered_route": ("AdministeredRoute", "StoreRoute"),
             "librmq.broker._broker": ("Broker",),
-            "librmq.broker._queue_locks": ("QueueLocks",),
+            "librmq.broker._clients": ("QueueLocks",),
             "librmq.broker.config": ("BrokerConfig",),
             "librmq.protocol": ("ConnectedClient", "GroupConnections"),
         },

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Self, TypeVar
 
 from librmq.broker._arguments import check_id, check_key, check_names, no_such_group, no_such_topic, target_of
 from librmq.broker._topics import check_topic_settings, refuse_own_topic
@@ -74,7 +74,7 @@ from librmq.protocol import (
     cancel_request,
 )
 from librmq.runtime import Runner
-from librmq.runtime.closing import AsyncClosing
+from librmq.runtime.closing import Closing
 from librmq.runtime.event_log import EventLog
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ _MOST_OF_AN_ID: Final = 32
 """Messages that a broker of RocketMQ returns for an id."""
 
 
-class AdministeredRoute(Route, AsyncClosing):
+class AdministeredRoute(Route, Closing):
     """A `Route` whose brokers can be administered, wherever they run. Thread-safe.
 
     Each call raises `BrokerUnreachableError` if a broker can't be reached or is closed, and `BrokerError` if a broker
@@ -100,6 +100,12 @@ class AdministeredRoute(Route, AsyncClosing):
     """
 
     runner: Runner
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.runner.offload(self.close)  # closing can block
 
     async def run_async(self, call: Callable[P, R], *arguments: P.args, **keywords: P.kwargs) -> R:
         """Run a call of this route without blocking the event loop: ``await broker.run_async(broker.topics)``."""

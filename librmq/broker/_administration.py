@@ -78,9 +78,9 @@ class Handlers(NamedTuple):
 class Administration:
     """The tables and messages of one broker. Changes need the runner's lock."""
 
-    def __init__(self, context: BrokerContext, wake_housekeeping: Callable[[], None]) -> None:
-        """``wake_housekeeping()`` wakes the step that runs the store's housekeeping, if no thread does."""
-        self._wake_housekeeping = wake_housekeeping
+    def __init__(self, context: BrokerContext) -> None:
+        self._runner = context.runner
+        self._flushing = context.flushing
         self._store = context.store
         self._offsets = context.offsets
         self._topics = context.topics
@@ -170,7 +170,7 @@ class Administration:
         unused = [name for name in store.queues if name[0] not in topics and not has_no_row(name[0])]
         try:
             return tuple(store.clean_unused_topics(topics))
-        finally:  # also for the queues before one that the disk refuses
+        finally:  # the queues before one that the disk refuses are gone too
             for topic, queue_id in unused:
                 if not store.queue_range(topic, queue_id)[1]:
                     self._offsets.delete_queue(topic, queue_id)
@@ -178,7 +178,8 @@ class Administration:
     def delete_expired_files(self, request: DeleteExpiredFiles) -> None:
         """Delete expired log files at any hour, soon."""
         self._store.delete_expired()
-        self._wake_housekeeping()
+        if self._flushing is not None:
+            self._runner.wake(self._flushing)
 
     def describe_topics(self, request: DescribeTopics) -> dict[str, QueueData]:
         """Return all topics."""
@@ -448,7 +449,7 @@ class Progress:
             if request.queue_offset is not None:
                 offsets[queue_id] = min(max(request.queue_offset, begin), end)
             else:
-                offsets[queue_id] = end if to_ms == -1 else self._offset_from(name, queue_id, to_ms)
+                offsets[queue_id] = end if to_ms == -1 else self._store.first_offset_from(name, queue_id, to_ms)
         if offsets:
             self._reset_to(group, name, offsets, request.client_id)
         self._offsets.mark_started(group, name, self._now_ms())
@@ -457,14 +458,10 @@ class Progress:
     def _offset_of(self, topic: str, queue_id: int, to: str | datetime | int) -> int:
         begin, end = self._store.queue_range(topic, queue_id)
         if isinstance(to, datetime):
-            return self._offset_from(topic, queue_id, to_timestamp_ms("to", to))
+            return self._store.first_offset_from(topic, queue_id, to_timestamp_ms("to", to))
         if isinstance(to, int):
             return min(max(to, begin), end)
         return begin if to == "begin" else end
-
-    def _offset_from(self, topic: str, queue_id: int, timestamp_ms: int) -> int:
-        """Return the queue offset of the first message stored at or after a time; the end if there is none."""
-        return self._store.first_offset_from(topic, queue_id, timestamp_ms)
 
     def behind(self) -> list[str]:
         """Return a text for each queue with messages that a running group has not consumed.

@@ -23,14 +23,19 @@ from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack
 
 from librmq.broker._administered_route import StoreRoute
-from librmq.broker._administration import ResetHook
+from librmq.broker._administration import Administration, Progress, ResetHook, StoreReaders
 from librmq.broker._context import BrokerContext, BrokerLife
-from librmq.broker._transactions import DiscardHook
+from librmq.broker._delayed_messages import Deliveries
+from librmq.broker._replication import Replication
+from librmq.broker._transactions import BrokerTransactions, DiscardHook
 from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_settings
-from librmq.broker.handlers._parts import BrokerParts
+from librmq.broker.handlers._pull import PullHandler
+from librmq.broker.handlers._receive import ReceiveHandler
+from librmq.broker.handlers._requests import RequestTable
 from librmq.broker.handlers._send import SendHandler
-from librmq.clock import Clock, SystemClock
+from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.config import StoreConfig, check_kind, to_seconds
+from librmq.consumequeue_ext import check_bitmap
 from librmq.errors import (
     BrokerError,
     ConfigError,
@@ -41,6 +46,7 @@ from librmq.errors import (
 from librmq.files import DiskFiles, Files, TemporaryFolder
 from librmq.message import Message, StoredMessage
 from librmq.message.ids import Host
+from librmq.message.topics import SystemTopic
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
@@ -54,10 +60,12 @@ from librmq.protocol import (
 )
 from librmq.runtime import Runner, ThreadRunner
 from librmq.runtime.closing import opened_in_thread
+from librmq.runtime.event_log import EventLog
 from librmq.store import BrokerTables, MessageStore
-from librmq.store.format.directory import infer_config
+from librmq.store.format.directory import has_abort, infer_config
 
 R = TypeVar("R")
+_log = EventLog("librmq.broker")
 _LOCK_RETRY_S: Final = 0.05
 _JOIN_STEP_S: Final = 0.02
 
@@ -76,10 +84,14 @@ class Broker(StoreRoute, Endpoint):
     cluster_name: str
     metrics: Metrics | None
     _life: BrokerLife
-    _parts: BrokerParts
     _context: BrokerContext
-    _by_request: dict[type, Callable[[Any], Any]]
+    _deliveries: Deliveries
+    _transactions: BrokerTransactions
+    _replication: Replication
     _sending: SendHandler
+    _progress: Progress
+    _receives: ReceiveHandler
+    _answers: dict[type, Callable[[Any], Any]]
     _own_runner: ThreadRunner | None
     _temporary: TemporaryFolder | None
     _is_released = _is_ending = False
@@ -156,7 +168,7 @@ class Broker(StoreRoute, Endpoint):
                 broker.name, broker.runner, broker.cluster_name = name, runner, cluster_name
                 broker._life = BrokerLife(name, folder)
                 try:
-                    broker._open_parts(
+                    broker._open(
                         folder, Promises(store_config or StoreConfig.defaults(), config), files, change_settings
                     )
                     undo.pop_all()
@@ -167,7 +179,7 @@ class Broker(StoreRoute, Endpoint):
                         raise
                     waiting.wait(threading.Event(), min(left, _LOCK_RETRY_S))
 
-    def _open_parts(self, path: str, named: Promises, files: Files, changes: bool) -> None:
+    def _open(self, path: str, named: Promises, files: Files, changes: bool) -> None:
         """Open the store by what is named and recorded, and record what binds the messages that it accepts.
 
         Raises:
@@ -182,11 +194,7 @@ class Broker(StoreRoute, Endpoint):
         if not named.store.named and store_config is not None:
             store_config = infer_config(path, files).with_settings(recorded.over(Promises(), opens=True).named()[0])
         self._config = opened.broker
-        self._parts = parts = BrokerParts(
-            self._life, self.runner, self.cluster_name, opened.broker, store_config, files, self.metrics
-        )
-        self.store, self._context, self._by_request = parts.store, parts.context, parts.by_request
-        self._sending = parts.sending
+        self._open_store(path, store_config, files)
         if not is_copy:
             try:
                 if recorded.is_replaced_by(Promises.read(path, files)):
@@ -196,6 +204,71 @@ class Broker(StoreRoute, Endpoint):
                 self._own_runner = None  # another try needs it
                 self.close()
                 raise
+
+    def _open_store(self, path: str, store_config: StoreConfig | None, files: Files) -> None:
+        """Open the store and the tables, make the parts, each after those that it uses, and start the steps.
+
+        Raises the errors of `MessageStore.open`.
+        """
+        config, runner, life = self._config, self.runner, self._life
+        tables = BrokerTables.open(os.path.join(path, "config"), files=files)
+        for replaced in tables.replaced():
+            _log.warning("%(what)s", what=replaced)
+        from librmq.filter import BloomFilter  # loads a grammar that a client does without
+
+        bloom = BloomFilter(config.bloom_error, config.expected_consumers)
+        registrations = tables.registrations(runner.now_ms(), bloom)
+        was_killed = has_abort(files, path)
+        store = self.store = MessageStore.open(
+            path,
+            store_config,
+            files=files,
+            clock=runner.clock,
+            background=moves_by_itself(runner.clock),
+            filters=registrations,
+            replica_of=config.replica_of,
+        )
+        try:
+            if store.config.enable_consumequeue_ext:
+                check_bitmap(bloom.bit_count, store.config.consumequeue_ext_file_size)
+            context = self._context = BrokerContext(
+                life,
+                runner,
+                self.cluster_name,
+                config,
+                store,
+                self.metrics,
+                tables,
+                registrations,
+                was_killed=was_killed,
+            )
+            life.release_lock = lambda: context.writing.refuse(life.why_dead)
+            self._deliveries = deliveries = Deliveries(context)
+            self._transactions = transactions = BrokerTransactions(context, deliveries.arrivals)
+            store.readers = StoreReaders(context, deliveries.schedule, transactions, deliveries.timers)
+            self._replication = replication = Replication(context)
+            self._sending = sending = SendHandler(
+                context, deliveries, replication, transactions.half_stored, transactions.is_rolled_back
+            )
+            pulling = PullHandler(context, sending, replication)
+            self._progress = progress = Progress(context)
+            self._receives = receives = ReceiveHandler(context, sending, progress, pulling.check_subscription)
+            requests = RequestTable(context, replication)
+            requests.add_messages(sending, pulling, receives, transactions)
+            requests.add_clients()
+            requests.add_administration(Administration(context), progress, deliveries)
+            self._answers = requests.answers
+            context.show_gauges(lambda: replication.replica_count)
+            if config.replica_of is None:
+                with runner.lock:
+                    deliveries.start()
+                    receives.start()
+                    if (SystemTopic.HALF, 0) in store.queues:
+                        transactions.prepared()
+            life.mark_open()
+        except BaseException:
+            store.close()
+            raise
 
     @classmethod
     async def open_async(
@@ -273,7 +346,7 @@ class Broker(StoreRoute, Endpoint):
             MessageIllegalError: A message of the request is refused.
             BrokerUnreachableError: The broker is closed.
         """
-        handler = self._by_request.get(type(request))
+        handler = self._answers.get(type(request))
         if handler is None:
             raise BrokerError(
                 ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f"{self.name} does not know {type(request).__name__}"
@@ -318,7 +391,7 @@ class Broker(StoreRoute, Endpoint):
             BrokerUnreachableError: The broker is closed.
         """
         self._check_open()
-        return self._life.watch(changed)
+        return self._life.watchers.watch(changed)
 
     # ---- administration, where the store is at hand
 
@@ -328,11 +401,11 @@ class Broker(StoreRoute, Endpoint):
                 self._life.check_open()
 
     def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
-        yield self.name, self  # also a closed broker, whose refusal says so
+        yield self.name, self  # a closed broker is asked too, because its refusal says why
 
     def is_ordered(self, group: str) -> bool:
         """Return whether a consumer group receives in order, as `set_group` says."""
-        settings = self._parts.context.groups.by_name.get(group)
+        settings = self._context.groups.by_name.get(group)
         return settings is not None and settings.is_ordered
 
     def _find_by_id(self, message_id: str) -> StoredMessage | None:
@@ -373,7 +446,7 @@ class Broker(StoreRoute, Endpoint):
         """Return a group's stored progress in a queue: the queue offset of its next message, None if there is none."""
         if self._life.dead or type(group) is not str or type(topic) is not str:
             return super().consumer_offset(group, topic, queue_id)  # which refuses it
-        # Without a request, because the wire and the kit ask for each queue.
+        # This makes no request, because the wire and the kit ask for each queue.
         return self._context.offsets.consumer_offset(topic, group, queue_id)
 
     @property
@@ -389,23 +462,23 @@ class Broker(StoreRoute, Endpoint):
     @property
     def takes_any_delay(self) -> bool:
         """Whether a message can wait for any time, not only for that of a delay level."""
-        return self._parts.deliveries.takes_any_delay
+        return self._deliveries.takes_any_delay
 
     @property
     def discard_hooks(self) -> list[DiscardHook]:
         """Functions called with each half message that a check discards, and its number of checks."""
-        return self._parts.transactions.discard_hooks
+        return self._transactions.discard_hooks
 
     @property
     def reset_hooks(self) -> list[ResetHook]:
         """Functions called with group and topic after each `reset_group`, under the runner's lock."""
-        return self._parts.progress.reset_hooks
+        return self._progress.reset_hooks
 
     # ---- replication
 
     def copied(self, queues: Iterable[tuple[str, int]]) -> None:
         """Answer pulls that wait for messages of these queues, which `Writer.copy_log` has added to a replica."""
-        self._parts.deliveries.arrivals.copied(queues)
+        self._deliveries.arrivals.copied(queues)
 
     def copy_topics(self, rows: Mapping[str, Any]) -> None:
         """Replace a replica's topics by its master's, durable when it returns. `copy_tables` must be called later."""
@@ -442,29 +515,29 @@ class Broker(StoreRoute, Endpoint):
     def close(self) -> None:
         """Save everything and close the store. Shut down clients first. A second call completes an interrupted one."""
         if not self.dead:
-            self._parts.replication.copy_tables_early(is_closing=True)
+            self._replication.copy_tables_early(is_closing=True)
         with ExitStack() as last:
             with self.runner.lock:
                 is_first = self._end_calls(was_killed=False)
                 if self._is_released or self._is_ending or self.was_killed or self._life.is_inherited:
                     return
-                # In this order, because an interrupt can come between any two statements.
+                # The reset is registered before the mark is set: an interrupt can come between any two statements.
                 last.callback(setattr, self, "_is_ending", False)
                 self._is_ending = True
             last.callback(self._release_runner)
             if self._temporary is not None:
-                self._parts.end_all_writes()
+                self._end_writes()
                 last.callback(self.store.abandon, why="was closed")  # no other handle opens it
                 return
             last.callback(self.store.close)
-            last.callback(self._parts.end_all_writes)
+            last.callback(self._end_writes)
             if is_first:
-                self._parts.save()
+                self._save()
 
     def abandon(self) -> None:
         """Release everything without saving, like a killed process; the next open recovers the store."""
         if self._end_calls(was_killed=True):
-            self._parts.end_all_writes()
+            self._end_writes()
             try:
                 self.store.abandon()
             finally:
@@ -475,16 +548,34 @@ class Broker(StoreRoute, Endpoint):
         with self.runner.lock:
             if self.dead:
                 return False
-            self._parts.stop_serving()
+            self._context.held.by_queue.clear()
+            self._context.hide_gauges()
             self._life.mark_ended(was_killed=was_killed)
             return True
+
+    def _save(self) -> None:
+        """Save all progress, of each part even if another part fails."""
+        is_replica = self._config.replica_of is not None
+        with self.runner.lock, ExitStack() as saves:
+            saves.callback(self._context.saving.save_all, self._life.why_dead)
+            if not is_replica:
+                saves.callback(self._transactions.save)
+                saves.callback(self._receives.saved.save_all)
+                self._deliveries.save()
+        if not is_replica:
+            self._deliveries.write_passed()
+
+    def _end_writes(self) -> None:
+        """End all writes; return when none is running."""
+        self._context.writing.end_writing(self._life.why_dead)
+        self._deliveries.end_timer_writes(self._life.why_dead)
 
     def _release_runner(self) -> None:
         if self._own_runner is not None:
             self._own_runner.shutdown()
         if self._temporary is not None:
             self._temporary.delete()
-        self._is_released = self.store.is_closed  # not after Ctrl-C before its end
+        self._is_released = self.store.is_closed  # Ctrl-C can have come before the end of the close
 
     def __repr__(self) -> str:
         return f"<Broker {self.name!r} in {self.store.path!r}{', closed' if self.dead else ''}>"

@@ -1,8 +1,9 @@
 """Connected clients: the groups that they produce and consume for, their subscriptions and filters.
 
 A group has one set of subscriptions, from all of its instances; for a topic the one with the larger version counts. A
-heartbeat removes the topics that it does not name. The members of a group are notified of changes. In memory only.
-Mirrors ``ConsumerManager``, ``ConsumerGroupInfo``, ``ProducerManager``, ``ClientManageProcessor`` and
+heartbeat removes the topics that it does not name. The members of a group are notified of changes. The locks of ordered
+queues say which client of a group consumes a queue in order. All of this is in memory only. Mirrors
+``ConsumerManager``, ``ConsumerGroupInfo``, ``ProducerManager``, ``ClientManageProcessor`` and
 ``ConsumerIdsChangeListener``.
 """
 
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING
 from librmq.broker._topics import Topics
 from librmq.broker.groups import Groups, comparable, describe_differences
 from librmq.broker.long_polling import HeldRequests
-from librmq.errors import BrokerError, RmqError
-from librmq.message import retry_topic
+from librmq.config import wrong_kind
+from librmq.errors import BrokerError, ConfigError, RmqError
+from librmq.message import MessageQueue, retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
     ChannelClosed,
@@ -31,20 +33,22 @@ from librmq.protocol import (
     GroupSubscriptions,
     Heartbeat,
     InstanceState,
+    LockQueues,
     MessageModel,
     Request,
     RequestHandler,
     ResponseCode,
     Subscription,
+    UnlockQueues,
     Unregister,
 )
 from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 
+_log = EventLog("librmq.broker")
+
 if TYPE_CHECKING:
     from librmq.filter import Registrations
-
-_log = EventLog("librmq.broker")
 
 
 @dataclass(slots=True)
@@ -117,7 +121,7 @@ class Clients:
         """Register a client; make the groups of its consumers, and their retry topics."""
         for data in request.consumers:
             group = self._groups.get_or_create(data.group)
-            # At least one queue, because a group without any can get some later, and the topic stays as it is.
+            # The topic gets at least one queue, because it stays as it is when a group without any gets some later.
             self._topics.ensure(retry_topic(group.name), max(group.retry_queues, 1))
         self._warn_of_same_id(request)
         for data in request.consumers:
@@ -462,3 +466,76 @@ def _subscribe(group_topics: dict[str, Subscription], topics: Mapping[str, Subsc
     for topic in before - topics.keys():
         del group_topics[topic]
     return group_topics.keys() != before
+
+
+# ---- the locks of ordered queues
+
+
+class QueueLocks:
+    """Which client of a group consumes a queue in order, in memory. Called under the runner's lock.
+
+    Each use checks whether a lock has expired, so no step has to run for a client that is lost. Mirrors
+    ``RebalanceLockManager`` and the locking half of ``AdminBrokerProcessor``.
+    """
+
+    def __init__(self, expiry_ms: int, now_ms: Callable[[], int]) -> None:
+        """Return a table without locks; each expires ``expiry_ms`` after its last renewal, by ``now_ms()``.
+
+        Raises:
+            ConfigError: ``expiry_ms`` is not a whole number of at least 0.
+            TypeError: ``now_ms`` is not a function.
+        """
+        if type(expiry_ms) is not int or expiry_ms < 0:
+            raise ConfigError(f"expiry_ms: expected a whole number of at least 0, found {expiry_ms!r:.80}")
+        if not callable(now_ms):
+            raise wrong_kind("now_ms", now_ms, "a function that returns milliseconds")
+        self._expiry_ms = expiry_ms
+        self._now_ms = now_ms
+        self._held: dict[tuple[str, MessageQueue], tuple[str, int]] = {}  # client id, time of the last renewal
+        self.groups_by_topic: dict[str, set[str]] = {}
+        """The groups that have locked queues of a topic, also those whose clients have left since."""
+        self.noted_group: Callable[[str, str], None] | None = None
+        """Called with a topic and a group that it is added to."""
+
+    def _holder(self, group: str, queue: MessageQueue, now_ms: int) -> str | None:
+        """Return the id of the client that holds the queue, None if there is none."""
+        held = self._held.get((group, queue))
+        if held is None or now_ms - held[1] > self._expiry_ms:
+            return None
+        if held[1] > now_ms:
+            # The clock was set back. Count from its new time, because the lock of a lost client would otherwise last
+            # until the clock has come back to its old time.
+            self._held[group, queue] = held[0], now_ms
+        return held[0]
+
+    def lock_queues(self, request: LockQueues) -> frozenset[MessageQueue]:
+        """Lock queues or renew their locks, and return the queues that the client holds then."""
+        group, client_id, now_ms = request.group, request.client_id, self._now_ms()
+        locked = frozenset(queue for queue in request.queues if self._holder(group, queue, now_ms) in (None, client_id))
+        for queue in locked:
+            before = self._held.get((group, queue), (client_id, now_ms))
+            if before[0] != client_id:
+                _log.info(
+                    "group %(group)s: client %(client_id)s takes over %(topic)s/%(queue_id)d, whose lock %(before)s "
+                    "last renewed %(ago_ms)d ms ago",
+                    group=group,
+                    client_id=client_id,
+                    topic=queue.topic,
+                    queue_id=queue.queue_id,
+                    before=before[0],
+                    ago_ms=now_ms - before[1],
+                )
+            self._held[group, queue] = client_id, now_ms
+            groups = self.groups_by_topic.setdefault(queue.topic, set())
+            if group not in groups:
+                groups.add(group)
+                if self.noted_group is not None:
+                    self.noted_group(queue.topic, group)
+        return locked
+
+    def unlock_queues(self, request: UnlockQueues) -> None:
+        """Release the client's locks."""
+        for queue in request.queues:
+            held = self._held.get((request.group, queue))
+            if held is not None and held[0] == request.client_id:
+                del self._held[request.group, queue]

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from librmq.broker._clients import Clients
+from librmq.broker._clients import Clients, QueueLocks
 from librmq.broker._offsets import Persistence, TableWriter
-from librmq.broker._queue_locks import QueueLocks
 from librmq.broker._topics import Topics
 from librmq.broker.config import BrokerConfig
 from librmq.broker.groups import Groups
 from librmq.broker.long_polling import HeldRequests
+from librmq.clock import moves_by_itself
 from librmq.errors import (
     BrokerDiskFullError,
     BrokerError,
@@ -29,7 +29,8 @@ from librmq.errors import (
     StoreIOError,
 )
 from librmq.files.interface import is_full
-from librmq.message.topics import has_no_row, is_valid_queue
+from librmq.message.lag import queue_lag
+from librmq.message.topics import has_no_row, is_own_group, is_valid_queue
 from librmq.metrics import Metrics
 from librmq.protocol import CopiedTables, ResponseCode, Watchers
 from librmq.runtime import Runner, Step
@@ -81,6 +82,11 @@ class BrokerContext:
         self.metrics = metrics
         self.tables = tables
         self.registrations = registrations
+        self.flushing: Step | None = None
+        """Flushes the store under a manual clock; otherwise a thread of the store does."""
+        if not moves_by_itself(runner.clock):
+            self.flushing = self.step("flushes its store", store.run_due)
+        self._flush_ms = round(1000 * store.config.flush_interval_s)
         writing = self.step("writes its tables")
         aside = self.aside("writes its tables", writing)
         self.writing = TableWriter(store.flush, runner.now_ms, partial(runner.wake, writing), aside)
@@ -94,7 +100,7 @@ class BrokerContext:
             self.held.rules_changed()
             self.writing.save(table, now_ms)
 
-        self.topics = Topics(tables.topics, save, config, name, cluster_name, runner.now_ms, life.notify_watchers)
+        self.topics = Topics(tables.topics, save, config, name, cluster_name, runner.now_ms, life.watchers.notify)
         self.groups = Groups(tables.groups, save, config.auto_create_group, runner.now_ms)
         saving = self.step("saves progress")
         self.saving = Persistence(
@@ -111,7 +117,8 @@ class BrokerContext:
         self.cancellations = Cancellations(store.path, store.files)
         if config.replica_of is None and self.cancellations.truncate(store.log.end):
             self.cancellations.write(store.log.begin, runner.now_ms())
-        with runner.lock:  # before transactions and the relay resume from their progress
+        # Progress is limited here, before transactions and the relay resume from it.
+        with runner.lock:
             if unnamed := tables.offsets.unnamed():
                 _log.warning(
                     "%(file)s: %(keys)d keys are no topic@group, such as %(key)s: they stay, and count for no group",
@@ -145,6 +152,15 @@ class BrokerContext:
         """Return what waits for the disk without the lock, and then wakes a step; None under a manual clock."""
         return aside_by(self.runner, f"{self.name} {what}", self.life, partial(self.runner.wake, step))
 
+    def wake_flush(self) -> None:
+        """Let the step that flushes the store run in time for what was stored now."""
+        step = self.flushing
+        assert step is not None
+        at = self.runner.now_ms() + self._flush_ms
+        if step.at is None or at < step.at:  # a flush of queues can be due much later
+            with self.runner.lock:
+                self.runner.wake(step, at)
+
     def _add_unlisted_topics(self) -> None:
         """Make the topics that have messages and were lost, or for which messages wait; or warn of them."""
         store, listed = self.store, self.topics.by_name
@@ -169,6 +185,40 @@ class BrokerContext:
         if self.cancellations.replace(tables.cancelled):
             self.cancellations.write(self.store.log.begin, self.runner.now_ms())
 
+    # ---- metrics
+
+    def show_gauges(self, replica_count: Callable[[], int]) -> None:
+        """Show the values that metrics ask for, until `hide_gauges`."""
+        metrics = self.metrics
+        if metrics is not None:
+            store, held = self.store, self.held.by_queue
+            metrics.gauge("held_pulls", lambda: sum(map(len, list(held.values()))))
+            metrics.gauge("replicas", replica_count)
+            metrics.gauge("log_bytes", lambda: store.log.end)
+            metrics.gauge("disk_used", lambda: store.files.used_ratio(store.path))
+            metrics.observe("group_lag", self._lags)
+
+    def hide_gauges(self) -> None:
+        """Show no values any more."""
+        if self.metrics is not None:
+            for name in ("held_pulls", "log_bytes", "disk_used", "replicas", "resend_ids"):
+                self.metrics.gauge(name, None)
+            self.metrics.observe("group_lag", None)
+
+    def _lags(self) -> dict[tuple[str, ...], float]:
+        """Return the lag of each group of users in each topic with progress, whether it has consumers or not."""
+        lags: dict[tuple[str, ...], float] = {}
+        with self.runner.lock:
+            progress = {place: dict(offsets) for place, offsets in self.tables.progress().items()}
+            queues = {name: topic.read_queues for name, topic in self.topics.by_name.items()}
+        for (group, topic), offsets in progress.items():
+            if topic in queues and not is_own_group(group):
+                lags[topic, group] = sum(
+                    queue_lag(offsets.get(queue_id), *self.store.queue_range(topic, queue_id))
+                    for queue_id in range(queues[topic])
+                )
+        return lags
+
 
 # ---- life
 
@@ -188,7 +238,8 @@ class BrokerLife:
         self.name = name
         self.path = path
         self._why = "was closed"
-        self._watchers = Watchers()
+        self.watchers = Watchers()
+        """Notified when topics or queues have changed, and at the end."""
 
     def mark_open(self) -> None:
         """Note that the broker is open; a fork ends it in the child."""
@@ -198,7 +249,7 @@ class BrokerLife:
         """Note that the broker accepts no more calls, and notify its watchers. Under the runner's lock."""
         self.dead, self.was_killed = True, was_killed
         _open.discard(self)
-        self.notify_watchers()
+        self.watchers.notify()
 
     def inherited(self) -> None:
         """Note that this is a copy in a forked child."""
@@ -237,14 +288,6 @@ class BrokerLife:
             yield
         except StoreError as error:
             raise self.refusal(error) from error
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` when topics change and at the end; return a function that ends this."""
-        return self._watchers.watch(changed)
-
-    def notify_watchers(self) -> None:
-        """Notify the watchers that topics or queues have changed, or that the broker has ended."""
-        self._watchers.notify()
 
 
 def _nothing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Final
@@ -56,8 +55,7 @@ class Deliveries:
     relay, or a level of exactly that length refuses such a time: 4.9 would deliver the message immediately.
     """
 
-    def __init__(self, context: BrokerContext, wake_flush: Callable[[], None] | None) -> None:
-        """``wake_flush()`` wakes the step that flushes the store; None where a thread of the store does."""
+    def __init__(self, context: BrokerContext) -> None:
         runner, store, config = context.runner, context.store, context.config
         self._runner = runner
         self._store = store
@@ -68,6 +66,7 @@ class Deliveries:
         self._offsets = context.offsets
         self._cancellations = context.cancellations
         self._notify_watchers = context.writing.notify_watchers
+        wake_flush = None if context.flushing is None else context.wake_flush
         self.arrivals = Arrivals(runner, context.held, context.metrics, self._delayed, wake_flush)
         self._delay = context.step("delivers delayed messages")
         self.schedule = DelaySchedule(

@@ -336,10 +336,6 @@ class HeldRequests:
                 self.remove_pull(queue, holder)
                 hold.notify()
 
-    def drop_all(self) -> None:
-        """Drop all requests without an answer."""
-        self.by_queue.clear()
-
 
 # ---- stored messages
 

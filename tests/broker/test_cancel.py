@@ -394,7 +394,7 @@ def test_old_cancellations_go(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(20):
             assert producer.cancel(producer.send("T", b"x", delay=5)).cancelled
             runner.advance(61_000)
-        assert len(broker._parts.deliveries._cancellations._by_name) <= 6
+        assert len(broker._deliveries._cancellations._by_name) <= 6
     assert len(json.loads(files.read("/b/librmq/cancelled.json"))["messages"]) <= 6
 
 
@@ -524,7 +524,7 @@ def test_history_tells_that_a_cancelled_message_came(monkeypatch: pytest.MonkeyP
             assert (rmq.broker if by_test else rmq.producer()).cancel(receipt).cancelled
             if is_broken:
                 monkeypatch.setattr(waiting.Cancellations, "skips", lambda self, message, now_ms: False)
-                rmq.broker._parts.deliveries.schedule._is_cancelled = None
+                rmq.broker._deliveries.schedule._is_cancelled = None
             rmq.advance(minutes=1)
             assert len(rmq.delivered("billing")) == is_broken
 
@@ -662,7 +662,7 @@ def test_a_replica_copies_early_only_what_it_lacks(caplog: pytest.LogCaptureFixt
 def test_one_copy_serves_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     few = Copying(8)
     begun, all_wait = list[None](), threading.Event()
-    copy = few.broker._parts.replication.copy_tables_early
+    copy = few.broker._replication.copy_tables_early
 
     def counted() -> None:
         begun.append(None)
@@ -670,7 +670,7 @@ def test_one_copy_serves_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             all_wait.set()
         copy()
 
-    monkeypatch.setattr(few.broker._parts.replication, "copy_tables_early", counted)
+    monkeypatch.setattr(few.broker._replication, "copy_tables_early", counted)
     few.link.at_copy = lambda: all_wait.wait(60)
     threads = [threading.Thread(target=few.broker.cancel, args=(message_id,)) for message_id in few.ids]
     for thread in threads:

@@ -61,10 +61,10 @@ def test_events_are_counted() -> None:
     for state in (TransactionState.COMMIT, TransactionState.ROLLBACK):
         where = broker.call(SendMessage("p", half, 0, runner.now_ms(), HOST))
         broker.call(EndTransaction("p", state, where.queue_offset, where.physical_offset, ""))
-    broker._parts.sending._check_busy("T")
+    broker._sending._check_busy("T")
     runner.manual_clock.advance(seconds=2)
     with broker.store.appender.lock.mutex, pytest.raises(BrokerBusyError):
-        broker._parts.sending._check_busy("T")
+        broker._sending._check_busy("T")
     found = metrics.snapshot()
     runner.advance(2_000)
     later = metrics.snapshot()

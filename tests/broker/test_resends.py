@@ -167,7 +167,7 @@ class ResendMachine(RuleBasedStateMachine):
 
     @invariant()
     def table_is_bounded(self) -> None:
-        recent = self.broker._parts.sending._recent
+        recent = self.broker._sending._recent
         assert recent is not None
         assert len(recent._recent) + len(recent._older) <= len(self.firsts) + 12
 
@@ -363,7 +363,7 @@ def test_one_record_of_a_message_is_its_send() -> None:
         moved.properties["TIMER_DELAY_MS"] = "150000"
         broker.call(request_of(moved, 2))
         assert broker.cancel("U11").cancelled
-        broker._parts.context.cancellations.replace(())  # so that the deletion and the message are moved on
+        broker._context.cancellations.replace(())  # so that the deletion and the message are moved on
         runner.advance(140_000)
         placed = broker.call(half)
         broker.call(EndTransaction("p", TransactionState.COMMIT, placed.queue_offset, placed.physical_offset, "U10"))

@@ -137,7 +137,7 @@ def test_a_second_send_waits_for_the_topic_of_the_first(broker: Broker, disk: Ga
         asked.set()
         write()
 
-    broker._parts.sending._write_tables = told
+    broker._sending._write_tables = told
     sending[1].start()
     assert asked.wait(WAIT_S)
     assert broker.store.log.end == 0
