@@ -103,6 +103,11 @@ class TransactionResult(NamedTuple):
         """The queue that the message is for."""
         return self.sent.queue
 
+    @property
+    def recall_handle(self) -> None:
+        """None: no broker recalls a half message."""
+        return None
+
 
 class OpenTransaction:
     """A transaction whose half message is stored; see `TransactionProducer.transaction`."""

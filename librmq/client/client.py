@@ -14,7 +14,7 @@ import itertools
 import os
 from collections.abc import Callable
 from random import Random
-from typing import Final, Protocol, Self, TypeVar, cast
+from typing import Final, Self, TypeVar, cast
 
 from librmq.client.observation import ObservedClient, note_client
 from librmq.config import check_kind
@@ -129,10 +129,13 @@ def client_of(route: Route, user: str, client: Client | None, instance_name: str
     return client
 
 
-class Startable:
-    """What a ``with`` or ``async with`` block starts and shuts down."""
+class Member:
+    """A producer or consumer as its client sees it; a ``with`` or ``async with`` block starts it and shuts it down."""
 
     client: Client
+    group: str
+    answers_checks = False
+    """Whether it answers checks of transactions."""
 
     def start(self) -> Self:
         """Start."""
@@ -154,19 +157,18 @@ class Startable:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self.client.runner.offload(functools.partial(self.__exit__, kind))
 
-
-class Member(Protocol):
-    """A producer or consumer as its client sees it."""
-
-    group: str
-    answers_checks: bool
-    """Whether it answers checks of transactions."""
-
     def consumer_data(self) -> ConsumerData | None:
         """Return the consumer's part of a heartbeat; None for a producer."""
+        return None
 
     def answer(self, request: Request[R], /) -> R:
         """Answer a broker's request about the group; called under the runner's lock."""
+        raise ClientStateError(f"{type(self).__name__} of group {self.group!r} answers no {type(request).__name__}")
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether it promises to handle a queue's messages one after the other, in order."""
+        return False
 
 
 class Client(ObservedClient):

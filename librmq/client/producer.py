@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Final, Literal, Self, TypeVar, Unpack
+from typing import Final, Literal, Self, Unpack
 
 from librmq.client._publish_routes import PublishRoutes
-from librmq.client.client import Client, LifeCycle, Startable, State, client_of
+from librmq.client.client import Client, LifeCycle, Member, State, client_of
 from librmq.client.observation import Operation, observed, observed_async
 from librmq.client.queue_selectors import QueueSelector
 from librmq.client.sender import ProducerConfig, ProducerKeywords, Sender, SendHook, SendResult
@@ -23,7 +23,6 @@ from librmq.config import check_kind, to_seconds
 from librmq.errors import (
     BrokerError,
     BrokerUnreachableError,
-    ClientStateError,
     ConfigError,
     MessageIllegalError,
     SendTimeoutError,
@@ -36,9 +35,7 @@ from librmq.message.topics import NOT_FOR_SENDING, reply_topic, validate_client_
 from librmq.metrics import Metrics
 from librmq.protocol import (
     CancelResult,
-    ConsumerData,
     ReplyArrived,
-    Request,
     ResponseCode,
     Route,
     SendMessage,
@@ -49,7 +46,6 @@ from librmq.protocol import (
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event
 
-R = TypeVar("R")
 _log = EventLog("librmq.producer")
 _UNIQUE_KEY: Final = PropertyName.UNIQUE_KEY
 _WAIT: Final = PropertyName.WAIT
@@ -68,13 +64,11 @@ class ProducerArguments(ProducerKeywords, total=False):
     trace: bool | str
 
 
-class Producer(Startable):
+class Producer(Member):
     """A sender of messages, which starts with its first send or with `start`. Thread-safe.
 
     Producers of one group have different clients.
     """
-
-    answers_checks = False
 
     def __init__(
         self,
@@ -197,14 +191,6 @@ class Producer(Startable):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.group}, {self._life.state.value}, client {self.client.client_id}>"
-
-    def consumer_data(self) -> ConsumerData | None:
-        """Return None, because this is not a consumer."""
-        return None
-
-    def answer(self, request: Request[R], /) -> R:
-        """Refuse a broker's request; an ordinary producer gets none."""
-        raise ClientStateError(f"producer of group {self.group!r} answers no {type(request).__name__}")
 
     # ------------------------------------------------------------------------------------------------------------ send
 

@@ -6,10 +6,10 @@ consumer calls its `ConsumerRecorder`. The bodies of messages are in no event. `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Literal, Protocol, TypeVar, cast
 
-from librmq.client.observation import ObservedClient
+from librmq.client.client import Member
 from librmq.errors import BrokerError, MessageIllegalError, NoRouteError, RmqError
 from librmq.java.lang import java_int
 from librmq.message import DEFAULT_LEVELS, DelayLevels, Message, MessageQueue, StoredMessage
@@ -24,6 +24,7 @@ from librmq.protocol import (
     EndTransaction,
     ForwardToDeadLetters,
     Heartbeat,
+    MessageModel,
     PullMessage,
     Receive,
     Received,
@@ -145,7 +146,7 @@ class Recorder:
     ) -> SendResponse:
         messages = (request.message,) if isinstance(request, SendMessage) else request.messages
         topic, begin_ms = messages[0].topic, self.now_ms()
-        if topic.startswith(TopicPrefix.RETRY):  # sent back by a consumer
+        if topic.startswith(TopicPrefix.RETRY):  # a consumer has sent it back
             return call(request)
         sends = [
             self._begin_send(process, message, begin_ms)
@@ -156,7 +157,7 @@ class Recorder:
         try:
             response = call(request)
             if response.status is SendStatus.SEND_OK:
-                outcome = "ok" if response.queue_offset >= 0 else "unknown"  # sent one way
+                outcome = "ok" if response.queue_offset >= 0 else "unknown"  # unknown after a send one way
         except (MessageIllegalError, NoRouteError):
             outcome = "failed"
             raise
@@ -300,7 +301,7 @@ class Recorder:
             is_again = again is not None and (event["id"], event["group"]) == (again["id"], again["group"])
             if visible_ms <= now_ms or is_again:
                 self._end_flight(receipt, "died", min(visible_ms, now_ms))
-                if "stored_in" not in event:  # a retry of a group without order, which reads nothing again
+                if "stored_in" not in event:  # this is a retry of a group without order, which reads nothing again
                     self._lapsed.add((event["group"], MessageQueue(event["topic"], event["broker"], event["queue_id"])))
 
     def _end_flight(self, receipt: str, outcome: str, at_ms: int | None = None) -> None:
@@ -410,29 +411,28 @@ class Recorder:
         """Record that a process reads a queue from now on, or no longer."""
         self.add_event(name, process=process, group=group, **_place(queue), at_ms=self.now_ms())
 
-    def for_consumer(self, process: str, consumer: _Consumer) -> ConsumerRecorder:
+    def for_consumer(self, process: str, consumer: Member) -> ConsumerRecorder:
         """Return what records a consumer in a process; the process of its events is its stable name, if it has one.
 
         Of clients on several hosts that share a stable name, only the first has it; the others have their ids.
         """
-        name, client_id = consumer.label.partition("@")[2], consumer.client.client_id
+        client_id = consumer.client.client_id
+        name = client_id.partition("@")[2] if consumer.client.has_stable_name else ""
         if name and self._named.setdefault(name, client_id) != client_id:
             name = client_id
         return ConsumerRecorder(self, name or process, consumer)
 
-    def joined(self, consumer: _Consumer) -> None:
+    def joined(self, consumer: Member) -> None:
         """Record a group, once."""
-        group = consumer.group
-        if group in self._groups or not self._describes_groups:
+        group, data = consumer.group, consumer.consumer_data()
+        if group in self._groups or not self._describes_groups or data is None:
             return
         self._groups.add(group)
-        topics = [topic for topic in consumer.subscriptions if not topic.startswith(TopicPrefix.RETRY)]
-        fields: dict[str, object] = {
-            "ordered": getattr(consumer.config, "orderly", False) and consumer.config.batch_size == 1
-        }
-        if consumer.config.model.name == "BROADCASTING":
+        topics = [topic for topic in data.subscriptions if not topic.startswith(TopicPrefix.RETRY)]
+        fields: dict[str, object] = {"ordered": consumer.keeps_order}
+        if data.model is MessageModel.BROADCASTING:
             fields["broadcast"] = True
-        if any(consumer.subscriptions[topic].expression != "*" for topic in topics):
+        if any(data.subscriptions[topic].expression != "*" for topic in topics):
             fields["selects"] = []  # a filter is evaluated at the broker, so nothing is promised for any message
         self.add_event("group", group=group, topics=topics, **fields)
 
@@ -451,24 +451,10 @@ def _place(queue: MessageQueue) -> dict[str, object]:
     return dict(zip(("topic", "broker", "queue_id"), queue, strict=True))
 
 
-class _Consumer(Protocol):
-    group: str
-    label: str
-
-    @property
-    def client(self) -> ObservedClient: ...
-
-    @property
-    def config(self) -> Any: ...  # noqa: ANN401 (a ConsumerConfig, of a room above)
-
-    @property
-    def subscriptions(self) -> Mapping[str, Any]: ...
-
-
 class ConsumerRecorder:
     """Records the queues and deliveries of one consumer."""
 
-    def __init__(self, recorder: Recorder, process: str, consumer: _Consumer) -> None:
+    def __init__(self, recorder: Recorder, process: str, consumer: Member) -> None:
         self._recorder = recorder
         self.process = process
         """The process of its events."""

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Final, Literal, NoReturn, Self, TypeAlias, TypeVar, cast
 
 from librmq.client import Client
-from librmq.client.client import LifeCycle, Startable, client_of
+from librmq.client.client import LifeCycle, Member, client_of
 from librmq.client.observation import Operation, observed, observed_async
 from librmq.clock import wait_async
 from librmq.config import check_kind, to_seconds, wrong_kind
@@ -122,7 +122,7 @@ class _Wait:
                 endpoint.call(CancelReceive(notify))
 
 
-class SimpleConsumer(Startable):
+class SimpleConsumer(Member):
     """A consumer that receives messages and acknowledges each, as an instance of a group. Thread-safe.
 
     Receive, handle, acknowledge:
@@ -133,8 +133,6 @@ class SimpleConsumer(Startable):
                 send_mail(message.body)
                 consumer.ack(message)
     """
-
-    answers_checks = False
 
     def __init__(
         self,

@@ -13,14 +13,14 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 from librmq.broker.groups import comparable, describe_differences
 from librmq.client import Client
-from librmq.client.client import LifeCycle, Startable, State, client_of
+from librmq.client.client import LifeCycle, Member, State, client_of
 from librmq.config import to_seconds
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._instance import REOPENED_MS, Instance, instance_state
 from librmq.consumer._listeners import check_at_brokers, make_subscription
 from librmq.consumer._offsets import BrokerOffsets, LocalOffsets
 from librmq.consumer._rebalancing import Rebalancing, readable_queues
-from librmq.consumer.config import ConsumerConfig, fixed_because
+from librmq.consumer.config import FIXED, ConsumerConfig
 from librmq.errors import BrokerUnreachableError, ClientStateError, ConfigError, GroupMismatchError, RmqError
 from librmq.filter import TagFilter
 from librmq.message import MessageQueue, retry_topic
@@ -46,13 +46,12 @@ C = TypeVar("C", bound=ConsumerConfig)
 R = TypeVar("R")
 
 
-class Consumer(Instance, Startable, Generic[C]):
+class Consumer(Instance, Member, Generic[C]):
     """One instance of a consumer group. Its state changes under the runner's lock."""
 
     _config: C
     kind: str
     """``push`` or ``pull``."""
-    answers_checks = False
 
     def __init__(self, route: Route, group: str, config: C, client: Client | None, instance_name: str | None) -> None:
         validate_group(group)
@@ -84,7 +83,7 @@ class Consumer(Instance, Startable, Generic[C]):
         with self.runner.lock:
             before = self._config
             for name in before.names():
-                reason = fixed_because(name)
+                reason = FIXED.get(name)
                 if reason is not None and getattr(config, name) != getattr(before, name):
                     raise ConfigError(
                         f"{name}: {self._life.what} can't change it from {getattr(before, name)!r:.80} to "

@@ -105,7 +105,7 @@ class PullConsumerConfig(ConsumerConfig):
                 raise self.refusal(name, "the default, because a pull consumer has no listeners and holds no messages")
 
 
-_FIXED: Final = {
+FIXED: Final = {
     "model": "the group's instances agree on it, and it says where progress is kept",
     "consume_from": "it says where the group starts, and queues were taken by it",
     "consume_from_timestamp_ms": "it says where the group starts, and queues were taken by it",
@@ -117,6 +117,7 @@ _FIXED: Final = {
     "offsets_folder": "the progress is there",
     "files": "the progress was opened by them",
 }
+"""Why a setting of a consumer can't change after its making; the others can."""
 _FOR_LISTENERS: Final = (
     "threads",
     "batch_size",
@@ -131,11 +132,6 @@ _FOR_LISTENERS: Final = (
     "max_span",
 )
 _DEFAULTS: Final = ConsumerConfig()
-
-
-def fixed_because(name: str) -> str | None:
-    """Return why a setting of a consumer can't change after its making; None if it can."""
-    return _FIXED.get(name)
 
 
 class ConsumerKeywords(TypedDict, total=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol
 
 from librmq.config import wrong_kind
 from librmq.errors import BrokerUnreachableError, MessageIllegalError, RmqError
@@ -263,14 +263,9 @@ class SentMessage(Protocol):
         """The queue that it is for."""
         ...
 
-
-@runtime_checkable
-class RecallableMessage(SentMessage, Protocol):
-    """A message that a broker of 5.x can recall, such as `librmq.SendResult`; the result of a half message is none."""
-
     @property
     def recall_handle(self) -> str | None:
-        """What the broker recalls it by; None if it gave nothing."""
+        """What a broker of 5.x recalls it by; None if it gave nothing, as for a half message."""
         ...
 
 
@@ -282,12 +277,11 @@ def cancel_request(sent: SentMessage) -> CancelMessage:
         TypeError: It is something else.
     """
     try:
-        message_id, topic = sent.message_id, sent.queue.topic
+        message_id, topic, handle = sent.message_id, sent.queue.topic, sent.recall_handle
     except AttributeError:
         raise wrong_kind("receipt", sent, "what send returned") from None
     if "," in message_id:
         raise MessageIllegalError(f"topic {topic!r}: a batch has no delay, so none of its messages can be cancelled")
-    handle = sent.recall_handle if isinstance(sent, RecallableMessage) else None
     return CancelMessage(message_id, topic, recall_handle=handle)
 
 

@@ -1,23 +1,12 @@
-"""Context managers of what `close` ends, and what a coroutine opens and closes in a thread, because both can block."""
+"""What ``with`` closes, and what a coroutine opens in a thread, because opening can block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
-
-    from librmq.runtime.runner import Runner
-
-
-class _Closable(Protocol):
-    def close(self) -> object: ...
-
-
-class _ClosableOnRunner(_Closable, Protocol):
-    @property
-    def runner(self) -> Runner: ...
 
 
 class Closing:
@@ -25,26 +14,18 @@ class Closing:
 
     __slots__ = ()
 
+    def close(self) -> object:
+        """Release what this holds. A repetition does nothing."""
+        raise NotImplementedError
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self: _Closable, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class AsyncClosing(Closing):
-    """What ``with`` closes, and ``async with`` in a thread of its runner, because closing can block."""
-
-    __slots__ = ()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self: _ClosableOnRunner, *_: object) -> None:
-        await self.runner.offload(self.close)
-
-
-C = TypeVar("C", bound=_Closable)
+C = TypeVar("C", bound=Closing)
 
 
 async def opened_in_thread(open_it: Callable[[], C]) -> C:

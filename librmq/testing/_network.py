@@ -418,7 +418,7 @@ class Network:
         if self._cuts and self._is_cut(process, broker_name):
             raise BrokerUnreachableError(f"{broker_name} cannot be reached from {process.label}: the link is cut")
         if self._frames is not None:
-            return self._frames.endpoint(process, broker)
+            return self._frames.endpoint(process.label, broker)
         route = self.table if process.site is None else self.table.at(process.site)
         return route.endpoint(broker_name)
 

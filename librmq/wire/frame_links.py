@@ -10,12 +10,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from librmq.broker import Broker
 from librmq.errors import BrokerUnreachableError
 from librmq.protocol import ClientRemoved, Endpoint
 from librmq.runtime import Runner, Step
+from librmq.wire.remote._administration import ANSWERS
 from librmq.wire.remote._connection import Ended, EndedTogether, Requested, Transport
 from librmq.wire.remote._connections import Connections
 from librmq.wire.remote._remote_broker import RemoteBroker
@@ -29,10 +30,6 @@ from librmq.wire.remoting._server import FrameAnswers
 _PIECE: Final = 32 << 10
 """Bytes that fit into the buffers of a connection."""
 _TIMEOUT_S: Final = 3.0
-
-
-class _Peer(Protocol):
-    label: str
 
 
 class _Cable:
@@ -205,26 +202,26 @@ class FrameLinks:
         self._servers: dict[str, _Server] = {}
         self._brokers: dict[tuple[str, str], tuple[_Server, RemoteBroker]] = {}
 
-    def endpoint(self, process: _Peer, broker: Broker) -> Endpoint:
-        """Return a broker as a process sees it through frames."""
+    def endpoint(self, process: str, broker: Broker) -> Endpoint:
+        """Return a broker as the process of that label sees it through frames."""
         server = self._servers.get(broker.name)
-        if server is None or server.broker is not broker:  # reopened
+        if server is None or server.broker is not broker:  # the broker was reopened
             server = self._servers[broker.name] = _Server(broker)
-        key = process.label, broker.name
+        key = process, broker.name
         link = self._brokers.get(key)
         if link is None or link[0] is not server:
             link = self._brokers[key] = server, self._connect(process, server)
         return link[1]
 
-    def _connect(self, process: _Peer, server: _Server) -> RemoteBroker:
-        broker, runner, label = server.broker, self._runner, f"{process.label} frames of {server.broker.name}"
+    def _connect(self, process: str, server: _Server) -> RemoteBroker:
+        broker, runner, label = server.broker, self._runner, f"{process} frames of {server.broker.name}"
 
         def dial(address: str, requested: Requested, lost: Callable[[Transport], None]) -> Transport:
             channel = _TurnChannel(self._cable, runner, label, broker)
             return _TurnTransport(self._cable, server, channel, requested, lost, self._take_repeat)
 
         def requested(address: str, client_id: str, transport: Transport, frame: Frame) -> None:
-            remote.requested(client_id, transport, frame)
+            remote.requests.requested(client_id, transport, frame)
 
         def lost(address: str, client_id: str, transport: Transport) -> None:
             client = remote.client(client_id)
@@ -233,7 +230,9 @@ class FrameLinks:
 
         connections = Connections(dial, runner.clock.monotonic, requested, lost, (0.0, 0.0))
         later = partial(_run_locked, runner)
-        remote = RemoteBroker(broker.name, broker.name, connections, runner, later, lambda topic: None, _TIMEOUT_S)
+        remote = RemoteBroker(
+            broker.name, broker.name, connections, runner, later, lambda topic: None, _TIMEOUT_S, ANSWERS
+        )
         remote.has_receives = self._is_shared
         return remote
 

@@ -585,14 +585,14 @@ def test_a_flood_of_requests_ends_the_connection() -> None:
     runner, line, waiting = ThreadRunner(), Line(), list[Callable[[], None]]()
     try:
         made = connections(lambda _: line, ManualClock())
-        broker = RemoteBroker("b", "h:1", made, runner, waiting.append, lambda _: None, 1)
+        broker = RemoteBroker("b", "h:1", made, runner, waiting.append, lambda _: None, 1, {})
         frame = Frame(40, body=bytes(16 << 20)).one_way()
         for _ in range(40):
-            broker.requested("a", line, frame)
+            broker.requests.requested("a", line, frame)
         assert (line.is_open, len(waiting)) == (False, 15)
         for call in waiting:
             call()
-        broker.requested("a", line, frame)
+        broker.requests.requested("a", line, frame)
         assert len(waiting) == 16
     finally:
         runner.shutdown()

@@ -11,17 +11,15 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from librmq.broker.groups import settings_in
-from librmq.clock import Clock
 from librmq.config import to_timestamp_ms
-from librmq.errors import BrokerError, BrokerUnreachableError, ClientStateError, MalformedError
+from librmq.errors import BrokerError, ClientStateError, MalformedError
 from librmq.message import MessageQueue
 from librmq.message.lag import queue_lag
 from librmq.protocol import (
     ConnectedClient,
-    ConsumerData,
     ConsumerOffsetsOf,
     DescribeClients,
     DescribeConnections,
@@ -33,7 +31,6 @@ from librmq.protocol import (
     GroupProgress,
     GroupsBehind,
     GroupSettings,
-    Heartbeat,
     MessageModel,
     MoveGroup,
     PullMessage,
@@ -41,7 +38,6 @@ from librmq.protocol import (
     QueueBounds,
     QueueData,
     QueueOffsetAt,
-    Request,
     ResetGroup,
     ResponseCode,
     SaveProgress,
@@ -50,80 +46,24 @@ from librmq.protocol import (
     UpdateOffset,
 )
 from librmq.store.format.broker_tables import topic_type
-from librmq.wire.remoting._bodies import by_queue, number_in, queue_data_of, read_body, rows_in, table_in, text_in
+from librmq.wire.remote._remote_broker import COMMIT_IGNORED, RemoteBroker
+from librmq.wire.remoting._bodies import by_queue, number_in, queue_data_of, rows_in, table_in, text_in
 from librmq.wire.remoting._codec import FORMS, check, frame_of
-from librmq.wire.remoting._frames import Frame
 from librmq.wire.remoting._headers import GroupAndTopicHeader, RequestCode, TopicNameHeader
 
 T = TypeVar("T")
-R = TypeVar("R")
-Rows = Mapping[str, Mapping[str, Any]]
 _PULLER: Final = "TOOLS_CONSUMER"
 _NO_PROGRESS: Final = "consumer group"
 """In the reason of a broker that has no progress of a group; another one names the topic."""
-COMMIT_IGNORED: Final = "Offset has been previously reset"
-"""The remark of a broker that says of a commit that it was successful, but has not stored it."""
 _SAVED_WITHIN_S: Final = 20.0
 """Clients save their first progress within 10 s from their start."""
 _LOOK_S: Final = 1.0
 
 
-class AskedBroker(Protocol):
-    """What these requests need of a `RemoteBroker`."""
-
-    name: str
-    has_receives: bool
-
-    @property
-    def clock(self) -> Clock:
-        """The clock of the route."""
-        ...
-
-    def call(self, request: Request[R], /) -> R:
-        """Answer a request by asking the broker."""
-        ...
-
-    def request(self, frame: Frame) -> Frame:
-        """Send a request of the route itself, not of a client, and return its answer."""
-        ...
-
-    def clients_of(self, group: str) -> tuple[ConsumerData, tuple[str, ...]] | None:
-        """Return a group as its clients describe it, with their ids; None if none is online."""
-        ...
-
-    def groups_of(self, topic: str) -> list[str]:
-        """Return the groups that consume a topic or have progress in it."""
-        ...
-
-    def heartbeats(self) -> dict[str, Heartbeat]:
-        """Return the last heartbeat of each client of this process, by id."""
-        ...
-
-
-def read_answer(broker: AskedBroker, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
-    """Ask a broker, and read the body of its answer.
-
-    Raises:
-        BrokerError: It refuses.
-        BrokerUnreachableError: It does not answer, or its answer can't be read.
-    """
-    answer = check(broker.request(frame))
-    try:
-        return parse(read_body(answer.body, what))
-    except MalformedError as error:
-        raise BrokerUnreachableError(f"{broker.name}: {what} can't be read: {error}") from error
-
-
 # ---- topics
 
 
-def topic_rows(broker: AskedBroker) -> Rows:
-    """Return a broker's rows of all topics."""
-    frame = frame_of(RequestCode.GET_ALL_TOPIC_CONFIG)
-    return read_answer(broker, frame, "the topics", partial(table_in, name="topicConfigTable"))
-
-
-def _describe_topics(broker: AskedBroker, request: DescribeTopics) -> dict[str, QueueData]:
+def _describe_topics(broker: RemoteBroker, request: DescribeTopics) -> dict[str, QueueData]:
     def parse(body: Mapping[str, Any]) -> dict[str, QueueData]:
         rows = table_in(body, "topicConfigTable").items()
         return {
@@ -131,13 +71,13 @@ def _describe_topics(broker: AskedBroker, request: DescribeTopics) -> dict[str, 
             for topic, row in rows  # `queue_data_of` serves routes, which have no type
         }
 
-    return read_answer(broker, frame_of(RequestCode.GET_ALL_TOPIC_CONFIG), "the topics", parse)
+    return broker.read(frame_of(RequestCode.GET_ALL_TOPIC_CONFIG), "the topics", parse)
 
 
-def _describe_queues(broker: AskedBroker, request: DescribeQueues) -> dict[MessageQueue, QueueBounds]:
+def _describe_queues(broker: RemoteBroker, request: DescribeQueues) -> dict[MessageQueue, QueueBounds]:
     frame = frame_of(RequestCode.GET_TOPIC_STATS_INFO, TopicNameHeader(request.topic))
     names = ("minOffset", "maxOffset", "lastUpdateTimestamp")
-    return read_answer(broker, frame, "the queues of a topic", partial(_rows_by_queue, QueueBounds, names))
+    return broker.read(frame, "the queues of a topic", partial(_rows_by_queue, QueueBounds, names))
 
 
 def _rows_by_queue(
@@ -150,30 +90,24 @@ def _rows_by_queue(
 # ---- groups
 
 
-def group_rows(broker: AskedBroker) -> Rows:
-    """Return a broker's rows of all groups."""
-    frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
-    return read_answer(broker, frame, "the groups", partial(table_in, name="subscriptionGroupTable"))
-
-
-def _describe_groups(broker: AskedBroker, request: DescribeGroups) -> dict[str, GroupSettings]:
+def _describe_groups(broker: RemoteBroker, request: DescribeGroups) -> dict[str, GroupSettings]:
     def parse(body: Mapping[str, Any]) -> dict[str, GroupSettings]:
         rows = table_in(body, "subscriptionGroupTable")
         for row in rows.values():
             number_in(row, "retryMaxTimes")
         return {name: settings_in(name, row) for name, row in rows.items()}
 
-    return read_answer(broker, frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), "the groups", parse)
+    return broker.read(frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG), "the groups", parse)
 
 
-def _set_group(broker: AskedBroker, request: SetGroup) -> None:
+def _set_group(broker: RemoteBroker, request: SetGroup) -> None:
     """Change a group: a broker gives settings that a request leaves out their defaults."""
-    rows = group_rows(broker)
+    rows = broker.group_rows()
     row = rows.get(request.group) or {**rows.get(request.like or "", {}), "groupName": request.group}
     check(broker.request(FORMS[SetGroup].write(SetGroup(request.group, {**row, **request.settings}))))
 
 
-def _describe_connections(broker: AskedBroker, request: DescribeConnections) -> GroupConnections | None:
+def _describe_connections(broker: RemoteBroker, request: DescribeConnections) -> GroupConnections | None:
     members = broker.clients_of(request.group)
     if members is None:
         return None
@@ -184,13 +118,13 @@ def _describe_connections(broker: AskedBroker, request: DescribeConnections) -> 
     )
 
 
-def _describe_clients(broker: AskedBroker, request: DescribeClients) -> tuple[ConnectedClient, ...]:
+def _describe_clients(broker: RemoteBroker, request: DescribeClients) -> tuple[ConnectedClient, ...]:
     """Return the clients of all groups, with a request for each consumer group."""
-    producers = read_answer(
-        broker, frame_of(RequestCode.GET_ALL_PRODUCER_INFO), "the producers", lambda body: _producers_in(body)
+    producers = broker.read(
+        frame_of(RequestCode.GET_ALL_PRODUCER_INFO), "the producers", lambda body: _producers_in(body)
     )
     consumers: dict[str, set[str]] = {}
-    for group in group_rows(broker):
+    for group in broker.group_rows():
         members = broker.clients_of(group)
         for client_id in () if members is None else members[1]:
             consumers.setdefault(client_id, set()).add(group)
@@ -216,24 +150,18 @@ def _producers_in(body: Mapping[str, Any]) -> dict[str, set[str]]:
 # ---- progress
 
 
-def _describe_progress(broker: AskedBroker, request: DescribeProgress) -> dict[MessageQueue, GroupProgress]:
+def _describe_progress(broker: RemoteBroker, request: DescribeProgress) -> dict[MessageQueue, GroupProgress]:
     frame = frame_of(RequestCode.GET_CONSUME_STATS, GroupAndTopicHeader(request.group, request.topic))
     names = ("brokerOffset", "consumerOffset", "lastTimestamp")
-    return read_answer(broker, frame, "the progress of a group", partial(_rows_by_queue, GroupProgress, names))
+    return broker.read(frame, "the progress of a group", partial(_rows_by_queue, GroupProgress, names))
 
 
-def all_offsets(broker: AskedBroker) -> Rows:
-    """Return a broker's rows of the progress of all groups, by ``topic@group``."""
-    frame = frame_of(RequestCode.GET_ALL_CONSUMER_OFFSET)
-    return read_answer(broker, frame, "the progress of all groups", partial(table_in, name="offsetTable"))
-
-
-def _offsets_of(broker: AskedBroker, request: ConsumerOffsetsOf) -> dict[int, int]:
-    row = all_offsets(broker).get(f"{request.topic}@{request.group}", {})
+def _offsets_of(broker: RemoteBroker, request: ConsumerOffsetsOf) -> dict[int, int]:
+    row = broker.all_offsets().get(f"{request.topic}@{request.group}", {})
     return {int(queue_id): queue_offset for queue_id, queue_offset in row.items()}
 
 
-def _save_progress(broker: AskedBroker) -> None:
+def _save_progress(broker: RemoteBroker) -> None:
     """Let the clients of this process save progress for the next look; those of others do so within seconds."""
     for beat in broker.heartbeats().values():
         for data in beat.consumers:
@@ -241,14 +169,14 @@ def _save_progress(broker: AskedBroker) -> None:
                 beat.client.call(SaveProgress(data.group))
 
 
-def _groups_behind(broker: AskedBroker, request: GroupsBehind) -> tuple[str, ...]:
+def _groups_behind(broker: RemoteBroker, request: GroupsBehind) -> tuple[str, ...]:
     """Compare stored progress with the queues."""
     _save_progress(broker)
     if broker.has_receives:
         frame = frame_of(RequestCode.GROUPS_BEHIND)
-        return read_answer(broker, frame, "the groups that are behind", lambda body: tuple(map(str, body["behind"])))
+        return broker.read(frame, "the groups that are behind", lambda body: tuple(map(str, body["behind"])))
     behind = []
-    for group in group_rows(broker):
+    for group in broker.group_rows():
         members = broker.clients_of(group)
         if members is None or members[0].model is MessageModel.BROADCASTING:
             continue
@@ -267,7 +195,7 @@ def _groups_behind(broker: AskedBroker, request: GroupsBehind) -> tuple[str, ...
     return tuple(behind)
 
 
-def _move_group(broker: AskedBroker, request: MoveGroup) -> dict[MessageQueue, int]:
+def _move_group(broker: RemoteBroker, request: MoveGroup) -> dict[MessageQueue, int]:
     """Move a group: a running one by its broker, which orders its instances to continue there."""
     group, topic = request.group, request.topic
     is_running = not broker.has_receives and broker.clients_of(group) is not None
@@ -290,7 +218,7 @@ def _move_group(broker: AskedBroker, request: MoveGroup) -> dict[MessageQueue, i
         return {queue: _offset_of(broker, queue, part, request.to) for queue, part in bounds.items()}
     if broker.has_receives:
         return _move_at_owner(broker, request, bounds)
-    if group not in group_rows(broker) and group not in broker.groups_of(topic):
+    if group not in broker.group_rows() and group not in broker.groups_of(topic):
         raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"group {group!r} does not exist")
     offsets = {queue: _offset_of(broker, queue, part, request.to) for queue, part in bounds.items()}
     for queue, queue_offset in offsets.items():
@@ -303,7 +231,7 @@ def _move_group(broker: AskedBroker, request: MoveGroup) -> dict[MessageQueue, i
 
 
 def _move_at_owner(
-    broker: AskedBroker, request: MoveGroup, bounds: Mapping[MessageQueue, QueueBounds]
+    broker: RemoteBroker, request: MoveGroup, bounds: Mapping[MessageQueue, QueueBounds]
 ) -> dict[MessageQueue, int]:
     moved: dict[MessageQueue, int] = {}
     for queue, part in bounds.items():
@@ -314,7 +242,7 @@ def _move_at_owner(
     return moved
 
 
-def _offset_of(broker: AskedBroker, queue: MessageQueue, bounds: QueueBounds, to: str | datetime | int) -> int:
+def _offset_of(broker: RemoteBroker, queue: MessageQueue, bounds: QueueBounds, to: str | datetime | int) -> int:
     begin, end = bounds.min_offset, bounds.max_offset
     if isinstance(to, int):
         return min(max(to, begin), end)
@@ -331,7 +259,7 @@ def _offset_of(broker: AskedBroker, queue: MessageQueue, bounds: QueueBounds, to
     return first
 
 
-def _reset_running(broker: AskedBroker, request: ResetGroup) -> dict[MessageQueue, int]:
+def _reset_running(broker: RemoteBroker, request: ResetGroup) -> dict[MessageQueue, int]:
     """Move a running group; wait for instances that have just started, until they have saved progress."""
     clock, never = broker.clock, threading.Event()
     deadline = clock.monotonic() + _SAVED_WITHIN_S
@@ -359,7 +287,7 @@ def _reset_running(broker: AskedBroker, request: ResetGroup) -> dict[MessageQueu
 # ---- a shared store
 
 
-def connections(broker: AskedBroker) -> tuple[int, list[tuple[str, int]]]:
+def connections(broker: RemoteBroker) -> tuple[int, list[tuple[str, int]]]:
     """Return when the owner of a shared store started, and host and start (ms) of each connection, the first first.
 
     `process_of_host` has the process of a host.
@@ -369,10 +297,10 @@ def connections(broker: AskedBroker) -> tuple[int, list[tuple[str, int]]]:
         rows = rows_in(body, "connections")
         return number_in(body, "beginMs"), [(text_in(row, "host"), number_in(row, "beginMs")) for row in rows]
 
-    return read_answer(broker, frame_of(RequestCode.LIST_CONNECTIONS), "the connections", parse)
+    return broker.read(frame_of(RequestCode.LIST_CONNECTIONS), "the connections", parse)
 
 
-ANSWERS: Final[Mapping[type[Any], Callable[[AskedBroker, Any], Any]]] = {
+ANSWERS: Final[Mapping[type[Any], Callable[[RemoteBroker, Any], Any]]] = {
     DescribeTopics: _describe_topics,
     DescribeQueues: _describe_queues,
     DescribeGroups: _describe_groups,

@@ -69,7 +69,6 @@ from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import NEVER
-from librmq.wire.remote._administration import ANSWERS, COMMIT_IGNORED, Rows, all_offsets, group_rows, topic_rows
 from librmq.wire.remote._client_requests import ClientRequests, join, leave
 from librmq.wire.remote._connection import Transport
 from librmq.wire.remote._connections import Connections
@@ -142,6 +141,10 @@ class BrokerDelays(NamedTuple):
 
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
+T = TypeVar("T")
+Rows = Mapping[str, Mapping[str, Any]]
+COMMIT_IGNORED: Final = "Offset has been previously reset"
+"""The remark of a broker that says of a commit that it was successful, but has not stored it."""
 _SENDS: Final = (SendMessage, SendBatch, SendReply)
 _BY_POP: Final[dict[type[Any], Callable[[PopReceives, Any], object]]] = {
     Receive: PopReceives.receive,
@@ -161,7 +164,7 @@ _RETRIES_MS: Final = 20_000
 class RemoteBroker(Endpoint):
     """One broker. Thread-safe."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is a collaborator of its own)
         self,
         name: str,
         address: str,
@@ -170,6 +173,7 @@ class RemoteBroker(Endpoint):
         later: Callable[[Callable[[], None]], None],
         stored: Callable[[str], None],
         timeout_s: float,
+        answers: Mapping[type, Callable[[RemoteBroker, Any], Any]],
         name_servers: tuple[str, ...] = (),
     ) -> None:
         """Ask the broker at an address.
@@ -182,6 +186,7 @@ class RemoteBroker(Endpoint):
             later: Runs a function under the runner's lock, soon.
             stored: Called with the topic of each message that was stored.
             timeout_s: Time for an answer.
+            answers: What answers a request by other requests, by its class.
             name_servers: Addresses, which clients report to a broker that asks.
         """
         self.name = name
@@ -191,6 +196,7 @@ class RemoteBroker(Endpoint):
         self._later = later
         self._stored = stored
         self._timeout_s = timeout_s
+        self._answers = answers
         self._lock = Lock()
         self._beats: dict[str, Heartbeat] = {}
         self._knows: dict[str, Transport] = {}  # the connection on which the broker has a client's heartbeat
@@ -204,7 +210,7 @@ class RemoteBroker(Endpoint):
         self._pops = PopReceives(
             name, runner.clock, self.request, self._send_any, later, self._run_at, self._is_ordered, self._retries_of
         )
-        self._requests = ClientRequests(name, self._beats.get, self._receives.notify, later, name_servers)
+        self.requests = ClientRequests(name, self._beats.get, self._receives.notify, later, name_servers)
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s, self._run_at)
 
     def _run_at(self, call: Callable[[], None], due_ms: int) -> None:
@@ -239,8 +245,8 @@ class RemoteBroker(Endpoint):
         if kind is Heartbeat:
             self._note_heartbeat(cast("Heartbeat", request))
             return cast("R", None)
-        if (answers := ANSWERS.get(kind)) is not None:
-            return cast("R", answers(self, request))
+        if (answer_by := self._answers.get(kind)) is not None:
+            return cast("R", answer_by(self, request))
         form = FORMS.get(kind)
         if kind is CancelMessage and not self.has_receives and cast("CancelMessage", request).recall_handle is not None:
             return cast("R", self._pops.recall(cast("CancelMessage", request)))
@@ -249,7 +255,7 @@ class RemoteBroker(Endpoint):
         if kind is UpdateOffset:
             return cast("R", self._store_progress(self._pulls.after_reset(cast("UpdateOffset", request))))
         frame = form.write(request)
-        if kind is EndTransaction and not self.has_receives:  # as a client of 4.x
+        if kind is EndTransaction and not self.has_receives:  # a client of 4.x awaits no answer
             self._connections.get(self.address).send_one_way(frame)
             return cast("R", None)
         if isinstance(request, Acknowledge) and request.is_one_way:
@@ -563,11 +569,7 @@ class RemoteBroker(Endpoint):
         answer = self.request(frame_of(RequestCode.GET_CONSUMER_CONNECTION_LIST, ConsumerGroupHeader(group)))
         if answer.code == ResponseCode.CONSUMER_NOT_ONLINE:
             return None
-        check(answer)
-        try:
-            return group_clients_of(group, read_body(answer.body, "the clients of a group"))
-        except MalformedError as error:
-            raise BrokerUnreachableError(f"{self.name}: the clients of {group} can't be read: {error}") from error
+        return self._read(answer, f"the clients of {group}", partial(group_clients_of, group))
 
     def _groups_of(self, topic: str) -> dict[str, ConsumerData | None]:
         consumers: dict[str, ConsumerData | None] = {}
@@ -583,7 +585,20 @@ class RemoteBroker(Endpoint):
 
     def tables(self) -> tuple[Rows, Rows, Rows]:
         """Return the rows of topics, of groups, and of offsets by ``topic@group``, as slaves get them."""
-        return topic_rows(self), group_rows(self), all_offsets(self)
+        topics = self.read(
+            frame_of(RequestCode.GET_ALL_TOPIC_CONFIG), "the topics", partial(table_in, name="topicConfigTable")
+        )
+        return topics, self.group_rows(), self.all_offsets()
+
+    def group_rows(self) -> Rows:
+        """Return the rows of all groups."""
+        frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
+        return self.read(frame, "the groups", partial(table_in, name="subscriptionGroupTable"))
+
+    def all_offsets(self) -> Rows:
+        """Return the rows of the progress of all groups, by ``topic@group``."""
+        frame = frame_of(RequestCode.GET_ALL_CONSUMER_OFFSET)
+        return self.read(frame, "the progress of all groups", partial(table_in, name="offsetTable"))
 
     def request(self, frame: Frame) -> Frame:
         """Send a request of the route itself, not of a client, and return its answer.
@@ -593,9 +608,21 @@ class RemoteBroker(Endpoint):
         """
         return self._ask(frame, self._connections.get(self.address))
 
-    def requested(self, client_id: str, transport: Transport, frame: Frame) -> None:
-        """Pass a request of the broker to the client whose connection it is; close one with too many of them."""
-        self._requests.requested(client_id, transport, frame)
+    def read(self, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
+        """Send a request like `request`, and read the body of its answer.
+
+        Raises:
+            BrokerError: The broker refuses.
+            BrokerUnreachableError: It does not answer, or its answer can't be read.
+        """
+        return self._read(self.request(frame), what, parse)
+
+    def _read(self, answer: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
+        check(answer)
+        try:
+            return parse(read_body(answer.body, what))
+        except MalformedError as error:
+            raise BrokerUnreachableError(f"{self.name}: {what} can't be read: {error}") from error
 
     def move(self, address: str) -> None:
         """Note another address, and end the connections of clients to the old one."""

@@ -25,6 +25,7 @@ from librmq.message.ids import Host
 from librmq.protocol import PERM_WRITE, Endpoint, QueueData, Request, ResponseCode, SendsLater, Watchers
 from librmq.runtime import Runner, StateLog, Step, ThreadRunner, Work
 from librmq.runtime.event_log import EventLog
+from librmq.wire.remote._administration import ANSWERS
 from librmq.wire.remote._connection import Transport
 from librmq.wire.remote._connections import Connections, Dial, is_held_here
 from librmq.wire.remote._dialing import AccessKeys, HostNames, OpenSocket, dial_by_tcp, split_address
@@ -483,6 +484,7 @@ class RemoteRoute(AdministeredRoute):
             self._later,
             self._stored,
             self._timeout_s,
+            ANSWERS,
             self.name_servers.addresses,
         )
         broker.has_receives = self._is_shared
@@ -585,7 +587,7 @@ class RemoteRoute(AdministeredRoute):
         for link in list(self._links.values()):
             broker = link.group.member_of(address, client_id)
             if broker is not None:
-                broker.requested(client_id, transport, frame)
+                broker.requests.requested(client_id, transport, frame)
                 return
 
     # ---- life
