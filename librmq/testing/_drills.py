@@ -538,25 +538,6 @@ def outages(drill: Drill) -> None:
     drill.run(minutes=10)
 
 
-def disk_loss(drill: Drill) -> None:
-    """Let, within half an hour, the first site lose its brokers' disks while no consumer runs.
-
-    The brokers return with empty disks, unless replicas have taken their places.
-    """
-    first, *_ = sites = list(drill.deployment.homes)
-    drill.run(minutes=5)
-    for site in sites:
-        drill.lose_consumers(site)
-    drill.run(minutes=5)
-    drill.destroy_disks(first)
-    drill.run(minutes=6)
-    drill.return_brokers(first)
-    drill.run(minutes=4)
-    for site in sites:
-        drill.return_consumers(site)
-    drill.run(minutes=10)
-
-
 def run_drill(deployment: Deployment, script: Script = outages, *, rate: float = 1.0) -> DrillReport:
     """Run a script on a deployment with a clock of its own, and ``rate`` orders a second at each site.
 

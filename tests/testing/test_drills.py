@@ -18,7 +18,7 @@ from librmq.testing._deployments import (
     two_active,
     two_active_routed,
 )
-from librmq.testing._drills import Drill, DrillReport, disk_loss, run_drill
+from librmq.testing._drills import Drill, DrillReport, run_drill
 
 
 def brokers_fail(drill: Drill) -> None:
@@ -27,6 +27,25 @@ def brokers_fail(drill: Drill) -> None:
     drill.run(minutes=4)
     drill.return_brokers("hz")
     drill.run(minutes=2)
+
+
+def disk_loss(drill: Drill) -> None:
+    """Let, within half an hour, the first site lose its brokers' disks while no consumer runs.
+
+    The brokers return with empty disks, unless replicas have taken their places.
+    """
+    first, *_ = sites = list(drill.deployment.homes)
+    drill.run(minutes=5)
+    for site in sites:
+        drill.lose_consumers(site)
+    drill.run(minutes=5)
+    drill.destroy_disks(first)
+    drill.run(minutes=6)
+    drill.return_brokers(first)
+    drill.run(minutes=4)
+    for site in sites:
+        drill.return_consumers(site)
+    drill.run(minutes=10)
 
 
 @pytest.fixture(scope="module")
