@@ -214,7 +214,8 @@ class TableWriter:
         self._latest: dict[ConfigTable, bytes] = {}
         self._written: dict[ConfigTable, bytes] = {}
         self._write_lock = Lock()
-        self._watchers: list[Callable[[], None]] = []
+        self.watchers: list[Callable[[], None]] = []
+        """Called once, when a table has changed. Under the runner's lock."""
         self._end_reason: str | None = None
         self.saver = ProgressSaver(
             "topics, groups, progress and filters",
@@ -256,14 +257,10 @@ class TableWriter:
         self._latest[table] = table.snapshot(now_ms)
         self.write()
 
-    def notify_once(self, changed: Callable[[], None]) -> None:
-        """Call ``changed()`` once, when a table has changed. Under the runner's lock."""
-        self._watchers.append(changed)
-
     def notify_watchers(self) -> None:
         """Notify the watchers that a table has changed. Under the runner's lock."""
-        if self._watchers:
-            watchers, self._watchers = self._watchers, []
+        if self.watchers:
+            watchers, self.watchers = self.watchers, []
             for changed in watchers:
                 changed()
 

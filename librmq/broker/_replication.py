@@ -167,7 +167,7 @@ class Replication:
         tables = self._context.tables
         if request.notify is not None:
             if not self._table_watchers:
-                self._context.writing.notify_once(self._tables_changed)
+                self._context.writing.watchers.append(self._tables_changed)
             self._table_watchers[request.replica] = request.notify
         if request.copy is not None:
             self._table_copiers[request.replica] = request.copy

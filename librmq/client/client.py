@@ -28,7 +28,6 @@ from librmq.protocol import (
     ClientRemoved,
     ConsumerData,
     ConsumersChanged,
-    Endpoint,
     Heartbeat,
     ReplyArrived,
     Request,
@@ -329,10 +328,6 @@ class Client(ObservedClient):
                     request=type(request).__name__,
                     error=error,
                 )
-
-    def endpoint(self, broker_name: str) -> Endpoint:
-        """Return the broker with that name."""
-        return self.route.endpoint(broker_name)
 
     def call(self, request: Request[R], /) -> R:
         """Pass a broker's request to the producer or consumer of its group."""

@@ -208,7 +208,7 @@ class Retries:
         """Send a message back; return the broker's answer, or False if it did not accept the message."""
         states, key, what = self._consumer.states, ("send back", broker_name), f"sending {what} to {broker_name}"
         try:
-            answer = self._consumer.client.endpoint(broker_name).call(request)
+            answer = self._consumer.client.route.endpoint(broker_name).call(request)
         except RmqError as error:
             states.failing(key, what, error)
             return False

@@ -254,7 +254,7 @@ def _lag(member: Instance, topic: str) -> float | None:
     # Without the lock: a broker over TCP may take seconds to answer, in which other turns of the clients go on.
     try:
         for queue, offset in progress.items():
-            end = member.client.endpoint(queue.broker_name).call(MaxOffset(queue.topic, queue.queue_id))
+            end = member.client.route.endpoint(queue.broker_name).call(MaxOffset(queue.topic, queue.queue_id))
             lag += queue_lag(offset, 0, end)
     except RmqError:
         return None

@@ -354,4 +354,4 @@ def check_at_brokers(client: Client, group: str, subscription: Subscription) -> 
     request = CheckSubscription(client.client_id, group, subscription)
     for name in client.route.broker_names():
         with suppress(BrokerUnreachableError, NoRouteError):
-            client.endpoint(name).call(request)
+            client.route.endpoint(name).call(request)

@@ -65,7 +65,7 @@ class BrokerOffsets:
             request = replace(request, timestamp_ms=max(0, to_timestamp_ms("start_at", at)))
         elif at != "last":
             request = replace(request, queue_offset=0 if at == "first" else at)
-        outcome = self._client.endpoint(broker_name).call(request)
+        outcome = self._client.route.endpoint(broker_name).call(request)
         self._started.add(place)
         _log.info(
             "group %(group)s in %(topic)s at %(broker)s: start_at is %(start_at)s, which %(effect)s",
@@ -80,7 +80,7 @@ class BrokerOffsets:
         """Ask the broker for the stored progress; None if there is none."""
         self.start(queue.topic, queue.broker_name)
         request = QueryOffset(self._group, queue.topic, queue.queue_id)
-        return self._client.endpoint(queue.broker_name).call(request)
+        return self._client.route.endpoint(queue.broker_name).call(request)
 
     def save(self, queues: Iterable[AssignedQueue]) -> bool:
         """Send new progress to the brokers, unless they have later progress; return whether all of it is there."""
@@ -95,7 +95,7 @@ class BrokerOffsets:
                 stored = self.read(queue) if is_unknown and not assigned.is_chosen else None
                 if not stored or stored < progress:
                     request = UpdateOffset(self._group, queue.topic, queue.queue_id, progress)
-                    self._client.endpoint(queue.broker_name).call(request)
+                    self._client.route.endpoint(queue.broker_name).call(request)
             except RmqError as error:
                 self._states.failing(_key(queue), f"storing progress at {queue.broker_name}", error)
                 all_stored = False

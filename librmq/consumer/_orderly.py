@@ -313,7 +313,7 @@ class BrokerLocks:
     def _ask_locks(self, broker_name: str, queues: frozenset[MessageQueue]) -> frozenset[MessageQueue]:
         """Ask a broker for the locks of its queues, and return those that this client has."""
         request = LockQueues(self._instance.group, self._instance.client.client_id, queues)
-        return self._instance.client.endpoint(broker_name).call(request)
+        return self._instance.client.route.endpoint(broker_name).call(request)
 
     def note_taken(self, assigned: AssignedQueue) -> None:
         """Note that a queue was taken, for which `lock` has just got the lock.
@@ -456,7 +456,7 @@ class BrokerLocks:
     def _unlock(self, queue: MessageQueue) -> None:
         request = UnlockQueues(self._instance.group, self._instance.client.client_id, frozenset((queue,)))
         try:
-            self._instance.client.endpoint(queue.broker_name).call(request)
+            self._instance.client.route.endpoint(queue.broker_name).call(request)
         except RmqError as error:
             self._instance.log.warning(
                 "%(consumer)s: could not release the lock of %(queue)s: %(error)s", queue=queue, error=error
@@ -482,6 +482,6 @@ class BrokerLocks:
             broker_queues = frozenset(queue for queue in queues if queue.broker_name == broker_name)
             try:
                 request = UnlockQueues(instance.group, instance.client.client_id, broker_queues)
-                instance.client.endpoint(broker_name).call(request)
+                instance.client.route.endpoint(broker_name).call(request)
             except RmqError as error:
                 instance.log.warning("%(consumer)s: could not release locks: %(error)s", error=error)

@@ -534,7 +534,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             None,
             assigned.notify,
         )
-        assigned.endpoint = self.client.endpoint(queue.broker_name)
+        assigned.endpoint = self.client.route.endpoint(queue.broker_name)
         return assigned.endpoint.call(request)
 
     def pause(self, queues: Iterable[MessageQueue]) -> None:
@@ -612,11 +612,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     def min_offset(self, queue: MessageQueue) -> int:
         """Return the queue offset of the oldest message."""
-        return self.client.endpoint(queue.broker_name).call(MinOffset(queue.topic, queue.queue_id))
+        return self.client.route.endpoint(queue.broker_name).call(MinOffset(queue.topic, queue.queue_id))
 
     def max_offset(self, queue: MessageQueue) -> int:
         """Return the queue offset of the next new message."""
-        return self.client.endpoint(queue.broker_name).call(MaxOffset(queue.topic, queue.queue_id))
+        return self.client.route.endpoint(queue.broker_name).call(MaxOffset(queue.topic, queue.queue_id))
 
     def queue_offset_at(self, queue: MessageQueue, time: datetime | int) -> int:
         """Return the queue offset of the message stored nearest to a time: one with a time zone, or ms since 1970.
@@ -624,7 +624,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         The broker's search takes store times to ascend; after its clock was set back the answer can be a later message.
         """
         timestamp_ms = to_timestamp_ms("time", time)
-        return self.client.endpoint(queue.broker_name).call(QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms))
+        return self.client.route.endpoint(queue.broker_name).call(
+            QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms)
+        )
 
     # ---- progress
 

@@ -136,7 +136,7 @@ class Fetcher:
                 if consumer.locks is not None and not consumer.locks.may_pull(assigned, now_ms):
                     return None
                 progress = self._progress_to_store(assigned)
-                endpoint = assigned.endpoint = consumer.client.endpoint(queue.broker_name)
+                endpoint = assigned.endpoint = consumer.client.route.endpoint(queue.broker_name)
                 stays = not self._interval_ms
                 hands_over = stays and self._begins_at_once and endpoint.hands_over
                 response = endpoint.call(

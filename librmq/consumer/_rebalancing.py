@@ -203,7 +203,7 @@ class Rebalancing:
         client = self._member.client
         for name in sorted(broker_names):
             try:
-                clients = client.endpoint(name).call(ConsumerIds(self._member.group))
+                clients = client.route.endpoint(name).call(ConsumerIds(self._member.group))
             except RmqError as error:
                 self._member.states.failing(("members", name), f"asking {name} for the group's members", error)
             else:
@@ -277,7 +277,7 @@ class Rebalancing:
             return 0
         if config.consume_from is ConsumeFrom.LAST and self._is_new(queue):
             return 0
-        endpoint = self._member.client.endpoint(queue.broker_name)
+        endpoint = self._member.client.route.endpoint(queue.broker_name)
         if config.consume_from is ConsumeFrom.LAST or is_retry:
             start = endpoint.call(MaxOffset(queue.topic, queue.queue_id))
         else:

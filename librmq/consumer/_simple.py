@@ -228,7 +228,7 @@ class SimpleConsumer(Member):
         except MessageIllegalError:
             for name in self.route.broker_names():
                 with suppress(BrokerUnreachableError, NoRouteError):
-                    settings = self.client.endpoint(name).call(DescribeGroups()).get(self.group)
+                    settings = self.client.route.endpoint(name).call(DescribeGroups()).get(self.group)
                     if settings is None or not settings.is_ordered:
                         raise
 
@@ -464,7 +464,7 @@ class SimpleConsumer(Member):
                 )
 
             try:
-                received = waits.receive_or_hold(self.client.endpoint(name), request)
+                received = waits.receive_or_hold(self.client.route.endpoint(name), request)
             except (BrokerUnreachableError, NoRouteError) as error:
                 if len(sources) == 1:
                     raise
@@ -550,7 +550,7 @@ class SimpleConsumer(Member):
                 first.broker_name,
                 is_batch=len(messages) > 1,
             ),
-            lambda: self.client.endpoint(first.broker_name).call(request),
+            lambda: self.client.route.endpoint(first.broker_name).call(request),
         )
 
     async def ack_async(self, *messages: ReceivedMessage) -> None:
@@ -568,7 +568,7 @@ class SimpleConsumer(Member):
     def _change(self, message: ReceivedMessage, invisible: float | timedelta, *, keeps_receipt: bool) -> None:
         invisible_ms = round(1000 * to_seconds("invisible", invisible, 0, MAX_INVISIBLE_MS / 1000))
         request = ChangeInvisible(self.group, message.topic, message.receipt, invisible_ms, keeps_receipt)
-        message.receipt = self.client.endpoint(message.broker_name).call(request)
+        message.receipt = self.client.route.endpoint(message.broker_name).call(request)
         message.visible_timestamp_ms = self.runner.now_ms() + invisible_ms
 
     def renew(self, message: ReceivedMessage, invisible: float | timedelta) -> None:

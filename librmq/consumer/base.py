@@ -188,7 +188,9 @@ class Consumer(Instance, Member, Generic[C]):
         """Return the subscriptions of each instance of the group, by client id and topic."""
         group: dict[str, dict[str, str]] = {}
         for name in self.route.broker_names():
-            for client_id, subscriptions in self.client.endpoint(name).call(GroupSubscriptions(self.group)).items():
+            for client_id, subscriptions in (
+                self.client.route.endpoint(name).call(GroupSubscriptions(self.group)).items()
+            ):
                 group.setdefault(client_id, {}).update(comparable(subscriptions))
         group[self.client.client_id] = comparable(self.subscriptions)
         return group
@@ -197,7 +199,7 @@ class Consumer(Instance, Member, Generic[C]):
         """Log if another instance of the group uses the same client id."""
         for name in self.route.broker_names():
             try:
-                is_registered = self.client.client_id in self.client.endpoint(name).call(ConsumerIds(self.group))
+                is_registered = self.client.client_id in self.client.route.endpoint(name).call(ConsumerIds(self.group))
             except RmqError:
                 continue
             if is_registered:
@@ -360,7 +362,7 @@ class Consumer(Instance, Member, Generic[C]):
         names = self.route.broker_names()
         for assigned in self.assigned.values():
             name = assigned.queue.broker_name
-            if is_removed or (name in names and assigned.endpoint not in (None, self.client.endpoint(name))):
+            if is_removed or (name in names and assigned.endpoint not in (None, self.client.route.endpoint(name))):
                 assigned.doubt_progress(self.runner.now_ms() + REOPENED_MS)
                 if not assigned.released and not assigned.throttled:  # it can wait for the next try after a failure
                     self.runner.wake(assigned.pull)
