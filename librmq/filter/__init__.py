@@ -4,7 +4,6 @@
 messages from here; what translates an expression for columns, Spark or a person is in the modules without underscore.
 """
 
-from librmq.filter._bloom import BROKER_BLOOM, BloomFilter, BloomPositions
 from librmq.filter.filters import (
     FilterWarning,
     Policy,
@@ -15,8 +14,11 @@ from librmq.filter.filters import (
 )
 from librmq.filter.interpreter import Explanation, Lint
 from librmq.filter.registrations import (
+    BROKER_BLOOM,
     SQL92,
     TAG,
+    BloomFilter,
+    BloomPositions,
     Registration,
     Registrations,
 )
