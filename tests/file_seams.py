@@ -21,7 +21,7 @@ import mmap
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self, SupportsIndex
 
@@ -111,17 +111,11 @@ class RecordingFiles(MemoryFiles):
             super().link(old, new)
             self.trace.append(Event("link", old, 0, os.fsencode(new)))
 
-    def break_links(self, path: str) -> bool:
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
+        content = data if isinstance(data, bytes) else b"".join(data)
         with self._guard:
-            replaced = super().break_links(path)
-            if replaced:
-                self.trace.append(Event("replace", path, 0, self.read(path)))
-            return replaced
-
-    def write(self, path: str, data: bytes) -> None:
-        with self._guard:
-            super().write(path, data)
-            self.trace.append(Event("replace", path, 0, data))
+            super().write(path, content)
+            self.trace.append(Event("replace", path, 0, content))
 
 
 def _passed_on(call: str, *, can_fail: bool = True) -> Any:
@@ -166,12 +160,10 @@ class FailingFiles:
     create = _passed_on("create")
     reserve = _passed_on("reserve")
     advise = _passed_on("advise", can_fail=False)
-    put = _passed_on("put")
     flush_folder = _passed_on("flush_folder")
     list = _passed_on("list")
     names = _passed_on("names")
     size = _passed_on("size", can_fail=False)
-    flush_all = _passed_on("flush_all", can_fail=False)
     data_end = _passed_on("data_end", can_fail=False)
     copy_times = _passed_on("copy_times")
     is_folder = _passed_on("is_folder", can_fail=False)
@@ -180,12 +172,9 @@ class FailingFiles:
     rename = _passed_on("rename")
     link = _passed_on("link")
     is_linked = _passed_on("is_linked", can_fail=False)
-    break_links = _passed_on("break_links")
     read = _passed_on("read")
     read_used = _passed_on("read_used")
-    read_first = _passed_on("read_first")
     overwrite = _passed_on("overwrite")
-    read_at = _passed_on("read_at")
     write = _passed_on("write")
     lock = _passed_on("lock")
     lock_holder = _passed_on("lock_holder", can_fail=False)

@@ -74,7 +74,7 @@ def slice_entries(part: Part, share: Slice, files: Files, deleted: list[str]) ->
         name = file_name(start * ENTRY_SIZE)
         path = os.path.join(directory.queue_folder(part.path, share.topic, share.queue_id), name)
         try:  # no mapping, which holds a descriptor, because there can be many queues
-            raw = files.read_at(path, (at - start) * ENTRY_SIZE, (until - at) * ENTRY_SIZE)
+            raw = files.read(path, (at - start) * ENTRY_SIZE, (until - at) * ENTRY_SIZE)
         except StoreIOError as error:
             if error.errno != errno.ENOENT:
                 raise

@@ -94,7 +94,7 @@ class QueuesAtStart:
         )
 
     def _entry(self, place: str, at: int) -> tuple[int, int]:
-        raw = self._files.read_at(place, at, _PLACE.size)
+        raw = self._files.read(place, at, _PLACE.size)
         physical_offset, size = _PLACE.unpack(raw.ljust(_PLACE.size, b"\0"))
         return physical_offset, size
 

@@ -250,7 +250,7 @@ class _Judge:
         """Return whether a queue of delayed messages has an entry."""
         root = os.path.join(self._path, directory.CONSUMEQUEUE, SystemTopic.SCHEDULE)
         return self._kind.derives_queues or any(
-            any(self._files.read_at(os.path.join(root, queue.name, name), 0, ENTRY_SIZE))
+            any(self._files.read(os.path.join(root, queue.name, name), 0, ENTRY_SIZE))
             for queue in self._files.list(root)
             if queue.is_folder
             for name in self._files.names(os.path.join(root, queue.name))
@@ -463,7 +463,7 @@ class _Judge:
             place = sequence.path(file_start)
             for at in range(0, log.file_size, _PIECE):
                 with suppress(StoreIOError):
-                    read += len(self._files.read_at(place, at, min(_PIECE, log.file_size - at)))
+                    read += len(self._files.read(place, at, min(_PIECE, log.file_size - at)))
                 if read >= min(_SAMPLE, amount):
                     break
             if read >= min(_SAMPLE, amount):

@@ -5,19 +5,18 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
 import shutil
 import stat
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from librmq.errors import CorruptionError, StoreIOError
-from librmq.files.interface import Advice, File, FileLock, FolderEntry, SystemCall, without_zeros
+from librmq.files.interface import LARGEST_WHOLE, Advice, File, FileLock, FolderEntry, SystemCall, without_zeros
 from librmq.files.lock import DiskLock, is_untouched, lock_holder
 from librmq.files.regular import give_to_owner, joined_folders, make_owned_folder, open_regular, place_of
 from librmq.runtime.event_log import EventLog
@@ -75,20 +74,6 @@ def _advise() -> Callable[[Any, int, int, int], None]:
         call(ctypes.addressof(first) + begin, size, advice)
 
     return advise
-
-
-@cache
-def _syncfs() -> Callable[[int], int] | None:
-    """Return Linux's call that flushes a file system, if it reports failures: since Linux 5.8."""
-    if sys.platform != "linux":
-        return None
-    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    if release is None or (int(release[1]), int(release[2])) < (5, 8):
-        return None
-    import ctypes  # slow to import, rarely needed
-
-    call: Callable[[int], int] | None = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
-    return call
 
 
 class _Place(NamedTuple):
@@ -267,18 +252,6 @@ class DiskFiles:
         if sys.platform == "linux" and end > begin and file.writable:
             _advise()(file.buffer, begin, end - begin, advice)
 
-    def put(self, file: File, at: int, data: bytes | bytearray) -> None:
-        if not sys.platform.startswith("linux"):  # elsewhere a mapping may not show written bytes
-            file.buffer[at : at + len(data)] = data
-            return
-        with self._descriptor(file, "write") as descriptor:
-            if not 0 <= at <= file.size - len(data):
-                raise ValueError(f"{file.path}: {len(data)} bytes at {at} do not fit into {file.size} bytes")
-            # Writing through the mapping would fault in small pages one by one, and zero each first.
-            _write_at(descriptor, at, data)
-            # This advice makes Linux start writing the pages out; it drops none that is still dirty.
-            os.posix_fadvise(descriptor, at, len(data), os.POSIX_FADV_DONTNEED)
-
     def flush(self, file: File) -> None:
         with self._descriptor(file, "flush") as descriptor:
             if sys.platform != "linux" and file.writable:  # elsewhere a file may not have the changes of its mapping
@@ -286,18 +259,13 @@ class DiskFiles:
             (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
 
     @contextmanager
-    def _descriptor(self, file: File, call: str) -> Iterator[int]:
-        if file.descriptor >= 0:
-            with SystemCall(call, file.path):
-                yield file.descriptor
-            return
-        with self._opened_to_write(call, file.path) as descriptor:
-            yield descriptor
-
-    @contextmanager
-    def _opened_to_write(self, call: str, path: str) -> Iterator[int]:
-        """Open a file for one call, whose error names it."""
+    def _descriptor(self, file: File | str, call: str) -> Iterator[int]:
+        """Yield the kept descriptor of a file, or open it for one call, whose error names it."""
+        path = file if isinstance(file, str) else file.path
         with SystemCall(call, path):
+            if isinstance(file, File) and file.descriptor >= 0:
+                yield file.descriptor
+                return
             with self._place(path) as place:
                 descriptor = open_regular(path, _TO_WRITE, name=place.name, folder=place.folder)
             try:
@@ -396,24 +364,23 @@ class DiskFiles:
         with SystemCall("look at", path):
             return os.stat(place_of(path)).st_nlink > 1
 
-    def break_links(self, path: str) -> bool:
-        if not self.is_linked(path):
-            return False
-        if os.path.islink(path):
-            raise CorruptionError(path, 0, "name", "a symbolic link: expected a file of the store")
-        with self._replacement("copy", path, _temporary_path(path)) as file, open(path, "rb") as source:
-            shutil.copyfileobj(source, file, 1 << 20)
-        self.flush_folder(os.path.dirname(path))
-        return True
+    def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
+        if size is None:
+            with SystemCall("read", path), open(open_regular(path), "rb") as file:
+                data = file.read(LARGEST_WHOLE + 1)
+            if len(data) > LARGEST_WHOLE:
+                raise CorruptionError(path, LARGEST_WHOLE, "size", f"expected at most {LARGEST_WHOLE} bytes")
+            return data
+        if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
+            return self.open(path).buffer[at : at + size]
+        with SystemCall("read", path):
+            descriptor = open_regular(path)
+            try:
+                return os.pread(descriptor, size, at)
+            finally:
+                os.close(descriptor)
 
-    def read(self, path: str, limit: int = 64 << 20) -> bytes:
-        with SystemCall("read", path), open(open_regular(path), "rb") as file:
-            data = file.read(limit + 1)
-        if len(data) > limit:
-            raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
-        return data
-
-    def read_used(self, path: str, limit: int, size: int | None = None) -> bytes | None:
+    def read_used(self, path: str, limit: int, size: int | None = None, *, is_whole: bool = True) -> bytes | None:
         if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
             return None
         with SystemCall("open", path):
@@ -426,58 +393,35 @@ class DiskFiles:
         try:
             if size is not None and os.fstat(descriptor).st_size != size:
                 return None
-            end = _data_end(descriptor, 0, limit + 1)
+            end = _data_end(descriptor, 0, limit + 1) if is_whole else limit
             return None if end > limit else without_zeros(os.pread(descriptor, end, 0))
         except OSError as error:
             raise StoreIOError("read", path, error) from error
         finally:
             os.close(descriptor)
 
-    def read_first(self, path: str, size: int, count: int) -> bytes | None:
-        if not sys.platform.startswith("linux"):
-            return None
-        try:
-            descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except (OSError, CorruptionError):
-            return None  # the usual calls raise it with its reason
-        try:
-            if os.fstat(descriptor).st_size != size:
-                return None
-            return without_zeros(os.pread(descriptor, count, 0))
-        except OSError as error:
-            raise StoreIOError("read", path, error) from error
-        finally:
-            os.close(descriptor)
-
-    def overwrite(self, path: str, at: int, data: bytes) -> None:
+    def overwrite(self, place: File | str, at: int, data: bytes | bytearray) -> None:
         if not sys.platform.startswith("linux"):  # elsewhere a mapping may not show written bytes
-            self.open(path, writable=True).buffer[at : at + len(data)] = data
+            file = self.open(place, writable=True) if isinstance(place, str) else place
+            file.buffer[at : at + len(data)] = data
             return
-        with self._opened_to_write("write", path) as descriptor:
+        with self._descriptor(place, "write") as descriptor:
+            if isinstance(place, str):
+                _write_at(descriptor, at, data)
+                return
+            if not 0 <= at <= place.size - len(data):
+                raise ValueError(f"{place.path}: {len(data)} bytes at {at} do not fit into {place.size} bytes")
+            # Writing through the mapping would fault in small pages one by one, and zero each first.
             _write_at(descriptor, at, data)
+            # This advice makes Linux start writing the pages out; it drops none that is still dirty.
+            os.posix_fadvise(descriptor, at, len(data), os.POSIX_FADV_DONTNEED)
 
-    def read_at(self, path: str, at: int, size: int) -> bytes:
-        if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
-            return self.open(path).buffer[at : at + size]
-        with SystemCall("read", path):
-            descriptor = open_regular(path)
-            try:
-                return os.pread(descriptor, size, at)
-            finally:
-                os.close(descriptor)
-
-    def write(self, path: str, data: bytes) -> None:
-        with self._replacement("write", path, path + ".tmp") as file:
-            file.write(data)
-        self.flush_folder(os.path.dirname(path))
-
-    @contextmanager
-    def _replacement(self, call: str, path: str, temporary: str) -> Iterator[BinaryIO]:
-        """Yield the file ``temporary``, which takes the place of ``path`` when what was written is on the device."""
-        with SystemCall(call, path), self._place(temporary) as new, self._place(path) as target:
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
+        temporary = _temporary_path(path)
+        with SystemCall("write", path), self._place(temporary) as new, self._place(path) as target:
             try:
                 with _new_file(new) as file:
-                    yield file
+                    file.writelines((data,) if isinstance(data, bytes) else data)
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(new.name, target.name, src_dir_fd=new.folder, dst_dir_fd=target.folder)
@@ -485,6 +429,7 @@ class DiskFiles:
                 with suppress(OSError):
                     os.unlink(new.name, dir_fd=new.folder)
                 raise
+        self.flush_folder(os.path.dirname(path))
 
     def lock(self, path: str) -> FileLock:
         with SystemCall("lock", path), self._place(path) as place:  # `DiskLock` refuses a link of the file itself
@@ -495,19 +440,6 @@ class DiskFiles:
 
     def is_untouched(self, path: str) -> bool:
         return is_untouched(path)
-
-    def flush_all(self, path: str) -> bool:
-        call = _syncfs()
-        if call is None:
-            return False
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except OSError:
-            return False
-        try:
-            return bool(call(descriptor) == 0)
-        finally:
-            os.close(descriptor)
 
     def data_end(self, file: File, begin: int) -> int:
         if file.descriptor >= 0:
@@ -674,9 +606,9 @@ def _set_length(descriptor: int, path: str, size: int) -> None:
 
 def _temporary_path(path: str) -> str:
     """Return a path for a file in the making: outside of the folders of numbered files, of which a broker loads all."""
-    folder, name = os.path.split(os.path.realpath(path))
-    if not name.isdigit():
+    if not os.path.basename(path).isdigit():
         return path + ".tmp"
+    folder, name = os.path.split(os.path.realpath(path))
     return os.path.join(os.path.dirname(folder), f"{os.path.basename(folder)}-{name}.tmp")
 
 

@@ -7,11 +7,12 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import Any, Self, SupportsIndex
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files._disk import DiskFiles
-from librmq.files.interface import Advice, Buffer, File, FileLock, Files, FolderEntry
+from librmq.files.interface import LARGEST_WHOLE, Advice, Buffer, File, FileLock, Files, FolderEntry
 from librmq.runtime.locks import RLock
 
 
@@ -52,9 +53,6 @@ class MemoryFiles:
 
     def reserve(self, file: File, begin: int, end: int) -> None:
         pass
-
-    def put(self, file: File, at: int, data: bytes | bytearray) -> None:
-        file.buffer[at : at + len(data)] = data
 
     def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
         pass
@@ -129,43 +127,31 @@ class MemoryFiles:
                 isinstance(other, File) and other.buffer is file.buffer for other in others
             )
 
-    def break_links(self, path: str) -> bool:
-        with self._guard:
-            file = self._files.get(path)
-            if not isinstance(file, File) or not self.is_linked(path):
-                return False
-            buffer = self._new_buffer(path, file.size)
-            buffer[:] = file.buffer[:]
-            self._files[path] = File(path, buffer, file.size, True)
-            return True
-
-    def read(self, path: str, limit: int = 64 << 20) -> bytes:
+    def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
         with self._guard:
             file = self._files.get(path)
             if file is None:
                 raise _missing("read", path)
-            if self._length(file) > limit:
-                raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
-            return file if isinstance(file, bytes) else file.buffer[:]
+            if size is None and self._length(file) > LARGEST_WHOLE:
+                raise CorruptionError(path, LARGEST_WHOLE, "size", f"expected at most {LARGEST_WHOLE} bytes")
+            content = file if isinstance(file, bytes) else file.buffer
+            return content[at:] if size is None else content[at : at + size]
 
-    def read_used(self, path: str, limit: int, size: int | None = None) -> bytes | None:
+    def read_used(self, path: str, limit: int, size: int | None = None, *, is_whole: bool = True) -> bytes | None:
         length = self.size(path)
-        fits = length is not None and length <= limit and size in (None, length)
-        return self.read(path).rstrip(b"\0") if fits else None
+        if length is None or (is_whole and length > limit) or size not in (None, length):
+            return None
+        return self.read(path, 0, limit).rstrip(b"\0")
 
-    def read_first(self, path: str, size: int, count: int) -> bytes | None:
-        return None
+    def overwrite(self, place: File | str, at: int, data: bytes | bytearray) -> None:
+        file = self.open(place, writable=True) if isinstance(place, str) else place
+        file.buffer[at : at + len(data)] = data
 
-    def overwrite(self, path: str, at: int, data: bytes) -> None:
-        self.open(path, writable=True).buffer[at : at + len(data)] = data
-
-    def read_at(self, path: str, at: int, size: int) -> bytes:
-        return self.open(path).buffer[at : at + size]
-
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
+        content = data if isinstance(data, bytes) else b"".join(data)
         with self._guard:
             self._check_parent("write", path)
-            self._files[path] = data
+            self._files[path] = content
             self._untouched.discard(path)
 
     def lock(self, path: str) -> FileLock:
@@ -181,9 +167,6 @@ class MemoryFiles:
 
     def is_untouched(self, path: str) -> bool:
         return path in self._untouched
-
-    def flush_all(self, path: str) -> bool:
-        return False
 
     def data_end(self, file: File, begin: int) -> int:
         return file.size
@@ -389,23 +372,17 @@ class OverlayFiles(MemoryFiles):
         if path not in self._files and self._in_base(path) and self._base.size(path) and not self._base.is_folder(path):
             self._files[path] = self.open(path, writable=True)
 
-    def read(self, path: str, limit: int = 64 << 20) -> bytes:
+    def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
         with self._guard:
             if path in self._files or not self._in_base(path):
-                return super().read(path, limit)
-        return self._base.read(path, limit)
+                return super().read(path, at, size)
+        return self._base.read(path, at, size)
 
-    def read_at(self, path: str, at: int, size: int) -> bytes:
+    def read_used(self, path: str, limit: int, size: int | None = None, *, is_whole: bool = True) -> bytes | None:
         with self._guard:
             if path in self._files or not self._in_base(path):
-                return super().read_at(path, at, size)
-        return self._base.read_at(path, at, size)
-
-    def read_used(self, path: str, limit: int, size: int | None = None) -> bytes | None:
-        with self._guard:
-            if path in self._files or not self._in_base(path):
-                return super().read_used(path, limit, size)
-        return self._base.read_used(path, limit, size)
+                return super().read_used(path, limit, size, is_whole=is_whole)
+        return self._base.read_used(path, limit, size, is_whole=is_whole)
 
     def lock(self, path: str) -> FileLock:
         holder = self._base.lock_holder(path)

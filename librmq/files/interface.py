@@ -1,10 +1,10 @@
 """The file seam: a store accesses files only through one `Files` object.
 
-Writes to store files are slice assignments on a file's ``buffer``, apart from those of `Files.overwrite` and
-`Files.put`. numpy can write many numbers at once into a plain mapping, but not into a subclass, which must see each
-write. Opening, creating, allocating, flushing, listing, renaming and deleting are methods of `Files`. Production maps
-real files (`DiskFiles`), tests and ephemeral stores use anonymous memory (`MemoryFiles`), and the tests of librmq
-wrap either in files that record or fail.
+Writes to store files are slice assignments on a file's ``buffer``, apart from those of `Files.overwrite`. numpy can
+write many numbers at once into a plain mapping, but not into a subclass, which must see each write. Opening, creating,
+allocating, flushing, listing, renaming and deleting are methods of `Files`. Production maps real files (`DiskFiles`),
+tests and ephemeral stores use anonymous memory (`MemoryFiles`), and the tests of librmq wrap either in files that
+record or fail.
 
 Rules of use:
 
@@ -20,9 +20,12 @@ import enum
 import errno
 import mmap
 import os
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, NamedTuple, Protocol
 
 from librmq.errors import CorruptionError, StoreIOError
@@ -30,6 +33,8 @@ from librmq.files.regular import with_owner
 
 Buffer = mmap.mmap
 """The bytes of an open file: a mapping, or what a file system of tests gives in its place."""
+LARGEST_WHOLE: Final = 64 << 20
+"""Most bytes of a file that `Files.read` returns as a whole."""
 _CHUNK: Final = 1 << 20
 _ZEROS_SIZE: Final = 1 << 16
 _FEW: Final = 64
@@ -150,13 +155,6 @@ class Files(Protocol):
         """Allocate blocks for bytes ``begin`` to ``end``, so that writing there cannot fail."""
         ...
 
-    def put(self, file: File, at: int, data: bytes | bytearray) -> None:
-        """Write much data into existing blocks, and start to write it back to the device.
-
-        The file's buffer shows it. For a few bytes an assignment to the buffer is faster.
-        """
-        ...
-
     def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
         """Prepare the pages of bytes ``begin`` to ``end`` for what comes, if the system can; no data change."""
         ...
@@ -215,45 +213,35 @@ class Files(Protocol):
         """Return whether a file has another hard link, as files of the log have that are part of a snapshot too."""
         ...
 
-    def break_links(self, path: str) -> bool:
-        """Break hard links before an in-place write; return True if the file was copied.
-
-        A linked file is replaced by a copy. Earlier mappings then show the other name's file.
-        """
-        ...
-
-    def read(self, path: str, limit: int = 64 << 20) -> bytes:
-        """Return the content of a small file.
+    def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
+        """Return up to ``size`` bytes of a file from ``at`` on, by default all of a small one, and keep no mapping.
 
         Raises:
-            CorruptionError: It is longer than ``limit``.
+            CorruptionError: ``size`` is None, and the file is longer than 64 MiB.
         """
         ...
 
-    def read_used(self, path: str, limit: int, size: int | None = None) -> bytes | None:
+    def read_used(self, path: str, limit: int, size: int | None = None, *, is_whole: bool = True) -> bytes | None:
         """Return a file's content without the zeros at its end, without a mapping, which is faster if it is small.
 
         None if it is longer than ``limit``, if the file has another ``size``, or if only a mapping shows its content.
+        Unless ``is_whole``, the content is that of the first ``limit`` bytes, and costs no look for the last ones.
         """
         ...
 
-    def read_first(self, path: str, size: int, count: int) -> bytes | None:
-        """Return the first ``count`` bytes of a file without the zeros at their end; None if it has another size.
+    def overwrite(self, place: File | str, at: int, data: bytes | bytearray) -> None:
+        """Write bytes into existing blocks of a file, and keep no mapping of one that is named; mappings show them.
 
-        None also if it can't be read, or where mapping it takes no more time.
+        Of an open file much data is written, and starts its way to the device. For a few bytes an assignment to the
+        buffer is faster.
         """
         ...
 
-    def overwrite(self, path: str, at: int, data: bytes) -> None:
-        """Write bytes into existing blocks of a file, and keep no mapping; mappings show them."""
-        ...
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
+        """Replace the content of a file durably and atomically: a crash leaves the old or the new.
 
-    def read_at(self, path: str, at: int, size: int) -> bytes:
-        """Return up to ``size`` bytes of a file, and keep no mapping."""
-        ...
-
-    def write(self, path: str, data: bytes) -> None:
-        """Replace the content of a small file durably and atomically: a crash leaves the old or the new."""
+        A large file is given by its parts.
+        """
         ...
 
     def lock(self, path: str) -> FileLock:
@@ -270,10 +258,6 @@ class Files(Protocol):
 
     def is_untouched(self, path: str) -> bool:
         """Return whether no program has written into a lock file since its holder marked it, and it is no copy."""
-        ...
-
-    def flush_all(self, path: str) -> bool:
-        """Flush the whole file system of ``path``, and return False if success is unknown."""
         ...
 
     def data_end(self, file: File, begin: int) -> int:
@@ -323,6 +307,47 @@ def identity_of(files: Files, path: str) -> str | None:
     """
     identity: Callable[[str], str | None] = getattr(files, "identity", lambda _: None)
     return identity(path)
+
+
+def flush_all(files: Files, path: str) -> bool:
+    """Flush the whole file system of ``path``, and return False if success is unknown, or if there is none."""
+    call = _syncfs() if files.is_shared else None
+    if call is None:
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return bool(call(descriptor) == 0)
+    finally:
+        os.close(descriptor)
+
+
+@cache
+def _syncfs() -> Callable[[int], int] | None:
+    """Return Linux's call that flushes a file system, if it reports failures: since Linux 5.8."""
+    if sys.platform != "linux":
+        return None
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    if release is None or (int(release[1]), int(release[2])) < (5, 8):
+        return None
+    import ctypes  # slow to import, rarely needed
+
+    call: Callable[[int], int] | None = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    return call
+
+
+def break_links(files: Files, path: str) -> bool:
+    """Break hard links before an in-place write; return True if the file was copied.
+
+    A linked file is replaced by a copy, with blocks for all of it. Earlier mappings then show the other name's file.
+    """
+    if not files.is_linked(path):
+        return False
+    size = files.open(path, writable=True).size  # refuses a symbolic link, which would lead to another folder's file
+    files.write(path, (files.read(path, at, _CHUNK) for at in range(0, size, _CHUNK)))
+    return True
 
 
 def confine(files: Files, store: str, own: str, *folders: str) -> None:
@@ -446,13 +471,25 @@ def make_folders(files: Files, folder: str) -> None:
         raise
 
 
+def read_within(files: Files, path: str, limit: int) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        CorruptionError: It is longer than ``limit``.
+    """
+    data = files.read(path, 0, limit + 1)
+    if len(data) > limit:
+        raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
+    return data
+
+
 def read_replaced(files: Files, path: str, limit: int = 64 << 20) -> bytes:
     """Return the bytes of a file that another process may replace or delete; none if it is missing or empty.
 
     A broker of RocketMQ deletes a table before it renames the new one, so the file can be gone after a look at it.
     """
     try:
-        return files.read(path, limit) if files.size(path) else b""
+        return read_within(files, path, limit) if files.size(path) else b""
     except StoreIOError as error:
         if error.errno != errno.ENOENT:
             raise

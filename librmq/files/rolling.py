@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
-from librmq.files.interface import Advice, File, Files, FolderEntry, folders_to_name, used_end
+from librmq.files.interface import Advice, File, Files, FolderEntry, break_links, folders_to_name, used_end
 from librmq.runtime.locks import Lock
 
 _POSITIONS: Final = 1 << 63
@@ -223,7 +223,7 @@ class MappedFileQueue:
             if self.start_of(position) is not None and self._leaves_unmapped():
                 size = min(end - position, self.file_size - at)
                 with suppress(StoreIOError):  # mapping the file raises it, unless the file was deleted meanwhile
-                    data = self._files.read_at(self.path(position - at), at, size)
+                    data = self._files.read(self.path(position - at), at, size)
                     if len(data) == size:
                         return data
             file = self.file_at(position)
@@ -362,7 +362,7 @@ class MappedFileQueue:
     def put(self, start: int, at: int, data: bytes | bytearray) -> None:
         """Write much data at once into the file at ``start``."""
         self.reserve(start, at, at + len(data))
-        self._files.put(self.file(start), at, data)
+        self._files.overwrite(self.file(start), at, data)
 
     def no_read_ahead(self, start: int, begin: int) -> None:
         """Let reads of the file at ``start`` from byte ``begin`` to its end load only the pages that they touch."""
@@ -448,7 +448,7 @@ class MappedFileQueue:
 
         Get a replaced file again, because old mappings show the file of a snapshot.
         """
-        replaced = self._files.break_links(self.path(start))
+        replaced = break_links(self._files, self.path(start))
         if replaced:
             with self._guard:
                 self.mapped.pop(start, None)

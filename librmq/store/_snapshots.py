@@ -31,7 +31,7 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files import Damage, DiskFiles, FileLock, Files, FolderEntry
-from librmq.files.interface import confine, copy_file, link_file, make_folders, numbered_files
+from librmq.files.interface import confine, copy_file, flush_all, link_file, make_folders, numbered_files
 from librmq.files.rolling import file_name
 from librmq.runtime import critical
 from librmq.store.engine.saved_state import read_closed_state
@@ -213,7 +213,7 @@ def growing_store(target: str, files: Files) -> Iterator[str]:
 
 def _flush_folders(folder: str, files: Files) -> None:
     folders = list(_folders_below(folder, files))
-    if len(folders) > _MANY_FOLDERS and files.flush_all(folder):
+    if len(folders) > _MANY_FOLDERS and flush_all(files, folder):
         return
     for path in folders:
         files.flush_folder(path)

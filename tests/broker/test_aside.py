@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,7 +218,7 @@ def test_a_closed_broker_saves_as_much_as_possible() -> None:
     class Refusing(MemoryFiles):
         refuses = False
 
-        def write(self, path: str, data: bytes) -> None:
+        def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
             if self.refuses and path.endswith("timercheck"):
                 raise StoreIOError("write", "timercheck", OSError(errno.ENOSPC, "full"))
             super().write(path, data)

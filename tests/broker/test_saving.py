@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ class Gated(DiskFiles):
         self.may.set()
         self.failure: OSError | None = None
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
         self.begun.set()
         assert self.may.wait(WAIT_S)
         if self.failure is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -463,7 +463,7 @@ class _CountedFiles(DiskFiles):
         super().__init__()
         self.written: list[str] = []
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
         self.written.append(os.path.basename(path))
         super().write(path, data)
 

@@ -530,7 +530,7 @@ def test_a_plan_opens_each_queue_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
         return look
 
-    for name in ("descriptor", "read_first", "read_used"):
+    for name in ("descriptor", "read_used"):
         monkeypatch.setattr(DiskFiles, name, counted(name))
     batches = reader(tmp_path / "s", columns=["topic"])
     found = Counter(looks)

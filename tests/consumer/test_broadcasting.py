@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_unreadable_progress_is_taken_from_the_copy(one_queue: Kit, text: str) -
 class FullDisk(MemoryFiles):
     is_full = False
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
         if self.is_full:
             raise StoreIOError("write", path, OSError(28, "no space left"))
         super().write(path, data)

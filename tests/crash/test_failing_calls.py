@@ -37,7 +37,7 @@ CONFIGS = (
 )
 CALLS = (
     *("reserve", "create", "open", "flush", "flush_folder", "make_folder", "list"),
-    *("delete", "rename", "link", "break_links", "read", "write", "lock", "used_ratio"),
+    *("delete", "rename", "link", "read", "write", "lock", "used_ratio"),
 )
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -483,7 +483,7 @@ class FullDisk(MemoryFiles):
             raise StoreIOError("create", path, OSError(self.code, os.strerror(self.code)))
         return super().create(path, size, keep_descriptor=keep_descriptor)
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
         if self.is_full and data:
             raise StoreIOError("write", path, OSError(self.code, os.strerror(self.code)))
         super().write(path, data)

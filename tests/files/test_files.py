@@ -21,7 +21,17 @@ from librmq import Broker, Producer
 from librmq.errors import CorruptionError, StoreError, StoreIOError, StoreLockedError
 from librmq.files._disk import DiskFiles, TemporaryFolder
 from librmq.files._memory import MemoryFiles, OverlayFiles
-from librmq.files.interface import Advice, File, Files, confine, read_sole_file, used_end, without_zeros
+from librmq.files.interface import (
+    Advice,
+    File,
+    Files,
+    confine,
+    flush_all,
+    read_sole_file,
+    read_within,
+    used_end,
+    without_zeros,
+)
 from librmq.files.lock import DiskLock
 from librmq.store import MessageStore
 from tests.file_seams import Event, FailingFiles, RecordingFiles
@@ -192,9 +202,9 @@ def test_write_replaces_a_small_file(files: Files, root: str) -> None:
 def test_reading_is_bounded(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     files.write(path, b"12345")
-    assert files.read(path, 5) == b"12345"
+    assert read_within(files, path, 5) == b"12345"
     with pytest.raises(CorruptionError) as told:
-        files.read(path, 4)
+        read_within(files, path, 4)
     assert (told.value.file, told.value.kind) == (path, "size")
 
 
@@ -335,7 +345,7 @@ def test_a_flush_includes_changes_made_through_a_mapping(
     with open(path, "rb+") as opened:
         file = File(str(path), Mapping(opened.fileno(), 100), 100, True)
     monkeypatch.setattr("librmq.files._disk.sys", SimpleNamespace(platform=system))
-    disk.put(file, 10, b"much")
+    disk.overwrite(file, 10, b"much")
     disk.flush(file)
     assert calls == told
     assert path.read_bytes()[10:14] == b"much"
@@ -532,8 +542,8 @@ def test_blocks_that_are_only_reserved_hold_no_data(tmp_path: Path) -> None:
 
 
 def test_a_disk_is_flushed_at_once_or_that_is_refused(tmp_path: Path) -> None:
-    assert DiskFiles().flush_all(str(tmp_path)) in (True, False)
-    assert DiskFiles().flush_all(str(tmp_path / "nothing")) is False
+    assert flush_all(DiskFiles(), str(tmp_path)) in (True, False)
+    assert flush_all(DiskFiles(), str(tmp_path / "nothing")) is False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a file may not have the changes of its mapping")
@@ -565,11 +575,9 @@ def test_the_sole_file_of_a_folder_is_read(tmp_path: Path) -> None:
     assert read_sole_file(files, str(tmp_path), 8192, 8192) == ("0", b"\0\0\0\0\0abc")
     assert read_sole_file(files, str(tmp_path), 8192, 100) is None
     assert read_sole_file(files, str(tmp_path), 4096, 8192) is None
-    assert files.read_first(str(tmp_path / "0"), 8192, 7) == b"\0\0\0\0\0ab"
-    assert files.read_first(str(tmp_path / "0"), 8192, 100) == b"\0\0\0\0\0abc"
-    assert files.read_first(str(tmp_path / "0"), 4096, 100) is None
-    assert files.read_first(str(tmp_path / "1"), 8192, 100) is None
-    assert files.read_first(str(tmp_path), 8192, 100) is None
+    assert files.read_used(str(tmp_path / "0"), 7, 8192, is_whole=False) == b"\0\0\0\0\0ab"
+    assert files.read_used(str(tmp_path / "0"), 100, 8192, is_whole=False) == b"\0\0\0\0\0abc"
+    assert files.read_used(str(tmp_path / "0"), 100, 4096, is_whole=False) is None
     files.create(str(tmp_path / "1"), 8192)
     assert read_sole_file(files, str(tmp_path), 8192, 8192) is None
     for name in ("link", "pipe", "folder"):
@@ -650,7 +658,7 @@ def test_each_way_to_open_refuses_what_is_no_regular_file(
     files = DiskFiles()
     ways: list[Callable[[], object]] = [
         lambda: files.open(place), lambda: files.open(place, writable=True), lambda: files.read(place),
-        lambda: files.read_at(place, 0, 1), lambda: files.read_used(place, 1), lambda: files.lock(place),
+        lambda: files.read(place, 0, 1), lambda: files.read_used(place, 1), lambda: files.lock(place),
         lambda: files.overwrite(place, 0, b"x"), lambda: files.lock_holder(place),
     ]  # fmt: skip
     for way in ways:

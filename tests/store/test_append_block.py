@@ -32,13 +32,13 @@ def test_the_buffer_shows_written_data(files: Files, tmp_path: Path) -> None:
         file = files.create(path, SIZE, keep_descriptor=keep_descriptor)
         file.buffer[0:4] = b"here"
         data = bytearray(range(256)) * 100
-        files.put(file, 4099, data)
+        files.overwrite(file, 4099, data)
         assert file.buffer[4099 : 4099 + len(data)] == data
         file.buffer[4100:4102] = b"xy"
-        files.put(file, 9000, b"z")
+        files.overwrite(file, 9000, b"z")
         for at in (-1, SIZE - 1):
             with pytest.raises((ValueError, IndexError)):
-                files.put(file, at, b"no")
+                files.overwrite(file, at, b"no")
         files.flush(file)
         expected = bytearray(SIZE)
         expected[0:4], expected[4099 : 4099 + len(data)], expected[4100:4102], expected[9000:9001] = (
@@ -69,7 +69,7 @@ def test_a_block_that_can_not_be_written_is_not_there() -> None:
     with CommitLog.open("/log", SIZE, files=files) as log:
         log.append_block(records(3))
         end = log.end
-        files.fail("put", code=errno.EIO)
+        files.fail("overwrite", code=errno.EIO)
         with pytest.raises(StoreIOError):
             log.append_block(records(3))
         assert log.end == end

@@ -298,7 +298,7 @@ def lacks_all_records(path: str, files: Files, log: CommitLog) -> str | None:
     for name in directory.list_queues(path, files):
         folder = directory.queue_folder(path, *name)
         start = min((start for start in files.names(folder) if start.isdigit()), default=None)
-        if start is not None and _is_below(files.read_at(os.path.join(folder, start), 0, ENTRY_SIZE), begin):
+        if start is not None and _is_below(files.read(os.path.join(folder, start), 0, ENTRY_SIZE), begin):
             return f"the log begins at {begin} and has no record, but queues have entries before it"
     return None
 
@@ -318,12 +318,12 @@ def _untrimmed_file(path: str, files: Files, config: StoreConfig, limit: int) ->
         folder = directory.queue_folder(path, *name)
         if len(starts := sorted(start for start in files.names(folder) if start.isdigit())) > 1:
             places = (starts[0], config.consumequeue_file_size - ENTRY_SIZE), (starts[1], 0)
-            entries = [files.read_at(os.path.join(folder, start), at, ENTRY_SIZE) for start, at in places]
+            entries = [files.read(os.path.join(folder, start), at, ENTRY_SIZE) for start, at in places]
             if all(len(entry) == ENTRY_SIZE and _is_below(entry, limit) for entry in entries):
                 return os.path.relpath(os.path.join(folder, starts[0]), path)
     folder = os.path.join(path, directory.INDEX)
     names = sorted(name for name in files.names(folder) if name.isdigit())[:2]
-    headers = [files.read_at(os.path.join(folder, name), 0, HEADER_SIZE) for name in names]
+    headers = [files.read(os.path.join(folder, name), 0, HEADER_SIZE) for name in names]
     if len(headers) > 1 and all(len(header) == HEADER_SIZE for header in headers):
         oldest, second = (IndexHeader(*HEADER.unpack(header)) for header in headers)
         if 0 < oldest.end_physical_offset < limit and 0 < second.begin_physical_offset < limit:
@@ -378,9 +378,7 @@ class Mark(NamedTuple):
             with suppress(StoreIOError, CorruptionError):  # there is no such file
                 if files.size(os.path.join(folder, file_name(oldest))) == size:
                     for last in (*range(oldest + size - ENTRY_SIZE, at, size), at):  # files before the last are full
-                        entry = files.read_at(
-                            os.path.join(folder, file_name(last - last % size)), last % size, ENTRY_SIZE
-                        )
+                        entry = files.read(os.path.join(folder, file_name(last - last % size)), last % size, ENTRY_SIZE)
                         if not any(entry):
                             break
             if len(entry) != ENTRY_SIZE or sum(ENTRY.unpack(entry)[:2]) != physical_end:
@@ -402,7 +400,7 @@ class Mark(NamedTuple):
                     raise MarkError(lacks)
                 if count > 1:  # a kill inside the write of a header can leave its end without its count
                     at = file_length(config.max_hash_slot_num, count - 1)
-                    last = files.read_at(place, at, ENTRY_SIZE).ljust(ENTRY_SIZE, b"\0")
+                    last = files.read(place, at, ENTRY_SIZE).ljust(ENTRY_SIZE, b"\0")
                     if unpack_entry(last, 0)[1] != header.end_physical_offset:
                         raise MarkError(f"the header of index file {name} does not fit its entries")
             except (StoreIOError, CorruptionError):

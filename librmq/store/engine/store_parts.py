@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
 
@@ -13,7 +14,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE, ConsumeQueue
 from librmq.consumequeue_entries import places_and_sizes
-from librmq.errors import CorruptionError, StoreError
+from librmq.errors import CorruptionError, StoreError, StoreIOError
 from librmq.files import Damage, Files
 from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
@@ -75,8 +76,13 @@ class ShortQueue(ConsumeQueue):
         size = state.max_offset * ENTRY_SIZE - start
         if not 0 < size <= min(cls._SHORT, file_size):
             return None
-        # The entry behind the end is read too, because it shows what was written since the close.
-        raw = files.read_first(f"{folder}{os.sep}{file_name(start)}", file_size, size + ENTRY_SIZE)
+        if not files.is_shared:  # mapping it takes no more time
+            return None
+        raw = None
+        with suppress(StoreIOError, CorruptionError):  # opening the queue raises it with its reason
+            # The entry behind the end is read too, because it shows what was written since the close.
+            path = f"{folder}{os.sep}{file_name(start)}"
+            raw = files.read_used(path, size + ENTRY_SIZE, file_size, is_whole=False)
         stored = _short_state(start, raw) if raw else None
         if raw is None or stored is None or stored[1:] != state[1:]:
             return None

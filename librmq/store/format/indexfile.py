@@ -102,7 +102,7 @@ class IndexHeader(NamedTuple):
     @classmethod
     def read(cls, path: str, files: Files) -> IndexHeader:
         """Read the header of the file ``path``, without a mapping; what the file lacks counts as zeros."""
-        return cls(*HEADER.unpack(files.read_at(path, 0, HEADER_SIZE).ljust(HEADER_SIZE, b"\0")))
+        return cls(*HEADER.unpack(files.read(path, 0, HEADER_SIZE).ljust(HEADER_SIZE, b"\0")))
 
     def overlaps(self, begin_ms: int, end_ms: int) -> bool:
         """Return whether the file can hold entries of a time from ``begin_ms`` to ``end_ms``."""
@@ -509,7 +509,7 @@ class IndexFile(Closing):
 
     def _read_slots(self, begin: int, end: int) -> bytes:
         """Return slots without a mapping, which would fill their holes in a file system that lies in memory."""
-        return self._files.read_at(self.path, HEADER_SIZE + SLOT_SIZE * begin, SLOT_SIZE * (end - begin))
+        return self._files.read(self.path, HEADER_SIZE + SLOT_SIZE * begin, SLOT_SIZE * (end - begin))
 
     def first_from(self, physical_offset: int) -> int:
         """Return the number of the first entry of a record at or after ``physical_offset``."""
@@ -635,7 +635,7 @@ class IndexFile(Closing):
         """Write the whole content again for `flush`, because the writer can have died before its own flush."""
         file = self.file
         for at in range(0, min(file.size, self._files.data_end(file, 0)), _CHUNK):
-            data = self._files.read_at(self.path, at, _CHUNK)
+            data = self._files.read(self.path, at, _CHUNK)
             if data.count(0) == len(data):
                 continue
             self._files.reserve(file, at, at + len(data))

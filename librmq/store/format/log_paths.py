@@ -73,7 +73,7 @@ def _continues(folder: str, starts: Collection[int], others: Collection[int], le
     places = [os.path.join(folder, f"{start:020}") for start in starts]
     if any(files.size(place) != length for place in places):
         return False
-    return any(int.from_bytes(files.read_at(place, 4, 4), "big") in _MAGICS for place in places)
+    return any(int.from_bytes(files.read(place, 4, 4), "big") in _MAGICS for place in places)
 
 
 def name_paths(log: str, paths: Iterable[str], files: Files) -> None:

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.errors import CorruptionError, MalformedError, MissingExtraError
 from librmq.files import Files
+from librmq.files.interface import read_within
 from librmq.java import json as java_json
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _link(folder: str, linked: str, files: Files) -> tuple[str, ...]:
             os.symlink(os.path.abspath(source), target)
             continue
         with open(target, "xb") as file:
-            file.write(files.read(source, size))
+            file.write(read_within(files, source, size))
     return tuple(entry.name for entry in entries)
 
 

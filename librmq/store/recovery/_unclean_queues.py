@@ -62,7 +62,7 @@ class UncleanQueues:
         end = self._file_size - ENTRY_SIZE
         if content is not None:
             return len(content) <= end
-        return not any(self._files.read_at(os.path.join(folder, file_name(0)), end, ENTRY_SIZE))
+        return not any(self._files.read(os.path.join(folder, file_name(0)), end, ENTRY_SIZE))
 
     def pop_files(self, name: QueueName) -> MappedFileQueue | None:
         """Return the files of a queue that is opened now; None if it was left as it is, or is not listed."""

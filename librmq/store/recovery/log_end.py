@@ -23,6 +23,7 @@ from librmq.commitlog import CommitLog, LogEnd
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files import Damage, Files
+from librmq.files.interface import flush_all
 from librmq.files.rolling import file_name
 from librmq.java.lang import java_decode
 from librmq.message import record
@@ -411,7 +412,7 @@ class Recovery:
         folders = set() if self._clean else self._write_again()
         log.flush()
         queues = self._parts.queues.opened()
-        if len(queues) + len(self._unclean.states) > _MANY_QUEUES and self._files.flush_all(self._path):
+        if len(queues) + len(self._unclean.states) > _MANY_QUEUES and flush_all(self._files, self._path):
             for queue in queues:
                 queue.note_flushed()
         else:
