@@ -471,29 +471,23 @@ def make_folders(files: Files, folder: str) -> None:
         raise
 
 
-def read_within(files: Files, path: str, limit: int) -> bytes:
-    """Return the content of a file.
+def read_replaced(files: Files, path: str, limit: int = LARGEST_WHOLE) -> bytes:
+    """Return the bytes of a file that another process may replace or delete; none if it is missing or empty.
+
+    A broker of RocketMQ deletes a table before it renames the new one, so the file can be gone after a look at it.
 
     Raises:
         CorruptionError: It is longer than ``limit``.
     """
-    data = files.read(path, 0, limit + 1)
-    if len(data) > limit:
-        raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
-    return data
-
-
-def read_replaced(files: Files, path: str, limit: int = 64 << 20) -> bytes:
-    """Return the bytes of a file that another process may replace or delete; none if it is missing or empty.
-
-    A broker of RocketMQ deletes a table before it renames the new one, so the file can be gone after a look at it.
-    """
     try:
-        return read_within(files, path, limit) if files.size(path) else b""
+        data = files.read(path, 0, limit + 1) if files.size(path) else b""
     except StoreIOError as error:
         if error.errno != errno.ENOENT:
             raise
         return b""
+    if len(data) > limit:
+        raise CorruptionError(path, limit, "size", f"expected at most {limit} bytes")
+    return data
 
 
 def is_full(error: StoreIOError) -> bool:

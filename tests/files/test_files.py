@@ -27,8 +27,8 @@ from librmq.files.interface import (
     Files,
     confine,
     flush_all,
+    read_replaced,
     read_sole_file,
-    read_within,
     used_end,
     without_zeros,
 )
@@ -202,9 +202,9 @@ def test_write_replaces_a_small_file(files: Files, root: str) -> None:
 def test_reading_is_bounded(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     files.write(path, b"12345")
-    assert read_within(files, path, 5) == b"12345"
+    assert read_replaced(files, path, 5) == b"12345"
     with pytest.raises(CorruptionError) as told:
-        read_within(files, path, 4)
+        read_replaced(files, path, 4)
     assert (told.value.file, told.value.kind) == (path, "size")
 
 

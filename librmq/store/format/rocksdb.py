@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.errors import CorruptionError, MalformedError, MissingExtraError
 from librmq.files import Files
-from librmq.files.interface import read_within
 from librmq.java import json as java_json
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def _link(folder: str, linked: str, files: Files) -> tuple[str, ...]:
             os.symlink(os.path.abspath(source), target)
             continue
         with open(target, "xb") as file:
-            file.write(read_within(files, source, size))
+            file.write(files.read(source, 0, size))
     return tuple(entry.name for entry in entries)
 
 

@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files import DiskFiles, File, Files
-from librmq.files.interface import make_folders, read_within
+from librmq.files.interface import make_folders
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.store.format.directory import CONFIG, TIMERLOG, TIMERWHEEL
 
@@ -258,7 +258,7 @@ def _wheel_names(store: str, files: Files) -> dict[str, int | None]:
 
 def _read_wheel(store: str, name: str, files: Files) -> npt.NDArray[Any]:
     path = os.path.join(store, name)
-    data = _unpacked(path, files) if name.endswith(".gz") else read_within(files, path, _MAX_WHEEL_SIZE)
+    data = _unpacked(path, files) if name.endswith(".gz") else files.read(path, 0, _MAX_WHEEL_SIZE + 1)
     if len(data) % TimerWheel.SLOT_SIZE:
         raise CorruptionError(
             path, 0, "size", f"expected a multiple of {TimerWheel.SLOT_SIZE} bytes, found {len(data)}"
