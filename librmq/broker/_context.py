@@ -238,7 +238,7 @@ class BrokerLife:
         self.name = name
         self.path = path
         self._why = "was closed"
-        self.watchers = Watchers()
+        self.watchers: Watchers = Watchers()
         """Notified when topics or queues have changed, and at the end."""
 
     def mark_open(self) -> None:

@@ -133,7 +133,7 @@ class Member:
 
     client: Client
     group: str
-    answers_checks = False
+    answers_checks: bool = False
     """Whether it answers checks of transactions."""
 
     def start(self) -> Self:

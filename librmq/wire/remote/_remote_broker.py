@@ -210,7 +210,9 @@ class RemoteBroker(Endpoint):
         self._pops = PopReceives(
             name, runner.clock, self.request, self._send_any, later, self._run_at, self._is_ordered, self._retries_of
         )
-        self.requests = ClientRequests(name, self._beats.get, self._receives.notify, later, name_servers)
+        self.requests: ClientRequests = ClientRequests(
+            name, self._beats.get, self._receives.notify, later, name_servers
+        )
         self._pulls = LongPulls(name, runner.now_ms, self._of_client, later, timeout_s, self._run_at)
 
     def _run_at(self, call: Callable[[], None], due_ms: int) -> None:
