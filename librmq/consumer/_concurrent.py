@@ -433,12 +433,12 @@ class ConcurrentDelivery:
 
     def _divide(self, run: Run) -> None:
         """Apply the results of a run up to now, and let what it has not begun wait again."""
-        rest = run.take_remaining()
-        self.calls.counts.delivered -= len(rest)
+        remaining = run.take_remaining()
+        self.calls.counts.delivered -= len(remaining)
         if not run.assigned.released:
             self._settle(run)
-            if rest:
-                self._begin_later(run.assigned, rest)
+            if remaining:
+                self._begin_later(run.assigned, remaining)
 
     def settle(self) -> None:
         """Apply the results of all listeners that have ended, before progress is stored."""

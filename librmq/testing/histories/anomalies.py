@@ -275,12 +275,12 @@ class _Check:
         return dict(sorted(holders.items()))
 
     def _early(self) -> Iterator[Anomaly]:
-        asked = {send.id for send in self._history.sends if send.not_before_ms is not None} - self._left_out
-        if not asked:
+        delayed = {send.id for send in self._history.sends if send.not_before_ms is not None} - self._left_out
+        if not delayed:
             return
         due_ms = {
             message: min((send.not_before_ms or 0 for send in self._history.stored(message)), default=0)
-            for message in asked
+            for message in delayed
         }
         for row in self._history.deliveries:
             if row.id in due_ms and row.begin_ms < due_ms[row.id] and row.id not in self._left_out:

@@ -165,9 +165,9 @@ class PopReceives:
                     held.waiting, former.waiting = former.waiting, []
             held.waiting.append(notify)
         if held is not former:
-            asked = notification_frame(request, now_ms, SUSPEND_MS, is_ordered=is_ordered)
+            question = notification_frame(request, now_ms, SUSPEND_MS, is_ordered=is_ordered)
             try:
-                self._send(asked, partial(self._answered, key, held))
+                self._send(question, partial(self._answered, key, held))
             except BaseException:
                 for other in self._end(key, held):
                     if other is not notify:  # it joined meanwhile: let it ask again, and meet the error itself
