@@ -280,6 +280,7 @@ class CommitLog(Closing, LogState):
         if self.end + size + _BLANK_SIZE > self._file_end:
             self._roll(size)
         self._sequence.put(self._file_start, self.end - self._file_start, data)
+        self._sequence.mark_dirty(self._file_start)
         self.last_write = self.end
         self.end += size
 

@@ -158,6 +158,7 @@ class FailingFiles:
 
     open = _passed_on("open")
     create = _passed_on("create")
+    make_files = _passed_on("make_files")
     reserve = _passed_on("reserve")
     advise = _passed_on("advise", can_fail=False)
     flush_folder = _passed_on("flush_folder")

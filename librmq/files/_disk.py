@@ -213,6 +213,24 @@ class DiskFiles:
                 os.unlink(place.name, dir_fd=place.folder)
                 raise
 
+    def make_files(self, folder: str, contents: Iterable[tuple[str, bytes | bytearray]], size: int) -> None:
+        self.make_folder(folder)
+        with SystemCall("create", folder), self._place(os.path.join(folder, "")) as above:
+            for name, data in contents:
+                path = os.path.join(folder, name)
+                if above.folder is None:
+                    self.make_folder(os.path.dirname(path))
+                    _make(_Place(path, None), path, size, data)
+                    continue
+                own = os.path.dirname(name)
+                os.mkdir(own, dir_fd=above.folder)
+                descriptor = os.open(own, _FOLDER | os.O_NOFOLLOW, dir_fd=above.folder)
+                try:
+                    give_to_owner(descriptor, "", above.folder)
+                    _make(_Place(os.path.basename(name), descriptor), path, size, data)
+                finally:
+                    os.close(descriptor)
+
     def _map(self, path: str, descriptor: int, size: int, writable: bool, keep_descriptor: bool) -> File:
         try:
             with SystemCall("map", path):
@@ -575,12 +593,15 @@ def _create_renamed(path: str, place: _Place, size: int) -> None:
         _make(place, path, size)
 
 
-def _make(place: _Place, path: str, size: int) -> None:
+def _make(place: _Place, path: str, size: int, data: bytes | bytearray = b"") -> None:
     with SystemCall("create", path):
         descriptor = os.open(place.name, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=place.folder)
         give_to_owner(descriptor, os.path.dirname(place.name), place.folder)
     try:
         _set_length(descriptor, path, size)
+        if data:
+            with SystemCall("write", path):
+                _write_at(descriptor, 0, data)
     except BaseException:
         os.unlink(place.name, dir_fd=place.folder)
         raise

@@ -51,6 +51,12 @@ class MemoryFiles:
             file = self._files[path] = File(path, self._new_buffer(path, size), size, True)
             return file
 
+    def make_files(self, folder: str, contents: Iterable[tuple[str, bytes | bytearray]], size: int) -> None:
+        for name, data in contents:
+            path = os.path.join(folder, name)
+            self.make_folder(os.path.dirname(path))
+            self.create(path, size).buffer[: len(data)] = data
+
     def reserve(self, file: File, begin: int, end: int) -> None:
         pass
 

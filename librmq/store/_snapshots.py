@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 import re
 import threading
@@ -212,10 +213,10 @@ def growing_store(target: str, files: Files) -> Iterator[str]:
 
 
 def _flush_folders(folder: str, files: Files) -> None:
-    folders = list(_folders_below(folder, files))
-    if len(folders) > _MANY_FOLDERS and flush_all(files, folder):
+    many = itertools.islice(_folders_below(folder, files), _MANY_FOLDERS, None)
+    if next(many, None) is not None and flush_all(files, folder):
         return
-    for path in folders:
+    for path in _folders_below(folder, files):
         files.flush_folder(path)
 
 

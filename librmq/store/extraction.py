@@ -19,7 +19,6 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 
 from librmq.clock import SystemClock
-from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, check_path
 from librmq.consumequeue import ENTRY_SIZE
 from librmq.errors import (
@@ -49,7 +48,7 @@ from librmq.store.format.documents import (
     write_kept_config,
 )
 from librmq.store.recovery import salvage
-from librmq.store.recovery.open import settle
+from librmq.store.recovery.open import settle, settle_copy
 from librmq.store.recovery.salvage import Gap
 
 _TIMER_CHECK: Final = re.compile("timercheck")
@@ -100,8 +99,7 @@ def rescue(
     config = config or directory.infer_config(path, files)
     count = gaps = 0
     with growing_store(target, files) as part:
-        log = PartFiles(part, config, files).open_log(writable=True)
-        copies = _Copies(log)
+        copies = _Copies(PartFiles(part, config, files))
         numbers, jobs = copies.numbers, MovedJobs(_sound_notes(path, files, tell))
         valid_queue = cache(validate_queue)
         for item in _records(path, files, numbers.end_log):
@@ -117,8 +115,6 @@ def rescue(
                     item = Gap(item.physical_offset, item.size, path, str(error))
             gaps += 1
             tell(item)
-        copies.write()
-        log.close()
         copy_config(path, part, files, OWN_FOLDER, only=KEPT_CONFIG)
         moved = jobs.committed_jobs()
         if moved:
@@ -128,7 +124,7 @@ def rescue(
         copy_config(path, part, files, without=_TIMER_CHECK)  # it belongs to a timer log that is not copied
         with contextlib.suppress(CorruptionError):  # a table that can't be read stays as it is
             revise_progress(part, files, numbers.new_offset, clock.now_ms())
-        settle(part, config, files, clock)
+        copies.settle()
     return Rescued(target, count, gaps)
 
 
@@ -176,9 +172,10 @@ def extract(
     files = files or DiskFiles()
     directory.check_kind(path, files)
     check_outside(path, target)
-    config = small_config(directory.infer_config(path, files), _sound(path, files, keep))
+    chosen = _Chosen(path, files)
+    config = small_config(directory.infer_config(path, files), chosen.choose(keep))
     tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
-    return make_store(target, _sound(path, files, keep), tables, config, redact=redact, files=files)
+    return make_store(target, chosen.messages(), tables, config, redact=redact, files=files)
 
 
 def make_store(
@@ -198,41 +195,68 @@ def make_store(
     count = size = 0
     places: dict[int, int] = {}
     with growing_store(target, files) as part:
-        log = PartFiles(part, config, files).open_log(writable=True)
-        copies = _Copies(log, places)
+        copies = _Copies(PartFiles(part, config, files), places)
         for message in messages:
             copied = StoredMessage(_redacted(message.raw, message.topic, redact)) if redact else message
             place, raw = copies.append(copied)
             if message.sys_flag & record.TRANSACTION_MASK or message.topic == SystemTopic.HALF:
                 places[message.physical_offset] = place
             count, size = count + 1, size + len(raw)
-        copies.write()
-        log.close()
         numbers = copies.numbers
         numbers.end_log()
         write_kept_config(part, config, files, is_own=True)
         _copy_tables(tables, part, numbers, numbers.topics() | set(topics), files)
-        settle(part, config, files, SystemClock())
+        copies.settle()
     return Extracted(target, count, size)
 
 
-def _sound(path: str, files: Files, keep: Callable[[StoredMessage], bool] | Collection[int]) -> Iterator[StoredMessage]:
+class _Chosen:
+    """The messages of a store to copy: the first pass checks all records, the second one reads only these."""
+
+    def __init__(self, path: str, files: Files) -> None:
+        self._path = path
+        self._files = files
+        self._places = array("q")
+        self._numbers = array("q")  # within the record, which can be a batch of 5.x
+
+    def choose(self, keep: Callable[[StoredMessage], bool] | Collection[int]) -> Iterator[StoredMessage]:
+        """Yield each chosen message, and note where it is."""
+        for message in _sound(self._path, self._files, None if callable(keep) else keep):
+            for number, inner in enumerate(_inner(self._path, message)):
+                if not callable(keep) or keep(inner):
+                    self._places.append(message.physical_offset)
+                    self._numbers.append(number)
+                    yield inner
+
+    def messages(self) -> Iterator[StoredMessage]:
+        """Yield them again."""
+        last, messages = -1, list[StoredMessage]()
+        for record_, number in zip(
+            salvage.records_at(self._path, self._files, self._places), self._numbers, strict=True
+        ):
+            if record_.physical_offset != last:
+                last, messages = record_.physical_offset, _inner(self._path, record_)
+            yield messages[number]
+
+
+def _sound(path: str, files: Files, places: Collection[int] | None) -> Iterator[StoredMessage]:
     gap, is_killed = None, has_abort(files, path)
-    places = None if callable(keep) else keep
     for item in salvage.log_records(path, files, places):
         is_end = is_killed and gap is None  # what a kill leaves, and a recovery cuts, if no record follows
         if isinstance(item, Gap):
             gap = item
         if gap is not None and not (is_end and gap is item):
             raise CorruptionError(gap.file, gap.physical_offset, "record", f"{gap.what}: run librmq salvage first")
-        if isinstance(item, Gap):
-            continue
-        try:
-            messages = inner_messages(item)
-        except RecordError as error:
-            at = item.physical_offset
-            raise CorruptionError(path, at, "record", f"{error.reason}: run librmq salvage first") from None
-        yield from filter(keep, messages) if callable(keep) else messages
+        if not isinstance(item, Gap):
+            yield item
+
+
+def _inner(path: str, message: StoredMessage) -> list[StoredMessage]:
+    try:
+        return inner_messages(message)
+    except RecordError as error:
+        at = message.physical_offset
+        raise CorruptionError(path, at, "record", f"{error.reason}: run librmq salvage first") from None
 
 
 def small_config(config: StoreConfig, messages: Iterable[StoredMessage]) -> StoreConfig:
@@ -379,10 +403,11 @@ class _Copies:
 
     _BLOCK: Final = 4 << 20
 
-    def __init__(self, log: CommitLog, places: Mapping[int, int] | None = None) -> None:
+    def __init__(self, part: PartFiles, places: Mapping[int, int] | None = None) -> None:
         """Take the new places of halves by their old ones; without them prepared offsets stay."""
         self.numbers = Renumbering()
-        self._log = log
+        self._part = part
+        self._log = log = part.open_log(writable=True)
         self._places = places
         self._block = bytearray()
         self._end = log.end
@@ -422,6 +447,15 @@ class _Copies:
         if self._block:
             self._log.append_block(self._block)
             self._block = bytearray()
+
+    def settle(self) -> None:
+        """Write what is left, make queues and index, and mark the store as closed."""
+        self.write()
+        if not self._part.config.enable_consumequeue_ext:
+            settle_copy(self._part, self._log)
+            return
+        self._log.close()
+        settle(self._part.path, self._part.config, self._part.files, SystemClock())
 
 
 def _is_number(part: bytes) -> bool:

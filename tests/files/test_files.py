@@ -120,6 +120,29 @@ def test_a_deleted_file_stays_readable_for_its_holders(files: Files, root: str) 
     assert again.buffer[0:4] == bytes(4)
 
 
+def test_files_are_made_in_folders_of_their_own(files: Files, root: str) -> None:
+    folder = f"{root}/queues/T"
+    files.make_files(folder, [("0/000", b"zero"), ("7/020", bytearray(b"seven"))], 40)
+    assert [entry[:3] for entry in files.list(folder)] == [("0", 0, True), ("7", 0, True)]
+    assert files.read(f"{folder}/0/000") == b"zero".ljust(40, b"\0")
+    assert files.read(f"{folder}/7/020") == b"seven".ljust(40, b"\0")
+    with pytest.raises(StoreIOError):
+        files.make_files(folder, [("0/000", b"again")], 40)
+
+
+def test_files_are_made_behind_no_link(tmp_path: Path) -> None:
+    files, outside = DiskFiles(), tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "queues" / "U").mkdir(parents=True)
+    confine(files, str(tmp_path), "own", "queues")
+    (tmp_path / "queues" / "T").symlink_to(outside)
+    (tmp_path / "queues" / "U" / "0").symlink_to(outside)
+    for topic, error in (("T", CorruptionError), ("U", StoreIOError)):
+        with pytest.raises(error):
+            files.make_files(f"{tmp_path}/queues/{topic}", [("0/000", b"zero")], 40)
+    assert not list(outside.iterdir())
+
+
 def test_a_file_is_made_once(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     files.create(path, 10).buffer[0:1] = b"x"

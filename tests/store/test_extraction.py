@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from librmq import Broker, BrokerConfig, ManualClock, ManualRunner, Message, MessageStore, Producer, TransactionProducer
+from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
 from librmq.message import record
 from librmq.message.message import StoredMessage
@@ -100,6 +101,50 @@ def test_redacted_bodies_and_values_are_hidden(source: Path, tmp_path: Path) -> 
         assert hidden.properties.get("card", "x" * 6)[:1] == "x"
         assert hidden.store_timestamp_ms == original.store_timestamp_ms
     assert not verify(target).damage
+
+
+def test_queues_and_index_are_those_that_a_recovery_makes(source: Path, tmp_path: Path) -> None:
+    small, again = tmp_path / "small", tmp_path / "again"
+    extract(str(source), str(small), lambda one: bool(one.queue_offset) or one.topic != "orders")
+    shutil.copytree(small, again)
+    for derived in ("consumequeue", "index"):
+        shutil.rmtree(again / derived)
+    MessageStore.open(again, thorough=True).close()
+
+    def contents(folder: Path) -> list[tuple[str, bytes]]:
+        queues = sorted(path for path in (folder / "consumequeue").rglob("*") if path.is_file())
+        (index,) = (folder / "index").iterdir()
+        return [*((str(path.relative_to(folder)), path.read_bytes()) for path in queues), ("index", index.read_bytes())]
+
+    assert contents(small) == contents(again)
+
+
+def test_each_record_is_judged_once(source: Path, tmp_path: Path) -> None:
+    judged: list[int] = []
+
+    def keep(message: StoredMessage) -> bool:
+        judged.append(message.physical_offset)
+        return True
+
+    extract(str(source), str(tmp_path / "small"), keep)
+    assert judged == [one.physical_offset for one in messages(source)]
+
+
+def test_a_log_that_loses_a_file_meanwhile_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with MessageStore.open(path, StoreConfig.tiny(commitlog_file_size=8 << 10)) as store:
+        for number in range(60):
+            store.append(Message("T", b"x" * 500, keys=f"k{number}"))
+    first, second, *_ = sorted((path / "commitlog").iterdir())
+
+    def keep(message: StoredMessage) -> bool:
+        if message.physical_offset >= int(second.name):
+            first.unlink(missing_ok=True)
+        return True
+
+    with pytest.raises(CorruptionError, match="its file was deleted meanwhile"):
+        extract(str(path), str(tmp_path / "small"), keep)
+    assert sorted(tmp_path.iterdir()) == [path]
 
 
 def test_a_small_store_takes_more_messages(source: Path, tmp_path: Path) -> None:

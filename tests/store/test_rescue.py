@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from librmq import ManualRunner, Message, Producer, PushConsumer
 from librmq.broker import Broker
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
-from librmq.files._disk import DiskFiles
+from librmq.errors import StoreIOError
+from librmq.files import DiskFiles, MemoryFiles
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import SystemTopic
 from librmq.store import MessageStore
@@ -16,6 +20,7 @@ from librmq.store.extraction import rescue
 from librmq.store.format.broker_tables import BrokerTables
 from librmq.store.format.documents import JobNote, noted_jobs
 from librmq.store.recovery._verify import verify
+from tests.file_seams import FailingFiles
 from tests.stores import START_MS
 
 CONFIG = StoreConfig.tiny()
@@ -75,6 +80,38 @@ def test_a_rescued_store_is_consumed_to_its_end(tmp_path: Path) -> None:
     assert consumed(tmp_path / "new", "ready") == []
     tables = BrokerTables.open(str(tmp_path / "new" / "config"))
     assert tables.consumer_offset("gone", "ready", 0) == 0
+
+
+def test_a_sound_store_is_rescued_with_equal_log_and_queues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("librmq.store.recovery.open._MOST_COLLECTED", 200)  # so that queues are written in parts
+    config = replace(CONFIG, consumequeue_file_size=160)
+    with MessageStore.open(tmp_path / "store", config, background=False) as store:
+        for number in range(60):
+            store.append(Message(f"T{number % 3 // 2}", b"x" * 100, keys=f"k{number}"), number % 3)
+    rescue(str(tmp_path / "store"), str(tmp_path / "saved"))
+    for folder in ("commitlog", "consumequeue"):
+        files = [path.relative_to(tmp_path / "store") for path in (tmp_path / "store" / folder).rglob("*")]
+        assert files
+        assert sorted(files) == sorted(
+            path.relative_to(tmp_path / "saved") for path in (tmp_path / "saved" / folder).rglob("*")
+        )
+        for file in files:
+            place, saved = tmp_path / "store" / file, tmp_path / "saved" / file
+            assert place.is_dir() or place.read_bytes() == saved.read_bytes(), file
+    assert not verify(tmp_path / "saved").damage
+
+
+@pytest.mark.parametrize("call", ["make_files", "flush_folder", "rename"])
+def test_a_call_that_fails_leaves_no_store(call: str) -> None:
+    files = FailingFiles(MemoryFiles())
+    with MessageStore.open("/store", CONFIG, files=files, background=False) as store:
+        store.append(Message("T", b"one"))
+    files.fail(call)
+    with pytest.raises(StoreIOError):
+        rescue("/store", "/saved", files=files)
+    assert not files.is_folder("/saved")
+    assert not files.is_folder("/saved.part")
+    assert rescue("/store", "/saved", files=files).records == 1
 
 
 def test_a_lost_message_at_the_progress_is_skipped(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.commitlog import CommitLog
-from librmq.consumequeue import ENTRY_SIZE, entry_dtype
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, entry_dtype
 from librmq.errors import MessageIllegalError
 from librmq.java.lang import (
     absolute_hashes,
@@ -509,3 +509,21 @@ def walk(
         else:
             # A block that was of no use is a hint that those which follow are not either, so try more and more seldom.
             at, least, is_worth_block = stretch.end, min(2 * least, _MOST_APART), True
+
+
+def derived_blocks(log: CommitLog, levels: DelayLevels) -> Iterator[DerivedBlock]:
+    """Yield what the records of a whole log define, in its order; a record without an entry has an empty one.
+
+    Raises:
+        CorruptionError: A record is unreadable.
+    """
+    derive = Derivation(levels).derive
+    for stretch in walk(log, log.begin, log.end):
+        if stretch.block is not None:
+            yield stretch.block
+        elif records := [derive(*item) for item in stretch.records()]:
+            queues = [
+                (topic, queue_id, queue_offset, b"" if code is None else ENTRY.pack(place, size, code))
+                for place, size, _, topic, queue_id, queue_offset, code, *_ in records
+            ]
+            yield DerivedBlock(stretch.end, queues, key_block([record.pending() for record in records]))

@@ -19,13 +19,12 @@ from librmq.message.properties import split_keys
 from librmq.runtime import lazy_numpy as np
 from librmq.store.engine.derivation import (
     COMPARED,
-    Derivation,
     DerivedRecord,
     KeyBlock,
     RawPending,
+    derived_blocks,
     key_block,
     key_hashes,
-    walk,
 )
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import (
@@ -345,9 +344,5 @@ def rebuild_index(log: CommitLog, index: KeyIndex, levels: DelayLevels) -> None:
     """Rebuild the whole key index."""
     for file in index.files:
         index.delete(file.name)
-    derive = Derivation(levels).derive
-    for stretch in walk(log, log.begin, log.end):
-        if stretch.block is not None:
-            index.append_block(*stretch.block.keys)
-        elif records := [derive(*item).pending() for item in stretch.records()]:
-            index.append_block(*key_block(records))
+    for block in derived_blocks(log, levels):
+        index.append_block(*block.keys)

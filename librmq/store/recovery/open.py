@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from typing import Final, NamedTuple, TypeVar
 
 from librmq.clock import Clock
 from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
-from librmq.consumequeue import ENTRY, ConsumeQueue
-from librmq.errors import CorruptionError, NotAStoreError, RecordError
+from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
+from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, RecordError
 from librmq.files import Damage, Files
-from librmq.files.interface import make_folders, numbered_files
-from librmq.files.rolling import MappingPool
+from librmq.files.interface import flush_all, make_folders, numbered_files
+from librmq.files.rolling import MappingPool, file_name
+from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, record
+from librmq.message.topics import validate_queue
 from librmq.runtime.event_log import counted
-from librmq.store.engine.derivation import BitmapOf
+from librmq.store.engine.derivation import BitmapOf, DerivedBlock, derived_blocks
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.saved_state import (
     Mark,
@@ -461,6 +465,89 @@ def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keep_d
     parts.close()
     clear_abort(files, path)
     return settled
+
+
+_MOST_COLLECTED: Final = 64 << 20
+"""Bytes of entries to collect before they are written."""
+_MANY_FILES: Final = 64
+"""Files from which flushing the whole file system takes less time than flushing each of them."""
+
+
+def settle_copy(part: PartFiles, log: CommitLog) -> None:
+    """Make queues, key index and checkpoint of a log that this process has just written, and mark the store as closed.
+
+    There is nothing to recover: each record was checked when it was copied, and each queue counts from 0. As with
+    `settle`, no other process may know the store yet.
+
+    Raises:
+        CorruptionError: A record names a queue that can't be.
+    """
+    path, files = part.path, part.files
+    log.flush()
+    make_folders(files, log.sequence.folder)  # a store is recognised by it
+    queues, index, stored = _CopiedQueues(part, log), part.open_index(writable=True), 0
+    for block in derived_blocks(log, DelayLevels.parse(part.config.message_delay_level)):
+        queues.add(block)
+        index.append_block(*block.keys)
+        stored = max(int(block.keys.timestamps[-1]), 0)
+    queues.write()
+    index.flush()
+    checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files, writable=True)
+    checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
+    checkpoint.index_timestamp_ms = min(index.full_timestamp_ms, stored)
+    checkpoint.flush()
+    for closed in (log, index, checkpoint):
+        closed.close()
+
+
+class _CopiedQueues:
+    """The queues of a new copy, whose entries are collected so that most files are made by one call."""
+
+    def __init__(self, part: PartFiles, log: CommitLog) -> None:
+        self._part = part
+        self._log = log
+        self._entries: dict[tuple[bytes, int], bytearray] = {}
+        self._size = 0
+        self._ends: Counter[tuple[bytes, int]] = Counter()
+
+    def add(self, block: DerivedBlock) -> None:
+        """Add the next entries."""
+        for topic, queue_id, _, entries in block.queues:
+            collected = self._entries.get((topic, queue_id))
+            if collected is None:
+                try:
+                    validate_queue(java_decode(topic), queue_id)
+                except MessageIllegalError as error:
+                    place = ENTRY.unpack_from(entries)[0] if entries else int(block.keys.physical_offsets[0])
+                    what = f"its queue is impossible: {error}"
+                    raise CorruptionError(self._log.sequence.path_at(place), place, "record", what) from None
+                collected = self._entries[topic, queue_id] = bytearray()
+            collected += entries
+            self._size += len(entries)
+        if self._size >= _MOST_COLLECTED:
+            self.write()
+
+    def write(self) -> None:
+        """Write the collected entries, and flush the files that have them."""
+        part, made = self._part, list[str]()
+        for topic_raw, queues in groupby(sorted(self._entries.items()), key=lambda item: item[0][0]):
+            topic, new = java_decode(topic_raw), list[tuple[str, bytearray]]()
+            folder = os.path.dirname(directory.queue_folder(part.path, topic, 0))
+            for name, entries in queues:
+                end = self._ends[name]
+                self._ends[name] += len(entries) // ENTRY_SIZE
+                if not end and 0 < len(entries) <= part.config.consumequeue_file_size:
+                    new.append((os.path.join(str(name[1]), file_name(0)), entries))
+                elif entries:
+                    with part.open_queue(topic, name[1], writable=True) as queue:
+                        queue.append_many(end, bytes(entries))
+            if new:
+                part.files.make_files(folder, new, part.config.consumequeue_file_size)
+                made += [os.path.join(folder, name) for name, _ in new]
+        self._entries, self._size = {}, 0
+        if len(made) < _MANY_FILES or not flush_all(part.files, part.path):
+            for path in made:
+                part.files.flush(part.files.open(path, writable=True))
 
 
 def _open_or_remove(

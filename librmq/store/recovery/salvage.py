@@ -18,11 +18,12 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Final, NamedTuple
 
+from librmq import commitlog_frames as frames
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
 from librmq.files import Advice, Buffer, DiskFiles, File, Files
@@ -125,23 +126,28 @@ class _Source:
     def end(self) -> int:
         return self.start + self.size
 
-    def items(self, files: Files, file: File) -> Iterator[tuple[int, int, str | None]]:
-        """Yield place and size of each record, and of each other stretch with its description.
+    def items(self, files: Files, file: File) -> Iterator[tuple[int, int, bytes | str]]:
+        """Yield place, size and bytes of each record, and of each other stretch its description.
 
         Holes of the file are not read.
         """
         buffer, data_end = file.buffer, min(files.data_end(file, 0), self.size)
         place, used = 0, -1
         while place < data_end:
-            what: str | None = None
+            what = None
             try:
-                size = record.check_record(buffer, place, self.size, check_body=True)
-                if size:
-                    yield place, size, None
+                for at, size, raw in frames.items(
+                    buffer, self.path, self.start, place, data_end, self.size, True, data_end
+                ):
+                    place = at - self.start
+                    if raw is None:  # the blank that ends a file
+                        break
+                    yield place, size, raw
                     place += size
-                    continue
-            except RecordError as error:
-                what = error.reason
+                else:
+                    return
+            except CorruptionError as error:
+                place, what = error.offset - self.start, error.what
             if used < 0:
                 used = used_end(files, file, place, self.size)
             following = _find(buffer, place + 1, self.size, self.start, used)
@@ -183,6 +189,30 @@ def log_records(path: str, files: Files, only: Container[int] | None = None) -> 
         yield from _read(source, [], files, only)
 
 
+def records_at(path: str, files: Files, places: Iterable[int]) -> Iterator[StoredMessage]:
+    """Yield the records at places of the log where `log_records` has found them, without another check.
+
+    Raises:
+        CorruptionError: A file of the log was deleted meanwhile.
+    """
+    sources = _sources(os.path.join(path, COMMITLOG), files)
+    source, file, released = None, None, 0
+    for place in places:
+        if source is None or file is None or not source.start <= place < source.end:
+            source = next((source for source in sources if source.start <= place < source.end), None)
+            if source is None:
+                folder = os.path.join(path, COMMITLOG)
+                raise CorruptionError(folder, place, "record", "its file was deleted meanwhile: run the command again")
+            file, released = files.open(source.path), 0
+        begin = place - source.start
+        if begin - released > _MOST_HELD:
+            files.advise(file, released, begin, Advice.NO_USE)
+            released = begin
+        size = int.from_bytes(file.buffer[begin : begin + 4], "big")
+        advance(size)
+        yield _message_at(place, file.buffer[begin : begin + size])
+
+
 def cut_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
     """Yield the part of `records` that only cuts hold."""
     earlier = _sources(os.path.join(path, COMMITLOG), files)
@@ -216,28 +246,32 @@ def _read(
     others = [
         (other, files.open(other.path)) for other in earlier if other.start < source.end and source.start < other.end
     ]
-    buffer, data_ends = file.buffer, [files.data_end(other, 0) for _, other in others]
-    released = 0
-    for place, size, what in source.items(files, file):
-        advance(size)
+    data_ends, released = [files.data_end(other, 0) for _, other in others], 0
+    for place, size, item in source.items(files, file):
         if place - released > _MOST_HELD:
             files.advise(file, released, place, Advice.NO_USE)
             released = place
         physical_offset = source.start + place
-        if only is not None and what is None and physical_offset not in only:
+        is_gap = isinstance(item, str)
+        if only is not None and not is_gap and physical_offset not in only:
             continue
-        raw = buffer[place : place + size] if what is None or others else b""
-        if any(
-            (at := physical_offset - holder.start) < data_end and other.buffer[at : at + size] == raw
-            for (holder, other), data_end in zip(others, data_ends, strict=True)
-        ):
+        if others:
+            raw = file.buffer[place : place + size]
+            if any(
+                (at := physical_offset - holder.start) < data_end and other.buffer[at : at + size] == raw
+                for (holder, other), data_end in zip(others, data_ends, strict=True)
+            ):
+                continue
+        if isinstance(item, str):
+            yield Gap(physical_offset, size, source.path, item)
             continue
-        if what is not None:
-            yield Gap(physical_offset, size, source.path, what)
-            continue
-        address = _LONG.pack(physical_offset)
-        at = record.PHYSICAL_OFFSET_AT
-        yield StoredMessage(raw if raw[at : at + 8] == address else raw[:at] + address + raw[at + 8 :])
+        yield _message_at(physical_offset, item)
+
+
+def _message_at(physical_offset: int, raw: bytes) -> StoredMessage:
+    """Return the message of a record, which may name another place than its own."""
+    address, at = _LONG.pack(physical_offset), record.PHYSICAL_OFFSET_AT
+    return StoredMessage(raw if raw[at : at + 8] == address else raw[:at] + address + raw[at + 8 :])
 
 
 # ------------------------------------------------------------------------------------------------------- keeping
@@ -328,5 +362,5 @@ def _copy(log: CommitLog, physical_offset: int, folder: str, files: Files) -> in
             # Full length, because the last record can end in zeros; zeros take no blocks.
             copy_file(files, file, target, begin=begin - start, end=end, size=start + log.file_size - begin)
         source = _Source(target, begin, start + log.file_size - begin)
-        count += sum(what is None for _, _, what in source.items(files, files.open(target)))
+        count += sum(isinstance(item, bytes) for _, _, item in source.items(files, files.open(target)))
     return count
