@@ -208,11 +208,6 @@ class FolderBindings:
     # Topics of temporary queues, such as those for replies, are used again: a topic of its own for each would stay,
     # with the files of its queue and a row of progress, until retention has deleted the last message of it.
 
-    def topic(self, queue: str) -> str:
-        """Return the topic of a queue."""
-        topic: str = self.read()["queues"].get(queue, {}).get(TOPIC) or topic_of(queue)
-        return topic
-
     def free_topic(self) -> str:
         """Return a topic that no temporary queue has; called while other processes are `locked` out."""
         used = {arguments.get(TOPIC) for arguments in self.read()["queues"].values()}

@@ -104,7 +104,12 @@ class KombuBroker:
 
     def topic(self, queue: str) -> str:
         """Return the topic of a queue."""
-        return self.bindings.topic(queue) if isinstance(self.bindings, FolderBindings) else topic_of(queue)
+        return next(iter(self.topics([queue])))
+
+    def topics(self, queues: list[str]) -> dict[str, str]:
+        """Return queues by their topics."""
+        rows = self.bindings.read()["queues"] if isinstance(self.bindings, FolderBindings) else {}
+        return {rows.get(queue, {}).get(TOPIC) or topic_of(queue): queue for queue in queues}
 
     def declare(self, queue: str, arguments: dict[str, Any], *, auto_delete: bool = False) -> None:
         """Make a queue's topic, and note its arguments."""
@@ -130,7 +135,7 @@ class KombuBroker:
         """Create a queue's topic in the store, with a queue for each priority, and note the queue's arguments."""
         priorities = arguments.get("x-max-priority")
         with bindings.locked():
-            before, topic = bindings.read()["queues"].get(queue, {}), bindings.topic(queue)
+            before, topic = bindings.read()["queues"].get(queue, {}), self.topic(queue)
             if TOPIC in before:
                 arguments = arguments | {TOPIC: topic}
             elif is_temporary and priorities is None and not self.route.queues(topic):

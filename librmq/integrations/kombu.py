@@ -265,7 +265,7 @@ class Channel(virtual.Channel):
     def signal_room(self) -> None:
         """Let callers that wait for room look again. Thread-safe."""
         if self._pid == os.getpid():
-            self._transport.signal_room()
+            self._transport.wake(but_hub=True)
 
     def room(self) -> int:
         """Return how many messages the channel takes now."""
@@ -342,6 +342,8 @@ class Transport(virtual.Transport):
         """The messages in flight by delivery tag: kombu rejects one by another channel if its own ends meanwhile."""
         self._pid = os.getpid()
         self._requeued_s = -_LONGEST_WAIT_S
+        self._quiet: set[str] = set()
+        """Queues without messages, of which the receiver calls `wake`."""
         self._signal: _Signal | None = None
         self._changed = Event()  # set when there may be messages, or room for them
 
@@ -368,7 +370,7 @@ class Transport(virtual.Transport):
 
     def receive(self, queues: list[str], max_messages: int) -> list[_Arrived]:
         """Return messages with their queues, without those that have expired; without any, `wake` is called in time."""
-        by_topic = {self.broker.topic(queue): queue for queue in queues}
+        by_topic = self.broker.topics(queues)
         while deliveries := self.receiver.receive(list(by_topic), max_messages):
             received, outdated, others = list[_Arrived](), list[Delivery](), list[Delivery]()
             for delivery in deliveries:
@@ -412,6 +414,7 @@ class Transport(virtual.Transport):
         """Stop receiving from a queue, and give back what is not delivered yet."""
         if self._pid != os.getpid():
             return
+        self._quiet.discard(queue)
         if self._receiver is not None:
             self._give_back(queue)
             self._receiver.leave(self.broker.topic(queue))
@@ -431,6 +434,7 @@ class Transport(virtual.Transport):
         deadline = None if timeout is None else _clock.monotonic() + timeout
         while True:
             self._changed.clear()
+            self._quiet.clear()
             if self._take():
                 return
             left = _LONGEST_WAIT_S if deadline is None else min(deadline - _clock.monotonic(), _LONGEST_WAIT_S)
@@ -441,11 +445,18 @@ class Transport(virtual.Transport):
     def _take(self) -> int:
         """Receive what the channels have room for, and deliver it; return the number of messages."""
         if not self._arrived:
-            ready = [(channel, room) for channel in self.channels if (room := channel.room())]
-            if ready:
-                queues = [queue for channel, _ in ready for queue in channel.queues]
-                self._arrived.extend(self.receive(queues, min(room for _, room in ready)))
+            queues, room = self._wanted()
+            if queues:
+                received = self.receive(queues, room)
+                self._arrived.extend(received)
+                self._quiet.update([] if received else queues)
         return self._deliver_arrived()
+
+    def _wanted(self) -> tuple[list[str], int]:
+        """Return the queues of channels with room, unless all are without messages, and how many messages to take."""
+        ready = [(channel, room) for channel in self.channels if (room := channel.room())]
+        queues = [queue for channel, _ in ready for queue in channel.queues]
+        return ([], 0) if self._quiet.issuperset(queues) else (queues, min(room for _, room in ready))
 
     def _deliver_arrived(self) -> int:
         delivered = 0
@@ -465,10 +476,19 @@ class Transport(virtual.Transport):
         """Let kombu's hub receive whenever it turns, and wake it when messages may be there."""
         signal = self._signal = _Signal()
 
+        def woken() -> None:
+            signal.clear()
+            self._quiet.clear()
+            self._take()
+
         def turn() -> None:
             signal.hub_thread = threading.get_ident()
             if self._take():
-                signal.set()  # a worker's pool has perhaps had its turn before this one; and there may be more
+                # The turns of a hub have no order, and a worker's pool passes its tasks on in its turn.
+                for other in loop.on_tick - {turn}:
+                    other()
+                if self._wanted()[0]:
+                    signal.set()
 
         def leave() -> None:
             loop.on_tick.discard(turn)
@@ -476,23 +496,16 @@ class Transport(virtual.Transport):
             idle.cancel()
 
         signal.leave_loop = leave
-        loop.add_reader(signal.reader, signal.clear)
+        loop.add_reader(signal.reader, woken)
         loop.on_tick.add(turn)
         # An idle hub turns once a second, so that its worker looks whether it is to stop.
-        idle = loop.call_repeatedly(_LONGEST_WAIT_S, _turn)
+        idle = loop.call_repeatedly(_LONGEST_WAIT_S, self._quiet.clear)
 
-    def wake(self) -> None:
-        """Let callers that wait look again. Thread-safe."""
+    def wake(self, *, but_hub: bool = False) -> None:
+        """Let callers that wait look again; ``but_hub`` leaves out the hub's thread, which looks. Thread-safe."""
         self._changed.set()
         signal = self._signal
-        if signal is not None:
-            signal.set()
-
-    def signal_room(self) -> None:
-        """Let callers that wait for room look again. Thread-safe."""
-        self._changed.set()
-        signal = self._signal
-        if signal is not None and signal.hub_thread != threading.get_ident():  # the hub's thread looks before it waits
+        if signal is not None and not (but_hub and signal.hub_thread == threading.get_ident()):
             signal.set()
 
     def close_connection(self, connection: Any) -> None:
@@ -511,10 +524,6 @@ class Transport(virtual.Transport):
             receiver.close()
         if broker is not None:
             brokers.leave(broker)
-
-
-def _turn() -> None:
-    """Do nothing, in a turn of the hub."""
 
 
 TRANSPORT_ALIASES["librmq"] = f"{__name__}:Transport"

@@ -632,6 +632,9 @@ class SharedBroker(AdministeredRoute):
 
     def _watch_in_child(self) -> None:
         """Look for the owner, at the first use in a forked child."""
+        watching = self._thread
+        if watching is not None:  # the block below takes long
+            return
         with critical, self._lock:  # a signal handler can close the share
             if self._thread is None and not self._closing.is_set():
                 self._begin_watching()

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -184,45 +184,70 @@ def test_a_wake_after_the_end_of_its_connection_writes_nowhere(share: Connect, t
         assert [path.stat().st_size for path in tmp_path.glob("file-*")] == [0] * 100
 
 
-def turn(hub: Any) -> None:
-    """Wait until a hub is woken, and let it look."""
-    assert select.select(list(hub.readers), [], [], 60)[0]
-    for callback, arguments in list(hub.readers.values()):
-        callback(*arguments)
-    for look in list(hub.on_tick):
-        look()
-
-
 def test_an_acknowledgement_and_a_message_wake_the_hub(connect: Connect) -> None:
     """The hub of a worker sleeps while it has as many messages as it takes, and while there is none."""
     taken: list[Any] = []
     queue, control = kombu.Queue("tasks", routing_key="tasks"), kombu.Queue("control", routing_key="control")
     with (
+        closing(Hub()) as hub,
         connect() as connection,
         connect() as sending,
         kombu.Consumer(connection.channel(), [queue], on_message=taken.append, prefetch_count=1),
         kombu.Consumer(connection.channel(), [control], on_message=taken.append, no_ack=True),
     ):
-        hub = Hub()
         connection.register_with_event_loop(hub)
+        hub.timer.clear()  # so that it is woken, and does not look each second
         for look in list(hub.on_tick):
             look()
         send(sending, queue, "first", "second")
         while len(taken) < 1:
-            turn(hub)
-        assert select.select(list(hub.readers), [], [], 60)[0], "the worker's pool may have had its turn before"
+            hub.run_once()
         send(sending, control, "ping")
         while len(taken) < 2:
-            turn(hub)
+            hub.run_once()
         acknowledging = threading.Thread(target=taken[0].ack)
         acknowledging.start()
         while len(taken) < 3:
-            turn(hub)
+            hub.run_once()
         acknowledging.join()
         taken[2].ack()
     first, control_message, second = [message.payload for message in taken]
     assert control_message == "ping"
     assert {first, second} == {"first", "second"}
+
+
+def test_a_pool_has_its_turn_after_each_message_before_the_hub_waits(share: Connect) -> None:
+    """A pool passes its tasks to its processes in a turn of the hub, whose turns have no order."""
+    taken: list[Any] = []
+    passed: list[Any] = []
+    queue, messages = kombu.Queue("tasks", routing_key="tasks"), list(range(12))
+    with (
+        closing(Hub()) as hub,
+        share() as connection,
+        kombu.Consumer(connection, [queue], on_message=taken.append, prefetch_count=2),
+    ):
+        send(connection, queue, *messages)
+        for _ in range(4):  # some have their turn before the one of the transport, and some after it
+            hub.on_tick.add(lambda: passed.extend(taken[len(passed) :]))
+        connection.register_with_event_loop(hub)
+        poll = hub.poller.poll
+
+        def look_and_poll(timeout: float) -> Any:
+            assert passed == taken or select.select(list(hub.readers), [], [], 0)[0]
+            if passed:
+                acknowledged = next((message for message in passed if not message.acknowledged), None)
+                if acknowledged is not None:
+                    acknowledged.ack()  # as what a process of the pool says lets a worker do, in the hub's thread
+            assert len(taken) - sum(message.acknowledged for message in taken) <= 2
+            return poll(0)
+
+        hub.poller.poll = look_and_poll
+        turns = 0
+        while not passed or len(passed) < len(messages) or not passed[-1].acknowledged:
+            hub.run_once()
+            turns += 1
+        assert [message.payload for message in passed] == messages
+        assert turns <= len(messages) + 3, "each acknowledgement brings the next message in the same turn"
 
 
 def test_a_cancelled_consumer_leaves_the_others_of_its_hub(connect: Connect) -> None:
@@ -233,8 +258,11 @@ def test_a_cancelled_consumer_leaves_the_others_of_its_hub(connect: Connect) -> 
         message.ack()
 
     stays, leaves = kombu.Queue("stays", routing_key="stays"), kombu.Queue("leaves", routing_key="leaves")
-    with connect() as connection, kombu.Consumer(connection, [stays, leaves], callbacks=[take]) as consumer:
-        hub = Hub()
+    with (
+        closing(Hub()) as hub,
+        connect() as connection,
+        kombu.Consumer(connection, [stays, leaves], callbacks=[take]) as consumer,
+    ):
         connection.register_with_event_loop(hub)
         for look in list(hub.on_tick):
             look()
@@ -243,7 +271,7 @@ def test_a_cancelled_consumer_leaves_the_others_of_its_hub(connect: Connect) -> 
             send(sending, leaves, "left")
             send(sending, stays, "message")
         while not bodies:
-            turn(hub)
+            hub.run_once()
         assert bodies == ["message"]
         assert drain(connection, leaves, 1) == ["left"]
 
