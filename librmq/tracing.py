@@ -197,7 +197,7 @@ def _message_attributes(message: Message | StoredMessage, now_ms: int) -> dict[s
         if message.delay_level > 0:
             kind, attributes["messaging.rocketmq.message.delay_time_level"] = "delay", message.delay_level
         elif (due_ms := _due_ms(message, now_ms)) is not None:
-            kind, attributes["messaging.rocketmq.message.delaystamp"] = "delay", due_ms
+            kind, attributes["messaging.rocketmq.message.delivery_timestamp"] = "delay", due_ms
     else:
         attributes["librmq.delivery_attempt"] = getattr(message, "attempt", message.reconsume_times + 1)
     attributes["messaging.rocketmq.message.type"] = kind

@@ -53,7 +53,7 @@ COMMON = """
 CONSUMER = COMMON + "+messaging.consumer.group.name ?messaging.rocketmq.consumption_model"
 SIZES = " -messaging.message.body.size -messaging.message.envelope.size"
 NETWORK = " ?network.peer.address ?network.peer.port"
-DELAYS = " ?messaging.rocketmq.message.delaystamp ?messaging.rocketmq.message.delay_time_level"
+DELAYS = " ?messaging.rocketmq.message.delivery_timestamp ?messaging.rocketmq.message.delay_time_level"
 CONVENTIONS = {
     "send": (COMMON + SIZES + NETWORK + DELAYS, {SpanKind.PRODUCER, SpanKind.CLIENT}),
     "receive": (CONSUMER + SIZES + NETWORK, {SpanKind.CLIENT}),
@@ -183,7 +183,7 @@ def test_times_are_those_of_a_moved_clock(rmq: Kit, spans: Spans) -> None:
     attributes = send.attributes or {}
     assert send.start_time == send.end_time == START_NS
     assert attributes["messaging.rocketmq.message.type"] == "delay"
-    assert attributes["messaging.rocketmq.message.delaystamp"] == (START_NS + 60_000_000_000) // 1_000_000
+    assert attributes["messaging.rocketmq.message.delivery_timestamp"] == (START_NS + 60_000_000_000) // 1_000_000
     assert process.start_time is not None
     assert process.end_time is not None
     assert process.start_time >= START_NS + 60_000_000_000

@@ -9,7 +9,7 @@ from rocketmq import ClientConfiguration, Credentials, Message, Producer
 
 message = Message()
 message.topic, message.body = "later", b"x"
-message.delaystamp = int(time.time()) + 600  # noqa: TID251 (as a user of the client writes it)
+message.delivery_timestamp = int(time.time()) + 600  # noqa: TID251 (as a user of the client writes it)
 producer = Producer(ClientConfiguration(sys.argv[1], Credentials()), ("later",))
 producer.startup()
 producer.send(message)
