@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from librmq.diagnosis._findings import (
 )
 from librmq.diagnosis._instances import consistency_findings, stuck_findings
 from librmq.diagnosis._kept_progress import kept_progress_findings
-from librmq.diagnosis._lag_report import lag, lag_findings
+from librmq.diagnosis._lag_report import Lag, lag, lag_findings
 from librmq.diagnosis._pop import pop_findings
 from librmq.diagnosis.deadletters import dead_letter_findings, given_up
 from librmq.diagnosis.pending import half_findings, kind_of, never_read_topics
@@ -199,8 +200,7 @@ def unverified_damage(view: StoreView) -> Iterator[Finding]:
     has_files = view.store.queues.has_files
     missing = list(_missing_queue_findings(view)) if has_files else []
     yield from missing
-    if has_files:
-        yield from _missing_key_findings(view)
+    yield from missing_key_findings(view)
     if cut is not None:
         path = view.store.path
         where = f"{os.path.relpath(cut.file, path)} at {cut.offset}: {cut.what}"
@@ -223,12 +223,12 @@ def unverified_damage(view: StoreView) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _missing_key_findings(view: StoreView) -> Iterator[Finding]:
+def missing_key_findings(view: StoreView) -> Iterator[Finding]:
     """Yield a finding if a part of the log has keys that the index lacks, as a broker's own recovery can leave it."""
     from librmq.store.recovery.missing_files import missing_keys
 
     store = view.store
-    gap = missing_keys(store.index, store.log, store.levels)
+    gap = missing_keys(store.index, store.log, store.levels) if store.queues.has_files else None
     if gap is not None:
         begin, end = gap
         yield Finding(
@@ -440,7 +440,7 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
     limits = thresholds or Thresholds()
     try:
         with viewed(source) as view:
-            return worst_first(_all_findings(view, limits, check))
+            return worst_first(chain(_damage_findings(view, check), other_findings(view, limits, lag(view))))
     except CorruptionError:  # a store that cannot be opened, or whose tables cannot be read
         if not isinstance(source, str | os.PathLike):
             raise
@@ -453,9 +453,8 @@ def diagnose(source: Source, thresholds: Thresholds | None = None, *, check: boo
         return [damage_finding(f"store {path}", places, path)]
 
 
-def _all_findings(view: StoreView, limits: Thresholds, check: bool | None) -> Iterator[Finding]:
-    group_lag = lag(view)
-    yield from _damage_findings(view, check)
+def other_findings(view: StoreView, limits: Thresholds, group_lag: Lag) -> Iterator[Finding]:
+    """Yield all findings but those about damage, by the lag of all groups."""
     yield from _missing_log_findings(view)
     yield from _progress_findings(view)
     yield from _unlisted_topic_findings(view)

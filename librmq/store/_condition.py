@@ -113,7 +113,7 @@ def _cut_before_records(parts: Parts) -> Damage | None:
 
 def _cut_before_entries(parts: Parts, config: StoreConfig, files: Files) -> Damage | None:
     """Return as damage that queues of a closed store lead beyond the log's end, which no crash explains."""
-    end = max((state.max_physic_offset for state in parts.queues.states().values()), default=0)
+    end = parts.queues.max_physic_offset
     for cut in parts.cuts:
         if cut.kind == "ahead" and cut.bytes:  # a recovery in memory has cut the queue
             folder = os.path.dirname(cut.file)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Final
 from zlib import crc32
 
@@ -17,9 +18,10 @@ from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY_SIZE, HOLE_SIZE, entry_dtype
 from librmq.diagnosis._checks import (
     damage_finding,
-    diagnose,
     is_verified,
+    missing_key_findings,
     not_verified,
+    other_findings,
     registered_filters,
     unverified_damage,
     verified_damage,
@@ -229,10 +231,11 @@ def survey_findings(view: StoreView, name: str, scope: ReportScope, *, limits: T
     path = view.store.path
     damage = _verify(path, name, view) if check else ()
     group_lag = lag(view)
+    keys = () if view.is_live else missing_key_findings(view)
     findings = [
         _reported(name, finding)
-        for finding in diagnose(view, limits, check=False)
-        if finding.kind not in ("damage", "not-verified") and scope.has_subject(finding.subject)
+        for finding in chain(keys, other_findings(view, limits, group_lag))
+        if scope.has_subject(finding.subject)
     ]
     unchecked: list[ReportedFinding] = []
     if not check:

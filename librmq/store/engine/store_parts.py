@@ -288,6 +288,17 @@ class QueueTable(MutableMapping[QueueName, ConsumeQueue]):
         closed = list(self._closed_states.items())
         return {**{name: state for name, state in closed if state is not None}, **opened}
 
+    @property
+    def max_physic_offset(self) -> int:
+        """The end of the last message that a queue has, as in `states`; 0 without one."""
+        opened = [queue.max_physic_offset for queue in list(self._open.values())]
+        closed = [
+            state.max_physic_offset
+            for name, state in list(self._closed_states.items())
+            if state is not None and name not in self._open
+        ]
+        return max([0, *opened, *closed])
+
 
 def _check(name: QueueName) -> None:
     topic, queue_id = name

@@ -317,7 +317,7 @@ def _refuse_part_of_log(path: str, files: Files) -> None:
 
 def queue_folder(path: str, topic: str, queue_id: int, *, ext: bool = False) -> str:
     """Return the folder of a queue's files, or with ``ext`` of its extension units."""
-    return os.path.join(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE, topic, str(queue_id))
+    return f"{os.path.join(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE)}{os.sep}{topic}{os.sep}{queue_id}"
 
 
 def list_queues(path: str, files: Files, *, ext: bool = False) -> list[tuple[str, int]]:
