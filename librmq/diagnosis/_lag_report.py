@@ -164,7 +164,7 @@ class Lag:
         return self.topics if isinstance(self.topics, _Rows) else _Rows.of(self.topics)
 
     def __len__(self) -> int:
-        return self._rows.bounds[-1]
+        return int(self._rows.bounds[-1])
 
     def __iter__(self) -> Iterator[QueueLag]:
         return self._rows.queue_lags()
@@ -243,8 +243,7 @@ def lag(
             time_at = cache(lambda queue, start: _times_of(view, queue, [start])[0]) if times else None
             return Lag(_topics_of(view, group, topic, includes_own, time_at), view.now_ms)
         if not includes_own and group is None:
-            own = [number for number, name in enumerate(progress.names[1]) if is_own_group(name)]
-            progress = progress.chosen(~np.isin(progress.parts[1], own))
+            progress = progress.named(1, {name for name in progress.names[1] if not is_own_group(name)})
         for at, name in enumerate((topic, group)):
             if name is not None:
                 progress = progress.named(at, {name} if isinstance(name, str) else set(name))
@@ -296,16 +295,23 @@ def no_progress(group: str, topic: str) -> ConfigError:
 class _Rows(Sequence[TopicProgress]):
     """The queues of each group and topic, as columns with an element for each of them.
 
-    The columns are lists, or arrays where there are many queues. Groups and topics have an element for each pair, whose
-    queues are those between its bounds. The pairs of a group are behind each other.
+    The columns are lists, or arrays where there are many queues. The queues of a pair are those between its bounds. The
+    pairs of a group are behind each other.
     """
 
     def __init__(
-        self, groups: Sequence[str], topics: Sequence[str], bounds: Sequence[int], columns: Sequence[Any]
+        self,
+        names: tuple[Sequence[str], Sequence[str]],
+        bounds: Any,  # noqa: ANN401 (a column)
+        columns: Sequence[Any],
+        places: Sequence[NDArray[Any]] | None = None,
     ) -> None:
-        """Take ids, begins, ends, offsets, whether these are unknown and so equal to the begins, and oldest times."""
-        self._groups = groups
-        self._topics = topics
+        """Take ids, begins, ends, offsets, whether these are unknown and so equal to the begins, and oldest times.
+
+        ``names`` are the groups and the topics, one of each for a pair; with ``places`` all that there are, and the
+        places there of each pair's.
+        """
+        self._names, self._places = names, places
         self.bounds = bounds
         """The number of each pair's first queue, and that of all queues."""
         self._ids, self._begins, self._ends, self._offsets, self._is_unknown, self._oldest_ms = columns
@@ -318,7 +324,19 @@ class _Rows(Sequence[TopicProgress]):
         ids, begins, ends, offsets, _, oldest_ms = (list(chain.from_iterable(column)) for column in columns)
         is_unknown = [offset is None for offset in offsets]
         oldest_ms = [_NEVER_MS if time_ms is None else time_ms for time_ms in oldest_ms]
-        return cls(groups, names, bounds, (ids, begins, ends, _filled(offsets, begins), is_unknown, oldest_ms))
+        return cls((groups, names), bounds, (ids, begins, ends, _filled(offsets, begins), is_unknown, oldest_ms))
+
+    @cached_property
+    def _groups(self) -> Sequence[str]:
+        return self._names_of_pairs(0)
+
+    @cached_property
+    def _topics(self) -> Sequence[str]:
+        return self._names_of_pairs(1)
+
+    def _names_of_pairs(self, at: int) -> Sequence[str]:
+        names = self._names[at]
+        return names if self._places is None else _listed(np.array(names, np.object_)[self._places[at]])
 
     @cached_property
     def _terms(self) -> Sequence[Any]:
@@ -335,7 +353,7 @@ class _Rows(Sequence[TopicProgress]):
         return [ids, begins, ends, progress, lags, _times(_listed(self._oldest_ms))]
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self.bounds) - 1
 
     def __getitem__(self, place: Any) -> Any:  # noqa: ANN401 (a number or a slice)
         if isinstance(place, slice):
@@ -345,7 +363,7 @@ class _Rows(Sequence[TopicProgress]):
         return TopicProgress(self._groups[place], self._topics[place], *(column[queues] for column in self._lists))
 
     def __iter__(self) -> Iterator[TopicProgress]:
-        queues = list(starmap(slice, pairwise(self.bounds)))
+        queues = list(starmap(slice, pairwise(_listed(self.bounds))))
         columns = (map(column.__getitem__, queues) for column in self._lists)
         return map(TopicProgress, self._groups, self._topics, *columns)
 
@@ -357,38 +375,47 @@ class _Rows(Sequence[TopicProgress]):
     def by_topic(self) -> list[TopicLag]:
         """Return the sums of each group and topic."""
         _, lags, deleted, is_beyond = self._terms
-        columns: list[Sequence[Any]] = [self._groups, self._topics, self._counts()]
         by_pair = partial(self._combined, bounds=self.bounds)
-        columns += [by_pair(sum, lags), by_pair(max, lags), _times(by_pair(min, self._oldest_ms))]
-        columns += [by_pair(sum, column) for column in (self._is_unknown, is_beyond, deleted)]
+        sums = [by_pair(sum, lags), by_pair(max, lags), by_pair(min, self._oldest_ms)]
+        sums += [by_pair(sum, column) for column in (self._is_unknown, is_beyond, deleted)]
+        total, most, oldest_ms, *others = map(_listed, sums)
+        columns = self._groups, self._topics, self._counts(), total, most, _times(oldest_ms), *others
         return [TopicLag(*row) for row in zip(*columns, strict=True)]
 
     def by_group(self) -> list[GroupLag]:
         """Return the sums of each group."""
-        lags = self._terms[1]
-        retries = {topic for topic in set(self._topics) if topic.startswith(TopicPrefix.RETRY)}
-        lags_of_pairs = self._combined(sum, lags, self.bounds) if retries else []
-        places = [0, *accumulate(Counter(self._groups).values())]  # the pairs of a group are behind each other
-        bounds = [self.bounds[place] for place in places]
-        totals, oldest_ms = self._combined(sum, lags, bounds), _times(self._combined(min, self._oldest_ms, bounds))
-        sums = []
-        for (begin, end), total, oldest in zip(pairwise(places), totals, oldest_ms, strict=True):
-            again = sum(compress(lags_of_pairs[begin:end], map(retries.__contains__, self._topics[begin:end])))
-            queues = self.bounds[end] - self.bounds[begin]
-            sums.append(GroupLag(self._groups[begin], end - begin, queues, total, total - again, again, oldest))
-        return sums
+        lags, places = self._terms[1], self._places
+        is_again = [topic.startswith(TopicPrefix.RETRY) for topic in self._names[1]]
+        lags_again = self._combined(sum, lags, self.bounds)
+        if places is None:
+            firsts: Any = [0, *accumulate(Counter(self._groups).values())]
+            bounds: Any = [self.bounds[first] for first in firsts]
+            lags_again = [lag if again else 0 for lag, again in zip(lags_again, is_again, strict=True)]
+        else:
+            firsts = np.append(np.flatnonzero(np.diff(places[0], prepend=-1)), len(places[0]))
+            bounds = self.bounds[firsts]
+            lags_again = lags_again * np.array(is_again)[places[1]]
+        sums = (
+            self._combined(sum, lags, bounds),
+            self._combined(sum, lags_again, firsts),
+            self._combined(min, self._oldest_ms, bounds),
+        )
+        totals, again, oldest_ms = map(_listed, sums)
+        names = [self._names[0][first if places is None else places[0][first]] for first in firsts[:-1]]
+        counts = ([end - begin for begin, end in pairwise(_listed(column))] for column in (firsts, bounds))
+        new = [total - repeated for total, repeated in zip(totals, again, strict=True)]
+        return list(map(GroupLag, names, *counts, totals, new, again, _times(oldest_ms)))
 
     def _counts(self) -> list[int]:
-        return [end - begin for begin, end in pairwise(self.bounds)]
+        return [end - begin for begin, end in pairwise(_listed(self.bounds))]
 
     @staticmethod
-    def _combined(combine: Callable[[Sequence[int]], int], column: Any, bounds: Sequence[int]) -> list[int]:  # noqa: ANN401
-        """Return the sum, maximum or minimum of a column between its bounds."""
+    def _combined(combine: Callable[[Sequence[int]], int], column: Any, bounds: Any) -> Any:  # noqa: ANN401 (columns)
+        """Return the sums, maxima or minima of a column between its bounds."""
         if isinstance(column, list):
             return [combine(column[begin:end]) for begin, end in pairwise(bounds)]
         ufunc = {sum: np.add, max: np.maximum, min: np.minimum}[combine]
-        numbers: list[int] = ufunc.reduceat(column, bounds[:-1], dtype=np.int64).tolist()
-        return numbers
+        return ufunc.reduceat(column, bounds[:-1], dtype=np.int64)
 
 
 def _terms(offsets: Any, begins: Any, ends: Any) -> Sequence[Any]:  # noqa: ANN401 (columns)
@@ -461,8 +488,8 @@ def _rows_of(view: StoreView, progress: NumberColumns, times: bool) -> _Rows:
     begin, end = begins[queue_of_cell], ends[queue_of_cell]
     offsets = begin.copy()
     offsets[cell_of_entry] = progress.values[exists]
-    unread, lags, *_ = _terms(offsets, begin, end)
-    oldest_ms = np.full(len(lags), _NEVER_MS)
+    oldest_ms = np.full(len(offsets), _NEVER_MS)
+    unread, lags, *_ = _terms(offsets, begin, end) if times else (offsets, begin)
     if times and lags.any():
         waiting = np.flatnonzero(lags)
         _read_times(view, [name for name, _ in queues], begins, ends, queue_of_cell, unread, oldest_ms, waiting)
@@ -476,11 +503,8 @@ def _rows_of(view: StoreView, progress: NumberColumns, times: bool) -> _Rows:
         columns = [column[order] for column in columns]
     starts = np.flatnonzero(np.diff(columns[0], prepend=-1))
     pairs = columns[0][starts]  # those with any queue
-    group_names, topic_names = (
-        np.array(names, np.object_)[places[pairs]].tolist()
-        for names, places in ((groups, group_of_pair), (topics, topic_of_pair))
-    )
-    return _Rows(group_names, topic_names, [*starts.tolist(), len(columns[0])], columns[1:])
+    places = group_of_pair[pairs], topic_of_pair[pairs]
+    return _Rows((groups, topics), np.append(starts, len(columns[0])), columns[1:], places)
 
 
 def _read_times(

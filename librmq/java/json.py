@@ -22,10 +22,11 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import chain, count, islice, repeat
+from operator import contains
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
 
 from librmq.errors import MalformedError
@@ -76,33 +77,49 @@ class NumberColumns(NamedTuple):
     """The keys of all pairs."""
     values: NDArray[Any]
     """The values of all pairs."""
+    row_names: Sequence[str] = ()
+    """The names of all objects, if `of` has read them."""
 
     @classmethod
-    def of(cls, rows: Mapping[str, dict[int, int]]) -> Self:
-        """Return the columns of objects with names such as ``topic@group``; those with other names are left out."""
-        rows = {name: row for name, row in rows.items() if name.count("@") == 1 and name[0] != "@" != name[-1]}
-        names = defaultdict[str, int](count().__next__), defaultdict[str, int](count().__next__)
-        words = "@".join(rows).split("@") if rows else []
-        parts = [
-            np.fromiter(map(places.__getitem__, words[at::2]), np.int64, len(rows)) for at, places in enumerate(names)
-        ]
-        widths = np.fromiter(map(len, rows.values()), np.int64)
-        keys = np.fromiter(chain.from_iterable(rows.values()), np.int64)
-        values = np.fromiter(chain.from_iterable(map(dict.values, rows.values())), np.int64)
-        return cls((list(names[0]), list(names[1])), (parts[0], parts[1]), widths, keys, values)
+    def of(cls, rows: Mapping[str, dict[int, int]], earlier: Self | None = None) -> Self:
+        """Return the columns of objects with names such as ``topic@group``; those with other names are left out.
+
+        Other threads may change the objects meanwhile, but not ``rows``. The columns of an ``earlier`` call make it
+        quicker while the names are the same.
+        """
+        row_names = list(rows)
+        if earlier is not None and earlier.row_names == row_names:
+            names, parts = earlier.names, earlier.parts
+        else:
+            firsts, seconds = defaultdict[str, int](count().__next__), defaultdict[str, int](count().__next__)
+            words = "@".join(rows).split("@") if rows else []
+            if len(words) != 2 * len(rows) or "" in words or not all(map(contains, rows, repeat("@"))):
+                rows = {name: row for name, row in rows.items() if name.count("@") == 1 and name[0] != "@" != name[-1]}
+                return cls.of(rows)
+            first, second = (
+                np.fromiter(map(places.__getitem__, words[at::2]), np.int64, len(rows))
+                for at, places in enumerate((firsts, seconds))
+            )
+            names, parts = (list(firsts), list(seconds)), (first, second)
+        while True:
+            widths = np.fromiter(map(len, rows.values()), np.int64, len(rows))
+            with suppress(RuntimeError):  # an object has got another key meanwhile
+                pairs = chain.from_iterable(map(dict.items, rows.values()))
+                numbers = np.fromiter(chain.from_iterable(pairs), np.int64)
+                if 2 * widths.sum() == len(numbers):
+                    keys, values = numbers[::2].copy(), numbers[1::2].copy()
+                    return cls(names, parts, widths, keys, values, row_names)
 
     def named(self, at: int, names: Collection[str]) -> Self:
         """Return the objects whose first (0) or second (1) part of the name is one of these."""
         places = [place for place, name in enumerate(self.names[at]) if name in names]
-        return self.chosen(np.isin(self.parts[at], places))
+        return self if len(places) == len(self.names[at]) else self.chosen(np.isin(self.parts[at], places))
 
     def chosen(self, is_chosen: NDArray[Any]) -> Self:
         """Return some of the objects."""
         pairs = np.repeat(is_chosen, self.widths)
         parts = self.parts[0][is_chosen], self.parts[1][is_chosen]
-        return self._replace(
-            parts=parts, widths=self.widths[is_chosen], keys=self.keys[pairs], values=self.values[pairs]
-        )
+        return type(self)(self.names, parts, self.widths[is_chosen], self.keys[pairs], self.values[pairs])
 
     def rows(self) -> dict[tuple[str, str], dict[int, int]]:
         """Return the objects by the parts of their names; of equal names the last one counts."""
@@ -148,13 +165,17 @@ class NumberRows:
         for block in self._blocks:
             parts = block.replace("@", '"').split('"')  # a space, the parts of a name, its numbers, the next name …
             rows = len(parts) // 3
-            numbers = np.fromstring("".join(parts[3::3]).encode().translate(_TO_SPACES), np.int64, sep=" ")
-            colons = map(str.count, parts[3::3], repeat(":"))  # each object has one before it, and each pair one inside
+            text = "".join(parts[3::3]).encode()
+            numbers = np.fromstring(text.translate(_TO_SPACES), np.int64, sep=" ")
+            characters = np.frombuffer(text, np.uint8)
+            is_colon, begins = characters == ord(":"), np.flatnonzero(characters == ord("{"))
+            counts = np.add.reduceat(is_colon, begins, dtype=np.int64)  # with the colon before the next object
+            counts[:-1] -= 1
             columns.append(
                 (
                     np.fromiter(map(firsts.__getitem__, parts[1::3]), np.int64, rows),
                     np.fromiter(map(seconds.__getitem__, parts[2::3]), np.int64, rows),
-                    np.fromiter(colons, np.int64, rows) - 1,
+                    counts,
                     numbers[::2],
                     numbers[1::2],
                 )

@@ -111,12 +111,23 @@ def test_rows_of_numbers_are_read_when_they_are_asked_for() -> None:
         assert read.rows() == parts
         assert read.names == (["a", "b"], ["g", "h"])
         assert [column.tolist() for column in read.parts] == [[0, 1, 0], [0, 0, 1]]
-        assert [column.tolist() for column in read[2:]] == [[2, 1, 1], [0, 2, 0, 7], [1, 3, -5, 8]]
+        assert [column.tolist() for column in read[2:5]] == [[2, 1, 1], [0, 2, 0, 7], [1, 3, -5, 8]]
     some = columns.chosen(columns.parts[0] == 0)
-    assert [column.tolist() for column in some[2:]] == [[2, 1], [0, 2, 7], [1, 3, 8]]
+    assert [column.tolist() for column in some[2:5]] == [[2, 1], [0, 2, 7], [1, 3, 8]]
     assert columns.named(0, {"a"}).rows() == some.rows()
     assert columns.named(1, {"h", "x"}).rows() == {("a", "h"): {7: 8}}
     assert NumberColumns.of({}).rows() == {}
+
+
+def test_columns_of_changed_rows_are_those_of_all_rows() -> None:
+    rows: dict[str, dict[int, int]] = {"a@g": {0: 1}, "b@g": {}, "a@h": {0: 2, 1: 3}}
+    columns = NumberColumns.of(rows)
+    changes: list[tuple[str, dict[int, int]]] = [("a@g", {0: 5}), ("b@g", {3: 7}), ("a@h", {1: 4}), ("c@h", {1: 1})]
+    for name, row in changes:
+        rows[name] = row
+        columns = NumberColumns.of(rows, columns)
+        assert columns.rows() == NumberColumns.of(rows).rows() == {tuple(key.split("@")): rows[key] for key in rows}
+        assert NumberColumns.of({}, columns).rows() == {}
 
 
 @pytest.mark.parametrize("rows", ['"a":{0:1}', '"a@b@c":{0:1}', '"a@g":{}', '"a@g":{0:1},"b@g":{}', '"a@g":1', ""])
