@@ -465,6 +465,11 @@ class Broker(StoreRoute, Endpoint):
         return self._deliveries.takes_any_delay
 
     @property
+    def delay_offsets(self) -> dict[int, int]:
+        """The queue offset of the next message to deliver, by delay level; `tables` has what is saved of it."""
+        return self._deliveries.schedule.progress
+
+    @property
     def discard_hooks(self) -> list[DiscardHook]:
         """Functions called with each half message that a check discards, and its number of checks."""
         return self._transactions.discard_hooks

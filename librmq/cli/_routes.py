@@ -16,10 +16,9 @@ import ssl
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Final
 
-from librmq.broker import AdministeredRoute, StoreRoute
+from librmq.broker import AdministeredRoute
 from librmq.errors import InputError
 from librmq.files import DiskFiles, OverlayFiles
 from librmq.protocol import (
@@ -34,10 +33,8 @@ from librmq.protocol import (
     Request,
     ResendLetters,
 )
-from librmq.store import BrokerTables, MessageStore
-from librmq.store.format.directory import CONFIG
 from librmq.wire.remote import RemoteRoute, connect
-from librmq.wire.share_links import connect_to_sharing
+from librmq.wire.share_links import OwnedStore, connect_to_sharing
 
 _VARIABLES: Final = {
     "accessKey": "LIBRMQ_ACCESS_KEY",
@@ -161,32 +158,12 @@ class ActingRoute(AdministeredRoute):
         return self.remote.watch(changed)
 
 
-class OwnedStore(ActingRoute, StoreRoute):
-    """A store, and the route to the process that owns and shares it. Not thread-safe."""
-
-    def __init__(self, path: str, remote: RemoteRoute, opened: ExitStack, *, dry_run: bool) -> None:
-        """``opened`` closes the store."""
-        super().__init__(remote, dry_run=dry_run)
-        (self.name,) = remote.broker_names()
-        self._path, self._opened = path, opened
-        self._files = OverlayFiles() if dry_run else DiskFiles()
-        self._owner = remote.broker(self.name)
-
-    @cached_property
-    def tables(self) -> BrokerTables:
-        """The tables that the owner has at the first use."""
-        rows = BrokerTables(os.path.join(self._path, CONFIG), DiskFiles())
-        rows.take(*self._owner.tables())
-        return rows
-
-    @cached_property
-    def store(self) -> MessageStore:
-        """The store, opened for reading at the first use: commands that read open it by themselves."""
-        return self._opened.enter_context(MessageStore.open(self._path, read_only=True, files=self._files))
-
-
 @contextmanager
 def owner_of(path: str, *, dry_run: bool = False) -> Iterator[OwnedStore | None]:
     """Connect like `connect_to_sharing`, for a command that acts; with ``dry_run`` nothing is changed there."""
     with connect_to_sharing(path) as route, ExitStack() as opened:
-        yield None if route is None else OwnedStore(path, route, opened, dry_run=dry_run)
+        if route is None:
+            yield None
+        else:
+            acting, files = ActingRoute(route, dry_run=dry_run), OverlayFiles() if dry_run else DiskFiles()
+            yield OwnedStore(path, route, opened, acting=acting, files=files)

@@ -36,10 +36,10 @@ from librmq.store.format.log_paths import name_paths
 
 if TYPE_CHECKING:  # commands that read the log alone need none of these
     from librmq.broker import AdministeredRoute, Broker, StoreRoute
-    from librmq.cli._routes import OwnedStore
     from librmq.columns import RemoteStore
     from librmq.diagnosis import ClusterView, StoreView
     from librmq.store import BrokerTables, Condition, MessageStore
+    from librmq.wire.share_links import OwnedStore
 
 _DEEPEST: Final = 2
 _MOST_FOLDERS: Final = 2000

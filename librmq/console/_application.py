@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from math import ceil
 from os import PathLike
 from typing import Final
 from urllib.parse import parse_qsl, quote
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -76,20 +76,27 @@ def console(
     return Guard(site.application(), authorize=authorize, hosts=hosts, secret=secret)
 
 
+@cache
+def _templates() -> dict[str, Template]:
+    """Return the templates by name, compiled, so that no first look at a page waits for that."""
+    environment = Environment(
+        loader=PackageLoader("librmq.console"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["at_moment"] = at_moment
+    return {name: environment.get_template(name) for name in environment.list_templates(extensions=["j2"])}
+
+
 class _Site:
     """The answers to requests that the guard has let through."""
 
     def __init__(self, pages: Pages, changes: Changes | None) -> None:
         self._pages = pages
         self._changes = changes
-        self._environment = Environment(
-            loader=PackageLoader("librmq.console"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        self._environment.filters["at_moment"] = at_moment
+        self._templates = _templates()
         folder = files("librmq.console") / "templates"
         self._static = {name: (folder / name).read_bytes() for name in _STATIC}
 
@@ -114,7 +121,7 @@ class _Site:
         return made
 
     async def _show(self, page: Callable[[Query], Page], request: Request) -> Response:
-        query, place = Query(dict(request.query_params), self._pages.place.clock), self._pages.place
+        query, place = self._query(request), self._pages.place
 
         def make() -> Page:
             begin_s = place.clock.monotonic()
@@ -128,6 +135,11 @@ class _Site:
             return shown
 
         return await self._answered(request, make, query)
+
+    def _query(self, request: Request) -> Query:
+        """Return the parameters; what is given several times, as boxes that are ticked, is one list of words."""
+        given = request.query_params
+        return Query({name: " ".join(given.getlist(name)) for name in given}, self._pages.place.clock)
 
     async def _answered(self, request: Request, make: Callable[[], Page], shown: Query | None = None) -> Response:
         """Return a page, or the error that says why there is none, in a thread: a page reads files.
@@ -144,14 +156,14 @@ class _Site:
         moment = None if query is None else Moment.of(query, self._pages.place.extent)
         at = "" if moment is None else moment.at
         path = request.url.path.rpartition("/")[2]
-        text = self._environment.get_template(page.template).render(
+        text = self._templates[page.template].render(
             page=page,
             place=self._pages.place.title,
             navigation=[(to, name, to.removeprefix("./") == path) for to, name in _NAVIGATION],
             moment=moment,
             at=at,
             allow_changes=self._changes is not None and not at,
-            can_skip=self._pages.place.broker is not None,
+            can_skip=self._pages.place.can_own,
             bodies=self._pages.bodies,
             token=request.scope["librmq.token"],
             **page.more,
@@ -176,8 +188,7 @@ class _Site:
             why = "This console only shows: it was made without allow_changes, or no broker has the store open."
             return self._rendered(request, Page("Not allowed", notes=[why], is_live=False), 403)
         if request.method == "GET":
-            query = Query(dict(request.query_params), self._pages.place.clock)
-            return await self._answered(request, partial(self._proposal, changes, query))
+            return await self._answered(request, partial(self._proposal, changes, self._query(request)))
         form = await self._form(request)
         if form is None or form.pop("token", "") != request.scope["librmq.token"]:
             why = "The form is not of this console, or older than its start: open its page again."

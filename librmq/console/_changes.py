@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from librmq.console._place import Place
 from librmq.console._tables import Cell, Query, Table, count, link, message_link
-from librmq.diagnosis import decide_half, plan_skip, skip
+from librmq.diagnosis import StoreView, decide_half, plan_skip, skip
 from librmq.diagnosis.deadletters import letters_by_queue
 from librmq.errors import BrokerError, ConfigError, RmqError
 from librmq.formatting import moment, number, short
@@ -137,10 +137,10 @@ class Changes:
     def _skip(self, query: Query) -> Change:
         group, topic = query.required("group"), query.required("topic")
         minutes = query.number("minutes", largest=1 << 31)
-        broker = self._place.broker
-        if broker is None:
-            raise ConfigError("skip: only the process that has the broker can do this; elsewhere use librmq skip")
-        plan = plan_skip(broker, group, topic, older_than=60 * minutes)
+        now_ms = self._place.clock.now_ms()
+        with self._place.owner() as owner:
+            source = self._place.broker or StoreView.over(owner.store, owner.tables)
+            plan = plan_skip(source, group, topic, older_than=60 * minutes, now_ms=now_ms)
         rows = [
             [
                 Cell(str(queue.queue_id), is_number=True),
@@ -153,7 +153,8 @@ class Changes:
         ]
 
         def apply() -> list[Table]:
-            done = skip(broker, plan)
+            with self._place.owner() as owner:
+                done = skip(owner, plan)
             messages = sum(queue.end - queue.begin for queue in done.queues)
             return [Table("Skipped", ("queues", "messages"), [[count(len(done.queues)), count(messages)]])]
 
@@ -186,8 +187,8 @@ class Changes:
     # ---- messages
 
     def _resend(self, query: Query) -> Change:
-        group, message_id = query.required("group"), query.text("id")
-        letters = list(islice(self._letters(group, message_id), _LETTERS + 1))
+        group, ids = query.required("group"), query.words("id")
+        letters = list(islice(self._letters(group, ids), _LETTERS + 1))
         chosen = letters[:_LETTERS]
         rows = [
             [
@@ -198,23 +199,21 @@ class Changes:
             for letter in chosen[:100]
         ]
         more = "" if len(letters) <= _LETTERS else f" The first {number(_LETTERS)}; ask again for the others."
-        only = ["--id", message_id] if message_id else []
+        only = [["--id", message_id] for message_id in ids] or [[]]
         return Change(
             f"Send {number(len(chosen))} dead letters to group {group} again",
-            self._command("dead-letters", "--group", group, "--resend", *only),
+            " && ".join(self._command("dead-letters", "--group", group, "--resend", *words) for words in only),
             [Table("Dead letters that were not sent again", ("id", "given up", "attempts"), rows, more.strip())],
             partial(self._send_letters, group, chosen),
             is_needed=bool(chosen),
             back=link("letters", group=group),
         )
 
-    def _letters(self, group: str, message_id: str) -> Iterator[StoredMessage]:
-        """Yield the letters of a group that have no note of a resend, or the one with an id."""
+    def _letters(self, group: str, ids: Sequence[str]) -> Iterator[StoredMessage]:
+        """Yield the letters of a group that have these ids; without any, those that have no note of a resend."""
         with self._place.view() as view:
             for _, message, letter in letters_by_queue(view, group, view.resent_times):
-                if message_id in (message.message_id, message.unique_key) or (
-                    not message_id and letter.resent_at_ms is None
-                ):
+                if message.message_id in ids or message.unique_key in ids or (not ids and letter.resent_at_ms is None):
                     yield message
 
     def _send_letters(self, group: str, letters: Sequence[StoredMessage]) -> list[Table]:
@@ -257,10 +256,8 @@ class Changes:
 
     def _half(self, query: Query) -> Change:
         offset, decision = query.number("offset"), query.text("decision")
-        broker = self._place.broker
-        if broker is None:
-            raise ConfigError("half: only the process that has the broker can decide; elsewhere use librmq decide")
-        half = broker.store.message_at(offset)
+        with self._place.owner() as owner:
+            half = owner.store.message_at(offset)
         if half is None:
             raise ConfigError(f"offset: there is no message at {offset}")
         is_commit = decision == "commit"
@@ -268,7 +265,8 @@ class Changes:
         def apply() -> list[Table]:
             if decision not in ("commit", "rollback"):
                 raise ConfigError(f"decision: expected commit or rollback, found {decision!r}")
-            decide_half(broker, offset, commit=is_commit)
+            with self._place.owner() as owner:
+                decide_half(owner, offset, commit=is_commit)
             return [Table("Decided", ("message", "decision"), [[Cell(half.message_id), Cell(decision)]])]
 
         return Change(

@@ -40,7 +40,7 @@ from librmq.diagnosis import (
 from librmq.diagnosis import lag as lag_of
 from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
 from librmq.diagnosis.disk_use import disk_use
-from librmq.diagnosis.view import TopicSummary, topic_summaries
+from librmq.diagnosis.view import topic_summaries
 from librmq.errors import ConfigError, RmqError
 from librmq.formatting import UNKNOWN, duration, moment, number, rate, short, size
 from librmq.message import StoredMessage
@@ -235,7 +235,19 @@ class Pages:
         with self.place.view(query.at_ms) as view:
             names = [topic for topic in view.listed_topics if words in topic.lower()]
             shown = names[begin : begin + ROWS]
-            rows = [_topic_row(summary) for summary in topic_summaries(view, shown)]
+            rows = [
+                [
+                    topic_link(summary.topic),
+                    Cell(summary.kind),
+                    count(summary.queues),
+                    count(summary.messages),
+                    *(
+                        Cell("" if time_ms is None else moment(time_ms))
+                        for time_ms in (summary.min_timestamp_ms, summary.max_timestamp_ms)
+                    ),
+                ]
+                for summary in topic_summaries(view, shown)
+            ]
         columns = ("topic", "kind", "queues", "messages", "oldest", "newest")
         return _list_page("topic", columns, rows, len(names), begin, query.text("q"))
 
@@ -391,7 +403,7 @@ class Pages:
 
     def dead_letters(self, query: Query) -> Page:
         """Show a group's dead letters, the newest first, with what a resend needs."""
-        group = query.required("group")
+        group, chooses = query.required("group"), self.allow_changes and query.at_ms is None
         with self.place.view(query.at_ms) as view:
             found = list(islice(letters_by_queue(view, group, view.resent_times), LETTERS))
         rows = []
@@ -399,6 +411,7 @@ class Pages:
             resent = "" if letter.resent_at_ms is None else moment(letter.resent_at_ms)
             rows.append(
                 [
+                    *([Cell(message.message_id, "", "box")] if chooses else []),
                     Cell(moment(letter.store_timestamp_ms)),
                     Cell(short(message.message_id, 40), message_link(message)),
                     topic_link(letter.original_topic),
@@ -407,7 +420,7 @@ class Pages:
                     Cell(resent),
                 ]
             )
-        columns = ("given up", "id", "topic", "attempts", "cause", "sent again")
+        columns = (*(["send again"] if chooses else []), "given up", "id", "topic", "attempts", "cause", "sent again")
         note = f"The first {LETTERS} letters: librmq dead-letters lists all." if len(found) >= LETTERS else ""
         return Page(
             f"Dead letters of {group}",
@@ -423,7 +436,7 @@ class Pages:
         name, unread = query.text("id"), ""
         events: Sequence[StoryEvent] = ()
         if self.place.has_log:
-            with self.place.log(query.at_ms) as view:
+            with self.place.log(query.at_ms, asks_owner=True) as view:
                 message = self._record(view, query)
                 log = view.store.log
                 log_size, note = log.end - log.begin, ""
@@ -483,7 +496,8 @@ class Pages:
         if kind not in (None, "half", "given_up", "delay", "retry", "timer", "pop"):
             raise ConfigError(f"kind: expected half, given_up, delay, retry, timer or pop, found {kind!r}")
         may_change = self.allow_changes and query.at_ms is None
-        with self.place.view(query.at_ms) if not self.place.has_log else self.place.log(query.at_ms) as view:
+        has_log = self.place.has_log
+        with self.place.log(query.at_ms, asks_owner=True) if has_log else self.place.view() as view:
             if isinstance(view, StoreView):
                 found = list(islice(pending_messages(view.store, view.tables, kind=kind), _WAITING + 1))  # type: ignore[arg-type]
             else:
@@ -500,7 +514,7 @@ class Pages:
                 Cell("cancel", link("change", what="cancel", id=message.unique_key))
                 if may_change and message.kind in ("delay", "timer") and message.unique_key
                 else Cell("decide", link("change", what="half", offset=message.physical_offset))
-                if self.place.broker is not None and may_change and message.kind == "given_up"
+                if self.place.can_own and may_change and message.kind == "given_up"
                 else Cell(""),
             ]
             for message in found[:_WAITING]
@@ -548,17 +562,6 @@ def _subject(subject: str) -> Cell:
         if kind in names:
             return cell(names[kind])._replace(text=subject)
     return Cell(subject)
-
-
-def _topic_row(summary: TopicSummary) -> list[Cell]:
-    return [
-        topic_link(summary.topic),
-        Cell(summary.kind),
-        count(summary.queues),
-        count(summary.messages),
-        Cell("" if summary.min_timestamp_ms is None else moment(summary.min_timestamp_ms)),
-        Cell("" if summary.max_timestamp_ms is None else moment(summary.max_timestamp_ms)),
-    ]
 
 
 def _list_page(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from librmq import SharedBroker
-from librmq.broker import AdministeredRoute, Broker
+from librmq.broker import AdministeredRoute, Broker, StoreRoute
 from librmq.clock import Clock, SystemClock
 from librmq.config import wrong_kind
 from librmq.diagnosis import ClusterView, StoreView, View
@@ -21,7 +21,8 @@ from librmq.errors import BrokerUnreachableError, ConfigError
 from librmq.java.json import NumberColumns
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.directory import CONFIG
-from librmq.wire.share_links import connect_to_sharing
+from librmq.wire.remote import RemoteRoute
+from librmq.wire.share_links import OwnedStore, connect_to_sharing
 
 
 class _Kept(NamedTuple):
@@ -115,8 +116,7 @@ class Place:
             raise ConfigError("this needs the folder of the store, which is on the machine of the broker")
         if at_ms is None:
             version, kept = _state_of(os.path.join(folder, CONFIG)), self._kept
-            owned = _owner_tables(folder) if asks_owner and self.route is not None else None
-            if owned is not None:
+            if asks_owner and (owned := self._owner_tables()) is not None:
                 with StoreView.open(folder, tables=owned) as view:
                     yield view
                 return
@@ -130,12 +130,49 @@ class Place:
         with MessageStore.open(folder, read_only=True, files=files, at=moment) as store:
             yield StoreView.over(store)
 
+    @property
+    def can_own(self) -> bool:
+        """Whether `owner` returns the store: its broker is in this process, or answers beside its folder."""
+        return self.broker is not None or (self.route is not None and self.folder is not None)
+
+    @contextmanager
+    def owner(self) -> Iterator[StoreRoute]:
+        """Return the store with its broker, in this process or in the one that has the folder open.
+
+        Raises:
+            ConfigError: The store is on another machine.
+            BrokerUnreachableError: The broker does not answer.
+        """
+        if self.broker is not None:
+            yield self.broker
+            return
+        if self.route is None or self.folder is None:
+            raise ConfigError("this needs the folder of the store beside its broker")
+        with ExitStack() as opened:
+            sharing = None if isinstance(self.route, RemoteRoute) else connect_to_sharing(self.folder)
+            route = self.route if sharing is None else opened.enter_context(sharing)
+            if not isinstance(route, RemoteRoute) or len(route.broker_names()) != 1:
+                raise BrokerUnreachableError(f"{self.folder}: expected one broker that has this store open")
+            yield OwnedStore(self.folder, route, opened)
+
+    def _owner_tables(self) -> BrokerTables | None:
+        """Return topics, groups and progress as the broker has them now; None without one that answers."""
+        if not self.can_own:
+            return None
+        try:
+            with self.owner() as owner:
+                return owner.tables
+        except BrokerUnreachableError:
+            return None
+
     @contextmanager
     def _keeping(self, view: StoreView, version: object) -> Iterator[None]:
         """Give a view the columns that an earlier one made of the same progress, or keep those that it makes."""
         kept = self._kept
-        if kept is not None and kept.version == version:
-            view.progress_columns = kept.columns
+        if kept is not None:
+            view.earlier_columns = kept.columns
+            if kept.version == version:
+                view.progress_columns = kept.columns
         yield
         columns = vars(view).get("progress_columns")
         if not view.is_live and view.tables.offsets.has_rows:
@@ -162,20 +199,6 @@ class Place:
         first_ms = log.first_store_timestamp_ms(log.begin) if log.begin < log.end else None
         if first_ms is not None and view.now_ms is not None:
             self._extent = first_ms, max(first_ms, view.now_ms)
-
-
-def _owner_tables(folder: str) -> BrokerTables | None:
-    """Return the tables of the process that shares a store, as they are now; None without one that answers."""
-    try:
-        with connect_to_sharing(folder) as route:
-            if route is None:
-                return None
-            (name,) = route.broker_names()
-            tables = BrokerTables.open(os.path.join(folder, CONFIG))
-            tables.take(*route.broker(name).tables())
-            return tables
-    except BrokerUnreachableError:
-        return None
 
 
 def _state_of(folder: str) -> tuple[tuple[str, int, int, int], ...]:

@@ -21,7 +21,7 @@ class Cell(NamedTuple):
     text: str
     link: str = ""
     mood: str = ""
-    """``bad``, ``warn`` or ``good``."""
+    """``bad``, ``warn`` or ``good``; ``line``: the text is the points of one; ``box``: a value to tick."""
     is_number: bool = False
 
 
@@ -121,6 +121,10 @@ class Query:
         if not (text := self.text(name)):
             raise ConfigError(f"{name}: missing in the page's address")
         return text
+
+    def words(self, name: str) -> list[str]:
+        """Return the words of a parameter, each once."""
+        return list(dict.fromkeys(self.values.get(name, "").split()))
 
     def number(self, name: str, default: int = 0, largest: int = (1 << 63) - 1) -> int:
         """Return a parameter as a whole number from 0.

@@ -220,6 +220,8 @@ class StoreView(Closing):
         self._now_ms = now_ms
         self._closes_store = closes_store
         self._looks = 0
+        self.earlier_columns: NumberColumns | None = None
+        """The `progress_columns` of an earlier view, which make those of this one quicker."""
 
     @classmethod
     def open(
@@ -274,8 +276,8 @@ class StoreView(Closing):
     @property
     def tables(self) -> BrokerTables:
         """Topics, groups and progress; without progress for a store that is shown at an earlier moment."""
-        if self.broker is not None:
-            return self.broker.tables
+        if self._tables is None and self.broker is not None:
+            self._tables = self.broker.tables.with_delays(self.broker.delay_offsets)
         if self._tables is None:
             self._tables = BrokerTables.open(os.path.join(self.store.path, directory.CONFIG), files=self.store.files)
             if self.store.past_ms is not None:
@@ -298,16 +300,18 @@ class StoreView(Closing):
 
         A running group has an item for each topic that it subscribes to, even without progress.
         """
-        return progress_of(self._rows)
+        rows = self._rows
+        if self.broker is not None:  # each copy is one call, between which other threads go on
+            rows = {name: offsets.copy() for name, offsets in rows.items()}
+        return progress_of(rows)
 
     @cached_property
     def _rows(self) -> dict[str, dict[int, int]]:
-        """The rows of progress by ``topic@group``."""
-        rows = self.tables.offsets.rows
+        """The rows of progress by ``topic@group``; those of a running broker can change."""
+        rows: dict[str, dict[int, int]] = self.tables.offsets.rows
         if self.broker is None:
             return rows
-        # A million rows are copied without the lock, so that no send waits for them: each copy is one call.
-        rows = {name: offsets.copy() for name, offsets in rows.copy().items()}
+        rows = rows.copy()
         for name in self._subscribed:
             rows.setdefault(name, {})
         return rows
@@ -344,8 +348,8 @@ class StoreView(Closing):
     def progress_columns(self) -> NumberColumns | None:
         """The progress as columns, by topic and group; None if it is little, and `progress` quicker."""
         columns = self.tables.offsets.columns(_FEW) if self.broker is None else None
-        if columns is None and sum(map(len, self._rows.values())) > _FEW:
-            columns = NumberColumns.of(self._rows)
+        if columns is None and (len(self._rows) > _FEW or sum(map(len, self._rows.values())) > _FEW):
+            columns = NumberColumns.of(self._rows, self.earlier_columns)
         return columns
 
     @cached_property

@@ -12,13 +12,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
-from librmq.broker import Broker
+from librmq.broker import AdministeredRoute, Broker, StoreRoute
 from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, RmqError
-from librmq.files import FileLock
+from librmq.files import FileLock, Files
 from librmq.files.lock import lock_process
 from librmq.message.ids import format_host, parse_host
 from librmq.protocol import (
@@ -35,6 +35,8 @@ from librmq.protocol import (
 from librmq.runtime import ThreadRunner
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event
+from librmq.store import BrokerTables, MessageStore
+from librmq.store.format.directory import CONFIG
 from librmq.wire._unix_sockets import (
     checked_credentials,
     connect_to,
@@ -358,6 +360,61 @@ def connect_to_owner(path: str | os.PathLike[str], *, timeout_s: float = _TIMEOU
         BrokerUnreachableError: No process that shares the store owns it, or it does not answer.
     """
     return StorePeer(os.path.abspath(os.fspath(path)), timeout_s, None).route
+
+
+# ---- a store and its owner, as commands and pages see them
+
+
+class OwnedStore(StoreRoute):
+    """The files of a store, and the route to the process that owns and shares it. Not thread-safe.
+
+    ::
+
+        what is read       the files, which have the owner's messages, and its tables as they are now
+        what is changed    requests to the owner, which tells the clients of all processes
+    """
+
+    def __init__(
+        self,
+        path: str,
+        remote: RemoteRoute,
+        opened: ExitStack,
+        *,
+        acting: AdministeredRoute | None = None,
+        files: Files | None = None,
+    ) -> None:
+        """``opened`` closes the store; ``acting`` is a route around ``remote`` that changes less."""
+        (self.name,) = remote.broker_names()
+        self.remote: RemoteRoute = remote
+        self.runner = remote.runner
+        self._acting = acting or remote
+        self._path, self._opened, self._files = path, opened, files
+
+    @cached_property
+    def tables(self) -> BrokerTables:
+        """The tables that the owner has at the first use."""
+        return self.remote.broker(self.name).tables(os.path.join(self._path, CONFIG))
+
+    @cached_property
+    def store(self) -> MessageStore:
+        """The store, opened for reading at the first use: commands that read open it by themselves."""
+        return self._opened.enter_context(MessageStore.open(self._path, read_only=True, files=self._files))
+
+    def broker_names(self) -> tuple[str, ...]:
+        """Return the name of the owner's broker."""
+        return (self.name,)
+
+    def endpoint(self, broker_name: str) -> Endpoint:
+        """Return the owner; `NoRouteError` for an unknown name."""
+        return self._acting.endpoint(broker_name)
+
+    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
+        """Return the owner, if it has ``topic``."""
+        return self._acting.topic_route(topic)
+
+    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call ``changed`` when topics change; call the result to stop."""
+        return self._acting.watch(changed)
 
 
 # ---- the processes that share a store, as a command sees them

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from librmq import Broker, ManualRunner, Message, Producer
+from librmq import Broker, ManualRunner, Message, Producer, share
 from librmq.console import console
+from librmq.diagnosis import skipped
 from tests.cli.stand import Shell
 from tests.console.pages import Asked, shop
 
@@ -54,6 +55,21 @@ def test_letters_are_sent_again_once(broker: Broker, runner: ManualRunner) -> No
     assert len([row for row in asked.table("/letters?group=mail", "Dead letters") if row["sent again"]]) == 4
 
 
+def test_letters_that_are_ticked_are_sent_again(broker: Broker, runner: ManualRunner) -> None:
+    shop(broker, runner)
+    asked = Asked(console(broker, allow_changes=True))
+    boxes = re.findall(
+        r'<input type="checkbox" name="id" value="(\w+)" form="chosen">', asked.page("/letters?group=mail")
+    )
+    assert boxes == [letter.message_id for letter in reversed(broker.dead_letters("mail"))]
+    path = f"/change?what=resend&group=mail&id={boxes[0]}&id={boxes[2]}"
+    assert asked.page(path).count("--resend --id ") == 2
+    assert asked.submit(path).count(">sent<") == 2
+    unsent = [row["id"] for row in asked.table("/letters?group=mail", "Dead letters") if not row["sent again"]]
+    assert unsent == [boxes[1], boxes[3]]
+    assert 'type="checkbox"' not in Asked(console(broker)).page("/letters?group=mail")
+
+
 def test_a_waiting_message_is_cancelled(broker: Broker, runner: ManualRunner) -> None:
     with Producer(broker, "shop") as producer:
         message_id = producer.send("orders", b"later", delay=60).message_id
@@ -72,6 +88,22 @@ def test_old_messages_are_skipped(broker: Broker, runner: ManualRunner) -> None:
     assert sum(int(row["messages"]) for row in asked.table(path, "Skipped messages")) == 8
     asked.submit(path)
     assert broker.lag("billing") == 0
+
+
+def test_the_owner_of_a_share_skips_on_request(tmp_path: Path) -> None:
+    with share(tmp_path / "shop") as shared:
+        shared.create_topic("orders", 1)
+        shared.set_group("mail")
+        shared.reset_group("mail", "orders", "begin")
+        with Producer(shared, "shop") as producer:
+            producer.send("orders", b"one")
+        asked = Asked(console(shared, allow_changes=True))
+        path = "/change?what=skip&group=mail&topic=orders&minutes=0"
+        assert [row["messages"] for row in asked.table(path, "Skipped messages")] == ["1"]
+        assert "Show the skip" in asked.page("/group?name=mail")
+        asked.submit(path)
+        assert shared.lag("mail") == 0
+        assert [skip.group for skip in skipped(tmp_path / "shop")] == ["mail"]
 
 
 @pytest.mark.parametrize("decision", ["commit", "rollback"])

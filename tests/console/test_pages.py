@@ -413,9 +413,9 @@ def test_progress_of_many_groups_is_read_again_once_it_has_changed(
     made: list[str] = []
     of, read = NumberColumns.of, NumberRows.columns
 
-    def of_rows(rows: dict[str, dict[int, int]]) -> NumberColumns:
+    def of_rows(rows: dict[str, dict[int, int]], earlier: NumberColumns | None) -> NumberColumns:
         made.append("rows")
-        return of(rows)
+        return of(rows, earlier)
 
     def of_file(rows: NumberRows) -> NumberColumns:
         made.append("file")
@@ -531,3 +531,29 @@ def test_the_story_of_a_message_without_an_id_reads_a_large_log_on_request(
     page = asked.page(address)
     (link,) = re.findall(r'href="(message[^"]*story=1)"', page)
     assert [row["event"] for row in asked.table(f"/{html.unescape(link)}", "Story")] == ["stored"]
+
+
+def test_a_story_at_a_share_has_the_progress_of_its_owner(tmp_path: Path) -> None:
+    """Not the saved one, which can be seconds older."""
+    with share(tmp_path / "shared") as shared:
+        shared.create_topic("orders", 1)
+        shared.set_group("mail")
+        with Producer(shared, "shop") as producer:
+            sent = producer.send("orders", b"one").message_id
+        asked = Asked(console(shared))
+        for offset, end in ((0, "not_passed"), (1, "passed")):
+            shared.reset_group("mail", "orders", offset)
+            assert [row["event"] for row in asked.table(f"/message?id={sent}", "Story")] == ["stored", end]
+
+
+def test_a_delivered_message_does_not_wait_until_the_progress_is_saved(broker: Broker, runner: ManualRunner) -> None:
+    with Producer(broker, "shop") as producer:
+        producer.send("orders", b"later", delay_level=1)
+    with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
+        places = [Asked(console(broker)), Asked(console(remote, folder=broker.store.path))]
+        for asked in places:
+            assert [row["kind"] for row in asked.table("/waiting", "Waiting messages")] == ["delay"]
+        runner.advance(1_100)
+        assert broker.tables.delay_offset(1) == 0
+        for asked in places:
+            assert "Nothing waits" in asked.page("/waiting")

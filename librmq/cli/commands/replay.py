@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from librmq.cli._output import Output, ProgressBar, complain
-from librmq.cli._routes import OwnedStore, connect_to
+from librmq.cli._routes import connect_to
 from librmq.cli._selection import MessageQuery, select
 from librmq.cli._stores import open_running, open_store
 from librmq.client import Producer, SendResult
@@ -26,6 +26,7 @@ from librmq.message.topics import is_user_topic, validate_client_topic
 from librmq.protocol import REPLAY_PRODUCER, Route, SendStatus
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import has_queue_entry
+from librmq.wire.share_links import OwnedStore
 
 _TOGETHER: Final = 256  # messages
 _TOGETHER_BYTES: Final = 1 << 20

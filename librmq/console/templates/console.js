@@ -6,7 +6,8 @@ const main = document.getElementById("main");
 function isBusy() {
   const focused = document.activeElement;
   const inForm = focused && focused !== document.body && focused.closest("form, details");
-  return document.hidden || inForm || main.querySelector("details[open]") || String(getSelection());
+  const isFilled = [...main.querySelectorAll("input")].some((field) => field.value !== field.defaultValue || field.checked !== field.defaultChecked);
+  return document.hidden || inForm || isFilled || main.querySelector("details[open]") || String(getSelection());
 }
 
 async function refresh() {

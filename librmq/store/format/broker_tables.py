@@ -29,6 +29,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
+from copy import copy
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from sys import intern
@@ -164,13 +165,27 @@ class BrokerTables:
         """Whether the progress of the delay levels is in a file that can be read, or there is none yet."""
         return self.delays.is_stored or not self._was_saved(self.delays, self.offsets.is_stored)
 
-    def take(self, topics: Mapping[str, Any], groups: Mapping[str, Any], offsets: Mapping[str, Any]) -> None:
+    def take(
+        self,
+        topics: Mapping[str, Any],
+        groups: Mapping[str, Any],
+        offsets: Mapping[str, Any],
+        delays: Mapping[Any, int],
+    ) -> None:
         """Take the rows that the broker of a store has now, in place of those that it has saved."""
         self.topics.replace(topics)
         self.groups.replace(groups)
         self.offsets.replace({key: {int(queue_id): at for queue_id, at in row.items()} for key, row in offsets.items()})
+        self.delays.replace({int(level): at for level, at in delays.items()})
         self.topics.is_new = False
         self.offsets.is_stored = self.delays.is_stored = True  # the broker's answers, before its first save too
+
+    def with_delays(self, offsets: dict[int, int]) -> Self:
+        """Return the same tables with other progress of the delay levels, which is not for saving."""
+        tables = copy(self)
+        tables.delays = copy(self.delays)
+        tables.delays.rows = offsets
+        return tables
 
     def replaced(self) -> list[str]:
         """Return, for each table that was read from its backup, what is wrong with its file."""

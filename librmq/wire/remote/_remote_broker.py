@@ -69,6 +69,7 @@ from librmq.runtime import Runner, Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.runtime.runner import NEVER
+from librmq.store import BrokerTables
 from librmq.wire.remote._client_requests import ClientRequests, join, leave
 from librmq.wire.remote._connection import Transport
 from librmq.wire.remote._connections import Connections
@@ -585,12 +586,16 @@ class RemoteBroker(Endpoint):
         request, form = TopicGroups(topic), FORMS[TopicGroups]
         return cast("list[str]", self._read_result(form.read, request, self.request(form.write(request))))
 
-    def tables(self) -> tuple[Rows, Rows, Rows]:
-        """Return the rows of topics, of groups, and of offsets by ``topic@group``, as slaves get them."""
+    def tables(self, folder: str) -> BrokerTables:
+        """Return the tables of a store, which are in a folder here, as its broker has them now and slaves get them."""
         topics = self.read(
             frame_of(RequestCode.GET_ALL_TOPIC_CONFIG), "the topics", partial(table_in, name="topicConfigTable")
         )
-        return topics, self.group_rows(), self.all_offsets()
+        asked = frame_of(RequestCode.GET_ALL_DELAY_OFFSET)
+        delays = self.read(asked, "the progress of delay levels", lambda body: table_in({"": body}, ""))
+        tables = BrokerTables.open(folder)
+        tables.take(topics, self.group_rows(), self.all_offsets(), delays.get("offsetTable", {}))
+        return tables
 
     def group_rows(self) -> Rows:
         """Return the rows of all groups."""

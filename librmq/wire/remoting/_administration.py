@@ -258,10 +258,9 @@ class AdminRequests:
 
     def _all_offsets(self, call: RemotingCall) -> bytes:
         """Answer with the progress of all groups, or of the delay levels."""
-        tables = self._broker.tables
         asks_for_groups = call.frame.code == RequestCode.GET_ALL_CONSUMER_OFFSET
         with self._broker.runner.lock:
-            rows = tables.offsets.rows if asks_for_groups else tables.delays.rows
+            rows = self._broker.tables.offsets.rows if asks_for_groups else self._broker.delay_offsets
             body = write_body({"offsetTable": rows})
         return call.answer(body=body)
 
