@@ -35,7 +35,7 @@ _NOT_RENAMED: Final = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors where a file can't be made in another folder and renamed."""
 _NOT_NAMELESS: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR, errno.EINVAL, errno.ENOENT, *_NOT_RENAMED)
 """Errors where the file system has no files without a name, or the system does not let them get one."""
-_GENERATION: Final = 0x80087601  # FS_IOC_GETVERSION: of ext4, XFS, Btrfs and others, not of tmpfs
+_GENERATION: Final = 0x80087601  # FS_IOC_GETVERSION, which ext4, XFS, Btrfs and others have, and tmpfs has not
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
@@ -168,7 +168,7 @@ class DiskFiles:
             os.close(descriptor)
 
     def _link_refused(self, path: str) -> CorruptionError:
-        if path.startswith(self._own):  # also without `follow_links`, which would not allow it
+        if path.startswith(self._own):  # also without `follow_links`, because that allows no link here
             return CorruptionError(
                 path, 0, "name", "a symbolic link: librmq follows none below its own folder to write"
             )
@@ -206,7 +206,7 @@ class DiskFiles:
             if not _create_unnamed(path, place, size):
                 _create_renamed(path, place, size)
             try:
-                # By its name, because tools call a nameless file deleted.
+                # It is opened by its name, because tools call a nameless file deleted.
                 descriptor = os.open(place.name, _TO_WRITE, dir_fd=place.folder)
                 return self._map(path, descriptor, size, True, keep_descriptor)
             except BaseException:
@@ -512,7 +512,7 @@ def _entries(path: str) -> list[FolderEntry]:
                     if item.is_symlink():
                         raise CorruptionError(item.path, 0, "name", "the target of this link is missing") from error
                     if isinstance(error, FileNotFoundError):
-                        continue  # deleted since the folder was listed
+                        continue  # it was deleted since the folder was listed
                     raise
                 folder = stat.S_ISDIR(status.st_mode)
                 size = 0 if folder else status.st_size
@@ -580,7 +580,7 @@ def _create_renamed(path: str, place: _Place, size: int) -> None:
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             with suppress(FileNotFoundError):
-                os.unlink(temporary)  # left by a kill
+                os.unlink(temporary)  # a kill can have left it
             _make(_Place(temporary, None), path, size)
             try:
                 os.rename(temporary, place.name, dst_dir_fd=place.folder)

@@ -276,7 +276,7 @@ class OverlayFiles(MemoryFiles):
 
     def _in_base(self, path: str) -> bool:
         """Return whether the file or folder at ``path`` is the one on the disk."""
-        if not self._deleted:  # as nearly always
+        if not self._deleted:  # nearly always so
             return True
         while path not in self._deleted:
             parent = os.path.dirname(path)

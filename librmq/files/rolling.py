@@ -213,7 +213,7 @@ class MappedFileQueue:
         except StoreIOError:
             if start in self.starts:
                 raise
-            return None  # deleted meanwhile
+            return None  # it was deleted meanwhile
 
     def read(self, position: int, end: int) -> bytes:
         """Return the bytes from ``position`` to ``end``, at most to the end of the file; empty if it does not exist."""
@@ -301,7 +301,7 @@ class MappedFileQueue:
         except StoreIOError as error:
             if error.errno != errno.EEXIST:
                 raise
-        self._files.delete(path)  # left by an interrupted call; there is only one writer
+        self._files.delete(path)  # an interrupted call left it, because there is only one writer
         return self._files.create(path, self.file_size, keep_descriptor=self.keeps_descriptors)
 
     def reserve(self, start: int, begin: int, end: int) -> int:
@@ -421,7 +421,7 @@ class MappedFileQueue:
                 if start in self.starts:
                     self._dirty.add(start)
                 elif isinstance(error, StoreIOError):
-                    continue  # deleted since it was marked
+                    continue  # it was deleted since it was marked
                 raise
         self._flush_folders()
 

@@ -207,7 +207,7 @@ class Registrations:
     def __init__(self, bloom: BloomFilter = BROKER_BLOOM, dialect: Dialect = "4.9") -> None:
         self.bloom: Final = bloom
         self.dialect: Final[Dialect] = dialect
-        # Replaced as a whole under the lock, so readers without it see one state or the other.
+        # They are replaced as a whole under the lock, so readers without it see one state or the other.
         self._by_topic: Mapping[str, Mapping[str, Registration]] = {}
         self._lock: Final = RLock()
 

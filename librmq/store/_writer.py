@@ -77,7 +77,7 @@ class Writer(StoreHandle):
     def open(self, config: StoreConfig | None, *, thorough: bool, wait_s: float) -> None:
         """Lock, open and recover the store; see `MessageStore.open`."""
         path, files = self.path, self.files
-        kind, mark = self._look()  # before a byte is written
+        kind, mark = self._look()  # a folder that is refused stays as it is
         try:
             if kind is directory.StoreKind.NEW:
                 with critical:
@@ -100,7 +100,7 @@ class Writer(StoreHandle):
                 write_kept_config(path, self.config, files, is_own=self.is_own)
                 files.flush_folder(path)
             self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
-            # Only now, because a recovery withdraws what a broker's retention has made wrong in the notes.
+            # The file is marked only now, because a recovery withdraws notes that a broker's retention has made wrong.
             self._file_lock.mark_untouched()
             if config is not None:
                 write_kept_config(path, self.config, files, is_own=self.is_own)
@@ -419,7 +419,7 @@ class Writer(StoreHandle):
     def close(self) -> None:
         with critical:
             if not self._stop_calls("is closed"):
-                self._release_store()  # after an open or a recovery that a signal interrupted
+                self._release_store()  # a signal can have interrupted an opening or a recovery
                 return
             try:
                 self.durability.flush()
@@ -490,7 +490,7 @@ class Writer(StoreHandle):
     def check_open(self) -> None:
         if self.closed is not None:
             self.lock.check_reentry()
-            with self.lock.flushing:  # what a recovery holds
+            with self.lock.flushing:  # a recovery holds this too
                 super().check_open()
 
     def _refusal(self) -> Exception:

@@ -190,14 +190,14 @@ def describe_holder(part: UnreadInFile, path: str) -> str:
 
 _ROUND_MS: Final = 10_000
 _BETWEEN_FILES_MS: Final = 100
-_UNSETTLED_MS: Final = 1_000  # as often as queues are flushed
+_UNSETTLED_MS: Final = 1_000  # queues are flushed as often
 _HOUR_MS: Final = 3_600_000
 _HOURS_TRIED: Final = 72  # summer time can skip an hour of a day, and the next day has it
-_NAMED: Final = 8  # queues in a warning
+_NAMED: Final = 8  # a warning names at most so many queues
 DISK_CHECK_MS: Final = 10
 """Least time between two looks at a disk that other programs fill, in milliseconds."""
-_NEARLY_FULL: Final = 0.75  # as a fraction of the total size
-_LAST_MOMENT: Final = 253_370_764_800_000  # the year 9999; later events never happen
+_NEARLY_FULL: Final = 0.75  # this part of the total size counts as nearly full
+_LAST_MOMENT: Final = 253_370_764_800_000  # in the year 9999; what is due later never happens
 
 _log = EventLog("librmq.store")
 
@@ -237,9 +237,9 @@ class Retention:
         self._keeps_unconsumed = config.keep_unconsumed
         self.is_held = False
         self._is_full_logged = False
-        self._may_have_readers = False  # as far as the store shows without a broker
-        self._named_holder: tuple[str, str] | None = None  # group and topic of the last warning
-        self._named_unread: set[str] = set()  # topics of warnings that no group has ever read
+        self._may_have_readers = False  # only the store's files tell, while no broker does
+        self._named_holder: tuple[str, str] | None = None  # the last warning named this group and topic
+        self._named_unread: set[str] = set()  # a warning has named these topics, which no group has ever read
         self._checked_at_ms = -DISK_CHECK_MS
         self._check_guard = Lock()
         self._hours = parse_hours(config.delete_when)
@@ -250,8 +250,8 @@ class Retention:
         self._force_clean = config.disk_force_clean_ratio / 100
         self._refuse = config.disk_refuse_ratio / 100
         self._trimmed_to = 0  # queues and index hold nothing about the log below this offset
-        self._unflushed: set[str] = set()  # folders from which the last round deleted files of queues and index
-        self._walked = (-1, 0)  # start of a log file, and the store time of its last record
+        self._unflushed: set[str] = set()  # the last round deleted files of queues and index here
+        self._walked = (-1, 0)  # a log file's start, and when its last record was stored
         self._round_end = 0
         self._round_files = 0
         self._is_requested = False  # `delete_expired` was called, and expired files are left
@@ -551,7 +551,7 @@ class Retention:
                 self.is_held = True
                 break
             never_read = list(self._never_read(end - self._log.file_size, end))
-            if self._keeps_unconsumed:  # retry copies and deliveries, by which readers have passed messages of the file
+            if self._keeps_unconsumed:  # readers pass messages of the file by retries and deliveries
                 self._store.flush_log()
             if self._log.begin > self._trimmed_to:
                 self._flush_folder()

@@ -128,7 +128,7 @@ class GroupCommit:
                     self.waiters.append(turn)
                     is_first = self.waiters[0] is turn
                 if not is_first:
-                    turn.acquire()  # until it is the first
+                    turn.acquire()  # this waits until the caller is the first
                 act()
             finally:
                 thrown: BaseException | None = None
@@ -227,7 +227,7 @@ class Durability:
         """The log's part."""
         self.settled: int = parts.log.end
         """Physical offset below which queues and index are on the device too."""
-        self._derived_failure: StoreIOError | None = None  # a failure of queues or index, after which no flush counts
+        self._derived_failure: StoreIOError | None = None  # of queues or index; no flush counts after it
 
     def flush(self) -> int:
         """Flush the log, the parts derived from it, and the checkpoint; return the flushed physical offset.
@@ -310,8 +310,8 @@ _log = EventLog("librmq.store")
 
 _MIN_AHEAD: Final = 4 << 20
 _MAX_AHEAD: Final = 64 << 20
-_ENTRIES_WORTH_A_FLUSH: Final = 400  # two pages of a queue
-_AGAIN_MS: Final = 10_000  # after a temporary failure
+_ENTRIES_WORTH_A_FLUSH: Final = 400  # so many fill two pages of a queue
+_AGAIN_MS: Final = 10_000  # a step that failed is tried again after this time
 
 
 class Housekeeping(AlarmState):
@@ -345,7 +345,7 @@ class Housekeeping(AlarmState):
         self._flushed_at_ms = self._derived_at_ms = now_ms
         self._expire_at_ms: int | None = now_ms
         self._last_error = ""
-        self._expired_end = -1  # the end of the log's files at the last check of expiry
+        self._expired_end = -1  # where the log's files ended at the last check of expiry
         self.alarm: int = -1
         self.watched: int = sys.maxsize
         """An append that ends after this place calls the watchers; `alarm` is never beyond it."""

@@ -106,13 +106,13 @@ def key_block(records: Sequence[Pending | RawPending]) -> KeyBlock:
     keys: Sequence[Any]
     places, stored, prefixes, uniques, keys = zip(*records, strict=True)
     prefix_hashes, with_keys = np.array(prefixes, np.int64), np.arange(len(records))
-    if not all(uniques):  # as of ops beside halves
+    if not all(uniques):  # ops beside halves have no unique id
         indexed = [number for number, (unique, key) in enumerate(zip(uniques, keys, strict=True)) if unique or key]
         uniques, keys = [uniques[number] for number in indexed], [keys[number] for number in indexed]
         with_keys = np.array(indexed, np.int64)
         prefix_hashes = prefix_hashes[with_keys]
     if uniques and all(uniques) and all(keys) and not _has_blank(keys):
-        # Fast path for records with a unique id and one key each.
+        # Most records have a unique id and one key each, and take this fast path.
         record_of_key = np.repeat(with_keys, 2)
         hashes = np.empty(len(record_of_key), np.int64)
         hashes[::2] = index_key_hashes(prefix_hashes, uniques)
@@ -156,7 +156,7 @@ _UNUSUAL: Final = record_format.HOSTS_V6 | record_format.INNER_BATCH
 _IN_TRANSACTION: Final = record_format.TRANSACTION_MASK
 _SCHEDULE_TOPIC: Final = SystemTopic.SCHEDULE.encode()
 _TAGS_KEPT: Final = 10_000
-_MOST_BYTES: Final = 1 << 22  # bytes of records that are derived together
+_MOST_BYTES: Final = 1 << 22  # at most so many bytes of records are derived together
 _PADDING: Final = 1 << 9  # bytes behind texts, more than a topic of a wrong length can reach beyond them
 
 
@@ -286,7 +286,7 @@ def _derive_in_arrays(data: bytes, begin: int, max_records: int, check_body: boo
     head, properties_at, tails_end = head[:count], properties_at[:count], tails_end[:count]
 
     topics = [tail[1 : 1 + size] for tail, size in zip(tails[:count], topic_sizes.tolist(), strict=False)]
-    # A number for each queue, in order of appearance.
+    # Each queue gets a number, in order of appearance.
     numbers = defaultdict[tuple[bytes, int], int](itertools.count().__next__)
     queue_of = np.array([numbers[name] for name in zip(topics, head["queue_id"].tolist(), strict=True)])
     by_queue = np.argsort(queue_of, kind="stable")
@@ -499,7 +499,7 @@ def walk(
         stretch = Stretch(log, block, at, end, least, check_body)
         yield stretch
         if block is not None and stretch.end == at:
-            log.sequence.unmap_pages(at, block.end)  # also of a writer, which read them once
+            log.sequence.unmap_pages(at, block.end)  # a writer's too, because it read them only once
             at = block.end
             # An unusual record ends a block. Where such records are many, a loop over all of them takes less time.
             is_worth_block = len(block.keys.physical_offsets) >= _WORTH_BLOCK

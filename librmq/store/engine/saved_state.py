@@ -275,7 +275,7 @@ def missing_first_files(
     if any(state.log_begin == begin for _, state in notes):
         return FirstFiles()
     place = log.sequence.path(begin)
-    with suppress(CorruptionError, StoreIOError):  # other damage, which is found where it is read
+    with suppress(CorruptionError, StoreIOError):  # other damage is found where it is read
         if (lacking := lacks_all_records(path, files, log)) is not None:
             return FirstFiles(Damage(place, begin, directory.MISSING_LOG, lacking))
         limit = begin - FILES_A_ROUND * log.file_size

@@ -69,7 +69,7 @@ class EntryCheck:
         queue = self._queue
         lacking = queue_offset >= queue.max_offset
         if lacking and self.damages and self.damages[-1].kind == "missing":
-            return  # reported before
+            return  # this was reported before
         path, position = queue.place_of(queue_offset)
         what = f"lacks entries from queue offset {queue_offset} on"
         if lacking and (missing := queue.what_is_missing()) is not None:
@@ -233,7 +233,7 @@ class Strays:
         self.open_all = open_all
         self.renamed = False
         """Whether the topic of a record was corrected, with which its keys were indexed."""
-        self._strays: dict[int, dict[int, Stray]] = {}  # strays by queue offset and physical offset
+        self._strays: dict[int, dict[int, Stray]] = {}  # the keys are queue offset and physical offset
         self._passed: set[int] = set()
 
     def note_passed(self, physical_offset: int) -> None:

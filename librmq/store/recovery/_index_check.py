@@ -94,9 +94,9 @@ class IndexCheck:
         self._runs = _runs(index, begin)
         self._run = next(self._runs, None)
         self._following: tuple[IndexFile, int] | None = (
-            None  # file and number of the next entry, after which run is old
+            None  # where the next entry is; while this is set, `_run` is out of date
         )
-        self._records: list[RawPending] = []  # the next ones, to be compared together
+        self._records: list[RawPending] = []  # these are compared together
         self._missing: list[KeyBlock] = []
         self._lacking = 0
         self._at_end = False  # the index ends before the next record
@@ -254,7 +254,7 @@ class IndexCheck:
 
     def _damaged(self, run: _Run, what: str) -> None:
         self.sound = False
-        if not self.damages or self.damages[-1].file != run.file.path:  # one for each file is enough
+        if not self.damages or self.damages[-1].file != run.file.path:  # one damage a file is enough
             position = run.file.entry_position(run.number)
             kind = "ahead" if run.physical_offset >= self._log.end else "entry"
             self.damages.append(Damage(run.file.path, position, kind, what, 20 * len(run.hashes)))

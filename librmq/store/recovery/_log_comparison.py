@@ -100,7 +100,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             return
         check = self.check_of(record)
         entry = _pack_entry(record.physical_offset, record.size, code)
-        if record.queue_offset == check.expected:  # as nearly always
+        if record.queue_offset == check.expected:  # nearly always so
             check.expected += 1
             check.entries.append(entry)
             if len(check.entries) >= COMPARED:
@@ -175,7 +175,7 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
         """Check every queue now, because a record outside of one count can belong to any other."""
         self.puts_off = False
         for check in sorted(self._by_name.values(), key=lambda check: len(check.entries)):
-            check.open_queue()  # a single record first, because it can belong to another queue
+            check.open_queue()  # a single record comes first, because it can belong to another queue
 
     def finish_queues(self) -> Iterator[QueueCheck]:
         """Finish the checks of all queues after the last record, also of queues without records."""

@@ -25,7 +25,7 @@ from librmq.store.recovery._entry_check import EntryCheck, ExpectedEntry, Stray,
 _FILLER: Final = ENTRY.pack(0, HOLE_SIZE, 0)
 _NONE: Final = 1 << 63
 _LARGEST_OFFSET: Final = 1 << 58
-_LARGEST_GAP: Final = 100_000  # most entries to fill in for missing records; with more, the queue starts again
+_LARGEST_GAP: Final = 100_000  # where more entries are missing, the queue starts again
 _SMALLEST: Final = record.FIXED_SIZE + 1
 """Bytes of a record with nothing but a topic of one character."""
 
@@ -96,13 +96,13 @@ class QueueCheck:
         self._is_light = topic.startswith(
             TopicPrefix.LIGHT
         )  # its records are those of other queues, and stay as they are
-        self._claimed = -1  # until the queue is opened: the queue offset that the first record names
+        self._claimed = -1  # the first record names this queue offset, until the queue is opened
         self.first = -1
         """First checked queue offset; entries below belong to older records."""
         self._next: int | None = None
         self._held: tuple[int, ExpectedEntry] | None = None
-        self._compared_end = 0  # end in the log of the last record that `_compare` took
-        self._units: dict[int, ExpectedEntry] = {}  # entries of a queue with extension, by queue offset
+        self._compared_end = 0  # the last record that `_compare` took ends here in the log
+        self._units: dict[int, ExpectedEntry] = {}  # a queue with extension keeps its entries here, by queue offset
 
     @property
     def queue(self) -> ConsumeQueue:
@@ -250,7 +250,7 @@ class QueueCheck:
 
     def count_excluded(self, entries: bytes) -> int:
         """Return how many of a block's entries belong to records that the scope excludes from this queue."""
-        if ENTRY.unpack_from(entries)[0] >= self._begin:  # as nearly always
+        if ENTRY.unpack_from(entries)[0] >= self._begin:  # nearly always so
             return 0
         return int(np.searchsorted(np.frombuffer(entries, entry_dtype())["physical_offset"], self._begin))
 
@@ -516,7 +516,7 @@ class QueueCheck:
             self._place_held(claimed, held, None)
         self._compare()
         queue = self.queue
-        if self._next is None:  # without any record, every entry must belong to an older one
+        if self._next is None:  # there is no record, so every entry must belong to an older one
             self._next = self.first
         while queue.max_offset > self._next and not self.released_all:
             entry = self._find_missing(self._next, self._place_before(self._next), self._log.end)

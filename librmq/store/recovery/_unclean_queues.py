@@ -18,8 +18,8 @@ from librmq.store.format import directory
 # A small queue that is as the log says is read without a mapping, and left unopened. Mapping takes most of the time
 # that an opened queue costs, and a store can have many thousands.
 
-_LARGEST: Final = 1 << 16  # bytes of a file that are read at once; more are mapped
-_LARGEST_KEPT: Final = 1 << 10  # bytes of each file that are kept from its listing
+_LARGEST: Final = 1 << 16  # a file with more bytes is mapped, not read at once
+_LARGEST_KEPT: Final = 1 << 10  # at most so many bytes of a file are kept from its listing
 
 
 class UncleanQueues:

@@ -176,7 +176,7 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
     return blank.startswith(buffer[at : log.file_size].rstrip(b"\0"))  # part of it was written
 
 
-_MANY_QUEUES: Final = 64  # number of files from which flushing the whole file system is faster
+_MANY_QUEUES: Final = 64  # with more files, flushing the whole file system is faster
 
 
 class Recovery:
@@ -326,7 +326,7 @@ class Recovery:
             or any(any(log.sequence.file(start).buffer[:8]) for start in log.sequence.starts if start > at)
         ):
             return log.data_behind(at)
-        return 0  # only zeros, possibly a gigabyte
+        return 0  # only zeros follow, possibly a gigabyte
 
     def _check_cut(self, end: LogEnd, cut: int) -> None:
         """Refuse to cut sound records, unless a crash explains the damage before them.

@@ -26,7 +26,7 @@ from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.broker_tables import BrokerTables
 
 _LARGEST_PLACE: Final = 1 << 63
-_MOST_BETWEEN: Final = 10_000  # records without keys between two index files
+_MOST_BETWEEN: Final = 10_000  # at most so many records without keys are read between two index files
 
 
 def missing_keys(index: KeyIndex, log: CommitLog, levels: DelayLevels) -> tuple[int, int] | None:
@@ -67,7 +67,7 @@ def lacking_queues(
     if a group has progress in it, and if another queue of the topic has an older entry.
     """
     spans = {name: _unknown_spans(queues[name], log, until) for name in queues if not has_begin_and_end(name)}
-    with suppress(CorruptionError):  # a damaged table, which is reported where it is read
+    with suppress(CorruptionError):  # a damaged table is reported where it is read
         tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
         topics = {topic for topic, _ in queues}
         for (_, topic), offsets in tables.progress().items():
@@ -111,7 +111,7 @@ def _queues_with_records(log: CommitLog, spans: _Spans, levels: DelayLevels) -> 
     end = max((end for places in spans.values() for _, end in places), default=0)
     has_light = any(topic.startswith(TopicPrefix.LIGHT.encode()) for topic, _ in spans)
     derive = Derivation(levels).derive
-    with suppress(CorruptionError):  # other damage, which is found where it is read
+    with suppress(CorruptionError):  # other damage is found where it is read
         for stretch in walk(log, max(begin, log.begin), end, in_blocks=not has_light):
             if stretch.block is not None:
                 with_records.update(_queues_of_block(stretch.block, spans))

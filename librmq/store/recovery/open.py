@@ -209,7 +209,7 @@ class _Opening:
             lambda: Checkpoint.open(place, files=files, writable=writable), files, self._repairs, [place]
         )
         self._closed = read_closed_state(path, files) if clean and not thorough and not rebuilt else None
-        self._trusted: StoreState | None = None  # the state at the close, while nothing contradicts it
+        self._trusted: StoreState | None = None  # the state at the close counts while nothing contradicts it
         self.walked_from = None
         self._changed_queues: frozenset[QueueName] | None = rebuilt or None
         self._bodies_from: int | None = None
@@ -337,7 +337,7 @@ class _Opening:
         )
         if len(self.repairs) > before:
             self._changed_queues = (self._changed_queues or frozenset()) | {(topic, queue_id)}
-        if self._is_recovering:  # a missing queue, which is unmapped when it has been made from the log
+        if self._is_recovering:  # a missing queue is unmapped when it has been made from the log
             queue.keep_descriptors()
         return queue
 
