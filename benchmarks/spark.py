@@ -34,6 +34,7 @@ MESSAGES: Final = 1_000_000
 QUEUES: Final = 16
 ROWS: Final = 8192
 """Rows of a batch."""
+TAGS: Final = ["one" if not number % 100 else "ten" if not number % 10 else "rest" for number in range(ROWS)]
 TASKS: Final = 8
 START_MS: Final = 1_700_000_000_000
 CONFIG: Final = StoreConfig(commitlog_file_size=256 << 20, max_hash_slot_num=500_000, max_index_num=2_000_000)
@@ -252,6 +253,7 @@ def sources(path: str, count: int, slow: int) -> list[Any]:  # noqa: C901 (a pee
 
     return [
         source("entries", lambda _: same(numpy_columns(65_536, ENTRIES)), ENTRIES),
+        source("tags", lambda _: same(pa.RecordBatch.from_pydict({"tags": TAGS})), "tags string"),
         source("header", lambda _: same(numpy_columns(ROWS, HEADER_TYPES)), HEADER_TYPES),
         source("tuples", tuples, WHOLE),
         source("arrow", arrow, WHOLE),
@@ -303,6 +305,7 @@ def frames(bench: Bench) -> Iterator[dict[str, tuple[Any, int]]]:
             "parquet": (parquet, count),
             "by tag": (ours(columns="tags")[0].groupBy("tags").count(), count),
             "by tag parquet": (parquet.groupBy("tags").count(), count),
+            "by tag peer": (peer("tags", 0)[0].groupBy("tags").count(), TASKS * (count // TASKS // ROWS + 1) * ROWS),
             "rows": (ours(columns="queueId")[0].groupBy().count(), count),
             "rows of entries": (ours(ENTRIES, view="queues")[0].groupBy().count(), count),
             "join": (ours(columns="keys")[0].join(keys, "keys").groupBy().count(), count),
@@ -536,6 +539,7 @@ READ: Final = [
     ("Spark, reading", "header", "six header columns", "whole", "all thirteen", 2.3, 2.8),
     ("Spark, reading", "whole", "whole messages", "parquet", "Parquet of the same rows", 0.4, 0.5),
     ("Spark, queries", "by tag", "a count by tag", "by tag parquet", "Parquet of the same rows", 0.67, 1),
+    ("Spark, queries", "by tag", "a count by tag", "by tag peer", "a source of prepared tags", 0.5, 0.7),
     ("Spark, queries", "rows", "a count", "rows of entries", "a count of queue entries", 0.5, 1),
     ("Spark, queries", "join", "a join on the key", "join parquet", "Parquet of the same rows", 0.33, 0.5),
     ("Spark, filtering in the reader", "tag 1 %", "tag of 1 %", "whole", "unfiltered", 4, 6),
