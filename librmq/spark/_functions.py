@@ -161,10 +161,16 @@ _ARROW_SHARES: Final = pa.map_(pa.string(), pa.list_(_ARROW_QUEUE))
 # ------------------------------------------------------------------------------------------------------------ filters
 
 
-def match_sql(properties: Column | str | Mapping[str, Column], expression: str, *, dialect: Dialect = "4.9") -> Column:
+def _column(column: Column | str) -> Column:
+    return F.col(column) if isinstance(column, str) else column
+
+
+def match_sql(
+    properties: Column | str | Mapping[str, Column | str], expression: str, *, dialect: Dialect = "4.9"
+) -> Column:
     """Return whether the broker would deliver a message with these properties to a subscriber to ``expression``.
 
-    ``properties`` is a column of maps from string to string (or its name), or a column of strings for each property.
+    ``properties`` is a column of maps from string to string, or a column of strings for each property, or their names.
     Integers and booleans count as the text that a sender writes for them (``60``, ``true``). A property of another
     type, such as double, decimal or date, fails when a row is read: cast the column to string.
     True for TRUE; false for FALSE, UNKNOWN and errors of the evaluation; never null. ``dialect`` "5.3" adds CONTAINS
@@ -174,7 +180,11 @@ def match_sql(properties: Column | str | Mapping[str, Column], expression: str, 
     Raises:
         FilterSyntaxError: The expression does not compile; raised here, not when the column is used.
     """
-    column = F.col(properties) if isinstance(properties, str) else properties
+    column: Any
+    if isinstance(properties, Mapping):
+        column = {name: _column(value) for name, value in properties.items()}
+    else:
+        column = _column(properties)
     title = "match_sql" if dialect == "4.9" else "match_sql_5"
     filter_ = SqlFilter(expression, dialect=dialect)
     try:
@@ -186,7 +196,7 @@ def match_sql(properties: Column | str | Mapping[str, Column], expression: str, 
         return match_sql_udf(expression, dialect=dialect)(column).alias(title)
 
 
-def match_sql_5(properties: Column | str | Mapping[str, Column], expression: str) -> Column:
+def match_sql_5(properties: Column | str | Mapping[str, Column | str], expression: str) -> Column:
     """Return `match_sql` in the dialect of 5.3, as in SQL text.
 
     Raises:
@@ -222,7 +232,7 @@ def match_tags(tags: Column | str, expression: str) -> Column:
     Raises:
         FilterSyntaxError: The expression is a lone ``||``.
     """
-    column = F.col(tags) if isinstance(tags, str) else tags
+    column = _column(tags)
     filter_ = TagFilter(expression)
     matches = F.coalesce(column.isin(*sorted(filter_.tags)), F.lit(False)) if filter_.tags else F.lit(True)
     return matches.alias("match_tags")

@@ -101,7 +101,7 @@ def test_columns_count_as_the_text_of_senders(monkeypatch: pytest.MonkeyPatch) -
         assert cause_of(caught.value) == f"[RMQ_BAD_OPTION] {expected}"
     monkeypatch.setattr(spark_backend, "LARGEST", 0)
     numbers = shared_session().createDataFrame([(60, 60.0)], "i int, d double")
-    assert numbers.select(match_sql({"a": F.col("i")}, "a > 50")).collect() == [(True,)]
+    assert numbers.select(match_sql({"a": "i"}, "a > 50")).collect() == [(True,)]
     with pytest.raises(PySparkException, match="property a: expected strings, integers or booleans, found double"):
         numbers.select(match_sql({"a": F.col("d")}, "a > 50")).collect()
 
