@@ -574,6 +574,27 @@ def test_a_stream_names_its_wrong_options(folder: Path, tmp_path: Path, options:
         query.awaitTermination()
 
 
+def test_times_in_nanoseconds(tmp_path: Path) -> None:
+    """They do not come from Parquet by themselves; a store keeps milliseconds of them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    spark, setting, path = shared_session(), "spark.sql.legacy.parquet.nanosAsLong", str(tmp_path / "store")
+    times = pa.array([START_MS * 1_000_000 + 123_456_789], pa.timestamp("ns", "UTC"))
+    pq.write_table(pa.table({"topic": ["T"], "body": [b"x"], "t": times}), tmp_path / "rows.parquet")
+    with pytest.raises(PySparkException, match="PARQUET_TYPE_ILLEGAL"):
+        spark.read.parquet(str(tmp_path / "rows.parquet"))
+    spark.conf.set(setting, "true")
+    try:
+        rows = spark.read.parquet(str(tmp_path / "rows.parquet")).selectExpr(
+            "topic", "body", "timestamp_micros(t div 1000) AS bornTimestamp"
+        )
+        rows.write.format("rocketmq").mode("append").save(path)
+    finally:
+        spark.conf.unset(setting)
+    assert read(path, columns="bornTimestamp").selectExpr("unix_millis(bornTimestamp)").first()[0] == START_MS + 123
+
+
 def test_a_store_that_is_being_written(tmp_path: Path) -> None:
     """Every acknowledged message is read, even if no file has its queue entry yet."""
     clock = ManualClock(START_MS)
