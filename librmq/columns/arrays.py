@@ -132,13 +132,13 @@ def texts(array: pa.BinaryArray) -> pa.StringArray:
     return pa.Array.from_buffers(pa.string(), len(array), array.buffers(), array.null_count)
 
 
-def replaced(array: pa.BinaryArray, rows: Ints, values: Sequence[bytes | None]) -> pa.BinaryArray:
+def replaced(array: pa.Array, rows: Ints, values: Sequence[bytes | str | None]) -> pa.Array:
     """Return ``array`` with other values in some rows."""
     if not len(rows):
         return array
     where = np.arange(len(array))
     where[rows] = len(array) + np.arange(len(rows))
-    return pa.concat_arrays([array, pa.array(values, pa.binary())]).take(numbers(where))
+    return pa.concat_arrays([array, pa.array(values, array.type)]).take(numbers(where))
 
 
 def known_text(array: pa.BinaryArray) -> pa.StringArray:

@@ -163,13 +163,8 @@ class Properties:
         present = np.zeros(self.rows, np.bool_)
         where[rows] = np.arange(len(rows))  # if a property occurs twice, the last one counts
         present[rows] = True
-        column = values.take(numbers(where, present))
-        if not len(unusual):
-            return column
         plain = [self._plain(int(row)).get(name) for row in unusual]
-        where = np.arange(self.rows)
-        where[unusual] = self.rows + np.arange(len(unusual))
-        return pa.concat_arrays([column, pa.array(plain, pa.string())]).take(numbers(where))
+        return replaced(values.take(numbers(where, present)), unusual, plain)
 
     def _values_of(self, needle: bytes) -> tuple[Ints, Ints, Ints]:
         """Return row, begin and end of every non-empty value after ``needle`` at the start of a segment."""
@@ -227,18 +222,13 @@ class Properties:
         # Rows decoded singly are appended; a stable sort by row puts them in their places.
         row = np.concatenate((row, np.repeat(unusual, counts[unusual])))
         order = numbers(np.argsort(row, kind="stable"))
-        names = pa.concat_arrays(
-            [
-                known_text(slices(text, begins, split)),
-                pa.array([name for properties in plain for name in properties], pa.string()),
-            ]
-        ).take(order)
-        values = pa.concat_arrays(
-            [
-                known_text(slices(text, split + 1, ends)),
-                pa.array([value for properties in plain for value in properties.values()], pa.string()),
-            ]
-        ).take(order)
+        names, values = (
+            pa.concat_arrays([known_text(slices(text, first, last)), pa.array(of_plain, pa.string())]).take(order)
+            for first, last, of_plain in (
+                (begins, split, [name for properties in plain for name in properties]),
+                (split + 1, ends, [value for properties in plain for value in properties.values()]),
+            )
+        )
         return self._map_of(counts, names, values)
 
     def _repeated_names(self) -> pa.StringArray:

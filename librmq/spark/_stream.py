@@ -175,10 +175,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         begins, identities = self._located(start)
         if self._target is not None:
             ends = {key: min(end, self._target[key]) for key, end in ends.items() if key in self._target}
-        lags = {}
-        for key, end in ends.items():
-            begin = self._first_offset(key, begins.get(key))
-            lags[key] = max(0, end - begin)
+        lags = {key: max(0, end - self._first_offset(key, begins.get(key))) for key, end in ends.items()}
         counts = lags
         if not isinstance(limit, ReadAllAvailable):
             if self._target is None and self._waits(sum(lags.values())):
@@ -188,10 +185,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if self._limits.max_bytes is not None:
                 counts = self._within(counts, self._limits.max_bytes, begins)
         # A deleted queue stays in the offset, so that it is not read again if it comes back.
-        offsets = dict(begins)
-        for key, count in counts.items():
-            if count or key in begins:
-                offsets[key] = self._first_offset(key, begins.get(key)) + count
+        offsets = begins | {
+            key: self._first_offset(key, begins.get(key)) + count
+            for key, count in counts.items()
+            if count or key in begins
+        }
         return nested(offsets, self._identities(offsets, begins, identities))
 
     def _waits(self, lag: int) -> bool:
