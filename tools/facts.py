@@ -21,16 +21,16 @@ JUDGED = "docs/judged.md"
 UNCOUNTED_HOURS = 0.15
 """The time of a full run of a test that counts no rounds, such as one that is led by coverage."""
 FIGURES = (
-    ("append: cache", "store", "single append", "128 B", "SQLite, a row a transaction", "SQLite"),
-    ("append: cache", "store", "single append", "128 B", "LMDB nosync, writable map", "LMDB"),
-    ("append 256: cache", "store", "batch append 256", "128 B", "LMDB nosync, 256 in putmulti", "LMDB"),
+    ("append", "store", "single append", "128 B", "SQLite, a row a transaction", "SQLite"),
+    ("append", "store", "single append", "128 B", "LMDB nosync, writable map", "LMDB"),
+    ("append 256", "store", "batch append 256", "128 B", "LMDB nosync, 256 in putmulti", "LMDB"),
     ("append: disk", "durability", "sync append", "128 B", "SQLite, synchronous FULL", "SQLite"),
-    ("listener, stream: cache", "clients", "send to listener, a stream", "", "litequeue", "litequeue"),
-    ("listener, one: cache", "clients", "send to listener, one in flight", "", "dramatiq StubBroker", "dramatiq stub"),
-    ("listener, one: cache", "clients", "send to listener, one in flight", "", "litequeue", "litequeue"),
-    ("send, two processes: cache", "share", "a peer's sends", "by two peers", "litequeue from two", "litequeue"),
-    ("kombu get, one process: cache", "kombu", "get and acknowledge", "one process", "Redis", "Redis"),
-    ("kombu get, four processes: cache", "kombu", "get and acknowledge", "four processes", "filesystem", "filesystem"),
+    ("listener, stream", "clients", "send to listener, a stream", "", "litequeue", "litequeue"),
+    ("listener, one", "clients", "send to listener, one in flight", "", "dramatiq StubBroker", "dramatiq stub"),
+    ("listener, one", "clients", "send to listener, one in flight", "", "litequeue", "litequeue"),
+    ("send, two processes", "share", "a peer's sends", "by two peers", "litequeue from two", "litequeue"),
+    ("kombu get", "kombu", "get and acknowledge", "one process", "Redis", "Redis"),
+    ("kombu, four processes", "kombu", "get and acknowledge", "four processes", "filesystem", "filesystem"),
 )
 """Rows of the benchmarks for the README: its name, then subject, case, detail and peer, and its name for the peer.
 
@@ -106,12 +106,12 @@ def figures() -> str:
         points = [measured[LATENCY + case, f"one in: {share}"] for share in (2, 100)]
         if in_python and not all(point.get("pure") for point in points):
             return ""
-        return "/".join(f"{(point['pure'] if in_python else point)['measured']:,.0f}" for point in points) + " µs"
+        return "/".join(f"{(point['pure'] if in_python else point)['measured']:,.0f}" for point in points)
 
     ours, other = half_and_slowest("send to listener"), f"queue: {half_and_slowest('bare queue to a thread')}"
     in_python = half_and_slowest("send to listener", in_python=True)
-    rows.append(("listener at 10k, p50/p99: cache", ours, other, f"[tail](benchmarks/results/{page}.md)", in_python))
-    heads = ("messages a second", "librmq", "peer", "ratio", "without its core")
+    rows.append(("listener at 10k, p50/p99, µs", ours, other, f"[tail](benchmarks/results/{page}.md)", in_python))
+    heads = ("messages a second", "librmq", "peer", "ratio", "in Python")
     width = len(heads) if any(row[-1] for row in rows) else len(heads) - 1
     return table(heads[:width], [row[:width] for row in rows])
 
@@ -138,7 +138,7 @@ def figure(subjects: dict[str, Any], what: str, subject: str, name: str, detail:
     link = f"[{ratio(row)}](benchmarks/results/{page}.md)"
     return (
         what, rate(row, "ours"), f"{peer}: {rate(row, 'other')}", link,
-        "" if pure is None else f"{rate(pure, 'ours')}, {ratio(pure)}",
+        "" if pure is None else ratio(pure),
     )  # fmt: skip
 
 
