@@ -127,6 +127,8 @@ class _Site:
             begin_s = place.clock.monotonic()
             shown = page(query)
             shown.refresh_s = max(shown.refresh_s, ceil(_IDLE * (place.clock.monotonic() - begin_s)))
+            if place.has_much_progress and query.at_ms is None:
+                shown.notes = [*shown.notes, "Progress of groups is that of its last save, some seconds ago."]
             try:
                 place.find_extent()
             except (RmqError, OSError) as error:  # what brokers answer is shown without the log

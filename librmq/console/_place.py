@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from librmq import SharedBroker
 from librmq.broker import AdministeredRoute, Broker, StoreRoute
@@ -23,6 +23,9 @@ from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.directory import CONFIG
 from librmq.wire.remote import RemoteRoute
 from librmq.wire.share_links import OwnedStore, connect_to_sharing
+
+_MUCH: Final = 1 << 20
+"""Bytes of saved progress above which no page asks its owner for all of it."""
 
 
 class _Kept(NamedTuple):
@@ -88,7 +91,7 @@ class Place:
     @contextmanager
     def view(self, at_ms: int | None = None) -> Iterator[View[Any]]:
         """View topics, groups and progress as the brokers have them now, or the store as it was at a time."""
-        if self.route is not None and self.broker is None and at_ms is None:
+        if self.route is not None and self.broker is None and at_ms is None and not self.has_much_progress:
             yield ClusterView(self.route)
         else:
             with self.log(at_ms) as view:
@@ -131,6 +134,14 @@ class Place:
             yield StoreView.over(store)
 
     @property
+    def has_much_progress(self) -> bool:
+        """Whether the progress of a broker elsewhere is shown as it was last saved, because there is so much of it."""
+        if self.folder is None or self.route is None or self.broker is not None:
+            return False
+        path = os.path.join(self.folder, CONFIG, "consumerOffset.json")
+        return os.path.isfile(path) and os.path.getsize(path) > _MUCH
+
+    @property
     def can_own(self) -> bool:
         """Whether `owner` returns the store: its broker is in this process, or answers beside its folder."""
         return self.broker is not None or (self.route is not None and self.folder is not None)
@@ -157,7 +168,7 @@ class Place:
 
     def _owner_tables(self) -> BrokerTables | None:
         """Return topics, groups and progress as the broker has them now; None without one that answers."""
-        if not self.can_own:
+        if not self.can_own or self.has_much_progress:
             return None
         try:
             with self.owner() as owner:

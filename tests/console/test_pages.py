@@ -557,3 +557,19 @@ def test_a_delivered_message_does_not_wait_until_the_progress_is_saved(broker: B
         assert broker.tables.delay_offset(1) == 0
         for asked in places:
             assert "Nothing waits" in asked.page("/waiting")
+
+
+def test_much_progress_is_shown_as_it_was_last_saved(
+    broker: Broker, runner: ManualRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop(broker, runner)
+    runner.advance(10_000)
+    with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
+        asked = Asked(console(remote, folder=broker.store.path))
+        broker.reset_group("billing", "orders", "end")
+        for most, lag in ((1 << 20, "0"), (0, "8")):
+            monkeypatch.setattr("librmq.console._place._MUCH", most)
+            for page in ("/", "/groups"):
+                assert {row["group"]: row["lag"] for row in asked.table(page, "Groups")}["billing"] == lag
+                assert ("its last save" in asked.page(page)) == (most == 0)
+            assert asked.get("/waiting").status_code == 200
