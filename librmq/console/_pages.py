@@ -23,6 +23,7 @@ from librmq.console._requested import (
     story_by_requests,
     waiting_by_requests,
 )
+from librmq.console._retention import retention_of
 from librmq.console._samples import Sample, Samples, line
 from librmq.console._search import selected
 from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_link, link, message_link, topic_link
@@ -271,6 +272,7 @@ class Pages:
                 ]
                 for queue, ids in some
             ]
+            retention = retention_of(self.place, view)
         total = sum(map(len, queues.values()))
         groups = () if route is None else route.groups_of(topic)
         left = f"The first {ROWS} of {number(len(queues))} queues." if len(queues) > ROWS else ""
@@ -280,6 +282,7 @@ class Pages:
             [
                 Fact("messages", number(total), f"in {number(len(queues))} queues"),
                 Fact("kind", kind_of_topic(topic)),
+                retention,
                 Fact("stored", *self._rate(self._samples_at(query).stored_per_s(topic), query)),
             ],
             [

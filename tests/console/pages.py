@@ -70,6 +70,12 @@ def cells(text: str, tag: str) -> list[str]:
     return [html.unescape(re.sub("<[^>]*>", "", cell)) for cell in re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", text)]
 
 
+def facts(page: str) -> dict[str, str]:
+    """Return the numbers that stand alone on a page, each with its note."""
+    names = re.findall("<dt>(.*?)</dt>", page)
+    return dict(zip(names, cells(page, "dd"), strict=True))
+
+
 def refuse(message: StoredMessage) -> None:
     raise ValueError(f"no order {message.keys[0]}")
 

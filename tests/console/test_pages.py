@@ -20,6 +20,7 @@ from librmq import (
     MessageQueue,
     Producer,
     PushConsumer,
+    StoreConfig,
     connect,
     share,
 )
@@ -33,7 +34,7 @@ from librmq.store import BrokerTables
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
-from tests.console.pages import MARKUP, Asked, SlowClock, shop
+from tests.console.pages import MARKUP, Asked, SlowClock, facts, shop
 
 
 @pytest.fixture
@@ -185,6 +186,17 @@ def test_what_brokers_answer_is_shown_although_the_folder_is_wrong(broker: Broke
     assert [row["topic"] for row in asked.table("/topics", "Topics")] == ["orders"]
     assert "No past moments: " in asked.page("/topics")
     assert asked.get("/topics?at=1700000000000").status_code == 400
+
+
+def test_a_topic_says_what_its_log_keeps(tmp_path: Path, runner: ManualRunner) -> None:
+    config = StoreConfig(file_reserved_hours=5, max_total_size=1 << 30, keep_unconsumed=False)
+    with Broker.open(tmp_path / "store", runner=runner, store_config=config) as broker:
+        shop(broker, runner)
+        with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
+            assert facts(Asked(console(remote)).page("/topic?name=orders"))["kept"].startswith("unknown")
+            shown = [Asked(console(place)).page("/topic?name=orders") for place in (broker, tmp_path / "store")]
+            shown.append(Asked(console(remote, folder=broker.store.path)).page("/topic?name=orders"))
+    assert {facts(page)["kept"] for page in shown} == {"5 hours at most 1.0 GiB of log; unconsumed messages go as well"}
 
 
 def test_messages_are_found_by_key_tag_sql_and_time(broker: Broker, runner: ManualRunner) -> None:
