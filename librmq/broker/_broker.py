@@ -466,8 +466,11 @@ class Broker(StoreRoute, Endpoint):
 
     @property
     def delay_offsets(self) -> dict[int, int]:
-        """The queue offset of the next message to deliver, by delay level; `tables` has what is saved of it."""
-        return self._deliveries.schedule.progress
+        """The queue offset of the next message to deliver, by delay level; `tables` has what is saved of it.
+
+        A replica delivers nothing, and has its master's.
+        """
+        return self.tables.delays.rows if self._config.replica_of is not None else self._deliveries.schedule.progress
 
     @property
     def discard_hooks(self) -> list[DiscardHook]:

@@ -14,6 +14,7 @@ import pytest
 
 from librmq import Broker, BrokerConfig, ManualRunner, Message, MessageStore, Producer, PushConsumer, StoreConfig
 from librmq.cluster import Replica, StoredMaster, promote_replica
+from librmq.diagnosis import StoreView, pending_messages
 from librmq.errors import (
     BrokerUnreachableError,
     FlushFailedError,
@@ -304,6 +305,17 @@ def test_a_new_topic_is_copied_before_its_send_is_acknowledged(through: str, end
     topics = promoted.topics()
     assert topics["T"].read_queues == 3
     assert [one.queue_id for topic in ("T", "New") for one in promoted.messages(topic)] == [0, 2, 0]
+
+
+def test_a_replica_has_the_progress_of_its_masters_delays() -> None:
+    broker = opened()
+    replica = copy_of(broker)
+    for _ in range(3):
+        send(broker, "T", delay_level=1)
+    manual(broker).advance(60_000)
+    assert replica.follow()
+    assert replica.broker.delay_offsets == broker.delay_offsets == {1: 3}
+    assert not list(pending_messages(replica.store, StoreView.of(replica.broker).tables))
 
 
 def test_a_recreated_topic_is_copied() -> None:
