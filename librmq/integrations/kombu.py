@@ -385,6 +385,8 @@ class Transport(virtual.Transport):
                 self.receiver.acknowledge(*outdated)
             for delivery in others:  # their queue got the topic after this one was deleted, during the request
                 self.receiver.requeue(delivery)
+            if others:
+                self.wake()
             if received or others:
                 return received
         return []
@@ -475,6 +477,7 @@ class Transport(virtual.Transport):
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Let kombu's hub receive whenever it turns, and wake it when messages may be there."""
         signal = self._signal = _Signal()
+        is_turning = False
 
         def woken() -> None:
             signal.clear()
@@ -482,13 +485,20 @@ class Transport(virtual.Transport):
             self._take()
 
         def turn() -> None:
+            nonlocal is_turning
             signal.hub_thread = threading.get_ident()
-            if self._take():
-                # The turns of a hub have no order, and a worker's pool passes its tasks on in its turn.
+            if is_turning or not self._take():
+                return
+            # The turns of a hub have no order, and a worker's pool passes its tasks on in its turn. The turn of another
+            # connection comes back here.
+            is_turning = True
+            try:
                 for other in loop.on_tick - {turn}:
                     other()
-                if self._wanted()[0]:
-                    signal.set()
+            finally:
+                is_turning = False
+            if self._wanted()[0]:
+                signal.set()
 
         def leave() -> None:
             loop.on_tick.discard(turn)

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from datetime import UTC, datetime
@@ -248,6 +249,26 @@ def test_a_pool_has_its_turn_after_each_message_before_the_hub_waits(share: Conn
             turns += 1
         assert [message.payload for message in passed] == messages
         assert turns <= len(messages) + 3, "each acknowledgement brings the next message in the same turn"
+
+
+def test_connections_of_one_hub_do_not_take_their_turns_within_each_other(connect: Connect) -> None:
+    """However many messages wait, the stack does not grow with them."""
+    depths: list[int] = []
+
+    def take(message: Any) -> None:
+        depths.append(sum(1 for _ in traceback.walk_stack(None)))
+        message.ack()
+
+    queues = [kombu.Queue(name, routing_key=name) for name in ("left", "right")]
+    with closing(Hub()) as hub, ExitStack() as opened:
+        for queue in queues:
+            connection = opened.enter_context(connect())
+            opened.enter_context(kombu.Consumer(connection, [queue], on_message=take))
+            send(connection, queue, *range(300))
+            connection.register_with_event_loop(hub)
+        while len(depths) < 600:
+            hub.run_once()
+        assert len(set(depths)) <= 3, "one for a wake, one for a turn, and one for a turn in that of the other"
 
 
 def test_a_cancelled_consumer_leaves_the_others_of_its_hub(connect: Connect) -> None:
