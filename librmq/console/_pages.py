@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
+from librmq.console._group_parts import Members, causes, queues_of_group, stacks
 from librmq.console._message_parts import BODY_SIZE, as_test, body_of, events_of, fields_of
 from librmq.console._place import Place
 from librmq.console._requested import (
@@ -28,7 +29,6 @@ from librmq.console._samples import Sample, Samples, line
 from librmq.console._search import selected
 from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_link, link, message_link, topic_link
 from librmq.diagnosis import (
-    DeadLetterCause,
     Finding,
     Lag,
     StoreView,
@@ -46,7 +46,6 @@ from librmq.errors import ConfigError, RmqError
 from librmq.formatting import UNKNOWN, duration, moment, number, rate, short, size
 from librmq.message import StoredMessage
 from librmq.message.topics import TopicPrefix, is_own_group, kind_of_topic
-from librmq.protocol import GroupConnections
 
 ROWS: Final = 100
 """Rows of a table of topics, groups or queues."""
@@ -362,47 +361,22 @@ class Pages:
             held = []
             if isinstance(view, StoreView) and view.is_live:
                 held = held_progress(view, group=group, group_lag=progress)
-        connections = settings = None
-        if self.place.route is not None and not is_past:
-            connections = self.place.route.connections(group)
-            settings = self.place.route.groups().get(group)
-        instances = [] if is_past else [*_stacks(held), _instances(connections)]
+            row = view.tables.groups.rows.get(group) if isinstance(view, StoreView) else None
+        members = Members() if is_past else Members.of(self.place.route, group, row)
         lag = sum(row.lag for row in rows)
-        causes = _causes(sum_up_causes(letters), len(letters))
+        shown = [] if is_past else [*stacks(held), members.table(rows), members.settings_table()]
         return Page(
             group,
             [
                 Fact("lag", number(lag), f"in {number(len(topics))} topics", "warn" if lag else ""),
                 Fact("dead letters", number(len(letters)), "at least" if len(letters) >= LETTERS else ""),
                 Fact("consumed", *self._rate(self._samples_at(query).consumed_per_s(group), query)),
-                Fact("retries", "unknown" if settings is None else number(settings), "before a dead letter"),
+                Fact("retries", number(members.retries), "before a dead letter"),
             ],
-            [self._queues_of_group(rows, held), *instances, causes],
+            [queues_of_group(rows, held, members), *shown, causes(sum_up_causes(letters), len(letters))],
             template="group.html.j2",
-            more={"group": group, "topics": topics, "retries": settings, "has_letters": bool(letters)},
+            more={"group": group, "topics": topics, "retries": members.retries, "has_letters": bool(letters)},
         )
-
-    def _queues_of_group(self, rows: Sequence[Any], held: Sequence[Any]) -> Table:
-        stuck = {(queue.topic, queue.queue_id): queue for queue in held}
-        cells = []
-        for row in rows:
-            queue = stuck.get((row.topic, row.queue_id))
-            where = "" if queue is None or queue.client_id is None else queue.client_id
-            waits = "" if queue is None or queue.message_id is None else queue.message_id
-            cells.append(
-                [
-                    topic_link(row.topic),
-                    Cell(str(row.queue_id), is_number=True),
-                    count(row.consumer_offset),
-                    count(row.max_offset),
-                    count(row.lag, "warn"),
-                    Cell(moment(row.oldest_timestamp_ms) if row.lag else ""),
-                    Cell(where),
-                    Cell(short(waits, 40), link("message", id=waits)),
-                ]
-            )
-        columns = ("topic", "queue", "progress", "end", "lag", "oldest", "instance", "waits for")
-        return Table("Queues", columns, cells, nothing="The group has no progress in any topic.")
 
     def dead_letters(self, query: Query) -> Page:
         """Show a group's dead letters, the newest first, with what a resend needs."""
@@ -586,47 +560,3 @@ def _paging(page: str, every: int, begin: int, **parameters: str) -> Mapping[str
     after = link(page, **{"from": begin + ROWS}, **parameters) if begin + ROWS < every else ""
     where = f"{number(min(begin + 1, every))} – {number(min(begin + ROWS, every))} of {number(every)}"
     return {"where": where if every > ROWS else "", "before": before, "after": after}
-
-
-def _stacks(held: Sequence[Any]) -> list[Table]:
-    busy = [queue for queue in held if queue.stack]
-    rows = [
-        [
-            Cell(queue.thread or ""),
-            Cell(short(queue.message_id or "", 40), link("message", id=queue.message_id or "")),
-            Cell(duration(queue.held_s)),
-            Cell(queue.stack[-1]),
-        ]
-        for queue in busy[:ROWS]
-    ]
-    return [Table("Listeners that hold a queue back", ("thread", "message", "for", "stands at"), rows)] if rows else []
-
-
-def _instances(connections: GroupConnections | None) -> Table:
-    rows = []
-    if connections is not None:
-        for client_id in connections.client_ids[:ROWS]:
-            subscriptions = connections.subscriptions_by_client.get(client_id, connections.subscriptions)
-            text = ", ".join(f"{topic}: {filtered.expression}" for topic, filtered in sorted(subscriptions.items()))
-            rows.append(
-                [Cell(client_id), Cell(connections.kind), Cell(connections.model.value), Cell(short(text, 200))]
-            )
-    return Table(
-        "Instances", ("client", "kind", "model", "subscriptions"), rows, nothing="No instance runs, or is known."
-    )
-
-
-def _causes(causes: Iterable[DeadLetterCause], every: int) -> Table:
-    rows = [
-        [
-            Cell(short(cause.cause, 200)),
-            topic_link(cause.original_topic),
-            count(cause.messages),
-            Cell(moment(cause.last_timestamp_ms)),
-            count(cause.most_times),
-        ]
-        for cause in islice(causes, ROWS)
-    ]
-    columns = ("cause", "topic", "letters", "last", "attempts")
-    note = f"Of the first {LETTERS} letters." if every >= LETTERS else ""
-    return Table("Dead letters by cause", columns, rows, note)

@@ -532,6 +532,36 @@ def test_a_client_and_its_subscription_are_text(broker: Broker) -> None:
     assert text.count("&lt;script&gt;alert") >= 2
 
 
+def test_a_group_shows_its_settings_and_who_has_each_queue(broker: Broker, runner: ManualRunner) -> None:
+    broker.create_topic("orders", 2)
+    broker.set_group("mail", retry_max_times=3, is_ordered=True)
+    consumer = PushConsumer(broker, "mail", consume_from=ConsumeFrom.FIRST, threads=3)
+    consumer.subscribe("orders", lambda message: None)
+    with consumer, Producer(broker, "shop") as producer:
+        runner.advance(1_000)
+        for queue_id in range(2):
+            producer.send("orders", b"one", queue=MessageQueue("orders", broker.name, queue_id))
+        runner.advance(10_000)
+        here, address = Asked(console(broker)), "/group?name=mail"
+        queues = [row for row in here.table(address, "Queues") if row["topic"] == "orders"]
+        (instance,) = here.table(address, "Instances")
+        assert [(row["lag"], row["instance"]) for row in queues] == [("0", instance["client"])] * 2
+        assert (instance["threads"], instance["busy"], instance["queues"], instance["lag"]) == ("3", "0", "3", "0")
+        settings = {row["setting"]: row["value"] for row in here.table(address, "Settings")}
+        assert settings | {"retries": "3", "ordered": "yes", "consumes": "yes", "consume from": "first"} == settings
+        with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
+            there = Asked(console(remote))
+            assert {row["instance"] for row in there.table(address, "Queues")} == {"unknown"}
+            assert [row["threads"] for row in there.table(address, "Instances")] == ["unknown"]
+            assert {row["setting"]: row["value"] for row in there.table(address, "Settings")} == settings
+        broker.set_group("mail", consumes=False)
+        assert "no: suspended" in here.page(address)
+    broker.close()
+    at_rest = Asked(console(broker.store.path)).page(address)
+    assert "no: suspended" in at_rest
+    assert facts(at_rest)["retries"].startswith("3 ")
+
+
 def test_the_story_of_a_message_without_an_id_reads_a_large_log_on_request(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,174 @@
+"""The parts of a group's page: its queues by lag and instance, its instances and settings, what holds it back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Final
+
+from librmq.broker import AdministeredRoute, Broker
+from librmq.broker.groups import settings_in
+from librmq.console._requested import LETTERS
+from librmq.console._tables import Cell, Table, count, link, topic_link
+from librmq.diagnosis import DeadLetterCause, HeldProgress, QueueLag
+from librmq.errors import BrokerError
+from librmq.formatting import UNKNOWN, duration, moment, number, short
+from librmq.protocol import GroupConnections, GroupSettings, InstanceState, ResponseCode
+
+_ROWS: Final = 100
+"""Rows of a table of instances, listeners or causes."""
+
+
+@dataclass
+class Members:
+    """The running instances of a group, and its settings, as far as a place knows them."""
+
+    connections: GroupConnections | None = None
+    settings: GroupSettings | None = None
+    states: Mapping[str, InstanceState | None] | None = None
+    """What each instance reports; None where only the broker's own process is told."""
+    owners: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    """The instance that has each queue."""
+
+    @classmethod
+    def of(cls, route: AdministeredRoute | None, group: str, row: Mapping[str, Any] | None) -> Members:
+        """Ask for the instances of a group; a folder at rest has none, and the settings of its ``row``."""
+        if route is None:
+            return cls(None, None if row is None else settings_in(group, row), {})
+        connections = route.connections(group)
+        try:
+            settings: GroupSettings | None = route.group_settings(group)
+        except BrokerError as error:
+            if error.code != ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST:
+                raise
+            settings = None  # only its progress or its retries show the group
+        if not isinstance(route, Broker):
+            return cls(connections, settings, {} if connections is None else None)
+        states = route.instances(group)
+        owners = {
+            (held.queue.topic, held.queue.queue_id): client_id
+            for client_id, state in states.items()
+            for held in (() if state is None else state.queues)
+        }
+        return cls(connections, settings, states, owners)
+
+    @property
+    def retries(self) -> int | None:
+        """How often a message comes again before it is a dead letter."""
+        return None if self.settings is None else self.settings.retry_max_times
+
+    def owner_of(self, row: QueueLag) -> str:
+        """Return the instance that has a queue; empty without one."""
+        return UNKNOWN if self.states is None else self.owners.get((row.topic, row.queue_id), "")
+
+    def table(self, rows: Iterable[QueueLag]) -> Table:
+        """Return the instances, each with its threads and the lag of its queues."""
+        lags: Counter[str] = Counter()
+        for row in rows:
+            lags[self.owner_of(row)] += row.lag
+        cells = [
+            [
+                Cell(client_id),
+                Cell(connections.kind),
+                Cell(connections.model.value),
+                *self._reported(client_id, lags[client_id]),
+                Cell(short(_subscriptions(connections, client_id), 200)),
+            ]
+            for connections in ([] if self.connections is None else [self.connections])
+            for client_id in connections.client_ids[:_ROWS]
+        ]
+        columns = ("client", "kind", "model", "threads", "busy", "queues", "lag", "subscriptions")
+        is_cut = self.connections is not None and len(self.connections.client_ids) > _ROWS
+        note = f"The first {_ROWS}." if is_cut else ""
+        if self.states is None:
+            note += " Threads and queues are known to a console in the process of the broker."
+        return Table("Instances", columns, cells, note.strip(), "No instance runs, or is known.")
+
+    def _reported(self, client_id: str, lag: int) -> list[Cell]:
+        state = None if self.states is None else self.states.get(client_id)
+        if state is None:
+            return [count(None)] * 4
+        return [count(state.threads), count(state.running), count(len(state.queues)), count(lag, "warn")]
+
+    def settings_table(self) -> Table:
+        """Return the settings, by the options of `librmq group create`."""
+        settings, connections = self.settings, self.connections
+        rows: list[tuple[str, str]] = []
+        if settings is not None:
+            rows = [
+                ("retries", number(settings.retry_max_times)),
+                ("queues of retries", number(settings.retry_queues)),
+                ("ordered", _yes_or_no(settings.is_ordered)),
+                ("consumes", "yes" if settings.consumes else "no: suspended"),
+                ("broadcasts", _yes_or_no(settings.broadcasts)),
+                ("priority factor", number(settings.priority_factor)),
+            ]
+            begin = UNKNOWN if connections is None else connections.consume_from.name.lower()
+            rows.append(("consume from", begin))
+        cells = [[Cell(name), Cell(value)] for name, value in rows]
+        return Table("Settings", ("setting", "value"), cells, nothing="Unknown: no broker says them.")
+
+
+def _yes_or_no(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _subscriptions(connections: GroupConnections, client_id: str) -> str:
+    subscriptions = connections.subscriptions_by_client.get(client_id, connections.subscriptions)
+    return ", ".join(f"{topic}: {filtered.expression}" for topic, filtered in sorted(subscriptions.items()))
+
+
+def queues_of_group(rows: Iterable[QueueLag], held: Iterable[HeldProgress], members: Members) -> Table:
+    """Return the queues of a group with lag, instance, and the message that each waits for."""
+    waits = {(queue.topic, queue.queue_id): queue.message_id or "" for queue in held}
+    cells = []
+    for row in rows:
+        message_id = waits.get((row.topic, row.queue_id), "")
+        cells.append(
+            [
+                topic_link(row.topic),
+                Cell(str(row.queue_id), is_number=True),
+                count(row.consumer_offset),
+                count(row.max_offset),
+                count(row.lag, "warn"),
+                Cell(moment(row.oldest_timestamp_ms) if row.lag else ""),
+                Cell(members.owner_of(row)),
+                Cell(short(message_id, 40), link("message", id=message_id)),
+            ]
+        )
+    columns = ("topic", "queue", "progress", "end", "lag", "oldest", "instance", "waits for")
+    return Table("Queues", columns, cells, nothing="The group has no progress in any topic.")
+
+
+def stacks(held: Iterable[HeldProgress]) -> list[Table]:
+    """Return where the listeners stand that hold queues back."""
+    busy = [queue for queue in held if queue.stack]
+    rows = [
+        [
+            Cell(queue.thread or ""),
+            Cell(short(queue.message_id or "", 40), link("message", id=queue.message_id or "")),
+            Cell(duration(queue.held_s)),
+            Cell(queue.stack[-1]),
+        ]
+        for queue in busy[:_ROWS]
+    ]
+    return [Table("Listeners that hold a queue back", ("thread", "message", "for", "stands at"), rows)] if rows else []
+
+
+def causes(found: Sequence[DeadLetterCause], letters: int) -> Table:
+    """Return the causes of so many dead letters."""
+    rows = [
+        [
+            Cell(short(cause.cause, 200)),
+            topic_link(cause.original_topic),
+            count(cause.messages),
+            Cell(moment(cause.last_timestamp_ms)),
+            count(cause.most_times),
+        ]
+        for cause in islice(found, _ROWS)
+    ]
+    columns = ("cause", "topic", "letters", "last", "attempts")
+    note = f"Of the first {LETTERS} letters." if letters >= LETTERS else ""
+    return Table("Dead letters by cause", columns, rows, note)
