@@ -147,6 +147,19 @@ def test_a_log_that_loses_a_file_meanwhile_is_an_error(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [path]
 
 
+def test_bytes_behind_a_file_of_the_log_hide_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with MessageStore.open(path, StoreConfig.tiny(commitlog_file_size=8 << 10)) as store:
+        for number in range(60):
+            store.append(Message("T", b"x" * 500, keys=f"k{number}"))
+    before = [compared(one) for one in messages(path)]
+    first, *_ = sorted((path / "commitlog").iterdir())
+    with first.open("ab") as file:
+        file.write(b"rubbish" * 400)  # these bytes have the physical offsets of the next file
+    assert extract(str(path), str(tmp_path / "small"), lambda _: True).messages == 60
+    assert [compared(one) for one in messages(tmp_path / "small")] == before
+
+
 def test_a_small_store_takes_more_messages(source: Path, tmp_path: Path) -> None:
     extract(str(source), str(tmp_path / "small"), lambda one: one.topic == "orders")
     with Broker.open(tmp_path / "small") as broker, Producer(broker, "shop") as producer:

@@ -20,6 +20,7 @@ import re
 import struct
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from types import NoneType
 from typing import Any, Final, NamedTuple
 
@@ -196,13 +197,15 @@ def records_at(path: str, files: Files, places: Iterable[int]) -> Iterator[Store
         CorruptionError: A file of the log was deleted meanwhile.
     """
     sources = _sources(os.path.join(path, COMMITLOG), files)
+    if any(source.end > following.start for source, following in pairwise(sources)):
+        yield from _searched(path, files, places)
+        return
     source, file, released = None, None, 0
     for place in places:
         if source is None or file is None or not source.start <= place < source.end:
             source = next((source for source in sources if source.start <= place < source.end), None)
             if source is None:
-                folder = os.path.join(path, COMMITLOG)
-                raise CorruptionError(folder, place, "record", "its file was deleted meanwhile: run the command again")
+                raise _deleted(path, place)
             file, released = files.open(source.path), 0
         begin = place - source.start
         if begin - released > _MOST_HELD:
@@ -211,6 +214,24 @@ def records_at(path: str, files: Files, places: Iterable[int]) -> Iterator[Store
         size = int.from_bytes(file.buffer[begin : begin + 4], "big")
         advance(size)
         yield _message_at(place, file.buffer[begin : begin + size])
+
+
+def _searched(path: str, files: Files, places: Iterable[int]) -> Iterator[StoredMessage]:
+    """Do as `records_at` where a file is too long: only the search tells which file has the record of a place."""
+    wanted = list(places)
+    records = (item for item in log_records(path, files, set(wanted)) if isinstance(item, StoredMessage))
+    message = None
+    for place in wanted:
+        while message is None or message.physical_offset != place:
+            message = next(records, None)
+            if message is None:
+                raise _deleted(path, place)
+        yield message
+
+
+def _deleted(path: str, place: int) -> CorruptionError:
+    folder = os.path.join(path, COMMITLOG)
+    return CorruptionError(folder, place, "record", "its file was deleted meanwhile: run the command again")
 
 
 def cut_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
