@@ -390,7 +390,7 @@ class DiskFiles:
                 raise CorruptionError(path, LARGEST_WHOLE, "size", f"expected at most {LARGEST_WHOLE} bytes")
             return data
         if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
-            return self.open(path).buffer[at : at + size]
+            return b"" if self.size(path) == 0 else self.open(path).buffer[at : at + size]  # an empty one has none
         with SystemCall("read", path):
             descriptor = open_regular(path)
             try:

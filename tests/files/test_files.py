@@ -374,6 +374,19 @@ def test_a_flush_includes_changes_made_through_a_mapping(
     assert path.read_bytes()[10:14] == b"much"
 
 
+@pytest.mark.parametrize("system", ["linux", "darwin", "win32"])
+def test_a_part_of_a_file_is_read_on_each_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str) -> None:
+    (tmp_path / "full").write_bytes(b"0123456789")
+    (tmp_path / "empty").touch()
+    monkeypatch.setattr("librmq.files._disk.sys", SimpleNamespace(platform=system))
+    files = DiskFiles()
+    assert files.read(str(tmp_path / "full"), 2, 3) == b"234"
+    assert files.read(str(tmp_path / "full"), 8, 100) == b"89"
+    assert files.read(str(tmp_path / "empty"), 0, 100) == b""
+    with pytest.raises(StoreIOError, match="missing"):
+        files.read(str(tmp_path / "missing"), 0, 100)
+
+
 def test_a_folder_is_not_mapped(tmp_path: Path) -> None:
     for writable in (False, True):
         with pytest.raises((CorruptionError, StoreIOError)) as told:
