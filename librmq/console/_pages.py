@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from librmq.console._group_parts import Members, causes, queues_of_group, stacks
 from librmq.console._message_parts import BODY_SIZE, as_test, body_of, events_of, fields_of
@@ -31,8 +31,10 @@ from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_
 from librmq.diagnosis import (
     Finding,
     Lag,
+    PendingMessage,
     StoreView,
     StoryEvent,
+    View,
     diagnose,
     held_progress,
     pending_messages,
@@ -51,13 +53,17 @@ ROWS: Final = 100
 """Rows of a table of topics, groups or queues."""
 _WAITING: Final = 1_000
 _FEW: Final = 20_000
-"""Messages of a store in which the overview looks for findings by itself."""
+"""Messages of a store in which the overview looks by itself for findings and for what waits."""
 _FEW_QUEUES: Final = 512
 _FINDINGS_MS: Final = 30_000
 """For so long an overview shows the findings that it has, because it is asked every few seconds."""
 _LOG_SIZE: Final = 256 << 20
 """Bytes of a log in which the records of a message without a unique id are searched for at once."""
 _NO_UNIQUE_ID: Final = "The message has no unique id, by which its records are found quickly."
+_KINDS: Final = {
+    "half": "halves", "given_up": "given-up halves", "delay": "delays", "timer": "timers", "retry": "retries",
+    "pop": "in flight",
+}  # fmt: skip
 _PAIRS: Final = 5_000
 """Groups and topics of which progress is added up."""
 
@@ -92,18 +98,23 @@ class Pages:
             log = view if isinstance(view, StoreView) else None
             disk = [] if is_past else self._disk(log)
             findings = self._findings(log, now_ms, messages, sum(map(len, ranges.values())), is_past)
+            waiting = self._waiting_fact(view, query)
         total, dead = sum(lags.values()), sum(letters.values())
         worst = sorted(shown, key=lambda group: (-lags.get(group, -1), group))[:ROWS]
         busiest = sorted(ends, key=lambda topic: (-(samples.stored_per_s(topic) or 0), -ends[topic], topic))
         notes = []
         if len(shown) < len(groups):
             notes.append(f"Of {number(len(groups))} groups the first {ROWS} were asked for.")
+        if len(progress.topics) > _PAIRS:
+            notes.append(f"What groups consume is unknown: more than {number(_PAIRS)} groups and topics have progress.")
         return Page(
             "Overview",
             [
                 Fact("messages", number(messages), f"in {number(len(ends))} topics"),
                 Fact("stored", *self._rate(samples.stored_per_s(), query)),
+                Fact("consumed", *self._rate(samples.consumed_per_s(), query)),
                 Fact("wait for a group", number(total), f"of {number(len(groups))} groups", "warn" if total else ""),
+                waiting,
                 Fact("dead letters", number(dead), "", "bad" if dead else ""),
                 *disk,
             ],
@@ -114,6 +125,21 @@ class Pages:
             ],
             notes,
         )
+
+    def _waiting_fact(self, view: View[Any], query: Query) -> Fact:
+        """Return how many messages wait for their time, a decision or an acknowledgement, as the page Waiting does."""
+        if not self.place.has_log:
+            waiting: Sequence[PendingMessage] = waiting_by_requests(view, query.clock.now_ms(), ROWS)
+            limit = f"at most {ROWS} of a level; halves, timers and POP need the log"
+        else:
+            log = nullcontext(view) if isinstance(view, StoreView) else self.place.log(asks_owner=True)
+            with log as store_view:
+                if _is_large(store_view.message_count(), len(store_view.ranges)):
+                    return Fact("waiting", UNKNOWN, "this store is large: the page Waiting lists them")
+                waiting, limit = list(pending_messages(store_view.store, store_view.tables)), ""
+        kinds = Counter(message.kind for message in waiting)
+        parts = [f"{_KINDS[kind]}: {number(amount)}" for kind, amount in sorted(kinds.items())]
+        return Fact("waiting", number(len(waiting)), "; ".join(filter(None, (", ".join(parts), limit))))
 
     def _samples_at(self, query: Query) -> Samples:
         """Return the last looks, of which a past moment has none."""
@@ -508,10 +534,11 @@ class Pages:
 
 
 def _sample(now_ms: int, ends: Mapping[str, int], progress: Lag, lags: Mapping[str, int]) -> Sample:
+    if len(progress.topics) > _PAIRS:
+        return Sample(now_ms, dict(ends), lags, None)
     positions: Counter[str] = Counter()
-    if len(progress.topics) <= _PAIRS:
-        for part in progress.topics:
-            positions[part.group] += sum(offset or 0 for offset in part.consumer_offsets)
+    for part in progress.topics:
+        positions[part.group] += sum(offset or 0 for offset in part.consumer_offsets)
     return Sample(now_ms, dict(ends), lags, dict(positions))
 
 

@@ -22,8 +22,8 @@ class Sample(NamedTuple):
     """The sum of the ends of a topic's queues."""
     lags: Mapping[str, int]
     """The lag of each group."""
-    positions: Mapping[str, int]
-    """The sum of a group's progress over its queues; without groups that have too many to add up."""
+    positions: Mapping[str, int] | None
+    """The sum of a group's progress over its queues; None where these are too many to add up."""
 
 
 class Samples:
@@ -59,13 +59,17 @@ class Samples:
         grown = sum(last.ends.get(name, 0) - first.ends.get(name, 0) for name in names)
         return max(grown, 0) * 1000 / (last.at_ms - first.at_ms)
 
-    def consumed_per_s(self, group: str) -> float | None:
-        """Return how many messages a second a group has passed; None if that is unknown."""
+    def consumed_per_s(self, group: str | None = None) -> float | None:
+        """Return how many messages a second a group has passed, or all of them together; None if that is unknown."""
         pair = self._pair()
-        if pair is None or group not in pair[0].positions or group not in pair[1].positions:
+        if pair is None or pair[0].positions is None or pair[1].positions is None:
             return None
-        first, last = pair
-        return max(last.positions[group] - first.positions[group], 0) * 1000 / (last.at_ms - first.at_ms)
+        first, last = pair[0].positions, pair[1].positions
+        names = first.keys() & last.keys()
+        if group is not None and group not in names:
+            return None
+        passed = sum(max(last[name] - first[name], 0) for name in (names if group is None else {group}))
+        return passed * 1000 / (pair[1].at_ms - pair[0].at_ms)
 
     def _pair(self) -> tuple[Sample, Sample] | None:
         with self._lock:

@@ -326,6 +326,34 @@ def test_what_waits_is_what_the_command_lists(broker: Broker, runner: ManualRunn
     assert [row["kind"] for row in rows] == [message.kind for message in pending_messages(broker.store)]
 
 
+def test_the_overview_says_what_flows_and_what_waits(
+    broker: Broker, runner: ManualRunner, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop(broker, runner)
+    asked = Asked(console(broker))
+    assert facts(asked.page("/"))["consumed"].startswith("unknown")
+    with Producer(broker, "shop") as producer:
+        for _ in range(2):
+            producer.send("orders", b"later", delay_level=18)
+        producer.send("orders", b"later", delay=90_000)
+    broker.reset_group("billing", "orders", "end")
+    runner.advance(4_000)
+    shown = facts(asked.page("/"))
+    assert (shown["consumed"], shown["waiting"]) == (
+        "2 a second in the last minute, while the overview was open", "3 delays: 2, timers: 1",
+    )  # fmt: skip
+    with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
+        remote.runner.clock = runner.clock
+        assert facts(Asked(console(remote, folder=broker.store.path)).page("/"))["waiting"] == shown["waiting"]
+        assert facts(Asked(console(remote)).page("/"))["waiting"].startswith("2 delays: 2; at most 100 of a level")
+    monkeypatch.setattr(pages, "_FEW", 0)
+    assert "this store is large: the page Waiting" in facts(asked.page("/"))["waiting"]
+    monkeypatch.undo()
+    broker.close()
+    printed = shell("pending", broker.store.path).rows
+    assert facts(Asked(console(broker.store.path)).page("/"))["waiting"].startswith(f"{len(printed)} ")
+
+
 def test_hidden_bodies_are_on_no_page(broker: Broker) -> None:
     with Producer(broker, "shop") as producer:
         message_id = producer.send("orders", b"a secret body", keys="k").message_id
