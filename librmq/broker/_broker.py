@@ -258,15 +258,17 @@ class Broker(StoreRoute, Endpoint):
             requests.add_clients()
             requests.add_administration(Administration(context), progress, deliveries)
             self._answers = requests.answers
-            context.show_gauges(lambda: replication.replica_count)
             if config.replica_of is None:
                 with runner.lock:
                     deliveries.start()
                     receives.start()
                     if (SystemTopic.HALF, 0) in store.queues:
                         transactions.prepared()
+            context.show_gauges(lambda: replication.replica_count)
             life.mark_open()
         except BaseException:
+            with runner.lock:  # the caller's runner goes on, and has steps of this broker by now
+                life.mark_ended(was_killed=True)
             store.close()
             raise
 

@@ -172,6 +172,28 @@ def test_disk_usage_is_ignored_with_a_manual_clock(
         assert runner.next_due_ms() is None
 
 
+def test_an_opening_that_is_interrupted_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, runner, metrics = MemoryFiles(), ManualRunner(), Metrics()
+    with Broker.open("/broker", runner=runner, files=files) as broker:
+        Producer(broker, "shop").send("T", b"later", delay_level=1)
+
+    def interrupt(part: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("librmq.broker.handlers._receive.ReceiveHandler.start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            Broker.open("/broker", runner=runner, files=files, metrics=metrics)
+    runner.advance(60_000)
+    assert not caplog.records
+    assert not metrics.snapshot()
+    with Broker.open("/broker", runner=runner, files=files, metrics=metrics) as broker:
+        runner.advance(60_000)
+        assert [message.body for message in broker.messages("T")] == [b"later"]
+
+
 def test_a_closed_broker_is_not_a_route() -> None:
     broker = opened()
     told = []
