@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
 from importlib.resources import files
 from math import ceil
@@ -22,6 +22,7 @@ from librmq.console._changes import Changes
 from librmq.console._guard import Application, Authorize, Guard
 from librmq.console._pages import Pages
 from librmq.console._place import Place
+from librmq.console._requested import LETTERS
 from librmq.console._tables import Moment, Page, Query, at_moment
 from librmq.errors import RmqError
 from librmq.formatting import visible
@@ -29,6 +30,7 @@ from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.console")
 _LONGEST_FORM: Final = 1 << 16
+_MOST_FIELDS: Final = LETTERS + 64
 _IDLE: Final = 60
 """A page stays as it is for so many times as long as it took to make, so that it takes less than 2 % of a core."""
 _STATIC: Final = {"console.css": "text/css", "console.js": "text/javascript", "icon.svg": "image/svg+xml"}
@@ -140,8 +142,7 @@ class _Site:
 
     def _query(self, request: Request) -> Query:
         """Return the parameters; what is given several times, as boxes that are ticked, is one list of words."""
-        given = request.query_params
-        return Query({name: " ".join(given.getlist(name)) for name in given}, self._pages.place.clock)
+        return Query(_fields(request.query_params.multi_items()), self._pages.place.clock)
 
     async def _answered(self, request: Request, make: Callable[[], Page], shown: Query | None = None) -> Response:
         """Return a page, or the error that says why there is none, in a thread: a page reads files.
@@ -195,7 +196,10 @@ class _Site:
         if form is None or form.pop("token", "") != request.scope["librmq.token"]:
             why = "The form is not of this console, or older than its start: open its page again."
             return self._rendered(request, Page("Not allowed", notes=[why], is_live=False), 403)
+        shows = form.pop("show", "")
         query = Query(form, self._pages.place.clock)
+        if shows:  # what is ticked can be too long for an address
+            return await self._answered(request, partial(self._proposal, changes, query))
         caller = visible(request.scope["librmq.caller"])
         address = "an unknown address" if request.client is None else request.client.host
         return await self._answered(request, partial(self._made, changes, query, caller, address))
@@ -228,4 +232,14 @@ class _Site:
             body += part
             if len(body) > _LONGEST_FORM:
                 return None
-        return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=64))
+        if body.count(b"&") >= _MOST_FIELDS:
+            return None
+        return _fields(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
+
+
+def _fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return parameters by name; the values of one that comes several times are words of one text."""
+    fields: dict[str, str] = {}
+    for name, value in pairs:
+        fields[name] = f"{fields[name]} {value}" if name in fields else value
+    return fields

@@ -170,5 +170,5 @@ def causes(found: Sequence[DeadLetterCause], letters: int) -> Table:
         for cause in islice(found, _ROWS)
     ]
     columns = ("cause", "topic", "letters", "last", "attempts")
-    note = f"Of the first {LETTERS} letters." if letters >= LETTERS else ""
+    note = f"Of the newest {LETTERS} letters." if letters > LETTERS else ""
     return Table("Dead letters by cause", columns, rows, note)

@@ -26,7 +26,7 @@ from librmq.console._requested import (
 )
 from librmq.console._retention import retention_of
 from librmq.console._samples import Sample, Samples, line
-from librmq.console._search import selected
+from librmq.console._search import newest_letters, selected
 from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_link, link, message_link, topic_link
 from librmq.diagnosis import (
     Finding,
@@ -41,7 +41,7 @@ from librmq.diagnosis import (
     story,
 )
 from librmq.diagnosis import lag as lag_of
-from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
+from librmq.diagnosis.deadletters import sum_up_causes
 from librmq.diagnosis.disk_use import disk_use
 from librmq.diagnosis.view import topic_summaries
 from librmq.errors import ConfigError, RmqError
@@ -382,7 +382,8 @@ class Pages:
                 raise ConfigError(f"there is no group {group!r}")
             progress = lag_of(view, group=group, includes_own=False)
             rows = list(islice(progress, 10 * ROWS))
-            letters = [letter for *_, letter in islice(letters_by_queue(view, group, view.resent_times), LETTERS)]
+            letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
+            dead = sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values()))
             topics = sorted({row.topic for row in rows})
             held = []
             if isinstance(view, StoreView) and view.is_live:
@@ -395,11 +396,11 @@ class Pages:
             group,
             [
                 Fact("lag", number(lag), f"in {number(len(topics))} topics", "warn" if lag else ""),
-                Fact("dead letters", number(len(letters)), "at least" if len(letters) >= LETTERS else ""),
+                Fact("dead letters", number(dead)),
                 Fact("consumed", *self._rate(self._samples_at(query).consumed_per_s(group), query)),
                 Fact("retries", number(members.retries), "before a dead letter"),
             ],
-            [queues_of_group(rows, held, members), *shown, causes(sum_up_causes(letters), len(letters))],
+            [queues_of_group(rows, held, members), *shown, causes(sum_up_causes(letters), dead)],
             template="group.html.j2",
             more={"group": group, "topics": topics, "retries": members.retries, "has_letters": bool(letters)},
         )
@@ -408,9 +409,10 @@ class Pages:
         """Show a group's dead letters, the newest first, with what a resend needs."""
         group, chooses = query.required("group"), self.allow_changes and query.at_ms is None
         with self.place.view(query.at_ms) as view:
-            found = list(islice(letters_by_queue(view, group, view.resent_times), LETTERS))
+            found = newest_letters(view, group, LETTERS)
+            every = sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values()))
         rows = []
-        for *_, message, letter in reversed(found):
+        for message, letter in found:
             resent = "" if letter.resent_at_ms is None else moment(letter.resent_at_ms)
             rows.append(
                 [
@@ -424,7 +426,8 @@ class Pages:
                 ]
             )
         columns = (*(["send again"] if chooses else []), "given up", "id", "topic", "attempts", "cause", "sent again")
-        note = f"The first {LETTERS} letters: librmq dead-letters lists all." if len(found) >= LETTERS else ""
+        is_cut = len(found) < every
+        note = f"The newest {len(found)} of {number(every)}: librmq dead-letters lists all." if is_cut else ""
         return Page(
             f"Dead letters of {group}",
             tables=[Table("Dead letters", columns, rows, note)],

@@ -8,13 +8,12 @@ longer than the default ones that are taken here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, Final, Literal
 
 from librmq.broker import AdministeredRoute
-from librmq.console._search import queue_backwards
+from librmq.console._search import newest_letters, queue_backwards
 from librmq.diagnosis import Finding, Lag, PendingMessage, StoryEvent, View
-from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
+from librmq.diagnosis.deadletters import sum_up_causes
 from librmq.errors import BrokerError
 from librmq.formatting import number
 from librmq.java.lang import java_int
@@ -111,7 +110,7 @@ def findings_by_requests(
                 f"{number(lags[group])} messages wait, and no instance of the group is connected.",
                 {"lag": lags[group]}, "Start a consumer of the group, or skip what is of no use any more.",
             )  # fmt: skip
-        letters = [letter for *_, letter in islice(letters_by_queue(view, group, view.resent_times), LETTERS)]
+        letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
         for cause in sum_up_causes(letters):
             yield Finding(
                 "dead-letters", "warning", f"group {group}, topic {cause.original_topic}",

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, Final
 
 from librmq.console._place import Place
 from librmq.console._tables import Query
-from librmq.diagnosis import StoreView, View
+from librmq.diagnosis import GivenUpMessage, StoreView, View
+from librmq.diagnosis.deadletters import given_up
 from librmq.errors import ConfigError
 from librmq.filter import SqlFilter, TagFilter
 from librmq.formatting import number
-from librmq.message import StoredMessage
+from librmq.message import StoredMessage, dead_letter_topic
+from librmq.store.format.documents import letter_identity
 
 MESSAGES: Final = 25
 _LOOKED_AT: Final = 20_000
@@ -56,6 +59,18 @@ def selected(place: Place, view: View[Any], topic: str, query: Query) -> tuple[l
             break
     note = f"The search looked at the newest {number(looked_at)} messages: librmq show reads all." if is_cut else ""
     return found, note
+
+
+def newest_letters(view: View[Any], group: str, most: int) -> list[tuple[StoredMessage, GivenUpMessage]]:
+    """Return the newest dead letters of a group, the last one first."""
+    times, newest = view.resent_times, islice(_backwards(view, dead_letter_topic(group), most), most)
+    return [
+        (
+            message,
+            given_up(group, message)._replace(resent_at_ms=times.get(letter_identity(message)) if times else None),
+        )
+        for message in newest
+    ]
 
 
 def _backwards(view: View[Any], topic: str, most: int) -> Iterator[StoredMessage]:

@@ -57,7 +57,10 @@ class Asked:
 
     def submit(self, path: str, fields: Mapping[str, str] | None = None) -> str:
         """Open a page that shows a change, press its button, and return the page that follows."""
-        shown = self.page(path)
+        return self.confirm(self.page(path), fields)
+
+    def confirm(self, shown: str, fields: Mapping[str, str] | None = None) -> str:
+        """Press the button of a page that shows a change, and return the page that follows."""
         hidden = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', shown)
         form = {name: html.unescape(value) for name, value in hidden} | dict(fields or {})
         response = self.request("POST", "/change", data=form, headers=OWN)

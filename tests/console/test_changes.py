@@ -13,7 +13,7 @@ from librmq import Broker, ManualRunner, Message, Producer, share
 from librmq.console import console
 from librmq.diagnosis import skipped
 from tests.cli.stand import Shell
-from tests.console.pages import Asked, shop
+from tests.console.pages import OWN, Asked, facts, shop
 
 
 @pytest.fixture
@@ -62,12 +62,37 @@ def test_letters_that_are_ticked_are_sent_again(broker: Broker, runner: ManualRu
         r'<input type="checkbox" name="id" value="(\w+)" form="chosen">', asked.page("/letters?group=mail")
     )
     assert boxes == [letter.message_id for letter in reversed(broker.dead_letters("mail"))]
-    path = f"/change?what=resend&group=mail&id={boxes[0]}&id={boxes[2]}"
-    assert asked.page(path).count("--resend --id ") == 2
-    assert asked.submit(path).count(">sent<") == 2
+    page = asked.page("/letters?group=mail")
+    assert '<form id="chosen" class="filter" method="post" action="change">' in page
+    (token,) = re.findall('name="token" value="([^"]*)"', page)
+    ticked = {
+        "token": token,
+        "show": "1",
+        "what": "resend",
+        "group": "mail",
+        "id": [boxes[0], boxes[2], *["x" * 32] * 498],
+    }
+    shown = asked.request("POST", "/change", data=ticked, headers=OWN)
+    assert (shown.status_code, shown.text.count("<td>")) == (200, 4), shown.text
+    ticked["id"] = ["x"] * 600
+    assert asked.request("POST", "/change", data=ticked, headers=OWN).status_code == 403
+    assert not any(row["sent again"] for row in asked.table("/letters?group=mail", "Dead letters"))
+    assert asked.confirm(shown.text).count(">sent<") == 2
     unsent = [row["id"] for row in asked.table("/letters?group=mail", "Dead letters") if not row["sent again"]]
     assert unsent == [boxes[1], boxes[3]]
     assert 'type="checkbox"' not in Asked(console(broker)).page("/letters?group=mail")
+
+
+def test_the_newest_letters_are_shown(broker: Broker, runner: ManualRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop(broker, runner)
+    for module in ("_pages", "_group_parts"):
+        monkeypatch.setattr(f"librmq.console.{module}.LETTERS", 3)
+    asked = Asked(console(broker))
+    newest = [letter.message_id for letter in reversed(broker.dead_letters("mail"))][:3]
+    assert [row["id"] for row in asked.table("/letters?group=mail", "Dead letters")] == newest
+    assert "The newest 3 of 4: librmq dead-letters lists all." in asked.page("/letters?group=mail")
+    group = asked.page("/group?name=mail")
+    assert (facts(group)["dead letters"], "Of the newest 3 letters." in group) == ("4", True)
 
 
 def test_a_waiting_message_is_cancelled(broker: Broker, runner: ManualRunner) -> None:
