@@ -7,7 +7,7 @@ from functools import cache, partial
 from importlib.resources import files
 from math import ceil
 from os import PathLike
-from typing import Final
+from typing import Final, TypeAlias
 from urllib.parse import parse_qsl, quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -24,11 +24,12 @@ from librmq.console._pages import Pages
 from librmq.console._place import Place
 from librmq.console._requested import LETTERS
 from librmq.console._tables import Moment, Page, Query, at_moment
-from librmq.errors import RmqError
+from librmq.errors import BrokerUnreachableError, RmqError
 from librmq.formatting import visible
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.console")
+_Shown: TypeAlias = Callable[[Pages, Query], Page]
 _LONGEST_FORM: Final = 1 << 16
 _MOST_FIELDS: Final = LETTERS + 64
 _IDLE: Final = 60
@@ -104,16 +105,16 @@ class _Site:
 
     def application(self) -> Starlette:
         """Return the addresses. All lie beside each other, so that links between them need no prefix."""
-        shown: dict[str, Callable[[Query], Page]] = {
-            "/": self._pages.overview,
-            "/topics": self._pages.topics,
-            "/topic": self._pages.topic,
-            "/groups": self._pages.groups,
-            "/group": self._pages.group,
-            "/letters": self._pages.dead_letters,
-            "/message": self._pages.message,
-            "/waiting": self._pages.waiting,
-            "/findings": self._pages.findings,
+        shown: dict[str, _Shown] = {
+            "/": Pages.overview,
+            "/topics": Pages.topics,
+            "/topic": Pages.topic,
+            "/groups": Pages.groups,
+            "/group": Pages.group,
+            "/letters": Pages.dead_letters,
+            "/message": Pages.message,
+            "/waiting": Pages.waiting,
+            "/findings": Pages.findings,
         }
         addresses = [Address(path, partial(self._show, page)) for path, page in shown.items()]
         addresses += [Address(f"/{name}", partial(self._file, name)) for name in _STATIC]
@@ -122,12 +123,12 @@ class _Site:
         made.router.redirect_slashes = False  # a redirect would name the host that a proxy has hidden
         return made
 
-    async def _show(self, page: Callable[[Query], Page], request: Request) -> Response:
+    async def _show(self, page: _Shown, request: Request) -> Response:
         query, place = self._query(request), self._pages.place
 
         def make() -> Page:
             begin_s = place.clock.monotonic()
-            shown = page(query)
+            shown = self._shown(page, query)
             shown.refresh_s = max(shown.refresh_s, ceil(_IDLE * (place.clock.monotonic() - begin_s)))
             if place.has_much_progress and query.at_ms is None:
                 shown.notes = [*shown.notes, "Progress of groups is that of its last save, some seconds ago."]
@@ -139,6 +140,20 @@ class _Site:
             return shown
 
         return await self._answered(request, make, query)
+
+    def _shown(self, page: _Shown, query: Query) -> Page:
+        """Return a page; where the owner of a share does not answer, the page of its folder, which says so."""
+        place, saved = self._pages.place, self._pages.saved
+        try:
+            shown, why = page(self._pages, query), place.unanswered
+        except BrokerUnreachableError as error:
+            if saved is None:
+                raise
+            shown, why = page(saved, query), str(error)
+        if why:
+            note = f"The broker does not answer ({why}): this page is that of the folder, as it was last saved."
+            shown.notes = [*shown.notes, note]
+        return shown
 
     def _query(self, request: Request) -> Query:
         """Return the parameters; what is given several times, as boxes that are ticked, is one list of words."""

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from itertools import islice
 from typing import Any, Final
 
@@ -81,6 +82,13 @@ class Pages:
         self._samples = Samples()
         self._found: tuple[int, list[Finding]] | None = None
         """When the overview last looked for findings, and those."""
+
+    @cached_property
+    def saved(self) -> Pages | None:
+        """The pages of the folder alone, for when its broker does not answer; None without a folder."""
+        if self.place.route is None or self.place.folder is None:
+            return None
+        return Pages(Place(self.place.folder), bodies=self.bodies, allow_changes=False)
 
     def overview(self, query: Query) -> Page:
         """Show what flows, what waits, and what needs attention."""

@@ -61,6 +61,9 @@ class Place:
         self.is_at_rest: bool = False
         """Whether no process had the store open for writing at the last view, so that nothing flows."""
 
+        self.unanswered: str = ""
+        """Why the broker beside the folder did not answer when it was last asked; empty if it did."""
+
     @property
     def broker(self) -> Broker | None:
         """The broker, if it is in this process."""
@@ -93,6 +96,7 @@ class Place:
         """View topics, groups and progress as the brokers have them now, or the store as it was at a time."""
         if self.route is not None and self.broker is None and at_ms is None and not self.has_much_progress:
             yield ClusterView(self.route)
+            self.unanswered = ""
         else:
             with self.log(at_ms) as view:
                 yield view
@@ -172,8 +176,10 @@ class Place:
             return None
         try:
             with self.owner() as owner:
-                return owner.tables
-        except BrokerUnreachableError:
+                tables, self.unanswered = owner.tables, ""
+                return tables
+        except BrokerUnreachableError as error:
+            self.unanswered = str(error)
             return None
 
     @contextmanager

@@ -149,6 +149,22 @@ def test_a_shared_store_and_a_cluster(tmp_path: Path, runner: ManualRunner) -> N
         assert [row["queue"] for row in rows] == ["a 0", "b 0"]
 
 
+def test_a_share_whose_owner_has_ended_is_shown_as_it_was_saved(broker: Broker, runner: ManualRunner) -> None:
+    shop(broker, runner)
+    folder = broker.store.path
+    with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
+        asked, bare = Asked(console(remote, folder=folder)), Asked(console(remote))
+        addresses = (*ADDRESSES, "/waiting", "/findings")
+        assert not any("does not answer" in asked.page(address) for address in addresses)
+        broker.close()
+        server.close()
+        for address in addresses:
+            page = asked.page(address)
+            assert page.count("this page is that of the folder, as it was last saved") == 1, address
+        assert {row["group"]: row["lag"] for row in asked.table("/groups", "Groups")}["billing"] == "8"
+        assert bare.get("/topics").status_code == 400
+
+
 def test_findings_of_a_share_that_has_not_saved_yet_know_its_progress(tmp_path: Path) -> None:
     with share(tmp_path / "shared") as shared:
         shared.create_topic("orders", 1)
