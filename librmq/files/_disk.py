@@ -385,6 +385,7 @@ class DiskFiles:
     def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
         if size is None:
             with SystemCall("read", path), open(open_regular(path), "rb") as file:
+                file.seek(at)
                 data = file.read(LARGEST_WHOLE + 1)
             if len(data) > LARGEST_WHOLE:
                 raise CorruptionError(path, LARGEST_WHOLE, "size", f"expected at most {LARGEST_WHOLE} bytes")

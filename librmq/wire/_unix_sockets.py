@@ -146,7 +146,7 @@ def owner_socket(path: str | os.PathLike[str]) -> str:
     folder = share_folder(path)
     with suppress(OSError, StoreError, UnicodeError):
         identity, _, socket_file = (
-            DiskFiles().read(os.path.join(folder, "place"), _LONGEST_PLACE).decode().partition(" ")
+            DiskFiles().read(os.path.join(folder, "place"), 0, _LONGEST_PLACE).decode().partition(" ")
         )
         if identity == _identity(path) and _is_elsewhere(socket_file):
             return socket_file

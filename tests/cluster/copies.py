@@ -26,7 +26,7 @@ def log_files(store: MessageStore) -> dict[str, bytes]:
     """Return the log's bytes by file, up to its end."""
     log = store.log
     return {
-        name: store.files.read(f"{store.path}/commitlog/{name}", 1 << 30)[: log.end - int(name)]
+        name: store.files.read(f"{store.path}/commitlog/{name}", 0, 1 << 30)[: log.end - int(name)]
         for name in (f"{start:020}" for start in log.sequence.starts)
         if log.end > int(name)
     }

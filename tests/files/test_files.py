@@ -382,6 +382,7 @@ def test_a_part_of_a_file_is_read_on_each_system(tmp_path: Path, monkeypatch: py
     files = DiskFiles()
     assert files.read(str(tmp_path / "full"), 2, 3) == b"234"
     assert files.read(str(tmp_path / "full"), 8, 100) == b"89"
+    assert files.read(str(tmp_path / "full"), 7) == b"789"
     assert files.read(str(tmp_path / "empty"), 0, 100) == b""
     with pytest.raises(StoreIOError, match="missing"):
         files.read(str(tmp_path / "missing"), 0, 100)

@@ -496,7 +496,7 @@ class World:
         """Yield the files of the log in order."""
         folder = os.path.join(STORE, "commitlog")
         for name in self.disk.names(folder):
-            yield self.disk.read(os.path.join(folder, name), 1 << 30)
+            yield self.disk.read(os.path.join(folder, name), 0, 1 << 30)
 
     def text(self) -> str:
         """Return the history, which is the same whenever the seed is."""
