@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from librmq.broker import Broker
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import StoreIOError
-from librmq.files import DiskFiles, MemoryFiles
+from librmq.files import DiskFiles, File, MemoryFiles
 from librmq.message.record import FIXED_SIZE
 from librmq.message.topics import SystemTopic
 from librmq.store import MessageStore
@@ -213,3 +214,20 @@ def test_a_job_that_retention_deleted_stays_done(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path / "new", read_only=True) as store:
         note = JobNote.read(JobNote.path(str(tmp_path / "new"), "early"), files)
         assert note.is_committed(store.log.begin, store.log.end, store.log.data_at)
+
+
+def test_a_copy_that_was_killed_lacks_no_entry_if_a_program_opens_it(tmp_path: Path) -> None:
+    class Killed(DiskFiles):
+        def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
+            if "saved.part" in path and Path(path).parent.parts[-2:] == ("T1", "0") and path.endswith("0" * 20):
+                shutil.copytree(tmp_path / "saved.part", tmp_path / "left")  # a kill would leave this
+            return super().create(path, size, keep_descriptor=keep_descriptor)
+
+    config = replace(CONFIG, consumequeue_file_size=1280)
+    with MessageStore.open(tmp_path / "store", config) as store:
+        for number in range(1200):
+            store.append(Message(f"T{number % 3}", bytes(100)), number % 2)
+    rescue(str(tmp_path / "store"), str(tmp_path / "saved"), config, files=Killed())
+    for copy in ("left", "saved"):
+        with MessageStore.open(tmp_path / copy) as store:
+            assert [queue.max_offset for queue in store.queues.values()] == [200] * 6

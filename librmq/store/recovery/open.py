@@ -483,6 +483,7 @@ def settle_copy(part: PartFiles, log: CommitLog) -> None:
         CorruptionError: A record names a queue that can't be.
     """
     path, files = part.path, part.files
+    set_abort(files, path)  # a kill would leave queues that lack entries
     log.flush()
     make_folders(files, log.sequence.folder)  # a store is recognised by it
     queues, index, stored = _CopiedQueues(part, log), part.open_index(writable=True), 0
@@ -498,6 +499,7 @@ def settle_copy(part: PartFiles, log: CommitLog) -> None:
     checkpoint.flush()
     for closed in (log, index, checkpoint):
         closed.close()
+    clear_abort(files, path)
 
 
 class _CopiedQueues:
