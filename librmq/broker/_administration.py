@@ -46,6 +46,7 @@ from librmq.protocol import (
     ResetGroup,
     ResetOffsets,
     ResponseCode,
+    SaveProgress,
     SetGroup,
     StartGroup,
     StartOutcome,
@@ -203,6 +204,7 @@ class Administration:
         self._groups.delete(request.group)
         if request.removes_progress:
             self._offsets.drop_group(request.group)
+            self._offsets.save()
 
     def view_message(self, request: ViewMessage) -> StoredMessage | None:
         """Return the message at a physical offset."""
@@ -254,14 +256,16 @@ class Progress:
             },
             {
                 UpdateOffset: self.update,
-                ResetGroup: self.reset,
                 TopicGroups: self.groups,
                 DescribeQueues: self.describe_queues,
                 DescribeProgress: self.describe,
                 ConsumerOffsetsOf: self.stored,
-                MoveGroup: self.moved,
             },
-            {},
+            {
+                MoveGroup: self.moved,
+                ResetGroup: self.reset,
+                SaveProgress: lambda request: self._offsets.save(),
+            },
         )
 
     def query_offset(self, request: QueryOffset) -> int | None:
@@ -403,6 +407,7 @@ class Progress:
         self._clients.notify_group(group, ResetOffsets(group, topic, by_queue), except_for)
         for queue_id, queue_offset in offsets.items():
             self._offsets.set_consumer_offset(topic, group, queue_id, queue_offset)
+        self._offsets.save()  # a person is told that the group has moved, which a kill must not undo
         for hook in self.reset_hooks:
             hook(group, topic)
 
@@ -491,7 +496,7 @@ class Progress:
         return lags
 
     def reset(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
-        """Send new offsets to a group's running instances, which continue there and save them."""
+        """Move a running group, or one of 5.x in one queue."""
         group, name = request.group, request.topic
         if request.queue_offset is not None:
             moved = self.move(group, name, request.queue_offset, request.queue_id)
@@ -516,7 +521,7 @@ class Progress:
             raise BrokerError(
                 ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: use Broker.reset_group"
             )
-        self._clients.notify_group(group, ResetOffsets(group, name, offsets))
+        self._reset_to(group, name, {queue.queue_id: queue_offset for queue, queue_offset in offsets.items()})
         return offsets
 
 

@@ -111,6 +111,10 @@ class GroupOffsets:
         if queue_offset > self.of_topic(group, topic).get(queue_id, -1):
             self.set_consumer_offset(topic, group, queue_id, queue_offset)
 
+    def save(self) -> None:
+        """Save the progress, if it has changed; it is durable when a later `TableWriter.write` returns."""
+        self._saving.save()
+
     def is_started(self, group: str, topic: str) -> bool:
         """Return whether ``start_at`` has moved a group in a topic."""
         return topic in self._starts.rows.get(group, {})
@@ -120,7 +124,7 @@ class GroupOffsets:
 
         A kill between the two moves the group again, to where it has not begun yet.
         """
-        self._saving.save()
+        self.save()
         self._starts.rows.setdefault(group, {})[topic] = now_ms
         self.starts_version += 1
         self._save_starts()
@@ -128,7 +132,7 @@ class GroupOffsets:
     def copy_starts(self, starts: Mapping[str, Mapping[str, int]]) -> None:
         """Replace the marks by a master's, after the progress that was merged."""
         if self._starts.replace({group: dict(row) for group, row in starts.items()}):
-            self._saving.save()
+            self.save()
             self._save_starts()
 
     def merge(self, rows: Mapping[str, Mapping[int, int]]) -> None:

@@ -372,7 +372,10 @@ class ConsumerOffsets(Request[Mapping[MessageQueue, int]]):
 
 @value
 class SaveProgress(Request[None]):
-    """Send the broker the progress of a group soon, instead of within seconds; a process asks its own clients."""
+    """Send the broker the progress of a group soon, instead of within seconds; a process asks its own clients.
+
+    A broker that is asked answers when the progress that it has is durable.
+    """
 
     group: str
 

@@ -19,6 +19,7 @@ import librmq
 from librmq.broker import retries
 from librmq.broker._administered_route import AdministeredRoute
 from librmq.broker._administration import Administration
+from librmq.diagnosis import StoreView
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, GroupBehindError, MessageIllegalError
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import File
@@ -523,6 +524,27 @@ async def test_any_call_runs_beside_an_event_loop(place: Place, tmp_path: Path, 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.mark.parametrize("place", [in_process, as_owner, as_peer, to_owner, over_tcp])
+def test_a_reset_that_was_answered_is_saved(place: Place, tmp_path: Path) -> None:
+    """A kill of the broker's process undoes neither a reset nor the end of a group's progress."""
+    queue = "billing", "orders"
+
+    def saved() -> object:
+        with StoreView.open(tmp_path / "store") as view:
+            return view.progress.get(queue)
+
+    with place(tmp_path / "store") as route, librmq.Producer(route, "shop") as producer:
+        route.create_topic("orders", 1)
+        route.set_group("billing")
+        producer.send("orders", b"one")
+        route.reset_group("billing", "orders", "end")
+        assert saved() == {0: 1}
+        route.reset_group("billing", "orders", 0, queue_id=0)
+        assert saved() == {0: 0}
+        route.delete_group("billing", keep_progress=False)
+        assert saved() is None
 
 
 @everywhere

@@ -62,7 +62,7 @@ Q = TypeVar("Q", bound=Request[Any])
 
 _WRITES: Final = (
     *(SendMessage, SendTogether, SendBatch, SendReply, SendBack),
-    *(CancelMessage, EndTransaction, LockQueues, UnlockQueues, MoveGroup, ResetGroup, StartGroup),
+    *(CancelMessage, EndTransaction, LockQueues, UnlockQueues, StartGroup),
     *(Receive, CancelReceive, Acknowledge, ChangeInvisible, ForwardToDeadLetters),
     *(CleanUnusedTopics, DeleteExpiredFiles, ResendLetters),
     *(DescribeLog, FollowLog, LeaveLog, CopyTables),
@@ -161,7 +161,7 @@ class RequestTable:
         answer(CopyTables, self._locked(replication.snapshot_tables))
         master = self._context.config.replica_of
         if master is not None:
-            for kind in (*_WRITES, *administration.handlers.durable):
+            for kind in (*_WRITES, *administration.handlers.durable, *progress.handlers.durable):
                 self.answers[kind] = partial(_refuse, self._context.name, master)
 
     def _groups_behind(self, progress: Progress, request: GroupsBehind) -> tuple[str, ...]:

@@ -43,13 +43,12 @@ from librmq.protocol import (
     SaveProgress,
     SetGroup,
     Subscription,
-    UpdateOffset,
 )
 from librmq.store.format.broker_tables import topic_type
 from librmq.wire.remote._remote_broker import COMMIT_IGNORED, RemoteBroker
 from librmq.wire.remoting._bodies import by_queue, number_in, queue_data_of, rows_in, table_in, text_in
 from librmq.wire.remoting._codec import FORMS, check, frame_of
-from librmq.wire.remoting._headers import GroupAndTopicHeader, RequestCode, TopicNameHeader
+from librmq.wire.remoting._headers import GroupAndTopicHeader, GroupProgressHeader, RequestCode, TopicNameHeader
 
 T = TypeVar("T")
 _PULLER: Final = "TOOLS_CONSUMER"
@@ -222,8 +221,8 @@ def _move_group(broker: RemoteBroker, request: MoveGroup) -> dict[MessageQueue, 
         raise BrokerError(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"group {group!r} does not exist")
     offsets = {queue: _offset_of(broker, queue, part, request.to) for queue, part in bounds.items()}
     for queue, queue_offset in offsets.items():
-        update = UpdateOffset(group, topic, queue.queue_id, queue_offset)
-        answer = check(broker.request(FORMS[UpdateOffset].write(update)))
+        progress = GroupProgressHeader(group, topic, queue.queue_id, queue_offset, is_durable=True)
+        answer = check(broker.request(frame_of(RequestCode.UPDATE_CONSUMER_OFFSET, progress)))
         # A broker of 5.x ignores commits between a reset and the next pull of the queue, but not another reset.
         if answer.remark == COMMIT_IGNORED:
             broker.call(ResetGroup(group, topic, -1, queue_id=queue.queue_id, queue_offset=queue_offset))

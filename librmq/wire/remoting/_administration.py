@@ -32,6 +32,7 @@ from librmq.protocol import (
     GroupProgress,
     ReadRequest,
     ResponseCode,
+    SaveProgress,
     StartGroup,
     UpdateOffset,
 )
@@ -272,6 +273,7 @@ class AdminRequests:
         for topic in sorted(topics):
             for queue_id, offset in self._broker.consumer_offsets(header.src_group, topic).items():
                 self._broker.call(UpdateOffset(header.dest_group, topic, queue_id, offset))
+        self._broker.call(SaveProgress(header.dest_group))
         return call.answer()
 
     # ---- clients

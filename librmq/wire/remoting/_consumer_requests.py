@@ -36,6 +36,7 @@ from librmq.protocol import (
     QueueOffsetAt,
     ResetGroup,
     ResponseCode,
+    SaveProgress,
     SendBack,
     UnlockQueues,
     UpdateOffset,
@@ -147,11 +148,12 @@ class ResetsByPull:
         target: Literal["end"] | datetime | int = "end" if to is None else to
         if to is None and request.timestamp_ms >= 0:
             target = datetime.fromtimestamp(min(request.timestamp_ms / 1000, _LAST_S), UTC)
+        moved = self._broker.call(MoveGroup(group, topic, target, request.queue_id, dry_run=True))
         with self._broker.runner.lock:
-            moved = self._broker.call(MoveGroup(group, topic, target, request.queue_id, dry_run=True))
             for queue, queue_offset in moved.items():
                 self._broker.call(UpdateOffset(group, topic, queue.queue_id, queue_offset))
                 self._offsets[group, topic, queue.queue_id] = queue_offset
+        self._broker.call(SaveProgress(group))
         return moved
 
     def _update(self, call: RemotingCall) -> bytes:
@@ -159,7 +161,10 @@ class ResetsByPull:
         request: UpdateOffset = form.parse(call.header, call.frame.body)
         if (request.group, request.topic, request.queue_id) in self._offsets:
             return call.answer(remark="Offset has been previously reset")
-        return call.serve(form)
+        answer = call.serve(form)
+        if call.header.is_durable:
+            self._broker.call(SaveProgress(request.group))
+        return answer
 
     def answer(self, call: RemotingCall, *, commits: bool) -> bytes | None:
         """Answer a pull of a queue that was reset since the pull before; None if it was not. Under the runner's lock.

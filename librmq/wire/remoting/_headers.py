@@ -297,6 +297,8 @@ class GroupProgressHeader:
     topic: str
     queue_id: int
     commit_offset: int
+    is_durable: bool | None = None
+    """Whether it is on the device before the answer, as a reset is; RocketMQ ignores the field."""
 
 
 @value
