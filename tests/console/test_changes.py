@@ -115,7 +115,7 @@ def test_old_messages_are_skipped(broker: Broker, runner: ManualRunner) -> None:
     assert broker.lag("billing") == 0
 
 
-def test_the_owner_of_a_share_skips_on_request(tmp_path: Path) -> None:
+def test_the_owner_of_a_share_skips_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with share(tmp_path / "shop") as shared:
         shared.create_topic("orders", 1)
         shared.set_group("mail")
@@ -123,7 +123,9 @@ def test_the_owner_of_a_share_skips_on_request(tmp_path: Path) -> None:
         with Producer(shared, "shop") as producer:
             producer.send("orders", b"one")
         asked = Asked(console(shared, allow_changes=True))
-        path = "/change?what=skip&group=mail&topic=orders&minutes=0"
+        hour_later_ms = shared.runner.now_ms() + 3_600_000
+        monkeypatch.setattr(shared.runner.clock, "now_ms", lambda: hour_later_ms)
+        path = "/change?what=skip&group=mail&topic=orders&minutes=30"
         assert [row["messages"] for row in asked.table(path, "Skipped messages")] == ["1"]
         assert "Show the skip" in asked.page("/group?name=mail")
         asked.submit(path)
