@@ -152,7 +152,8 @@ class _Site:
             shown, why = page(saved, query), str(error)
         if why:
             note = f"The broker does not answer ({why}): this page is that of the folder, as it was last saved."
-            shown.notes = [*shown.notes, note]
+            shown.notes = [*shown.notes, f"{note} Nothing can be changed until it answers." if self._changes else note]
+            shown.may_change = False
         return shown
 
     def _query(self, request: Request) -> Query:
@@ -180,7 +181,7 @@ class _Site:
             navigation=[(to, name, to.removeprefix("./") == path) for to, name in _NAVIGATION],
             moment=moment,
             at=at,
-            allow_changes=self._changes is not None and not at,
+            allow_changes=self._changes is not None and page.may_change and not at,
             can_skip=self._pages.place.can_own,
             bodies=self._pages.bodies,
             token=request.scope["librmq.token"],

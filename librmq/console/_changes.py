@@ -258,8 +258,9 @@ class Changes:
         offset, decision = query.number("offset"), query.text("decision")
         with self._place.owner() as owner:
             half = owner.store.message_at(offset)
-        if half is None:
-            raise ConfigError(f"offset: there is no message at {offset}")
+            if half is None:
+                raise ConfigError(f"offset: there is no message at {offset}")
+            decide_half(owner, offset, commit=True, dry_run=True)
         is_commit = decision == "commit"
 
         def apply() -> list[Table]:

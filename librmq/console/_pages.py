@@ -509,7 +509,6 @@ class Pages:
         kind = query.text("kind") or None
         if kind not in (None, "half", "given_up", "delay", "retry", "timer", "pop"):
             raise ConfigError(f"kind: expected half, given_up, delay, retry, timer or pop, found {kind!r}")
-        may_change = self.allow_changes and query.at_ms is None
         has_log = self.place.has_log
         with self.place.log(query.at_ms, asks_owner=True) if has_log else self.place.view() as view:
             if isinstance(view, StoreView):
@@ -517,6 +516,7 @@ class Pages:
             else:
                 waiting = waiting_by_requests(view, query.clock.now_ms(), _WAITING + 1)
                 found = [message for message in waiting if kind in (None, message.kind)][: _WAITING + 1]
+        may_change = self.allow_changes and query.at_ms is None and not self.place.unanswered
         counts = Counter(message.kind for message in found[:_WAITING])
         rows = [
             [

@@ -57,6 +57,8 @@ class Page:
     """Whether the page shows itself again every few seconds."""
     refresh_s: int = 5
     """Seconds between two looks of a live page."""
+    may_change: bool = True
+    """Whether the page offers changes, if the console does."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """What a template of its own needs."""
 

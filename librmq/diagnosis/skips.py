@@ -379,7 +379,9 @@ def move_retries(broker: StoreRoute, group: str, new_group: str) -> tuple[int, i
     return len(retries), sum(message.topic != old_topic for message in retries)
 
 
-def decide_half(broker: StoreRoute, physical_offset: int, *, commit: bool, force: bool = False) -> None:
+def decide_half(
+    broker: StoreRoute, physical_offset: int, *, commit: bool, force: bool = False, dry_run: bool = False
+) -> None:
     """Commit or roll back a half message that checks have discarded, with ``force`` also one that is still checked.
 
     Args:
@@ -388,6 +390,7 @@ def decide_half(broker: StoreRoute, physical_offset: int, *, commit: bool, force
         commit: Whether to deliver or to drop the message.
         force: Whether ``physical_offset`` may be that of an open half of a store at rest, whose producer group gives no
             answer any more.
+        dry_run: Only refuse what can't be decided.
 
     Raises:
         TransactionRefusedError: There is no such half message at this place, it was already decided, or the log no
@@ -410,7 +413,8 @@ def decide_half(broker: StoreRoute, physical_offset: int, *, commit: bool, force
     last = family[-1]
     state = TransactionState.COMMIT if commit else TransactionState.ROLLBACK
     group = half.properties.get(PropertyName.PRODUCER_GROUP, "")
-    broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))
+    if not dry_run:
+        broker.call(EndTransaction(group, state, last.queue_offset, last.physical_offset, last.message_id))
 
 
 def _checked_half(broker: StoreRoute, physical_offset: int, force: bool) -> StoredMessage:

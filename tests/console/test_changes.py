@@ -149,7 +149,11 @@ def test_a_given_up_half_is_decided(tmp_path: Path, decision: str) -> None:
         (row,) = [row for row in asked.table("/waiting", "Waiting messages") if row["kind"] == "given_up"]
         assert row[""] == "decide"
         (offset,) = re.findall(r"what=half&amp;offset=(\d+)", asked.page("/waiting"))
+        first = broker.store.log.begin  # a copy of the half that checks have passed
+        refused = asked.get(f"/change?what=half&offset={first}")
+        assert (refused.status_code, "expected an undecided half that was given up" in refused.text) == (400, True)
         asked.submit(f"/change?what=half&offset={offset}", {"decision": decision})
+        assert asked.get(f"/change?what=half&offset={offset}").status_code == 400
         assert [message.body for message in broker.messages("orders")] == ([b"half"] if decision == "commit" else [])
 
 

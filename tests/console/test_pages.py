@@ -154,6 +154,8 @@ def test_a_share_whose_owner_has_ended_is_shown_as_it_was_saved(broker: Broker, 
     folder = broker.store.path
     with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
         asked, bare = Asked(console(remote, folder=folder)), Asked(console(remote))
+        changing = Asked(console(remote, folder=folder, allow_changes=True))
+        assert "Show the skip" in changing.page("/group?name=mail")
         addresses = (*ADDRESSES, "/waiting", "/findings")
         assert not any("does not answer" in asked.page(address) for address in addresses)
         broker.close()
@@ -163,6 +165,9 @@ def test_a_share_whose_owner_has_ended_is_shown_as_it_was_saved(broker: Broker, 
             assert page.count("this page is that of the folder, as it was last saved") == 1, address
         assert {row["group"]: row["lag"] for row in asked.table("/groups", "Groups")}["billing"] == "8"
         assert bare.get("/topics").status_code == 400
+        for address in ("/group?name=mail", "/letters?group=mail", "/waiting"):
+            page = changing.page(address)
+            assert ("Nothing can be changed until it answers" in page, 'action="change"' in page) == (True, False)
 
 
 def test_findings_of_a_share_that_has_not_saved_yet_know_its_progress(tmp_path: Path) -> None:

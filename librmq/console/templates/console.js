@@ -6,7 +6,8 @@ const main = document.getElementById("main");
 function isBusy() {
   const focused = document.activeElement;
   const inForm = focused && focused !== document.body && focused.closest("form, details");
-  const isFilled = [...main.querySelectorAll("input")].some((field) => field.value !== field.defaultValue || field.checked !== field.defaultChecked);
+  const isFilled = [...main.querySelectorAll("input")].some((field) => field.value !== field.defaultValue || field.checked !== field.defaultChecked)
+    || [...main.querySelectorAll("select")].some((field) => field.selectedIndex !== Math.max([...field.options].findIndex((option) => option.defaultSelected), 0));
   return document.hidden || inForm || isFilled || main.querySelector("details[open]") || String(getSelection());
 }
 
