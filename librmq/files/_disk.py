@@ -444,7 +444,7 @@ class DiskFiles:
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(new.name, target.name, src_dir_fd=new.folder, dst_dir_fd=target.folder)
-            except OSError:
+            except BaseException:  # ``data`` can raise anything, and Ctrl-C comes at any time
                 with suppress(OSError):
                     os.unlink(new.name, dir_fd=new.folder)
                 raise

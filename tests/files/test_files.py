@@ -10,7 +10,7 @@ import random
 import re
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,6 +219,19 @@ def test_write_replaces_a_small_file(files: Files, root: str) -> None:
     files.write(path, b"longer than the next")
     files.write(path, b"short")
     assert files.read(path) == b"short"
+    assert names(files, root) == [("f", 5, False)]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_write_whose_data_fail_leaves_nothing(files: Files, root: str, error: type[BaseException]) -> None:
+    def parts() -> Iterator[bytes]:
+        yield b"first"
+        raise error
+
+    path = os.path.join(root, "f")
+    files.write(path, b"short")
+    with pytest.raises(error):
+        files.write(path, parts())
     assert names(files, root) == [("f", 5, False)]
 
 
