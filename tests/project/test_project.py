@@ -152,12 +152,14 @@ def test_an_extra_needs_no_other(extra: str, monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.spark
-def test_java_knows_the_options_of_a_short_session() -> None:
+def test_java_knows_the_options_of_a_short_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """And prints no warning, which each program on Spark would show."""
     pytest.importorskip("pyspark")
+    monkeypatch.syspath_prepend(CHECKOUT / "tools")
     from librmq.spark.sessions import java_home
 
-    java = [str(java_home() / "bin" / "java"), *os.environ["SPARK_SUBMIT_OPTS"].split(), "-version"]
+    options = importlib.import_module("project").variables()["SPARK_SUBMIT_OPTS"]
+    java = [str(java_home() / "bin" / "java"), *options.split(), "-version"]
     done = subprocess.run(java, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in (done.stdout + done.stderr).lower()
