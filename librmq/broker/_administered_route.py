@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, ParamSpec, Self, TypeVar
@@ -23,6 +24,7 @@ from librmq.errors import (
     ConfigError,
     GroupBehindError,
     MalformedError,
+    RmqError,
 )
 from librmq.message import MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.ids import parse_offset_message_id
@@ -48,6 +50,7 @@ from librmq.protocol import (
     DescribeClients,
     DescribeConnections,
     DescribeGroups,
+    DescribeInstance,
     DescribeProgress,
     DescribeQueues,
     DescribeTopics,
@@ -56,6 +59,7 @@ from librmq.protocol import (
     GroupProgress,
     GroupsBehind,
     GroupSettings,
+    InstanceState,
     MoveGroup,
     PullMessage,
     PullStatus,
@@ -88,6 +92,7 @@ _JOIN_STEP_S: Final = 0.02
 _PULLER: Final = "TOOLS_CONSUMER"
 """The group of ``mqadmin``, which every broker lets read."""
 _AT_ONCE: Final = 32
+_ASKED_AT_ONCE: Final = 8
 _MOST_OF_AN_ID: Final = 32
 """Messages that a broker of RocketMQ returns for an id."""
 
@@ -280,6 +285,34 @@ class AdministeredRoute(Route, Closing):
             if (part := broker.call(DescribeConnections(group))) is not None:
                 merged = part if merged is None else merged.joined(part)
         return merged
+
+    def instances(self, group: str, *, timeout: float | timedelta = 3) -> dict[str, InstanceState | None]:
+        """Return what the running instances of a consumer group report about themselves, by client id.
+
+        The value is None for an instance that does not answer.
+
+        Args:
+            group: The consumer group.
+            timeout: Seconds in which instances that a broker reaches over a connection answer, some at a time; 0 asks
+                none of these.
+        """
+        check_names(group=group)
+        limit_s = to_seconds("timeout", timeout)
+        brokers: dict[str, Endpoint] = {}  # an instance knows its queues of all brokers
+        for _, broker in self._endpoints():
+            members = broker.call(DescribeConnections(group))
+            brokers |= dict.fromkeys(() if members is None else members.client_ids, broker)
+        states = {client_id: _state(broker, group, client_id, 0) for client_id, broker in brokers.items()}
+        silent = [client_id for client_id, state in states.items() if state is None]
+        if silent and limit_s:
+            pool = ThreadPoolExecutor(_ASKED_AT_ONCE, "librmq-instances")
+            asked = {
+                pool.submit(_state, brokers[client_id], group, client_id, limit_s): client_id for client_id in silent
+            }
+            answered = wait(asked, limit_s).done
+            pool.shutdown(wait=False, cancel_futures=True)
+            states.update((asked[future], future.result()) for future in answered)
+        return states
 
     def groups_of(self, topic: str) -> tuple[str, ...]:
         """Return the groups that consume a topic or have progress in it, sorted."""
@@ -633,3 +666,10 @@ def _consume_topic(
                 )
 
     return messages()
+
+
+def _state(broker: Endpoint, group: str, client_id: str, timeout_s: float) -> InstanceState | None:
+    try:
+        return broker.call(DescribeInstance(group, client_id, timeout_s))
+    except RmqError:  # it is leaving, does not answer, or is of another kind
+        return None

@@ -52,7 +52,6 @@ from librmq.protocol import (
     ChannelClosed,
     CopiedTables,
     Endpoint,
-    InstanceState,
     QueueData,
     Request,
     ResponseCode,
@@ -413,14 +412,6 @@ class Broker(StoreRoute, Endpoint):
     def _find_by_id(self, message_id: str) -> StoredMessage | None:
         with self._life.errors():
             return next(iter(self.store.find_by_id(message_id)), None)
-
-    def instances(self, group: str) -> dict[str, InstanceState | None]:
-        """Return what the running instances of a consumer group report about themselves, by client id.
-
-        The value is None for an instance that did not answer.
-        """
-        with self._locked():
-            return self._context.clients.instances(group)
 
     def shared_client_ids(self) -> frozenset[str]:
         """Return the ids that two clients use, which count as one client and consume the same queues."""

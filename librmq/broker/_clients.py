@@ -17,7 +17,7 @@ from librmq.broker._topics import Topics
 from librmq.broker.groups import Groups, comparable, describe_differences
 from librmq.broker.long_polling import HeldRequests
 from librmq.config import wrong_kind
-from librmq.errors import BrokerError, ConfigError, RmqError
+from librmq.errors import BrokerError, ClientStateError, ConfigError, RmqError
 from librmq.message import MessageQueue, retry_topic
 from librmq.metrics import Metrics
 from librmq.protocol import (
@@ -28,11 +28,9 @@ from librmq.protocol import (
     ConsumerData,
     ConsumerIds,
     ConsumersChanged,
-    DescribeInstance,
     GroupConnections,
     GroupSubscriptions,
     Heartbeat,
-    InstanceState,
     LockQueues,
     MessageModel,
     Request,
@@ -435,16 +433,17 @@ class Clients:
             dict(group.subscriptions_by_client),
         )
 
-    def instances(self, name: str) -> dict[str, InstanceState | None]:
-        """Return the state of each instance of a consumer group by client id; None for one that does not answer."""
-        states: dict[str, InstanceState | None] = {}
+    def instance(self, name: str, client_id: str) -> RequestHandler:
+        """Return an instance of a consumer group.
+
+        Raises:
+            ClientStateError: The client is not in the group.
+        """
         group = self.consumers.get(name)
-        for client_id, client in [] if group is None else list(group.clients.items()):
-            try:
-                states[client_id] = client.call(DescribeInstance(name))
-            except RmqError:  # it is leaving, or of another kind
-                states[client_id] = None
-        return states
+        client = None if group is None else group.clients.get(client_id)
+        if client is None:
+            raise ClientStateError(f"client {client_id!r} is not in group {name!r}")
+        return client
 
     def client_ids(self) -> tuple[str, ...]:
         """Return the ids of all clients, sorted."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, Final
 
-from librmq.broker import AdministeredRoute, Broker
+from librmq.broker import AdministeredRoute
 from librmq.broker.groups import settings_in
 from librmq.console._requested import LETTERS
 from librmq.console._tables import Cell, Table, count, link, topic_link
-from librmq.diagnosis import DeadLetterCause, HeldProgress, QueueLag
+from librmq.diagnosis import DeadLetterCause, HeldProgress, Lag, QueueLag
 from librmq.errors import BrokerError
 from librmq.formatting import UNKNOWN, duration, moment, number, short
 from librmq.protocol import GroupConnections, GroupSettings, InstanceState, ResponseCode
@@ -28,9 +28,9 @@ class Members:
     connections: GroupConnections | None = None
     settings: GroupSettings | None = None
     states: Mapping[str, InstanceState | None] | None = None
-    """What each instance reports; None where only the broker's own process is told."""
-    owners: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    """The instance that has each queue."""
+    """What each instance reports; None for one that does not answer, and at a past moment."""
+    owners: Mapping[tuple[str, str, int], str] = field(default_factory=dict)
+    """The instance that has each queue, by broker (empty if there is only one), topic and number."""
 
     @classmethod
     def of(cls, route: AdministeredRoute | None, group: str, row: Mapping[str, Any] | None) -> Members:
@@ -44,11 +44,10 @@ class Members:
             if error.code != ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST:
                 raise
             settings = None  # only its progress or its retries show the group
-        if not isinstance(route, Broker):
-            return cls(connections, settings, {} if connections is None else None)
         states = route.instances(group)
+        is_cluster = len(route.broker_names()) > 1
         owners = {
-            (held.queue.topic, held.queue.queue_id): client_id
+            (held.queue.broker_name if is_cluster else "", held.queue.topic, held.queue.queue_id): client_id
             for client_id, state in states.items()
             for held in (() if state is None else state.queues)
         }
@@ -59,15 +58,18 @@ class Members:
         """How often a message comes again before it is a dead letter."""
         return None if self.settings is None else self.settings.retry_max_times
 
-    def owner_of(self, row: QueueLag) -> str:
+    def owner_of(self, broker_name: str, row: QueueLag) -> str:
         """Return the instance that has a queue; empty without one."""
-        return UNKNOWN if self.states is None else self.owners.get((row.topic, row.queue_id), "")
+        if self.states is None:
+            return UNKNOWN
+        nothing = UNKNOWN if None in self.states.values() else ""
+        return self.owners.get((broker_name, row.topic, row.queue_id), nothing)
 
-    def table(self, rows: Iterable[QueueLag]) -> Table:
+    def table(self, rows: Iterable[tuple[str, QueueLag]]) -> Table:
         """Return the instances, each with its threads and the lag of its queues."""
         lags: Counter[str] = Counter()
-        for row in rows:
-            lags[self.owner_of(row)] += row.lag
+        for broker_name, row in rows:
+            lags[self.owner_of(broker_name, row)] += row.lag
         cells = [
             [
                 Cell(client_id),
@@ -82,14 +84,12 @@ class Members:
         columns = ("client", "kind", "model", "threads", "busy", "queues", "lag", "subscriptions")
         is_cut = self.connections is not None and len(self.connections.client_ids) > _ROWS
         note = f"The first {_ROWS}." if is_cut else ""
-        if self.states is None:
-            note += " Threads and queues are known to a console in the process of the broker."
-        return Table("Instances", columns, cells, note.strip(), "No instance runs, or is known.")
+        return Table("Instances", columns, cells, note, "No instance runs, or is known.")
 
     def _reported(self, client_id: str, lag: int) -> list[Cell]:
         state = None if self.states is None else self.states.get(client_id)
         if state is None:
-            return [count(None)] * 4
+            return [Cell("does not answer", is_number=True), *[count(None)] * 3]
         return [count(state.threads), count(state.running), count(len(state.queues)), count(lag, "warn")]
 
     def settings_table(self) -> Table:
@@ -120,21 +120,27 @@ def _subscriptions(connections: GroupConnections, client_id: str) -> str:
     return ", ".join(f"{topic}: {filtered.expression}" for topic, filtered in sorted(subscriptions.items()))
 
 
-def queues_of_group(rows: Iterable[QueueLag], held: Iterable[HeldProgress], members: Members) -> Table:
+def queues_in(progress: Lag) -> Iterator[tuple[str, QueueLag]]:
+    """Yield the queues of a lag, each with its broker, which is empty if there is only one."""
+    for topic in progress.topics:
+        yield from zip(topic.broker_names or repeat(""), topic.rows(), strict=False)
+
+
+def queues_of_group(rows: Iterable[tuple[str, QueueLag]], held: Iterable[HeldProgress], members: Members) -> Table:
     """Return the queues of a group with lag, instance, and the message that each waits for."""
     waits = {(queue.topic, queue.queue_id): queue.message_id or "" for queue in held}
     cells = []
-    for row in rows:
+    for broker_name, row in rows:
         message_id = waits.get((row.topic, row.queue_id), "")
         cells.append(
             [
                 topic_link(row.topic),
-                Cell(str(row.queue_id), is_number=True),
+                Cell(f"{broker_name} {row.queue_id}".strip(), is_number=True),
                 count(row.consumer_offset),
                 count(row.max_offset),
                 count(row.lag, "warn"),
                 Cell(moment(row.oldest_timestamp_ms) if row.lag else ""),
-                Cell(members.owner_of(row)),
+                Cell(members.owner_of(broker_name, row)),
                 Cell(short(message_id, 40), link("message", id=message_id)),
             ]
         )

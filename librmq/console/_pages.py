@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Final
 
-from librmq.console._group_parts import Members, causes, queues_of_group, stacks
+from librmq.console._group_parts import Members, causes, queues_in, queues_of_group, stacks
 from librmq.console._message_parts import BODY_SIZE, as_test, body_of, events_of, fields_of
 from librmq.console._place import Place
 from librmq.console._requested import (
@@ -389,16 +389,16 @@ class Pages:
             if group not in view.groups:
                 raise ConfigError(f"there is no group {group!r}")
             progress = lag_of(view, group=group, includes_own=False)
-            rows = list(islice(progress, 10 * ROWS))
+            rows = list(islice(queues_in(progress), 10 * ROWS))
             letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
             dead = sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values()))
-            topics = sorted({row.topic for row in rows})
+            topics = sorted({row.topic for _, row in rows})
             held = []
             if isinstance(view, StoreView) and view.is_live:
                 held = held_progress(view, group=group, group_lag=progress)
             row = view.tables.groups.rows.get(group) if isinstance(view, StoreView) else None
         members = Members() if is_past else Members.of(self.place.route, group, row)
-        lag = sum(row.lag for row in rows)
+        lag = sum(row.lag for _, row in rows)
         shown = [] if is_past else [*stacks(held), members.table(rows), members.settings_table()]
         return Page(
             group,

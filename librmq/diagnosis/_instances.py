@@ -103,7 +103,7 @@ def _held_by_group(
 
 def instances(view: StoreView, group: str) -> dict[str, InstanceState | None]:
     """Return the running instances of a group; none for a folder."""
-    return {} if view.broker is None else view.broker.instances(group)
+    return {} if view.broker is None else view.broker.instances(group, timeout=0)
 
 
 def _held_queues(view: StoreView, states: list[InstanceState], rows: list[QueueLag]) -> Iterator[HeldProgress]:
@@ -212,7 +212,7 @@ def _listener_findings(
         return
     calls = [call for state in push for call in state.listeners]
     places = Counter(call.stack[-_SHORT:] for call in calls if call.stack)
-    running, threads = sum(state.running for state in push), sum(state.threads for state in push)
+    running, threads = sum(state.running or 0 for state in push), sum(state.threads for state in push)
     evidence = {"lag": waiting, "listeners_running": running, "threads": threads, "instances": len(push)}
     paused = [state.client_id for state in push if state.is_paused]
     if paused:
@@ -353,7 +353,7 @@ def consistency_findings(view: StoreView, limits: Thresholds, group_lag: Lag) ->
         if connections is None:
             yield from _absence_findings(group, waiting[group])
             continue
-        states = broker.instances(group)
+        states = broker.instances(group, timeout=0)
         differences = group_differences(
             {client_id: comparable(topics) for client_id, topics in connections.subscriptions_by_client.items()}
         )

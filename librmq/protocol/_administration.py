@@ -442,8 +442,8 @@ class InstanceState:
     is_paused: bool
     threads: int
     """Listeners that may run in parallel; 0 for a pull consumer."""
-    running: int
-    """Listeners that run."""
+    running: int | None
+    """Listeners that run; None if a client of another kind does not say."""
     strategy: str
     """The name of the function that allocates queues."""
     queues: tuple[HeldQueue, ...]
@@ -455,9 +455,17 @@ class InstanceState:
 
 @value
 class DescribeInstance(Request[InstanceState]):
-    """Return the state of a client's consumer of a group. Mirrors 4.9's ``GET_CONSUMER_RUNNING_INFO``."""
+    """Return the state of a client's consumer of a group. Mirrors 4.9's ``GET_CONSUMER_RUNNING_INFO``.
+
+    Raises:
+        ClientStateError: The client is not in the group, or does not answer in time.
+    """
 
     group: str
+    client_id: str = ""
+    """The client that a broker asks; a client itself needs none."""
+    timeout_s: float = 0
+    """Time in which a client on a connection must answer; 0: it is not asked."""
 
 
 class DirectResult(enum.Enum):

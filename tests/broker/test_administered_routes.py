@@ -194,6 +194,8 @@ def test_a_program_makes_every_call_wherever_the_broker_is(place: Place, tmp_pat
         with consumer:
             asked.join(timeout=20)
             assert asked.connections("billing").client_ids == (consumer.client.client_id,)
+            ((client_id, state),) = asked.instances("billing").items()
+            assert (client_id, state.threads) == (consumer.client.client_id, 20)
             if place in (over_tcp, at_serve):
                 with pytest.raises(BrokerError, match="a broker moves a running group only in all queues"):
                     asked.reset_group("billing", "orders", 4, queue_id=0)

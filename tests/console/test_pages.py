@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -24,17 +26,21 @@ from librmq import (
     connect,
     share,
 )
+from librmq.broker import AdministeredRoute
 from librmq.console import _pages as pages
 from librmq.console import console
 from librmq.diagnosis import pending_messages
 from librmq.diagnosis import view as diagnosis_view
+from librmq.errors import BrokerUnreachableError
 from librmq.files import MemoryFiles
 from librmq.java.json import NumberColumns, NumberRows
+from librmq.protocol import ConsumerData, Heartbeat, MessageModel, Subscription, UpdateOffset
 from librmq.store import BrokerTables
 from librmq.testing import Kit
 from librmq.wire.remoting import RemotingServer
 from tests.cli.stand import Shell
 from tests.console.pages import MARKUP, Asked, SlowClock, facts, shop
+from tests.wire.test_connect import until
 
 
 @pytest.fixture
@@ -600,8 +606,12 @@ def test_a_group_shows_its_settings_and_who_has_each_queue(broker: Broker, runne
         assert settings | {"retries": "3", "ordered": "yes", "consumes": "yes", "consume from": "first"} == settings
         with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
             there = Asked(console(remote))
-            assert {row["instance"] for row in there.table(address, "Queues")} == {"unknown"}
-            assert [row["threads"] for row in there.table(address, "Instances")] == ["unknown"]
+            for title in ("Queues", "Instances"):
+                rows = [
+                    [row for row in asked.table(address, title) if row.get("topic") != "%RETRY%mail"]
+                    for asked in (here, there)
+                ]
+                assert rows[0] == rows[1]
             assert {row["setting"]: row["value"] for row in there.table(address, "Settings")} == settings
         broker.set_group("mail", consumes=False)
         assert "no: suspended" in here.page(address)
@@ -609,6 +619,76 @@ def test_a_group_shows_its_settings_and_who_has_each_queue(broker: Broker, runne
     at_rest = Asked(console(broker.store.path)).page(address)
     assert "no: suspended" in at_rest
     assert facts(at_rest)["retries"].startswith("3 ")
+
+
+@contextmanager
+def mailing(route: AdministeredRoute) -> Iterator[PushConsumer]:
+    """Let an instance of group ``mail``, which is suspended, share the queues of ``orders`` out to itself."""
+    consumer = PushConsumer(route, "mail", consume_from=ConsumeFrom.FIRST, threads=3)
+    consumer.subscribe("orders", lambda message: None)
+    consumer.pause()
+    with consumer:
+        yield consumer
+
+
+def test_each_console_of_a_share_shows_the_instances_of_all_processes(tmp_path: Path, shell: Shell) -> None:
+    with share(tmp_path / "shared") as owner, share(tmp_path / "shared") as peer, Producer(peer, "shop") as producer:
+        owner.create_topic("orders", 2)
+        producer.send("orders", b"one")
+        with mailing(owner) as first, mailing(peer) as second:
+            until(lambda: len(first.progress("orders")) == len(second.progress("orders")) == 1)
+            until(lambda: len(first.progress()) + len(second.progress()) == 3)  # and who has the retries
+            tables = [
+                (asked.table("/group?name=mail", "Instances"), asked.table("/group?name=mail", "Queues"))
+                for asked in (Asked(console(owner)), Asked(console(peer)))
+            ]
+            printed = shell("lag", tmp_path / "shared", "--group", "mail").rows
+            ids = {first.client.client_id, second.client.client_id}
+    assert tables[0] == tables[1]
+    instances, queues = tables[0]
+    assert {row["client"] for row in instances} == ids
+    assert [(row["threads"], row["busy"]) for row in instances] == [("3", "0")] * 2
+    assert {row["instance"] for row in queues if row["topic"] == "orders"} == ids
+    assert [(row["topic"], row["queue"], row["lag"]) for row in queues if row["lag"] != "0"] == [
+        (row["topic"], str(row["queue_id"]), str(row["lag"])) for row in printed
+    ]
+    assert sum(int(row["lag"]) for row in instances) == sum(row["lag"] for row in printed) == 1
+
+
+def test_a_cluster_shows_which_broker_has_the_queue_of_an_instance(runner: ManualRunner) -> None:
+    with Broker.temporary(name="a", runner=runner) as first, Broker.temporary(name="b", runner=runner) as second:
+        cluster = Cluster(first, second)
+        cluster.create_topic("orders", 1)
+        with mailing(cluster) as one, mailing(cluster) as other, Producer(cluster, "shop") as producer:
+            producer.send("orders", b"one", queue=MessageQueue("orders", "b", 0))
+            runner.advance(60_000)
+            owners = {
+                queue.broker_name: consumer.client.client_id
+                for consumer in (one, other)
+                for queue in consumer.progress("orders")
+            }
+            asked = Asked(console(cluster))
+            queues = [row for row in asked.table("/group?name=mail", "Queues") if row["topic"] == "orders"]
+            lags = {row["client"]: row["lag"] for row in asked.table("/group?name=mail", "Instances")}
+    assert [(row["queue"], row["instance"]) for row in queues] == [("a 0", owners["a"]), ("b 0", owners["b"])]
+    assert lags == {owners["a"]: "0", owners["b"]: "1"}
+
+
+def test_an_instance_that_does_not_answer_is_shown_as_such(broker: Broker) -> None:
+    class Mute:
+        def call(self, request: Any, /) -> Any:
+            raise BrokerUnreachableError("no answer")
+
+    data = ConsumerData("mail", "push", MessageModel.CLUSTERING, ConsumeFrom.LAST, {"orders": Subscription("orders")})
+    broker.create_topic("orders", 1)
+    broker.call(Heartbeat("mute", Mute(), frozenset(), (data,)))
+    with Producer(broker, "shop") as producer:
+        producer.send("orders", b"one")
+    broker.reset_group("mail", "orders", "begin")
+    asked = Asked(console(broker))
+    (instance,) = asked.table("/group?name=mail", "Instances")
+    assert (instance["threads"], instance["queues"]) == ("does not answer", "unknown")
+    assert {row["instance"] for row in asked.table("/group?name=mail", "Queues")} == {"unknown"}
 
 
 def test_the_story_of_a_message_without_an_id_reads_a_large_log_on_request(
@@ -657,7 +737,8 @@ def test_much_progress_is_shown_as_it_was_last_saved(
     runner.advance(10_000)
     with RemotingServer(broker) as server, connect(f"127.0.0.1:{server.port}") as remote:
         asked = Asked(console(remote, folder=broker.store.path))
-        broker.reset_group("billing", "orders", "end")
+        for queue, bounds in broker.queues("orders").items():
+            broker.call(UpdateOffset("billing", "orders", queue.queue_id, bounds.max_offset))
         for most, lag in ((1 << 20, "0"), (0, "8")):
             monkeypatch.setattr("librmq.console._place._MUCH", most)
             for page in ("/", "/groups"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -93,6 +94,28 @@ def test_a_group_of_another_client_is_refused(served: Served, tool: RawClient) -
     assert answer.code == 1
     assert answer.remark is not None
     assert "no producer or consumer of group 'another'" in answer.remark
+
+
+def test_instances_report_themselves_at_every_route(served: Served) -> None:
+    """Those of the broker's process and of others, to both."""
+    ids = set()
+    with ExitStack() as stack:
+        for threads, route in ((2, served.broker), (3, served.route)):
+            consumer = librmq.PushConsumer(route, "g", threads=threads)
+            consumer.subscribe("orders", accept)
+            stack.enter_context(consumer)
+            ids.add((consumer.client.client_id, threads, 0))
+        until(lambda: len(served.broker.instances("g", timeout=0)) == 2)
+        for route in (served.broker, served.route):
+            states = route.instances("g").values()
+            assert {(state.client_id, state.threads, state.running) for state in states if state is not None} == ids
+
+
+def test_an_instance_that_keeps_silent_holds_nothing_up(served: Served, tool: RawClient) -> None:
+    tool.beat("mute", "g", topics=("orders",))
+    for route in (served.broker, served.route):
+        assert route.instances("g", timeout=0.1) == {"mute": None}
+        assert route.lag("g") == 0  # the broker itself counts as no silent one
 
 
 def test_progress_in_memory_is_reported(served: Served, tool: RawClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeVar
@@ -15,6 +16,7 @@ from librmq.broker._transactions import BrokerTransactions
 from librmq.broker.handlers._pull import PullHandler
 from librmq.broker.handlers._receive import ReceiveHandler
 from librmq.broker.handlers._send import SendHandler
+from librmq.errors import BrokerUnreachableError, ClientStateError
 from librmq.message.topics import validate_kept_names
 from librmq.protocol import (
     Acknowledge,
@@ -30,6 +32,7 @@ from librmq.protocol import (
     DeleteExpiredFiles,
     DescribeClients,
     DescribeConnections,
+    DescribeInstance,
     DescribeLog,
     EndTransaction,
     FollowLog,
@@ -37,6 +40,7 @@ from librmq.protocol import (
     GroupsBehind,
     GroupSubscriptions,
     Heartbeat,
+    InstanceState,
     LeaveLog,
     LockQueues,
     MoveGroup,
@@ -141,6 +145,18 @@ class RequestTable:
         answer(UnlockQueues, locked(locks.unlock_queues))
         answer(DescribeClients, locked(lambda request: clients.connected()))
         answer(DescribeConnections, locked(lambda request: clients.connections(request.group)))
+        answer(DescribeInstance, self._describe_instance)
+
+    def _describe_instance(self, request: DescribeInstance) -> InstanceState | None:
+        with self._context.runner.lock:
+            self._context.life.check_open()
+            client = self._context.clients.instance(request.group, request.client_id)
+            with suppress(BrokerUnreachableError):
+                return client.call(DescribeInstance(request.group))
+        try:
+            return client.call(request)  # without the lock, because a client on a connection takes its time
+        except BrokerUnreachableError as error:  # which is no word about a broker
+            raise ClientStateError(str(error)) from error
 
     def add_administration(self, administration: Administration, progress: Progress, deliveries: Deliveries) -> None:
         """Add the requests about topics, groups and their progress, and those of replicas."""

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from librmq.broker.groups import settings_in
 from librmq.config import to_timestamp_ms
-from librmq.errors import BrokerError, ClientStateError, MalformedError
+from librmq.errors import BrokerError, BrokerUnreachableError, ClientStateError, MalformedError
 from librmq.message import MessageQueue
 from librmq.message.lag import queue_lag
 from librmq.protocol import (
@@ -24,6 +24,7 @@ from librmq.protocol import (
     DescribeClients,
     DescribeConnections,
     DescribeGroups,
+    DescribeInstance,
     DescribeProgress,
     DescribeQueues,
     DescribeTopics,
@@ -31,6 +32,7 @@ from librmq.protocol import (
     GroupProgress,
     GroupsBehind,
     GroupSettings,
+    InstanceState,
     MessageModel,
     MoveGroup,
     PullMessage,
@@ -49,6 +51,7 @@ from librmq.wire.remote._remote_broker import COMMIT_IGNORED, RemoteBroker
 from librmq.wire.remoting._bodies import by_queue, number_in, queue_data_of, rows_in, table_in, text_in
 from librmq.wire.remoting._codec import FORMS, check, frame_of
 from librmq.wire.remoting._headers import GroupAndTopicHeader, GroupProgressHeader, RequestCode, TopicNameHeader
+from librmq.wire.remoting._running_info import read_running_info, running_info_frame
 
 T = TypeVar("T")
 _PULLER: Final = "TOOLS_CONSUMER"
@@ -115,6 +118,15 @@ def _describe_connections(broker: RemoteBroker, request: DescribeConnections) ->
     return GroupConnections(
         data.group, data.kind, data.model, data.consume_from, subscriptions, ids, dict.fromkeys(ids, subscriptions)
     )
+
+
+def _describe_instance(broker: RemoteBroker, request: DescribeInstance) -> InstanceState:
+    if not request.timeout_s:
+        raise ClientStateError(f"{broker.name}: a client can't be asked without waiting")
+    try:
+        return read_running_info(request, broker.request_within(running_info_frame(request), request.timeout_s))
+    except (BrokerUnreachableError, MalformedError) as error:  # the client is silent, which is no word about the broker
+        raise ClientStateError(f"{broker.name}: client {request.client_id}: {error}") from error
 
 
 def _describe_clients(broker: RemoteBroker, request: DescribeClients) -> tuple[ConnectedClient, ...]:
@@ -305,6 +317,7 @@ ANSWERS: Final[Mapping[type[Any], Callable[[RemoteBroker, Any], Any]]] = {
     DescribeGroups: _describe_groups,
     SetGroup: _set_group,
     DescribeConnections: _describe_connections,
+    DescribeInstance: _describe_instance,
     DescribeClients: _describe_clients,
     DescribeProgress: _describe_progress,
     ConsumerOffsetsOf: _offsets_of,

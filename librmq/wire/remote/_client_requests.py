@@ -5,9 +5,6 @@ Also the heartbeats of clients that share an id. Mirrors ``ClientRemotingProcess
 
 from __future__ import annotations
 
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial, reduce
@@ -26,8 +23,6 @@ from librmq.protocol import (
     DescribeInstance,
     DirectlyConsumed,
     Heartbeat,
-    HeldQueue,
-    InstanceState,
     ReplyArrived,
     Request,
     ResetOffsets,
@@ -44,7 +39,6 @@ from librmq.wire.remoting._bodies import (
     offsets_of,
     queue_key,
     read_body,
-    subscription_row,
     unwrapped,
     write_body,
 )
@@ -61,13 +55,12 @@ from librmq.wire.remoting._headers import (
     RequestCode,
     ResetOffsetHeader,
 )
+from librmq.wire.remoting._running_info import running_info_body
 
 R = TypeVar("R")
 _log = EventLog("librmq.wire")
 _MOST_WAITING: Final = 256 << 20  # bytes of a broker's requests
 _REQUEST_SIZE: Final = 1 << 10  # without its body
-_VERSION: Final = "V4_9_4"
-"""The version whose protocol the client speaks, as a tool shows it."""
 
 _Later = Callable[[Callable[[], None]], None]
 _Send = Callable[[Frame], None]
@@ -177,32 +170,8 @@ class ClientRequests:
     def _describe(self, beat: Heartbeat, header: ClientOfGroupHeader, frame: Frame, send: _Send) -> None:
         state = beat.client.call(DescribeInstance(header.consumer_group))
         subscriptions = {data.group: data.subscriptions for data in beat.consumers}.get(state.group, {})
-        queues = sorted(state.queues, key=lambda held: held.queue)
-        body = {
-            "mqTable": {queue_key(held.queue): _queue_info(held) for held in queues},
-            "properties": self._properties(state),
-            "statusTable": {},  # rates are not measured
-            "subscriptionSet": [subscription_row(subscriptions[topic]) for topic in sorted(subscriptions)],
-        }
-        if header.jstack_enable:
-            body["jstack"] = _stacks()
-        send(answer_to(frame, body=write_body(body)))
-
-    def _properties(self, state: InstanceState) -> dict[str, str]:
-        return {
-            "PROP_CLIENT_VERSION": _VERSION,
-            "PROP_CONSUMEORDERLY": str(state.is_orderly).lower(),
-            "PROP_CONSUMER_START_TIMESTAMP": str(state.started_ms),
-            "PROP_CONSUME_TYPE": "CONSUME_PASSIVELY" if state.kind == "push" else "CONSUME_ACTIVELY",
-            "PROP_NAMESERVER_ADDR": "".join(f"{address};" for address in self._name_servers),
-            "PROP_THREADPOOL_CORE_SIZE": str(state.threads),
-            "allocateMessageQueueStrategy": state.strategy,
-            "clientIP": state.client_id.partition("@")[0],
-            "consumerGroup": state.group,
-            "instanceName": state.client_id.partition("@")[2],
-            "messageModel": state.model.value,
-            "pause": str(state.is_paused).lower(),
-        }
+        body = running_info_body(state, subscriptions, self._name_servers, header.jstack_enable)
+        send(answer_to(frame, body=body))
 
     def _consume(self, beat: Heartbeat, header: DirectConsumeHeader, frame: Frame, send: _Send) -> None:
         message = _message_of(frame, "a message to consume")
@@ -247,43 +216,6 @@ def _message_of(frame: Frame, what: str) -> StoredMessage:
     if len(messages) != 1:
         raise MalformedError(f"{what}: expected one message, found {len(messages)}")
     return messages[0]
-
-
-def _queue_info(held: HeldQueue) -> dict[str, object]:
-    """Return a queue as ``ProcessQueueInfo``.
-
-    Tools call a queue blocked by the time of ``lastConsumeTimestamp``: since when a listener has its first message, or
-    the last pull if none has it.
-    """
-    since_ms = held.pulled_timestamp_ms if held.first_since_ms is None else held.first_since_ms
-    return {
-        "cachedMsgCount": held.waiting + held.running,
-        "cachedMsgMaxOffset": held.last or 0,
-        "cachedMsgMinOffset": held.first or 0,
-        "cachedMsgSizeInMiB": held.held_bytes >> 20,
-        "commitOffset": -1 if held.progress is None else held.progress,
-        "droped": False,
-        "lastConsumeTimestamp": since_ms,
-        "lastLockTimestamp": held.lock_timestamp_ms or 0,
-        "lastPullTimestamp": held.pulled_timestamp_ms,
-        "locked": held.is_locked,
-        "transactionMsgCount": 0,
-        "transactionMsgMaxOffset": 0,
-        "transactionMsgMinOffset": 0,
-        "tryUnlockTimes": 0,
-    }
-
-
-def _stacks() -> str:
-    """Return where each thread of this process stands, the innermost call first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    text = []
-    for ident, top in sys._current_frames().items():
-        calls = reversed(traceback.extract_stack(top))
-        text.append(f"{names.get(ident, 'thread')} TID: {ident}\n")
-        text += [f"    {call.name} ({call.filename}:{call.lineno})\n" for call in calls]
-        text.append("\n")
-    return "".join(text)
 
 
 # ---- heartbeats of clients that share an id

@@ -615,6 +615,10 @@ class RemoteBroker(Endpoint):
         """
         return self._ask(frame, self._connections.get(self.address))
 
+    def request_within(self, frame: Frame, timeout_s: float) -> Frame:
+        """Send a request that the broker passes on to a client, whose silence says nothing about the broker."""
+        return self._connections.get(self.address).request(frame, timeout_s)
+
     def read(self, frame: Frame, what: str, parse: Callable[[dict[str, Any]], T]) -> T:
         """Send a request like `request`, and read the body of its answer.
 

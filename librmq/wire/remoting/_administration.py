@@ -15,7 +15,14 @@ from datetime import datetime
 from typing import Any, Final
 
 from librmq.broker import Broker
-from librmq.errors import BrokerError, ConfigError, MalformedError, MessageIllegalError, RmqError
+from librmq.errors import (
+    BrokerError,
+    BrokerUnreachableError,
+    ConfigError,
+    MalformedError,
+    MessageIllegalError,
+    RmqError,
+)
 from librmq.java.json import ObjectKey
 from librmq.message import MessageQueue
 from librmq.message.topics import SystemTopic, is_system_topic, validate_client_topic
@@ -27,6 +34,7 @@ from librmq.protocol import (
     CreateTopic,
     DeleteGroup,
     DeleteTopic,
+    DescribeInstance,
     DescribeProgress,
     DescribeQueues,
     GroupProgress,
@@ -67,6 +75,7 @@ from librmq.wire.remoting._headers import (
     TopicNameHeader,
 )
 from librmq.wire.remoting._rates import Rates
+from librmq.wire.remoting._running_info import running_info_body
 
 ADMINISTRATIVE: Final = frozenset(
     {
@@ -123,7 +132,7 @@ class AdminRequests:
             RequestCode.GET_CONSUMER_CONNECTION_LIST: self._consumers,
             RequestCode.GET_PRODUCER_CONNECTION_LIST: self._producers,
             RequestCode.GET_ALL_PRODUCER_INFO: self._all_producers,
-            RequestCode.GET_CONSUMER_RUNNING_INFO: self._relay,
+            RequestCode.GET_CONSUMER_RUNNING_INFO: self._running_info,
             RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT: self._client_progress,
             RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: self._client_progress,
             RequestCode.CONSUME_MESSAGE_DIRECTLY: self._consume_directly,
@@ -318,6 +327,20 @@ class AdminRequests:
             clients = [session for client_id in ids if (session := self._sessions.get(client_id)) is not None]
             data[group] = [_producer_row(session) for session in clients]
         return call.answer(body=write_body({"data": data}))
+
+    def _running_info(self, call: RemotingCall) -> bytes | None:
+        """Answer for an instance in the broker's own process; forward the request to another."""
+        header: ClientOfGroupHeader = call.header
+        members = self._broker.connections(header.consumer_group)
+        is_here = self._sessions.get(header.client_id) is None and members and header.client_id in members.client_ids
+        if not is_here or members is None:
+            self._relay(call)
+            return None
+        state = self._broker.call(DescribeInstance(header.consumer_group, header.client_id))
+        if state is None:
+            raise BrokerUnreachableError(f"client {header.client_id} does not report its state")
+        subscriptions = members.subscriptions_by_client.get(header.client_id, members.subscriptions)
+        return call.answer(body=running_info_body(state, subscriptions, (), header.jstack_enable))
 
     def _relay(self, call: RemotingCall) -> None:
         """Forward a request to a client and answer later, so that other requests of the connection do not wait."""

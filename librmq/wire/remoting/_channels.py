@@ -37,6 +37,7 @@ from librmq.protocol import (
     DescribeInstance,
     Endpoint,
     Heartbeat,
+    InstanceState,
     ReplyArrived,
     Request,
     ResetOffsets,
@@ -69,6 +70,7 @@ from librmq.wire.remoting._headers import (
     ResetOffsetHeader,
 )
 from librmq.wire.remoting._known_headers import KnownFrame
+from librmq.wire.remoting._running_info import read_running_info, running_info_frame
 
 _log = EventLog("librmq.wire")
 _MOST_TASKS: Final = 10_000
@@ -336,7 +338,7 @@ _MOST_IDS: Final = 1_000
 class ClientChannel:
     """One client, according to its last heartbeat, and as the broker's endpoint.
 
-    The broker calls it under the runner's lock, so that it never waits.
+    The broker calls it under the runner's lock, so that it never waits, except for a state within ``timeout_s``.
     """
 
     def __init__(self, client_id: str, channel: Channel, store_host: str) -> None:
@@ -371,8 +373,13 @@ class ClientChannel:
             case ClientRemoved():
                 self.channel.close()  # as in 4.9; the client registers again over a new connection
             case DescribeInstance():
-                raise BrokerUnreachableError("a client of the wire can't be asked without waiting")
+                return cast(R, self._describe(request))
         return cast(R, None)
+
+    def _describe(self, request: DescribeInstance) -> InstanceState:
+        if not request.timeout_s:
+            raise BrokerUnreachableError("a client of the wire can't be asked without waiting")
+        return read_running_info(request, self.channel.request(running_info_frame(request), request.timeout_s))
 
     def _push(self, send: SendMessage) -> None:
         message = send.message

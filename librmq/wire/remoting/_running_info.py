@@ -1,0 +1,148 @@
+"""The state of a running consumer, as clients report it to tools. Mirrors ``ConsumerRunningInfo``."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from typing import Any, Final
+
+from librmq.errors import MalformedError
+from librmq.java.lang import java_int
+from librmq.message import MessageQueue
+from librmq.protocol import DescribeInstance, HeldQueue, InstanceState, MessageModel, Subscription
+from librmq.wire.remoting._bodies import by_queue, number_in, queue_key, read_body, subscription_row, write_body
+from librmq.wire.remoting._codec import check, frame_of
+from librmq.wire.remoting._frames import Frame
+from librmq.wire.remoting._headers import ClientOfGroupHeader, RequestCode
+
+_VERSION: Final = "V4_9_4"
+"""The version whose protocol the client speaks, as a tool shows it."""
+_RUNNING: Final = "librmqRunning"
+"""A property of librmq's own: listeners that run, which Java's clients do not say."""
+
+
+def running_info_body(
+    state: InstanceState, subscriptions: Mapping[str, Subscription], name_servers: tuple[str, ...], with_stacks: bool
+) -> bytes:
+    """Return the state of an instance with its subscriptions by topic, and where this process's threads stand."""
+    queues = sorted(state.queues, key=lambda held: held.queue)
+    body = {
+        "mqTable": {queue_key(held.queue): _queue_info(held) for held in queues},
+        "properties": _properties(state, name_servers),
+        "statusTable": {},  # rates are not measured
+        "subscriptionSet": [subscription_row(subscriptions[topic]) for topic in sorted(subscriptions)],
+    }
+    if with_stacks:
+        body["jstack"] = _stacks()
+    return write_body(body)
+
+
+def _properties(state: InstanceState, name_servers: tuple[str, ...]) -> dict[str, str]:
+    properties = {
+        "PROP_CLIENT_VERSION": _VERSION,
+        "PROP_CONSUMEORDERLY": str(state.is_orderly).lower(),
+        "PROP_CONSUMER_START_TIMESTAMP": str(state.started_ms),
+        "PROP_CONSUME_TYPE": "CONSUME_PASSIVELY" if state.kind == "push" else "CONSUME_ACTIVELY",
+        "PROP_NAMESERVER_ADDR": "".join(f"{address};" for address in name_servers),
+        "PROP_THREADPOOL_CORE_SIZE": str(state.threads),
+        "allocateMessageQueueStrategy": state.strategy,
+        "clientIP": state.client_id.partition("@")[0],
+        "consumerGroup": state.group,
+        "instanceName": state.client_id.partition("@")[2],
+        "messageModel": state.model.value,
+        "pause": str(state.is_paused).lower(),
+    }
+    return properties if state.running is None else properties | {_RUNNING: str(state.running)}
+
+
+def running_info_frame(request: DescribeInstance) -> Frame:
+    """Return the request for the state of an instance."""
+    header = ClientOfGroupHeader(request.group, request.client_id)
+    return frame_of(RequestCode.GET_CONSUMER_RUNNING_INFO, header)
+
+
+def read_running_info(request: DescribeInstance, answer: Frame) -> InstanceState:
+    """Return the state of an instance, without the listeners, which have no place in the answer.
+
+    Raises:
+        BrokerError: The broker or the client refuses.
+        MalformedError: The answer is something else.
+    """
+    body = read_body(check(answer).body, "a client's state")
+    properties = body.get("properties")
+    if not isinstance(properties, dict):
+        raise MalformedError(f"properties: expected an object, found {properties!r:.80}")
+    texts = {str(name): str(text) for name, text in properties.items()}
+    is_broadcast = texts.get("messageModel") == MessageModel.BROADCASTING.value
+    return InstanceState(
+        request.client_id,
+        request.group,
+        "push" if texts.get("PROP_CONSUME_TYPE") == "CONSUME_PASSIVELY" else "pull",
+        MessageModel.BROADCASTING if is_broadcast else MessageModel.CLUSTERING,
+        texts.get("PROP_CONSUMEORDERLY") == "true",
+        texts.get("pause") == "true",
+        java_int(texts.get("PROP_THREADPOOL_CORE_SIZE", "")) or 0,
+        java_int(texts.get(_RUNNING, "")),
+        texts.get("allocateMessageQueueStrategy", ""),
+        tuple(_held_queue(queue, row) for queue, row in by_queue(body.get("mqTable") or {})),
+        (),
+        java_int(texts.get("PROP_CONSUMER_START_TIMESTAMP", "")) or 0,
+    )
+
+
+def _queue_info(held: HeldQueue) -> dict[str, object]:
+    """Return a queue as ``ProcessQueueInfo``.
+
+    Tools call a queue blocked by the time of ``lastConsumeTimestamp``: since when a listener has its first message, or
+    the last pull if none has it.
+    """
+    since_ms = held.pulled_timestamp_ms if held.first_since_ms is None else held.first_since_ms
+    return {
+        "cachedMsgCount": held.waiting + held.running,
+        "cachedMsgMaxOffset": held.last or 0,
+        "cachedMsgMinOffset": held.first or 0,
+        "cachedMsgSizeInMiB": held.held_bytes >> 20,
+        "commitOffset": -1 if held.progress is None else held.progress,
+        "droped": False,
+        "lastConsumeTimestamp": since_ms,
+        "lastLockTimestamp": held.lock_timestamp_ms or 0,
+        "lastPullTimestamp": held.pulled_timestamp_ms,
+        "locked": held.is_locked,
+        "transactionMsgCount": 0,
+        "transactionMsgMaxOffset": 0,
+        "transactionMsgMinOffset": 0,
+        "tryUnlockTimes": 0,
+    }
+
+
+def _held_queue(queue: MessageQueue, row: Any) -> HeldQueue:  # noqa: ANN401 (as it came)
+    progress, held = number_in(row, "commitOffset"), number_in(row, "cachedMsgCount")
+    return HeldQueue(
+        queue,
+        None if progress < 0 else progress,
+        None,
+        held,
+        0,
+        number_in(row, "cachedMsgMinOffset") if held else None,
+        None,
+        None,
+        0,
+        number_in(row, "lastPullTimestamp"),
+        is_throttled=False,
+        last=number_in(row, "cachedMsgMaxOffset") if held else None,
+        is_locked=row.get("locked") is True,
+    )
+
+
+def _stacks() -> str:
+    """Return where each thread of this process stands, the innermost call first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    text = []
+    for ident, top in sys._current_frames().items():
+        calls = reversed(traceback.extract_stack(top))
+        text.append(f"{names.get(ident, 'thread')} TID: {ident}\n")
+        text += [f"    {call.name} ({call.filename}:{call.lineno})\n" for call in calls]
+        text.append("\n")
+    return "".join(text)
