@@ -5,7 +5,6 @@ The messages of each queue are numbered from 0 without a gap, and the progress o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -13,6 +12,7 @@ import struct
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
 from functools import cache
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -98,8 +98,7 @@ def rescue(
     files, clock = files or DiskFiles(), SystemClock()
     config = config or directory.infer_config(path, files)
     count = gaps = 0
-    with growing_store(target, files) as part:
-        copies = _Copies(PartFiles(part, config, files))
+    with growing_store(target, files) as part, closing(_Copies(PartFiles(part, config, files))) as copies:
         numbers, jobs = copies.numbers, MovedJobs(_sound_notes(path, files, tell))
         valid_queue = cache(validate_queue)
         for item in _records(path, files, numbers.end_log):
@@ -122,7 +121,7 @@ def rescue(
         for job, note in moved.items():
             note.write(JobNote.path(part, job), files)
         copy_config(path, part, files, without=_TIMER_CHECK)  # it belongs to a timer log that is not copied
-        with contextlib.suppress(CorruptionError):  # a table that can't be read stays as it is
+        with suppress(CorruptionError):  # a table that can't be read stays as it is
             revise_progress(part, files, numbers.new_offset, clock.now_ms())
         copies.settle()
     return Rescued(target, count, gaps)
@@ -194,8 +193,7 @@ def make_store(
     """
     count = size = 0
     places: dict[int, int] = {}
-    with growing_store(target, files) as part:
-        copies = _Copies(PartFiles(part, config, files), places)
+    with growing_store(target, files) as part, closing(_Copies(PartFiles(part, config, files), places)) as copies:
         for message in messages:
             copied = StoredMessage(_redacted(message.raw, message.topic, redact)) if redact else message
             place, raw = copies.append(copied)
@@ -454,8 +452,12 @@ class _Copies:
         if not self._part.config.enable_consumequeue_ext:
             settle_copy(self._part, self._log)
             return
-        self._log.close()
+        self.close()
         settle(self._part.path, self._part.config, self._part.files, SystemClock())
+
+    def close(self) -> None:
+        """Release the files of the log."""
+        self._log.close()
 
 
 def _is_number(part: bytes) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +15,12 @@ import pytest
 from librmq import Broker, BrokerConfig, ManualClock, ManualRunner, Message, MessageStore, Producer, TransactionProducer
 from librmq.config import StoreConfig
 from librmq.errors import ConfigError, CorruptionError, StoreIOError
+from librmq.files import DiskFiles, File
 from librmq.message import record
 from librmq.message.message import StoredMessage
 from librmq.message.topics import SystemTopic
 from librmq.protocol import TransactionState
-from librmq.store import extract, verify
+from librmq.store import extract, rescue, verify
 from librmq.store.format.broker_tables import BrokerTables
 
 
@@ -185,3 +190,35 @@ def test_what_can_not_be_extracted_is_refused(source: Path, tmp_path: Path) -> N
     with pytest.raises(CorruptionError, match="run librmq salvage first"):
         extract(str(tmp_path / "damaged"), str(tmp_path / "small"), lambda _: True)
     assert not (tmp_path / "small").exists()
+
+
+class FullDisk(DiskFiles):
+    """A disk that gets full before the key index of the new store is there."""
+
+    def flush(self, file: File) -> None:
+        if "/new.part/index/" in file.path:
+            raise StoreIOError("flush", file.path, OSError(errno.ENOSPC, "no space left"))
+        super().flush(file)
+
+
+def extract_all(source: Path, target: Path, files: DiskFiles) -> None:
+    extract(str(source), str(target), lambda _: True, files=files)
+
+
+def rescue_all(source: Path, target: Path, files: DiskFiles) -> None:
+    rescue(str(source), str(target), files=files)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the mappings of a process")
+@pytest.mark.parametrize("make", [extract_all, rescue_all])
+def test_a_full_disk_leaves_no_mapping(
+    source: Path, tmp_path: Path, make: Callable[[Path, Path, DiskFiles], None]
+) -> None:
+    """Else the blocks of the deleted files stay used until the garbage collector runs."""
+    gc.disable()
+    try:
+        with pytest.raises(StoreIOError, match="no space left"):
+            make(source, tmp_path / "new", FullDisk())
+        assert f"{tmp_path}/new.part/" not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()

@@ -384,13 +384,18 @@ class KeyIndex(Closing):
 
     def close(self) -> None:
         """Flush and release the files."""
-        if self._closed:
-            return
-        self.flush()
+        if not self._closed:
+            self.flush()
+            for file in self._list:
+                file.close()
+            self.release()
+
+    def release(self) -> None:
+        """Release the files; what was not flushed may be lost."""
         self._closed = True
         self._tail = None
         for file in self._list:
-            file.close()
+            file.release_mapping()
 
     def _check_open(self) -> None:
         if self._closed:

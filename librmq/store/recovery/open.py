@@ -476,6 +476,8 @@ _MANY_FILES: Final = 64
 def settle_copy(part: PartFiles, log: CommitLog) -> None:
     """Make queues, key index and checkpoint of a log that this process has just written, and mark the store as closed.
 
+    The caller closes the log.
+
     There is nothing to recover: each record was checked when it was copied, and each queue counts from 0. As with
     `settle`, no other process may know the store yet.
 
@@ -487,18 +489,20 @@ def settle_copy(part: PartFiles, log: CommitLog) -> None:
     log.flush()
     make_folders(files, log.sequence.folder)  # a store is recognised by it
     queues, index, stored = _CopiedQueues(part, log), part.open_index(writable=True), 0
-    for block in derived_blocks(log, DelayLevels.parse(part.config.message_delay_level)):
-        queues.add(block)
-        index.append_block(*block.keys)
-        stored = max(int(block.keys.timestamps[-1]), 0)
-    queues.write()
-    index.flush()
-    checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files, writable=True)
-    checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
-    checkpoint.index_timestamp_ms = min(index.full_timestamp_ms, stored)
-    checkpoint.flush()
-    for closed in (log, index, checkpoint):
-        closed.close()
+    try:
+        for block in derived_blocks(log, DelayLevels.parse(part.config.message_delay_level)):
+            queues.add(block)
+            index.append_block(*block.keys)
+            stored = max(int(block.keys.timestamps[-1]), 0)
+        queues.write()
+        index.flush()
+        checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files, writable=True)
+        checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
+        checkpoint.index_timestamp_ms = min(index.full_timestamp_ms, stored)
+        checkpoint.flush()
+        checkpoint.close()
+    finally:  # a full disk must not keep the blocks of files that are deleted
+        index.release()
     clear_abort(files, path)
 
 
