@@ -496,7 +496,7 @@ class Progress:
         return lags
 
     def reset(self, request: ResetGroup) -> Mapping[MessageQueue, int]:
-        """Move a running group, or one of 5.x in one queue."""
+        """Send new offsets to a group's running instances, which continue there and save them."""
         group, name = request.group, request.topic
         if request.queue_offset is not None:
             moved = self.move(group, name, request.queue_offset, request.queue_id)
@@ -521,7 +521,7 @@ class Progress:
             raise BrokerError(
                 ResponseCode.CONSUMER_NOT_ONLINE, f"no client of group {group!r} runs: use Broker.reset_group"
             )
-        self._reset_to(group, name, {queue.queue_id: queue_offset for queue, queue_offset in offsets.items()})
+        self._clients.notify_group(group, ResetOffsets(group, name, offsets))
         return offsets
 
 
