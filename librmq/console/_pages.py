@@ -27,7 +27,7 @@ from librmq.console._requested import (
 )
 from librmq.console._retention import retention_of
 from librmq.console._samples import Sample, Samples, line
-from librmq.console._search import newest_letters, selected
+from librmq.console._search import count_letters, newest_letters, selected
 from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_link, link, message_link, topic_link
 from librmq.diagnosis import (
     Finding,
@@ -48,7 +48,7 @@ from librmq.diagnosis.view import topic_summaries
 from librmq.errors import ConfigError, RmqError
 from librmq.formatting import UNKNOWN, duration, moment, number, rate, short, size
 from librmq.message import StoredMessage
-from librmq.message.topics import TopicPrefix, is_own_group, kind_of_topic
+from librmq.message.topics import is_own_group, kind_of_topic
 
 ROWS: Final = 100
 """Rows of a table of topics, groups or queues."""
@@ -101,7 +101,7 @@ class Pages:
             ends = {topic: sum(ids.stop for ids in queues) for topic, queues in ranges.items()}
             lags = {group.group: group.lag for group in progress.by_group()}
             samples.add(_sample(now_ms, ends, progress, {group: lags.get(group, 0) for group in shown}))
-            letters = {group: sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values())) for group in shown}
+            letters = {group: count_letters(view, group) for group in shown}
             messages = sum(len(ids) for queues in ranges.values() for ids in queues)
             log = view if isinstance(view, StoreView) else None
             disk = [] if is_past else self._disk(log)
@@ -363,7 +363,7 @@ class Pages:
             names = [group for group in view.groups if words in group.lower() and not is_own_group(group)]
             shown = names[begin : begin + ROWS]
             progress = {row.group: row for row in lag_of(view, group=shown, includes_own=False).by_group()}
-            letters = {group: sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values())) for group in shown}
+            letters = {group: count_letters(view, group) for group in shown}
             now_ms = view.now_ms if isinstance(view, StoreView) else query.clock.now_ms()
         rows = []
         for group in shown:
@@ -391,7 +391,7 @@ class Pages:
             progress = lag_of(view, group=group, includes_own=False)
             rows = list(islice(queues_in(progress), 10 * ROWS))
             letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
-            dead = sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values()))
+            dead = count_letters(view, group)
             topics = sorted({row.topic for _, row in rows})
             held = []
             if isinstance(view, StoreView) and view.is_live:
@@ -418,7 +418,7 @@ class Pages:
         group, chooses = query.required("group"), self.allow_changes and query.at_ms is None
         with self.place.view(query.at_ms) as view:
             found = newest_letters(view, group, LETTERS)
-            every = sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values()))
+            every = count_letters(view, group)
         rows = []
         for message, letter in found:
             resent = "" if letter.resent_at_ms is None else moment(letter.resent_at_ms)

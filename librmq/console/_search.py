@@ -61,6 +61,11 @@ def selected(place: Place, view: View[Any], topic: str, query: Query) -> tuple[l
     return found, note
 
 
+def count_letters(view: View[Any], group: str) -> int:
+    """Return the number of a group's dead letters."""
+    return sum(map(len, view.queues(dead_letter_topic(group)).values()))
+
+
 def newest_letters(view: View[Any], group: str, most: int) -> list[tuple[StoredMessage, GivenUpMessage]]:
     """Return the newest dead letters of a group, the last one first."""
     times, newest = view.resent_times, islice(_backwards(view, dead_letter_topic(group), most), most)
