@@ -332,8 +332,8 @@ class AdminRequests:
         """Answer for an instance in the broker's own process; forward the request to another."""
         header: ClientOfGroupHeader = call.header
         members = self._broker.connections(header.consumer_group)
-        is_here = self._sessions.get(header.client_id) is None and members and header.client_id in members.client_ids
-        if not is_here or members is None:
+        is_remote = self._sessions.get(header.client_id) is not None
+        if is_remote or members is None or header.client_id not in members.client_ids:
             self._relay(call)
             return None
         state = self._broker.call(DescribeInstance(header.consumer_group, header.client_id))
