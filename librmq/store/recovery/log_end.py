@@ -176,7 +176,8 @@ def _may_be_unwritten(log: CommitLog, begin: int, end: int) -> bool:
     return blank.startswith(buffer[at : log.file_size].rstrip(b"\0"))  # part of it was written
 
 
-_MANY_QUEUES: Final = 64  # with more files, flushing the whole file system is faster
+MANY_FILES: Final = 64
+"""Files from about which on flushing the whole file system is faster than flushing each of them."""
 
 
 class Recovery:
@@ -412,7 +413,7 @@ class Recovery:
         folders = set() if self._clean else self._write_again()
         log.flush()
         queues = self._parts.queues.opened()
-        if len(queues) + len(self._unclean.states) > _MANY_QUEUES and flush_all(self._files, self._path):
+        if len(queues) + len(self._unclean.states) > MANY_FILES and flush_all(self._files, self._path):
             for queue in queues:
                 queue.note_flushed()
         else:

@@ -46,7 +46,7 @@ from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.directory import clear_abort, has_abort, set_abort
 from librmq.store.format.documents import OWN_FOLDER
 from librmq.store.recovery._unclean_queues import UncleanQueues
-from librmq.store.recovery.log_end import Recovery, RecoveryMode, WalkFindings
+from librmq.store.recovery.log_end import MANY_FILES, Recovery, RecoveryMode, WalkFindings
 
 _T = TypeVar("_T")
 
@@ -469,8 +469,6 @@ def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keep_d
 
 _MOST_COLLECTED: Final = 64 << 20
 """Bytes of entries to collect before they are written."""
-_MANY_FILES: Final = 64
-"""Files from which flushing the whole file system takes less time than flushing each of them."""
 
 
 def settle_copy(part: PartFiles, log: CommitLog) -> None:
@@ -551,7 +549,7 @@ class _CopiedQueues:
                 part.files.make_files(folder, new, part.config.consumequeue_file_size)
                 made += [os.path.join(folder, name) for name, _ in new]
         self._entries, self._size = {}, 0
-        if len(made) < _MANY_FILES or not flush_all(part.files, part.path):
+        if len(made) < MANY_FILES or not flush_all(part.files, part.path):
             for path in made:
                 part.files.flush(part.files.open(path, writable=True))
 
