@@ -51,14 +51,16 @@ __all__ = ["CheckBack", "Checked", "FinalMessage", "HalfCheck", "TransactionConf
 
 _log = EventLog("librmq.txn")
 
-_SAME_KEY: Final = 4096  # a client can send any number of halves with one id, so a search has an end
+_SAME_KEY: Final = 4096
+"""The records of one id that a search reads: a client can send any number of halves with one id."""
 _IDS: Final = 1 << 15
 _IDS_AT_OPENING: Final = 1 << 12
 _SYSTEM_ERROR: Final = 1
 _MESSAGE_ILLEGAL: Final = 13
 
 _REMEMBERED: Final = 1024
-_REMEMBERED_SIZE: Final = 8192  # bytes: a few megabytes of halves are kept at most
+_REMEMBERED_SIZE: Final = 8192
+"""The size of a half, in bytes, up to which it is remembered, so that all of them take a few megabytes at most."""
 _OP_PROPERTIES: Final = {PropertyName.TAGS: OP_TAG, PropertyName.WAIT: "true"}
 _SPECIAL: Final = frozenset((PropertyName.DELAY, PropertyName.TRANSACTION_CHECK_TIMES))
 
@@ -76,10 +78,24 @@ class FinalMessage(NamedTuple):
 
 
 class _Recent(NamedTuple):
+    """A half that was prepared lately, with what its final message needs."""
+
     queue_offset: int
     half: Message
     queue_id: int
     fields: dict[str, Any]
+
+
+class _Transaction(NamedTuple):
+    """The state of a transaction."""
+
+    flag: int
+    """The flag of the sent message; a copy has none."""
+    to_end: list[StoredMessage]
+    """The halves for which an end writes op messages: those that are pending, or the last one of a discarded one."""
+    is_delivered: bool = False
+    is_rolled_back: bool = False
+    """Whether it has ended without a delivery, and was not discarded."""
 
 
 class Transactions:
@@ -129,7 +145,8 @@ class Transactions:
         self._delivered = delivered
         self._waits = waits
         is_of_5 = directory.is_of_5(store.path, store.files)
-        self._op_body = f"%d{HALF_SEPARATOR}".encode() if is_of_5 else b"%d"  # 4.9 can't read the form of 5.x
+        # 4.9 can't read the form of 5.x, which can read both, so the longer form is for stores of 5.x alone.
+        self._op_body = f"%d{HALF_SEPARATOR}".encode() if is_of_5 else b"%d"
         self._ended = EndedHalves(store, offsets)
         self.check: HalfCheck = HalfCheck(
             store,
@@ -141,13 +158,16 @@ class Transactions:
             aside=aside,
         )
         """Asks about the transactions that stay open."""
-        self._opened_at = store.log.end  # the ends of older halves can stand in the log without being known here
-        self._without_op: set[int] = set()  # physical offsets of halves that a failure left without an op message
+        self._opened_at = store.log.end
+        """The place of the first half that can be plain: the log can hold unknown ends of older ones."""
+        self._without_op: set[int] = set()
+        """The physical offsets of halves that were delivered, and that a failure has left without an op message."""
         self.last_op: AppendResult | None = None
         """The last op message; final messages are before it."""
         op_queue = store.queue(SystemTopic.OP, QUEUE)
         self._next_op = 0 if op_queue is None else op_queue.max_offset
-        self._recent: dict[int, _Recent] = {}  # the latest halves by physical offset, which need not be read again
+        self._recent: dict[int, _Recent] = {}
+        """The latest halves by physical offset. Reading a half again would double the cost of a commit."""
         self._repeated = _RepeatedHalves(store)
 
     # ---- prepare and end
@@ -204,17 +224,12 @@ class Transactions:
             self._append_op(physical_offset, queue_offset)
             return final
         half = self._half(physical_offset, queue_offset, group)
-        if self._is_plain(half):
-            final = self._write_final(half, half.flag)
-            self._append_op(physical_offset, queue_offset)
-            return final
-        family = self._family(half)
-        if not self._is_delivered(family):
-            family = self._with_unindexed(family)
-            if self._is_rolled_back(family):
-                how = "was rolled back" if half.unique_key else "has ended"
-                raise TransactionRefusedError(_SYSTEM_ERROR, f"The transaction {how} before")
-            final = self._write_final(half, family[0].flag)  # a copy has no flag
+        transaction = self._transaction(half)
+        if transaction.is_rolled_back:
+            how = "was rolled back" if half.unique_key else "has ended"
+            raise TransactionRefusedError(_SYSTEM_ERROR, f"The transaction {how} before")
+        if not transaction.is_delivered:
+            final = self._write_final(half, transaction.flag)
         elif queue_offset not in self._ended and half.unique_key in self._repeated:
             _log.warning(
                 "group %(group)s: the message of transaction %(message_id)s was delivered before, so its half at "
@@ -223,7 +238,7 @@ class Transactions:
                 message_id=half.unique_key,
                 queue_offset=queue_offset,
             )
-        self._end_all(family)
+        self._append_ops(transaction)
         return final
 
     def rollback(self, physical_offset: int, queue_offset: int, group: str) -> None:
@@ -232,16 +247,14 @@ class Transactions:
         Raises:
             TransactionRefusedError: There is no such half, it is another group's, or the message was delivered.
         """
-        is_recent = self._pop_recent(physical_offset, queue_offset, group) is not None
-        half = None if is_recent else self._half(physical_offset, queue_offset, group)
-        if half is None or self._is_plain(half):
+        if self._pop_recent(physical_offset, queue_offset, group) is not None:
             self._append_op(physical_offset, queue_offset)
             return
-        family = self._family(half)
-        if self._is_delivered(family):
-            self._end_all(family)  # a crash can have left a copy without its op message
+        transaction = self._transaction(self._half(physical_offset, queue_offset, group))
+        # Before the refusal, because a crash can have left a copy of a delivered message without its op message.
+        self._append_ops(transaction)
+        if transaction.is_delivered:
             raise TransactionRefusedError(_SYSTEM_ERROR, "The transaction was committed before")
-        self._end_all(self._with_unindexed(family))
 
     def open_halves(self) -> tuple[int, Callable[[int], bool]]:
         """Return the queue offset from which halves can be open, and a function for whether one has ended."""
@@ -249,10 +262,7 @@ class Transactions:
 
     def is_rolled_back(self, half: StoredMessage) -> bool:
         """Return whether a half's transaction has ended without a delivery, so that `commit` refuses it."""
-        if self._is_plain(half):
-            return False
-        family = self._family(half)
-        return not self._is_delivered(family) and self._is_rolled_back(self._with_unindexed(family))
+        return self._transaction(half).is_rolled_back
 
     # ---- the usual case: a half that was only prepared, and lately
 
@@ -263,7 +273,7 @@ class Transactions:
             recent is None
             or recent.queue_offset != queue_offset
             or recent.half.properties.get(PropertyName.PRODUCER_GROUP) != group
-            or queue_offset < self.check.judged_below  # a check has copied it, so it is one of several
+            or queue_offset < self.check.judged_below  # A check has copied it, so it is one of several.
         ):
             return None
         del self._recent[physical_offset]
@@ -280,6 +290,7 @@ class Transactions:
             result = self._store.append(half, recent.queue_id, **fields, wait=False)
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
+        # Until its op message is written, this keeps the half from counting as one that was only prepared.
         self._without_op.add(physical_offset)
         self._delivered(FinalMessage(half.topic, recent.queue_id, properties, result))
         return result
@@ -310,16 +321,27 @@ class Transactions:
             and half.unique_key not in self._repeated
         )
 
-    # ---- the family: all halves and copies of a transaction, of which any can end it
+    # ---- all halves and copies of a transaction, of which any can end it
 
-    def _family(self, half: StoredMessage) -> list[StoredMessage]:
-        """Return the halves of a half's transaction, and their copies, in the order of storage.
-
-        The index can lack any of them, the half itself too: a broker can run without an index for a while.
-        """
-        records = {member.physical_offset: member for member in self._records_of(SystemTopic.HALF, half)}
-        records[half.physical_offset] = half
-        return [records[place] for place in sorted(records)]
+    def _transaction(self, half: StoredMessage) -> _Transaction:
+        """Return what the log says of the transaction of a half."""
+        if self._is_plain(half):
+            return _Transaction(half.flag, [half])
+        # The index can lack any of them, the half itself too: a broker can run without an index for a while.
+        by_place = {member.physical_offset: member for member in self._records_of(SystemTopic.HALF, half)}
+        by_place[half.physical_offset] = half
+        members = [by_place[place] for place in sorted(by_place)]
+        is_delivered = self._is_delivered(members)
+        pending = self._pending(members)
+        if not pending and not is_delivered:
+            # The half queue is read only here, where a pending copy that the index lacks decides: without one a commit
+            # is refused.
+            pending = self._pending(self._in_queue(SystemTopic.HALF, self.check.judged_below, half))
+        is_discarded = not pending and self._is_discarded(half)
+        if is_discarded and members[-1].queue_offset not in self._ended:
+            pending = members[-1:]  # No check asks about it any more, so the op message is the only trace of an end.
+        is_rolled_back = not (is_delivered or pending or is_discarded)
+        return _Transaction(members[0].flag, pending, is_delivered, is_rolled_back)
 
     def _records_of(self, topic: str, half: StoredMessage) -> list[StoredMessage]:
         """Return the records of a topic that belong to the same transaction as a half, as far as the index knows."""
@@ -327,15 +349,6 @@ class Transactions:
             return []
         records = self._store.find_by_key(topic, half.unique_key, max_messages=_SAME_KEY)
         return [message for message in records if transaction_of(message) == transaction_of(half)]
-
-    def _with_unindexed(self, family: list[StoredMessage]) -> list[StoredMessage]:
-        """Return a family with the pending copies that the index lacks, if it seems to have no pending member.
-
-        The half queue is read only then, because that would refuse a commit.
-        """
-        if self._pending(family):
-            return family
-        return [*family, *self._pending(self._in_queue(SystemTopic.HALF, self.check.judged_below, family[0]))]
 
     def _in_queue(self, topic: str, begin: int, half: StoredMessage) -> list[StoredMessage]:
         """Return the records of the same transaction in a queue of the checks, from a queue offset on."""
@@ -346,19 +359,18 @@ class Transactions:
             message for message in self._store.messages(topic, QUEUE, begin) if transaction_of(message) == transaction
         ]
 
-    def _pending(self, family: list[StoredMessage]) -> list[StoredMessage]:
+    def _pending(self, members: list[StoredMessage]) -> list[StoredMessage]:
         below = self.check.judged_below
-        return [half for half in family if half.queue_offset >= below and half.queue_offset not in self._ended]
+        return [half for half in members if half.queue_offset >= below and half.queue_offset not in self._ended]
 
-    def _is_delivered(self, family: list[StoredMessage]) -> bool:
-        """Return whether a final message of the family is in the log."""
-        half = family[0]
-        properties = half.properties
-        delayed = parse_level(properties.get(PropertyName.DELAY)) > 0
-        topic = SystemTopic.SCHEDULE if delayed else properties.get(PropertyName.REAL_TOPIC, "")
-        places = {member.physical_offset for member in family}
+    def _is_delivered(self, members: list[StoredMessage]) -> bool:
+        """Return whether a final message of one of the members of a transaction is in the log."""
+        half = members[0]
         if not half.unique_key:
             return half.physical_offset in self._without_op
+        delayed = parse_level(half.properties.get(PropertyName.DELAY)) > 0
+        topic = SystemTopic.SCHEDULE if delayed else half.properties.get(PropertyName.REAL_TOPIC, "")
+        places = {member.physical_offset for member in members}
         return any(
             message.sys_flag & record.TRANSACTION_MASK == record.TRANSACTION_COMMIT
             and (message.prepared_transaction_offset in places or self._is_final_of(message, half))
@@ -377,27 +389,18 @@ class Transactions:
             and transaction_of(prepared) == transaction_of(half)
         )
 
-    def _is_rolled_back(self, family: list[StoredMessage]) -> bool:
-        """Return whether a family without a delivery can't be delivered any more."""
-        return not self._pending(family) and not self._is_discarded(family)
-
-    def _is_discarded(self, family: list[StoredMessage]) -> bool:
-        """Return whether a check has given the family up, or may have; a late commit still delivers it."""
-        half = family[0]
+    def _is_discarded(self, half: StoredMessage) -> bool:
+        """Return whether a check has given a transaction up, or may have; a late commit still delivers it."""
         if not half.unique_key:
             return half.queue_offset < self.check.judged_below
+        begin, _ = self._store.queue_range(SystemTopic.CHECK_MAX_TIME, QUEUE)
         return bool(
             self._records_of(SystemTopic.CHECK_MAX_TIME, half)
-            or self._in_queue(
-                SystemTopic.CHECK_MAX_TIME, self._store.queue_range(SystemTopic.CHECK_MAX_TIME, QUEUE)[0], half
-            )
+            or self._in_queue(SystemTopic.CHECK_MAX_TIME, begin, half)
         )
 
-    def _end_all(self, family: list[StoredMessage]) -> None:
-        pending, last = self._pending(family), family[-1]
-        if not pending and self._is_discarded(family) and last.queue_offset not in self._ended:
-            pending = [last]  # no check asks about it any more: the op message is the only trace of a rollback
-        for half in pending:
+    def _append_ops(self, transaction: _Transaction) -> None:
+        for half in transaction.to_end:
             self._append_op(half.physical_offset, half.queue_offset)
 
     # ---- final and op messages
@@ -409,7 +412,7 @@ class Transactions:
         if queue_id is None:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, "the half message has no queue in REAL_QID")
         if parse_level(properties.get(PropertyName.DELAY)) > 0:
-            # A message for the schedule topic has its properties encoded again, without these.
+            # A message for the schedule topic has its properties encoded again, and 4.9 leaves these out of them.
             for name in (PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID, PropertyName.TRANSACTION_PREPARED):
                 properties.pop(name, None)
         sys_flag = half.sys_flag & ~record.TRANSACTION_MASK | record.TRANSACTION_COMMIT
@@ -426,11 +429,12 @@ class Transactions:
 
     def _append_op(self, physical_offset: int, queue_offset: int) -> None:
         message = Message.from_parts(SystemTopic.OP, self._op_body % queue_offset, 0, _OP_PROPERTIES)
-        # The final message did not wait for the device. It precedes the op message in the log, so one wait is for both.
+        # The final message did not wait for the device. It stands before the op message in the log, so one wait is for
+        # both.
         result = self.last_op = self._store.append(message, QUEUE, wait=self._waits)
         self._without_op.discard(physical_offset)
         self._recent.pop(physical_offset, None)
-        if result.queue_offset != self._next_op:  # another writer has added op messages, which can end any half
+        if result.queue_offset != self._next_op:  # Another writer has added op messages, which can end any half.
             self._recent.clear()
         self._next_op = result.queue_offset + 1
         self._ended.mark_ended(queue_offset, result.queue_offset)
@@ -444,8 +448,10 @@ class _RepeatedHalves:
 
     def __init__(self, store: MessageStore) -> None:
         self._store = store
-        self._lock = Lock()  # a half that a client sends is stored without the lock of the ends
-        self._places: dict[str, int | None] | None = None  # the place of the only half of an id; None for several
+        # A half that a client sends is stored without the lock of the ends, so this has a lock of its own.
+        self._lock = Lock()
+        self._places: dict[str, int | None] | None = None
+        """The place of the only half of an id, None for several; not read before the first half."""
 
     def add_half(self, unique_key: str, physical_offset: int) -> int | None:
         """Note a half that was stored; return the physical offset of the half that it repeats, None for a new one.
@@ -459,7 +465,7 @@ class _RepeatedHalves:
             if unique_key not in places:
                 places[unique_key] = physical_offset
                 if len(places) > _IDS:
-                    del places[next(iter(places))]
+                    del places[next(iter(places))]  # The oldest: a producer repeats a send within seconds.
                 return None
             repeated = places.pop(unique_key)
             places[unique_key] = None

@@ -83,7 +83,7 @@ def transaction_of(half: StoredMessage) -> tuple[object, ...]:
     """
     if not half.unique_key:
         return (half.physical_offset,)
-    # A digest in place of the body, because callers keep this of many halves.
+    # A digest stands in place of the body, because callers keep the result for many halves.
     body = hashlib.blake2b(half.stored_body, digest_size=16).digest()
     return (half.unique_key, body, *map(half.properties.get, (PropertyName.PRODUCER_GROUP, PropertyName.REAL_TOPIC)))
 
@@ -97,9 +97,11 @@ class EndedHalves:
     def __init__(self, store: MessageStore, offsets: TransactionOffsets) -> None:
         self._store = store
         self._offsets = offsets
-        self._first = 0  # the half of the first bit; a multiple of 8, so that whole bytes can be dropped
+        self._first = 0
+        """The half of the first bit: a multiple of 8, so that whole bytes can be dropped."""
         self._bits = bytearray()
-        self._next_op: int | None = None  # None means that nothing was read yet
+        self._next_op: int | None = None
+        """The first op message that was not read; None until the first question, so that opening a store reads none."""
 
     def __contains__(self, queue_offset: int) -> bool:
         """Return whether the half at ``queue_offset`` has ended; False below the progress.
@@ -115,6 +117,7 @@ class EndedHalves:
         """Return a function, for any thread, that returns whether a half has ended by now."""
         if self._next_op is None:
             self.read_new_ops()
+        # A copy is returned, because the owner goes on to set and drop bits while other threads look them up.
         first, bits = self._first, bytes(self._bits)
         return lambda queue_offset: _is_marked(bits, queue_offset - first)
 
@@ -123,7 +126,7 @@ class EndedHalves:
         if op_offset == self._next_op:
             self._next_op += 1
             self._mark(queue_offset)
-        elif self._next_op is not None:  # another writer has added op messages before this one
+        elif self._next_op is not None:  # Another writer has added op messages before this one.
             self.read_new_ops()
 
     def drop_below(self, queue_offset: int) -> None:
@@ -145,12 +148,12 @@ class EndedHalves:
             batch = self._store.read(SystemTopic.OP, QUEUE, next_op)
             for op in batch.messages:
                 for queue_offset in halves_of(op):
-                    if queue_offset < end:  # any client can send an op message, so its number can be anything
+                    if queue_offset < end:  # Any client can send an op message with a huge number, which needs no bits.
                         self._mark(queue_offset)
             if batch.next_offset == next_op or batch.status is GetStatus.NO_MESSAGE_IN_QUEUE:
                 break
             next_op = batch.next_offset
-        self._next_op = next_op  # last, so that a failed read is repeated as a whole
+        self._next_op = next_op  # This comes last, so that a read that has failed is repeated as a whole.
 
     def _mark(self, queue_offset: int) -> None:
         at = queue_offset - self._first
@@ -169,8 +172,10 @@ def _is_marked(bits: bytes | bytearray, at: int) -> bool:
 
 _OPS_READ: Final = 32
 _LOOK_AHEAD: Final = 1000
+"""The halves that are examined for a producer that can be asked: this reads each of them, and is done in one turn."""
 _RESERVED_HOURS: Final = 72
 _MAX_UNCOUNTED: Final = 1 << 16
+"""The copies that are remembered as not counted, so that a producer that stays away costs no more memory than this."""
 _MAX_INT: Final = (1 << 31) - 1
 _STATE: Final = ("check",), "the check of half messages"
 
@@ -220,22 +225,16 @@ class Checked(NamedTuple):
 
 @dataclass(slots=True)
 class _Pass:
-    """A pass that is under way, or is over and has unsaved progress."""
+    """A pass that is under way."""
 
     start_ms: int
     config: TransactionConfig
-    first_half: int
     end: int
-    first_op: int
-    next_half: int
-    """The queue offset of the next half to check."""
-    next_op: int
-    """The queue offset of the first op message whose halves this pass has not all passed."""
+    """The end of the half queue when the pass began: the copies that it appends are for later passes."""
     reachable_at: int = -1
     """A later half, about which a producer can be asked."""
     has_skipped: bool = False
     """Whether it has gone around a place that can't be read, which it does once."""
-    is_over: bool = False
 
 
 class HalfCheck:
@@ -267,20 +266,24 @@ class HalfCheck:
         self._config = config
         self._make_topic = make_topic
         self._is_reachable = is_reachable
-        self._uncounted: set[int] = set()  # copies whose last check reached no producer, by queue offset
+        self._uncounted: set[int] = set()
+        """The queue offsets of copies whose last check reached no producer."""
         self._put_back_progress()
-        self._progress = progress(store, offsets, SystemTopic.HALF)
+        self._next_half = self._progress(SystemTopic.HALF)
+        self._next_op = self._progress(SystemTopic.OP)
+        self._saved = self._next_half, self._next_op
         self._interval_ms = round(1000 * config.interval_s)
         self._last_ms = store.clock.now_ms()
         self._first_ms = self._last_ms + self._interval_ms
-        self._next_ms: int | None = None  # None while nothing is pending
+        self._next_ms: int | None = None
+        """The time of the next pass; None while nothing is pending."""
         self._pass: _Pass | None = None
         self._states = StateLog(_log, "transactions")
         self._saver = ProgressSaver(
             "the progress of the check of half messages",
             flush=lambda reached: store.flush(),
-            reached=lambda: self._pass if self._pass is not None and self._pass.is_over else None,
-            note=self._save_progress,
+            reached=self._unsaved,
+            note=self._note_saved,
             now_ms=store.clock.now_ms,
             save_every_s=0,
             aside=aside,
@@ -297,10 +300,13 @@ class HalfCheck:
             if stored is not None and stored > end:
                 self._offsets.set_consumer_offset(topic, CHECK_GROUP, QUEUE, end)
 
+    def _progress(self, topic: str) -> int:
+        return progress(self._store, self._offsets, topic)
+
     @property
     def judged_below(self) -> int:
         """The queue offset below which all halves have ended, were copied, or were discarded."""
-        return self._progress if self._pass is None else self._pass.next_half
+        return self._next_half
 
     # ---- passes by time
 
@@ -317,36 +323,42 @@ class HalfCheck:
         """
         check_now(now_ms)
         self.checked = Checked([], [])
-        if now_ms < self._last_ms:  # the clock was set back, so times noted before are too late
+        if now_ms < self._last_ms:  # The clock was set back, so the times noted before would come too late.
             self._first_ms = min(self._first_ms, now_ms + self._interval_ms)
             self._next_ms = None
             self._saver.put_back(now_ms)
         self._last_ms = now_ms
         try:
-            if self._pass is None and self._next_ms is not None and now_ms >= self._next_ms:
+            if self._is_due(now_ms):
                 self._next_ms = None
                 if self._has_new():
                     self._begin_pass(now_ms, self._config)
-            if self._pass is not None and not self._pass.is_over:
+            if self._pass is not None:
                 if not self._check_halves(self._pass, now_ms):
                     return now_ms
-                self._end_pass()
+                self._pass = None
                 self._states.works(*_STATE)
         except LASTING:
             raise
         except RmqError as error:
-            self._end_pass()
-            self._states.failing(*_STATE, error, logging.ERROR, again_ms=self.next_check_ms(now_ms) - now_ms)
+            # The halves that the pass could judge stay judged. The next pass begins at the one that has failed.
+            self._pass = None
+            self._states.failing(*_STATE, error, logging.ERROR, again_ms=self._pass_after(now_ms) - now_ms)
         save_ms = self._saver.run_due(now_ms)
-        if self._pass is not None:
-            return save_ms  # the next pass begins where this one ended, so it waits until that is saved
+        if self._unsaved() is not None:
+            return save_ms
         if not self._has_new():
             self._next_ms = None
         elif self._next_ms is None:
-            self._next_ms = self.next_check_ms(self._last_ms)
+            self._next_ms = self._pass_after(self._last_ms)
         return self._next_ms
 
-    def next_check_ms(self, now_ms: int) -> int:
+    def _is_due(self, now_ms: int) -> bool:
+        """Return whether a pass is to begin: it starts from the saved progress, so that has to be the reached one."""
+        is_idle = self._pass is None and self._unsaved() is None
+        return is_idle and self._next_ms is not None and now_ms >= self._next_ms
+
+    def _pass_after(self, now_ms: int) -> int:
         """Return the time of the first pass after ``now_ms``."""
         return max(self._first_ms, now_ms + self._interval_ms - (now_ms - self._first_ms) % self._interval_ms)
 
@@ -364,82 +376,87 @@ class HalfCheck:
         return self.checked
 
     def _has_new(self) -> bool:
-        _, end = self._store.queue_range(SystemTopic.HALF, QUEUE)  # works on a full disk, as `progress` does
-        return end > progress(self._store, self._offsets, SystemTopic.HALF)
+        # The range is read without writing the queue entries that wait, so this works on a full disk too.
+        return self._store.queue_range(SystemTopic.HALF, QUEUE)[1] > self._progress(SystemTopic.HALF)
 
     def _begin_pass(self, now_ms: int, config: TransactionConfig) -> _Pass:
         self._make_topic(SystemTopic.HALF)
-        begin, op = (progress(self._store, self._offsets, topic) for topic in (SystemTopic.HALF, SystemTopic.OP))
+        # The progress is read again, because other processes, and administrators, can set it.
+        self._next_half, self._next_op = self._progress(SystemTopic.HALF), self._progress(SystemTopic.OP)
+        self._saved = self._next_half, self._next_op
+        # The end is read before the op messages, so that each half before it has its end among these.
         queue = self._store.queue(SystemTopic.HALF, QUEUE)
-        self._pass = _Pass(now_ms, config, begin, 0 if queue is None else queue.max_offset, op, begin, op)
+        end = 0 if queue is None else queue.max_offset
         self._ended.read_new_ops()
+        self._pass = _Pass(now_ms, config, end)
         return self._pass
-
-    def _end_pass(self) -> None:
-        """End the pass; its progress is saved later."""
-        current = self._pass
-        if current is not None:
-            current.is_over = True
-            if (current.next_half, current.next_op) == (current.first_half, current.first_op):
-                self._pass = None
 
     def save(self) -> None:
         """End a running pass and save its progress, after a flush of its records. Raises the errors of the flush."""
-        self._end_pass()
+        self._pass = None
         self._saver.save()
 
-    def _save_progress(self, current: _Pass) -> None:
-        if current.next_half != current.first_half:
-            self._offsets.set_consumer_offset(SystemTopic.HALF, CHECK_GROUP, QUEUE, current.next_half)
-        if current.next_op != current.first_op:
-            self._offsets.set_consumer_offset(SystemTopic.OP, CHECK_GROUP, QUEUE, current.next_op)
-        self._progress = below = progress(self._store, self._offsets, SystemTopic.HALF)
-        self._uncounted.difference_update([offset for offset in self._uncounted if offset < below])
-        self._ended.drop_below(below)
-        self._pass = None
+    def _unsaved(self) -> tuple[int, int] | None:
+        """Return the progress in both queues if it is to be saved; a running pass saves none."""
+        reached = self._next_half, self._next_op
+        return None if self._pass is not None or reached == self._saved else reached
+
+    def _note_saved(self, reached: tuple[int, int]) -> None:
+        """Note a progress, now that the copies and discarded halves that it passes over are on the device."""
+        for topic, queue_offset, saved in zip((SystemTopic.HALF, SystemTopic.OP), reached, self._saved, strict=True):
+            if queue_offset != saved:
+                self._offsets.set_consumer_offset(topic, CHECK_GROUP, QUEUE, queue_offset)
+        self._saved = reached
+        self._uncounted = {queue_offset for queue_offset in self._uncounted if queue_offset >= reached[0]}
+        self._ended.drop_below(reached[0])
 
     # ---- one turn of a pass
 
     def _check_halves(self, current: _Pass, now_ms: int) -> bool:
         """Check the halves of one turn; return whether the pass is over."""
-        is_over = False
+        is_over = now_ms - current.start_ms > round(1000 * current.config.longest_pass_s)
         for _ in range(self._config.most_at_once):
-            is_late = now_ms - current.start_ms > round(1000 * current.config.longest_pass_s)
-            if is_late or current.next_half >= current.end:
-                is_over = True
-            elif current.next_half not in self._ended:
-                batch = self._store.read(SystemTopic.HALF, QUEUE, current.next_half, 1)
-                if not batch.messages and not current.has_skipped and _is_illegal(batch):
-                    current.has_skipped = True
-                    current.next_half = batch.next_offset
-                    continue
-                is_over = not batch.messages or not self._check_half(current, batch.messages[0], now_ms)
+            is_over = is_over or self._next_half >= current.end or not self._pass_half(current, now_ms)
             if is_over:
                 break
-            current.next_half += 1
-        self._pass_ops(current)
+        self._pass_ops()
         return is_over
 
-    def _pass_ops(self, current: _Pass) -> None:
+    def _pass_half(self, current: _Pass, now_ms: int) -> bool:
+        """Check the next half unless it has ended, and move on; return False if the pass ends before it."""
+        if self._next_half not in self._ended:
+            batch = self._store.read(SystemTopic.HALF, QUEUE, self._next_half, 1)
+            if not batch.messages:
+                if current.has_skipped or not _is_illegal(batch):
+                    return False
+                current.has_skipped = True
+                self._next_half = batch.next_offset
+                return True
+            if not self._check_half(current, batch.messages[0], now_ms):
+                return False
+        self._next_half += 1
+        return True
+
+    def _pass_ops(self) -> None:
         """Move the progress over the op messages whose halves this pass, or an earlier one, has passed.
 
         It stops before the first one that a later pass still needs: without its op an ended half would be asked about.
         """
         while True:
-            batch = self._store.read(SystemTopic.OP, QUEUE, current.next_op, _OPS_READ)
+            batch = self._store.read(SystemTopic.OP, QUEUE, self._next_op, _OPS_READ)
             for op in batch.messages:
-                if max(halves_of(op), default=-1) >= current.next_half:
+                if max(halves_of(op), default=-1) >= self._next_half:
                     return
-                current.next_op = op.queue_offset + 1
+                self._next_op = op.queue_offset + 1
             if not batch.messages:
-                if batch.next_offset == current.next_op or not _is_illegal(batch):
+                if batch.next_offset == self._next_op or not _is_illegal(batch):
                     return
                 _log.error(
                     "the check found no op message at %(queue_offset)d, and continues at %(next_offset)d",
-                    queue_offset=current.next_op,
+                    queue_offset=self._next_op,
                     next_offset=batch.next_offset,
                 )
-                current.next_op = batch.next_offset
+                self._next_op = batch.next_offset
 
     def _check_half(self, current: _Pass, half: StoredMessage, now_ms: int) -> bool:
         """Check a half that has not ended; return False if the pass ends before it."""
@@ -450,13 +467,14 @@ class HalfCheck:
         properties[_CHECK_TIMES] = str(check_times)
         age_ms = now_ms - half.born_timestamp_ms
         hours = self._store.config.file_reserved_hours if config.reserved_hours is None else config.reserved_hours
-        # In a store that keeps messages of any age, 4.9's own limit counts.
+        # A store that keeps messages of any age sets no limit, so that of 4.9 counts.
         if age_ms > (_RESERVED_HOURS if hours is None else hours) * 3_600_000:
             return self._discard(half, properties)
         if half.store_timestamp_ms >= current.start_ms:
-            return False
+            return False  # Its producer has just sent it, whatever time of birth the producer's clock gave it.
         immunity = properties.get(PropertyName.CHECK_IMMUNITY_TIME)
         if immunity is None:
+            # A half that is born in the future counts as old: it would block the pass until the clock is there.
             if 0 <= age_ms < round(1000 * config.timeout_s):
                 return False
         else:
@@ -484,7 +502,7 @@ class HalfCheck:
                 return False
             if queue_offset in self._ended:
                 return True
-        properties[PropertyName.WAIT] = "false"
+        properties[PropertyName.WAIT] = "false"  # No producer waits for a copy, so none has to wait for the device.
         properties.setdefault(_PREPARED_AT, str(half.queue_offset))
         self._append_copy(half, properties)
         return True
@@ -496,8 +514,8 @@ class HalfCheck:
         group = properties.get(PropertyName.PRODUCER_GROUP, "")
         if self._is_reachable is not None and not self._is_reachable(group):
             if not self._has_reachable_ahead(current, now_ms, self._is_reachable):
-                return False  # nothing is written for halves that all wait for a producer
-            # The copy lets the pass go on to the others. It was not checked, so it has the count of before.
+                return False  # Otherwise each pass would copy all halves of a producer that stays away.
+            # The copy lets the pass go on to the others. No check has happened, so the copy has the half's earlier count.
             properties[_CHECK_TIMES] = str(check_times - 1)
             self._append_copy(half, properties)
             return True
@@ -512,8 +530,8 @@ class HalfCheck:
         It examines `_LOOK_AHEAD` halves, and returns True if there are more.
         """
         timeout_ms = round(1000 * current.config.timeout_s)
-        for queue_offset in range(max(current.reachable_at, current.next_half + 1), current.end):
-            if queue_offset > current.next_half + _LOOK_AHEAD:
+        for queue_offset in range(max(current.reachable_at, self._next_half + 1), current.end):
+            if queue_offset > self._next_half + _LOOK_AHEAD:
                 return True
             if queue_offset in self._ended:
                 continue
@@ -539,7 +557,7 @@ class HalfCheck:
             result = self._store.appender.append_again(
                 half, SystemTopic.HALF, half.queue_id, properties, flag=0, reconsume_times=0
             )
-        except MessageIllegalError as error:  # the copy has no room for its properties
+        except MessageIllegalError as error:  # The copy has no room for its properties.
             _log.error(
                 "the half message at queue offset %(queue_offset)d can't be copied: %(error)s",
                 queue_offset=half.queue_offset,
@@ -566,7 +584,7 @@ class HalfCheck:
         self._make_topic(SystemTopic.CHECK_MAX_TIME)
         try:
             self._store.appender.append_again(half, SystemTopic.CHECK_MAX_TIME, QUEUE, properties)
-        except MessageIllegalError as error:  # the half itself stays in the log
+        except MessageIllegalError as error:  # The half itself stays in the log, but no check asks about it again.
             _log.error(
                 "the half message at physical offset %(physical_offset)d can't be discarded: %(error)s",
                 physical_offset=half.physical_offset,
