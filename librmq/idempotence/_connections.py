@@ -52,7 +52,7 @@ class Link:
         └── _DjangoLink      Django's connection
     """
 
-    __slots__ = ("_is_explicit", "_transaction", "connection", "dialect")
+    __slots__ = ("_has_savepoint", "_is_explicit", "_transaction", "connection", "dialect")
 
     dialect: str
     """Database, by SQLAlchemy's name; "mysql" for MariaDB too."""
@@ -69,6 +69,7 @@ class Link:
     def __init__(self, connection: Any) -> None:
         self.connection = connection
         self._is_explicit = False
+        self._has_savepoint = False
         self._transaction: object = None
 
     def execute(self, sql: str, **parameters: Any) -> StatementResult:
@@ -99,6 +100,7 @@ class Link:
 
     def rollback(self) -> None:
         """Undo the transaction."""
+        self._has_savepoint = False
         if self._is_explicit:
             self._is_explicit = False
             self._run("ROLLBACK", {})
@@ -164,8 +166,12 @@ class Link:
     def watch(self) -> None:
         """Remember the transaction that is open, for `watched_status`; its first row has been written."""
         self._transaction = self._current()
-        if self._needs_savepoint():
-            self._write(_SAVEPOINT, {})
+        if self._needs_savepoint() and not self._has_savepoint:
+            self._set_savepoint()
+
+    def _set_savepoint(self) -> None:
+        self._write(_SAVEPOINT, {})
+        self._has_savepoint = True
 
     def watched_status(self) -> TransactionStatus | None:
         """Return OPEN if the transaction that `watch` has seen can be committed, ABORTED if another one is open.
@@ -180,7 +186,7 @@ class Link:
             return status
         if self._current() is not self._transaction:
             return TransactionStatus.ABORTED
-        if self._needs_savepoint():
+        if self._has_savepoint:
             return _OPEN if self._release() else TransactionStatus.ABORTED
         return status
 
@@ -232,18 +238,18 @@ class Link:
 class _DriverLink(Link):
     """A link to a connection of a DB-API driver."""
 
-    __slots__ = ("_cursor", "_driver", "_has_savepoint", "_style")
+    __slots__ = ("_cursor", "_driver", "_style")
 
     def __init__(self, connection: Any) -> None:
         # A link is made for each message: no call of a base, and a statement costs little more than the driver's own.
         self.connection = connection
         self._is_explicit = False
+        self._has_savepoint = False
         self._transaction = None
         self._driver, self._style = driver_of(connection)
         if not self._driver.dialect and not (hasattr(connection, "cursor") and hasattr(connection, "commit")):
             raise ConfigError(f"session: expected a session or connection, found {type(connection).__name__}")
         self.dialect = self._driver.dialect
-        self._has_savepoint = False
         self._cursor: Any = None
 
     def _run(self, sql: str, parameters: Mapping[str, Any]) -> StatementResult:
@@ -265,23 +271,7 @@ class _DriverLink(Link):
         if status is None or status(connection) is not _IDLE or self._driver.has_autocommit(connection):
             self.check_can_begin()  # which asks further, and refuses
         if self._driver.begins_by_savepoint(connection):
-            self._write(_SAVEPOINT, {})
-            self._has_savepoint = True
-
-    def watch(self) -> None:
-        if self._driver.needs_savepoint and not self._has_savepoint:
-            self._write(_SAVEPOINT, {})
-            self._has_savepoint = True
-
-    def watched_status(self) -> TransactionStatus | None:
-        status = _OPEN if self._driver.status is None else self._driver.status(self.connection)
-        if status is _OPEN and self._has_savepoint and not self._release():
-            return TransactionStatus.ABORTED
-        return status
-
-    def _rollback(self) -> None:
-        self._has_savepoint = False
-        self.connection.rollback()
+            self._set_savepoint()
 
     def status(self) -> TransactionStatus | None:
         return None if self._driver.status is None else self._driver.status(self.connection)

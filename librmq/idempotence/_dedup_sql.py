@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from librmq.clock import Clock
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, MissingExtraError
 from librmq.idempotence._autocommit import Autocommit
 from librmq.idempotence._drivers import StatementResult, is_integrity_error, is_refusal
 from librmq.idempotence._sqltables import upgrade_tables
-from librmq.idempotence.stores import CLAIMS, Claim, DedupStatements, TableStore
+from librmq.idempotence.stores import Claim, DedupStatements, TableStore
 from librmq.runtime.locks import Lock
 
 if TYPE_CHECKING:  # for types alone, because importing it needs the extra ``sql``
@@ -116,27 +116,21 @@ class SqlDedupStore(TableStore):
         self.table = table
         driver: Any = engine.dialect.loaded_dbapi
         self._errors: Any = (SQLAlchemyError, driver.Error)
-        self._statements = Autocommit(engine)
+        self._autocommit = Autocommit(engine)
         self.dialect: str = engine.dialect.name
-        self.statements: DedupStatements = DedupStatements(
-            table, "mysql" if self.dialect == "mariadb" else self.dialect
-        )
+        dialect = "mysql" if self.dialect == "mariadb" else self.dialect
+        self.statements: DedupStatements = DedupStatements(table, dialect)
+        self._is_portable = False
         self._prefilter: SeenKeys | None = None
-        self._claim_with = super().claim
-        if engine.dialect.name in ("mysql", "mariadb"):
-            self._claim_with = self._claim_mysql
-            self.statements.claim = _mysql_claim(table)
-        elif engine.dialect.name not in ("postgresql", "sqlite"):
+        if dialect not in ("postgresql", "mysql", "sqlite"):
             self.use_portable_statements(prefilter)
-            return
-        if prefilter is not None:
-            raise ConfigError(f"prefilter: expected None on {engine.dialect.name}, where a claim is one statement")
+        elif prefilter is not None:
+            raise ConfigError(f"prefilter: expected None on {self.dialect}, where a claim is one statement")
 
     def use_portable_statements(self, prefilter: SeenKeys | None = None) -> None:
         """Use statements that every database accepts, as for all databases not named above."""
+        self._is_portable = True
         self._prefilter = prefilter
-        self._claim_with = self._claim_step_by_step
-        self.statements.purge = ""
 
     def create(self) -> SqlDedupStore:
         """Create the table, or upgrade it; call it at every start."""
@@ -147,12 +141,13 @@ class SqlDedupStore(TableStore):
         return self
 
     def claim(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        return self._claim_with(key, owner, now_ms, expires_at_ms)
+        claim = self._claim_step_by_step if self._is_portable else super().claim
+        return claim(key, owner, now_ms, expires_at_ms)
 
     def purge(self, now_ms: int, limit: int) -> int:
-        if self.statements.purge:
-            return super().purge(now_ms, limit)
-        return self._execute(self._portable_purge(now_ms, limit), {}).changed
+        if self._is_portable:
+            return self._execute(self._portable_purge(now_ms, limit), {}).changed
+        return super().purge(now_ms, limit)
 
     def _portable_purge(self, now_ms: int, limit: int) -> str:
         """Return the statement in the dialect's own words for a limit."""
@@ -167,17 +162,11 @@ class SqlDedupStore(TableStore):
 
     def close(self) -> None:
         """Give the connections back to the engine, and close the engine if the store created it."""
-        self._statements.close()
+        self._autocommit.close()
         if self._owned is not None:
             self._owned.dispose()
 
     # ---- claims
-
-    def _claim_mysql(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
-        answer = self._execute(
-            self.statements.claim, {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms}
-        )
-        return CLAIMS[0 if answer.last_id == _REPEATED else answer.last_id]
 
     def _claim_step_by_step(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> Claim:
         if self._prefilter is not None and self._prefilter.add(key):
@@ -205,7 +194,7 @@ class SqlDedupStore(TableStore):
 
     def _execute(self, statement: str, parameters: Mapping[str, str | int]) -> StatementResult:
         try:
-            return self._statements.execute(statement, parameters)
+            return self._autocommit.execute(statement, parameters)
         except self._errors as error:
             text = f"{self.table}: {error}"
             if is_integrity_error(error):
@@ -215,27 +204,3 @@ class SqlDedupStore(TableStore):
 
 class _RowExistsError(DedupStoreError):
     """An INSERT found a row with its key."""
-
-
-_REPEATED: Final = 4
-"""Result of a claim that is repeated with the same token."""
-
-
-def _mysql_claim(table: str) -> str:
-    """Return the claim for MySQL, whose INSERT returns no rows: the result comes back as the last inserted id.
-
-    MySQL assigns from left to right, and each assignment sees the earlier ones. The time, which shows whether the row
-    was free, therefore changes last, if the owner is this caller by then.
-    """
-    free = "expires_timestamp_ms <= :now_ms OR owner = :owner"
-    outcome = (
-        f"CASE WHEN owner = :owner THEN {_REPEATED} WHEN expires_timestamp_ms <= :now_ms THEN 1 ELSE 2 + state END"
-    )
-    return (
-        f"INSERT INTO {table} (dedup_key, state, owner, claims, expires_timestamp_ms) "
-        "VALUES (:key, 0, :owner, 1, :expires_at_ms) ON DUPLICATE KEY UPDATE "
-        f"claims = IF(LAST_INSERT_ID({outcome}) = 1, claims + 1, claims), "
-        f"state = IF({free}, 0, state), "
-        f"owner = IF({free}, :owner, owner), "
-        "expires_timestamp_ms = IF(owner = :owner, :expires_at_ms, expires_timestamp_ms)"
-    )

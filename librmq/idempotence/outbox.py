@@ -279,11 +279,7 @@ class OutboxSender:
         except RmqError:
             raise
         except Exception as error:
-            level = logging.DEBUG if self._is_out_of_reach else logging.WARNING
-            self._is_out_of_reach = True
-            _log.log(
-                level, "%(table)s: the database failed, and is tried again: %(error)s", table=self.table, error=error
-            )
+            self._note_failure(error)
         else:
             if self._is_out_of_reach:
                 self._is_out_of_reach = False
@@ -291,6 +287,12 @@ class OutboxSender:
         finally:
             self._statements.close()
         return max(now_ms, self._clock.now_ms()) + self._poll_ms
+
+    def _note_failure(self, error: Exception) -> None:
+        """Log a failure of the database as a warning, unless it has failed before."""
+        level = logging.DEBUG if self._is_out_of_reach else logging.WARNING
+        self._is_out_of_reach = True
+        _log.log(level, "%(table)s: the database failed, and is tried again: %(error)s", table=self.table, error=error)
 
     def _check(self) -> None:
         """Select no row of the table, once, to find lasting errors at the start."""
@@ -324,10 +326,7 @@ class OutboxSender:
             except RmqError:
                 raise
             except Exception as error:
-                self._is_out_of_reach = True
-                _log.warning(
-                    "%(table)s: the database failed, and is tried again: %(error)s", table=self.table, error=error
-                )
+                self._note_failure(error)
             finally:
                 self._statements.close()
             with critical:  # so that `shutdown` always finds the thread

@@ -220,21 +220,15 @@ class MemoryDedupStore:
 
 
 class DedupStatements:
-    """The statements of a table of records, for SQLite and PostgreSQL; ``:names`` are their parameters."""
+    """The statements of a table of records; ``:names`` are their parameters.
+
+    The claim of SQLite and PostgreSQL returns a row with its outcome. MySQL's INSERT returns no rows, so there the
+    outcome comes back as the last inserted id.
+    """
 
     def __init__(self, table: str, dialect: str = "sqlite") -> None:
         check_name(table)
-        free = "held.expires_timestamp_ms <= :now_ms OR held.owner = :owner"
-        # One statement decides and answers: a record that is not free keeps its values.
-        self.claim: str = (
-            f"INSERT INTO {table} AS held (dedup_key, state, owner, claims, expires_timestamp_ms) "
-            "VALUES (:key, 0, :owner, 1, :expires_at_ms) ON CONFLICT (dedup_key) DO UPDATE SET "
-            f"state = CASE WHEN {free} THEN 0 ELSE held.state END, "
-            f"owner = CASE WHEN {free} THEN :owner ELSE held.owner END, "
-            f"claims = CASE WHEN ({free}) AND held.owner <> :owner THEN held.claims + 1 ELSE held.claims END, "
-            f"expires_timestamp_ms = CASE WHEN {free} THEN :expires_at_ms ELSE held.expires_timestamp_ms END "
-            "RETURNING CASE WHEN owner <> :owner THEN 2 + state WHEN claims > 1 THEN 1 ELSE 0 END"
-        )
+        self.claim: str = (_claim_of_mysql if dialect == "mysql" else _claim)(table)
         mine = "dedup_key = :key AND owner = :owner AND expires_timestamp_ms > :now_ms"
         self.finish: str = f"UPDATE {table} SET state = 1, expires_timestamp_ms = :expires_at_ms WHERE {mine}"
         self.release: str = f"DELETE FROM {table} WHERE {mine} AND state = 0"
@@ -243,6 +237,44 @@ class DedupStatements:
             "WHERE dedup_key = :key AND expires_timestamp_ms > :now_ms"
         )
         self.purge: str = delete_statement(table, "dedup_key", "expires_timestamp_ms <= :now_ms", dialect)
+
+
+_REPEATED: Final = 4
+"""Outcome of a claim at MySQL that is repeated with the same token."""
+
+
+def _claim(table: str) -> str:
+    """Return the claim for SQLite and PostgreSQL: it decides and answers, and a record that is not free stays."""
+    free = "held.expires_timestamp_ms <= :now_ms OR held.owner = :owner"
+    return (
+        f"INSERT INTO {table} AS held (dedup_key, state, owner, claims, expires_timestamp_ms) "
+        "VALUES (:key, 0, :owner, 1, :expires_at_ms) ON CONFLICT (dedup_key) DO UPDATE SET "
+        f"state = CASE WHEN {free} THEN 0 ELSE held.state END, "
+        f"owner = CASE WHEN {free} THEN :owner ELSE held.owner END, "
+        f"claims = CASE WHEN ({free}) AND held.owner <> :owner THEN held.claims + 1 ELSE held.claims END, "
+        f"expires_timestamp_ms = CASE WHEN {free} THEN :expires_at_ms ELSE held.expires_timestamp_ms END "
+        "RETURNING CASE WHEN owner <> :owner THEN 2 + state WHEN claims > 1 THEN 1 ELSE 0 END"
+    )
+
+
+def _claim_of_mysql(table: str) -> str:
+    """Return the claim for MySQL.
+
+    MySQL assigns from left to right, and each assignment sees the earlier ones. The time, which shows whether the row
+    was free, therefore changes last, if the owner is this caller by then.
+    """
+    free = "expires_timestamp_ms <= :now_ms OR owner = :owner"
+    outcome = (
+        f"CASE WHEN owner = :owner THEN {_REPEATED} WHEN expires_timestamp_ms <= :now_ms THEN 1 ELSE 2 + state END"
+    )
+    return (
+        f"INSERT INTO {table} (dedup_key, state, owner, claims, expires_timestamp_ms) "
+        "VALUES (:key, 0, :owner, 1, :expires_at_ms) ON DUPLICATE KEY UPDATE "
+        f"claims = IF(LAST_INSERT_ID({outcome}) = 1, claims + 1, claims), "
+        f"state = IF({free}, 0, state), "
+        f"owner = IF({free}, :owner, owner), "
+        "expires_timestamp_ms = IF(owner = :owner, :expires_at_ms, expires_timestamp_ms)"
+    )
 
 
 class TableStore(Closing, ABC):
@@ -264,8 +296,8 @@ class TableStore(Closing, ABC):
         answer = self._execute(
             self.statements.claim, {"key": key, "owner": owner, "now_ms": now_ms, "expires_at_ms": expires_at_ms}
         )
-        outcome: int = answer.rows[0][0]
-        return CLAIMS[outcome]
+        outcome: int = answer.rows[0][0] if answer.rows else answer.last_id
+        return Claim.NEW if outcome == _REPEATED else CLAIMS[outcome]
 
     def finish(self, key: str, owner: str, now_ms: int, expires_at_ms: int) -> bool:
         answer = self._execute(
