@@ -350,17 +350,24 @@ class BrokerLocks:
         for assigned in instance.assigned.values():
             by_broker.setdefault(assigned.queue.broker_name, []).append(assigned)
         for broker_name, queues in by_broker.items():
-            try:
-                locked = self._ask_locks(broker_name, frozenset(assigned.queue for assigned in queues))
-            except RmqError as error:
-                instance.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
-                continue
-            instance.states.works(("lock", broker_name), f"locking queues at {broker_name}")
-            for assigned in queues:
-                self._apply_lock(assigned, assigned.queue in locked, now_ms)
+            locked = self._renew_at(broker_name, frozenset(assigned.queue for assigned in queues))
+            if locked is not None:
+                for assigned in queues:
+                    self._apply_lock(assigned, assigned.queue in locked, now_ms)
         if any(not assigned.locked or len(assigned.messages) for assigned in instance.assigned.values()):
             return next_from_first(now_ms, self._instance.started_ms + FIRST_RENEWAL_MS, RENEWAL_MS)
         return None
+
+    def _renew_at(self, broker_name: str, queues: frozenset[MessageQueue]) -> frozenset[MessageQueue] | None:
+        """Ask a broker for the locks of its queues; return those that this client has, None if it can't be asked."""
+        states, key, what = self._instance.states, ("lock", broker_name), f"locking queues at {broker_name}"
+        try:
+            locked = self._ask_locks(broker_name, queues)
+        except RmqError as error:
+            states.failing(key, what, error)
+            return None
+        states.works(key, what)
+        return locked
 
     def _apply_lock(self, assigned: AssignedQueue, is_locked: bool, now_ms: int) -> None:
         if not is_locked:
@@ -428,14 +435,12 @@ class BrokerLocks:
 
     def _renew_one(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Ask for the lock of one queue; return False if the broker cannot be asked."""
-        broker_name = assigned.queue.broker_name
-        try:
-            self._apply_lock(assigned, self.lock(assigned.queue), now_ms)
-        except RmqError as error:
-            self._instance.states.failing(("lock", broker_name), f"locking queues at {broker_name}", error)
-            return False
-        self._instance.states.works(("lock", broker_name), f"locking queues at {broker_name}")
-        return True
+        queue = assigned.queue
+        self._unlocking.pop(queue, None)  # An unlock that is still to be sent would release the renewed lock.
+        locked = self._renew_at(queue.broker_name, frozenset((queue,)))
+        if locked is not None:
+            self._apply_lock(assigned, queue in locked, now_ms)
+        return locked is not None
 
     def may_pull(self, assigned: AssignedQueue, now_ms: int) -> bool:
         """Return whether this client has the queue's lock."""
@@ -451,21 +456,28 @@ class BrokerLocks:
         if assigned.messages.waiting:
             self._unlock_later(assigned.queue, now_ms)
         else:
-            self._unlock(assigned.queue)
+            self._unlock((assigned.queue,))
 
-    def _unlock(self, queue: MessageQueue) -> None:
-        request = UnlockQueues(self._instance.group, self._instance.client.client_id, frozenset((queue,)))
-        try:
-            self._instance.client.route.endpoint(queue.broker_name).call(request)
-        except RmqError as error:
-            self._instance.log.warning(
-                "%(consumer)s: could not release the lock of %(queue)s: %(error)s", queue=queue, error=error
-            )
+    def _unlock(self, queues: Iterable[MessageQueue]) -> None:
+        instance = self._instance
+        by_broker: dict[str, set[MessageQueue]] = {}
+        for queue in queues:
+            by_broker.setdefault(queue.broker_name, set()).add(queue)
+        for broker_name in sorted(by_broker):
+            request = UnlockQueues(instance.group, instance.client.client_id, frozenset(by_broker[broker_name]))
+            try:
+                instance.client.route.endpoint(broker_name).call(request)
+            except RmqError as error:
+                instance.log.warning(
+                    "%(consumer)s: could not release locks at %(broker)s, where they end within a minute: %(error)s",
+                    broker=broker_name,
+                    error=error,
+                )
 
     def _unlock_later(self, queue: MessageQueue, now_ms: int) -> None:
         def unlock(now_ms: int) -> int | None:
             if self._unlocking.pop(queue, None) is step and not self._instance.stopping:
-                self._unlock(queue)
+                self._unlock((queue,))
             return None
 
         step = Step(f"{self._instance.label} unlock {queue.topic}/{queue.broker_name}/{queue.queue_id}", unlock)
@@ -477,11 +489,4 @@ class BrokerLocks:
         """Release all locks except the locks of running listeners."""
         instance = self._instance
         running = {assigned.queue for assigned in instance.assigned.values() if assigned.running}
-        queues = {*instance.assigned, *self._unlocking} - running
-        for broker_name in sorted({queue.broker_name for queue in queues}):
-            broker_queues = frozenset(queue for queue in queues if queue.broker_name == broker_name)
-            try:
-                request = UnlockQueues(instance.group, instance.client.client_id, broker_queues)
-                instance.client.route.endpoint(broker_name).call(request)
-            except RmqError as error:
-                instance.log.warning("%(consumer)s: could not release locks: %(error)s", error=error)
+        self._unlock({*instance.assigned, *self._unlocking} - running)

@@ -371,26 +371,23 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         come with the next poll.
         """
         while messages := self._poll(None, one_by_one=True):
-            for message, next_offset in self._with_next_offsets(messages):
-                is_wanted = self._is_wanted(message)
-                if not self._advance(message, next_offset, is_wanted):
-                    break  # the position has changed meanwhile
-                if is_wanted:
-                    yield message
+            yield from self._hand_out(messages)
 
     async def __aiter__(self) -> AsyncIterator[DeliveredMessage]:
         """Hand out messages like ``for`` while other coroutines of the event loop run."""
         while messages := await self._poll_async(None, one_by_one=True):
-            for message, next_offset in self._with_next_offsets(messages):
-                is_wanted = self._is_wanted(message)
-                if not self._advance(message, next_offset, is_wanted):
-                    break
-                if is_wanted:
-                    yield message
+            for message in self._hand_out(messages):
+                yield message
 
-    def _with_next_offsets(self, messages: list[DeliveredMessage]) -> list[tuple[DeliveredMessage, int]]:
-        """Pair each message with the queue offset of the next read after it."""
-        return list(zip(messages, [*(message.queue_offset for message in messages[1:]), self._pulled_end], strict=True))
+    def _hand_out(self, messages: list[DeliveredMessage]) -> Iterator[DeliveredMessage]:
+        """Move the position past one message after the other, and yield those that are wanted."""
+        next_offsets = [*(message.queue_offset for message in messages[1:]), self._pulled_end]
+        for message, next_offset in zip(messages, next_offsets, strict=True):
+            is_wanted = self._is_wanted(message)
+            if not self._advance(message, next_offset, is_wanted):
+                return  # The position has changed meanwhile, so the next poll begins there.
+            if is_wanted:
+                yield message
 
     def _is_wanted(self, message: DeliveredMessage) -> bool:
         """Ask the topic's predicate, without the lock."""

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Literal, NoReturn, Self, TypeAlias, TypeVar, cast
 
 from librmq.client import Client
@@ -98,26 +99,14 @@ class ReceivedMessage(DeliveredMessage):
 class _Wait:
     """The held receives of one call."""
 
-    def __init__(self, wake: Callable[[], object]) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
-        self._held: list[tuple[Endpoint, Callable[[], None]]] = []
-
-    def receive_or_hold(
-        self, endpoint: Endpoint, make: Callable[[Callable[[], None]], Receive]
-    ) -> tuple[Received, ...]:
-        """Receive, or be held until the broker calls `wake`."""
-
-        def notify() -> None:
-            self.wake()
-
-        response = endpoint.call(make(notify))
-        if response.is_held:
-            self._held.append((endpoint, notify))
-        return tuple(response.messages)
+        """What the brokers call, by the ``notify`` of each receive."""
+        self.held: list[tuple[Endpoint, Callable[[], None]]] = []
 
     def cancel(self) -> None:
-        while self._held:
-            endpoint, notify = self._held.pop()
+        while self.held:
+            endpoint, notify = self.held.pop()
             with suppress(BrokerUnreachableError):
                 endpoint.call(CancelReceive(notify))
 
@@ -419,7 +408,7 @@ class SimpleConsumer(Member):
         return round(1000 * invisible_s), to_seconds("wait", wait)
 
     @contextmanager
-    def _waiting(self, wake: Callable[[], object]) -> Iterator[_Wait]:
+    def _waiting(self, wake: Callable[[], None]) -> Iterator[_Wait]:
         """Collect the held receives of one call, which end with it."""
         waits = _Wait(wake)
         self._waits.add(waits)
@@ -451,28 +440,23 @@ class SimpleConsumer(Member):
         self._turn += 1
         for number in range(len(sources)):
             subscription, name = sources[(self._turn + number) % len(sources)]
-
-            def request(notify: Callable[[], None], subscription: Subscription = subscription) -> Receive:
-                return Receive(
-                    self.client.client_id,
-                    self.group,
-                    subscription.topic,
-                    max_messages,
-                    invisible_ms,
-                    subscription,
-                    notify=notify,
-                )
-
+            # The function is one for this receive alone, because the broker knows by it which one is cancelled.
+            notify: Callable[[], None] = partial(waits.wake)
+            topic, client_id = subscription.topic, self.client.client_id
+            request = Receive(client_id, self.group, topic, max_messages, invisible_ms, subscription, notify=notify)
             try:
-                received = waits.receive_or_hold(self.client.route.endpoint(name), request)
+                endpoint = self.client.route.endpoint(name)
+                response = endpoint.call(request)
             except (BrokerUnreachableError, NoRouteError) as error:
                 if len(sources) == 1:
                     raise
                 self._states.failing(("receive", name), f"receiving from {name}", error)
                 continue
             self._states.works(("receive", name), f"receiving from {name}")
-            if received:
-                return [ReceivedMessage(message, name) for message in received]
+            if response.is_held:
+                waits.held.append((endpoint, notify))
+            if response.messages:
+                return [ReceivedMessage(message, name) for message in response.messages]
         return []
 
     def _wanted(self, received: list[ReceivedMessage]) -> list[ReceivedMessage]:
