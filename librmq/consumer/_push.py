@@ -20,7 +20,7 @@ from librmq.config import check_arguments, check_kind
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer._concurrent import ConcurrentDelivery, check_weight
 from librmq.consumer._instance import AWAY_MS, REOPENED_MS, instance_state, show_gauges
-from librmq.consumer._listener_calls import ConsumeHook, ListenerCalls, consume_directly
+from librmq.consumer._listener_calls import ConsumeHook, ListenerCalls, consume_directly, trace_calls
 from librmq.consumer._listeners import (
     BatchListener,
     DeliveredMessage,
@@ -33,7 +33,6 @@ from librmq.consumer._listeners import (
     with_predicate,
 )
 from librmq.consumer._orderly import BlockedQueue, BrokerLocks, OrderlyDelivery
-from librmq.consumer._traces import trace_calls
 from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
