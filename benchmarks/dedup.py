@@ -114,7 +114,7 @@ def server_of_records(bench: Bench, *, has_engine: bool = False) -> Iterator[Gua
     import psycopg
     from sqlalchemy import create_engine
 
-    from librmq.idempotence._dedup_sql import SqlDedupStore
+    from librmq.idempotence._server_stores import SqlDedupStore
     from tests.idempotence.servers import STARTERS, Absent
 
     statements = DedupStatements("rmq_dedup", "postgresql")
@@ -148,7 +148,7 @@ def redis(bench: Bench) -> Iterator[Guarded]:
     """Yield the store of a Redis on this machine; its bare form is the minimum of two round trips, without a token."""
     from redis import Redis
 
-    from librmq.idempotence._dedup_redis import RedisDedupStore
+    from librmq.idempotence._server_stores import RedisDedupStore
     from tests.idempotence.servers import STARTERS, Absent
 
     try:

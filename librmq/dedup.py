@@ -12,9 +12,8 @@ A record belongs to one message of one group. A claim holds it for ``consuming_t
 Finishing and releasing check that token and that time, so an expired holder changes nothing of its successor's.
 ``docs/dedup.md`` says what this guarantees, and what it cannot.
 
-`MemoryDedupStore` is for one process, `SqliteDedupStore` for those of one machine; `librmq.idempotence._dedup_sql` and
-`librmq.idempotence._dedup_redis` have stores on servers. `librmq.idempotence._transactional_tables` is the
-strongest form, for effects in a database.
+`MemoryDedupStore` is for one process, `SqliteDedupStore` for those of one machine; `librmq.idempotence._server_stores`
+has stores on servers. `librmq.idempotence._transactional_tables` is the strongest form, for effects in a database.
 """
 
 from __future__ import annotations

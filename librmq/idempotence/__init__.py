@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from librmq.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from librmq.idempotence._dedup_redis import RedisDedupStore as RedisDedupStore
-    from librmq.idempotence._dedup_sql import SeenKeys as SeenKeys
-    from librmq.idempotence._dedup_sql import SqlDedupStore as SqlDedupStore
+    from librmq.idempotence._server_stores import RedisDedupStore as RedisDedupStore
+    from librmq.idempotence._server_stores import SeenKeys as SeenKeys
+    from librmq.idempotence._server_stores import SqlDedupStore as SqlDedupStore
     from librmq.idempotence._sqltables import upgrade_tables as upgrade_tables
     from librmq.idempotence._transactional_tables import LocalTransactions as LocalTransactions
     from librmq.idempotence._transactional_tables import Transactional as Transactional
@@ -33,8 +33,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "librmq.idempotence._dedup_redis": ("RedisDedupStore",),
-            "librmq.idempotence._dedup_sql": ("SeenKeys", "SqlDedupStore"),
+            "librmq.idempotence._server_stores": ("RedisDedupStore", "SeenKeys", "SqlDedupStore"),
             "librmq.idempotence.outbox": ("Outbox", "OutboxSender"),
             "librmq.idempotence._sqltables": ("upgrade_tables",),
             "librmq.idempotence.stores": (

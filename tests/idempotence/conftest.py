@@ -17,8 +17,7 @@ import redis
 import sqlalchemy
 from sqlalchemy.orm import Session
 
-from librmq.idempotence._dedup_redis import RedisDedupStore
-from librmq.idempotence._dedup_sql import SqlDedupStore
+from librmq.idempotence._server_stores import RedisDedupStore, SqlDedupStore
 from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence.stores import DedupStore, MemoryDedupStore, SqliteDedupStore
 from tests.conftest import in_ci

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy
 
 from librmq.errors import ConfigError
-from librmq.idempotence._dedup_sql import SeenKeys, SqlDedupStore
+from librmq.idempotence._server_stores import SeenKeys, SqlDedupStore
 from librmq.idempotence.stores import Claim
 
 NOW, UNTIL, KEPT = 1_000, 601_000, 9_000_000

@@ -23,8 +23,7 @@ from librmq.clock import ManualClock
 from librmq.dedup import DedupCounts, DedupListener
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError, StoreClosedError, StoreLockedError
 from librmq.idempotence import _sqltables as sqltables
-from librmq.idempotence._dedup_redis import RedisDedupStore
-from librmq.idempotence._dedup_sql import SqlDedupStore
+from librmq.idempotence._server_stores import RedisDedupStore, SqlDedupStore
 from librmq.idempotence._sqltables import upgrade_tables
 from librmq.idempotence._transactional_tables import purge_messages
 from librmq.idempotence.outbox import Outbox, OutboxSender

@@ -13,8 +13,7 @@ import sqlalchemy
 from librmq import Broker, ConsumeFrom, PushConsumer, TransactionProducer
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.dedup import DedupListener
-from librmq.idempotence._dedup_redis import RedisDedupStore
-from librmq.idempotence._dedup_sql import SqlDedupStore
+from librmq.idempotence._server_stores import RedisDedupStore, SqlDedupStore
 from librmq.idempotence._transactional_tables import LocalTransactions, transactional
 from librmq.idempotence.outbox import OutboxSender
 from librmq.idempotence.stores import DedupStore, SqliteDedupStore
