@@ -142,9 +142,10 @@ class ProcessQueue:
             return None
         for message in messages:
             if begun.pop(message.queue_offset, None) is not None:
-                flags, size = _unpack_body(message.raw)  # like `_body_size`, inlined
+                # This is `_body_size`, inlined, because it runs for each message.
+                flags, size = _unpack_body(message.raw)
                 self.size -= len(message.stored_body) if flags & _V6_HOSTS else size
-        for queue_offset in begun:  # like `progress`, inlined
+        for queue_offset in begun:  # This is `progress`, inlined, because it runs for each call of a listener.
             return queue_offset
         return self._waiting[0].queue_offset if self._waiting else self._largest + 1
 

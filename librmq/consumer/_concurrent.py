@@ -293,7 +293,7 @@ class ConcurrentDelivery:
         former: Pulled | None = None
         for pulled in backlog:
             if former is not None and former.assigned is pulled.assigned and former.messages and pulled.messages:
-                former.messages += pulled.messages  # the size of batches can have changed
+                former.messages += pulled.messages  # The size of batches can have changed, so they are divided again.
                 continue
             if former is not None:
                 self._enqueue(former)
@@ -507,7 +507,7 @@ class ConcurrentDelivery:
     def _postpone(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         for message in messages:
             message.count_failure()
-            message.consume_start_timestamp_ms = None  # no listener has it, so it can't exceed consume_timeout
+            message.consume_start_timestamp_ms = None  # No listener has it, so it can't exceed consume_timeout.
         # All of them wait for the same time, so the deque is in order of the due times.
         due_ms = self._runner.now_ms() + REDELIVERY_MS
         assigned.messages.lined_up += len(messages)

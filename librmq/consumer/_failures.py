@@ -268,7 +268,7 @@ class Retries:
         if error is None or is_requested(error):
             return {"_alike": ""}
         code, line = _place(error)
-        if len(self._failures) >= _MAX_KINDS:  # generated code can raise at ever new lines
+        if len(self._failures) >= _MAX_KINDS:  # Generated code can raise at ever new lines, so the counts have a limit.
             self._failures.clear()
         self._failures[type(error), code, line] += 1
         number = self._failures[type(error), code, line]
@@ -342,7 +342,7 @@ class Rests:
 
     def _end_rests(self, now_ms: int) -> int | None:
         for key, (begin, end) in list(self._times.items()):
-            if not begin <= now_ms < end:  # earlier than its beginning, because the clock was set back
+            if not begin <= now_ms < end:  # It is earlier than its beginning after the clock was set back.
                 del self._times[key]
         self._resumed(now_ms)
         return min((end for _, end in self._times.values()), default=None)

@@ -39,7 +39,8 @@ _log = EventLog("librmq.consumer")
 
 def next_from_first(now_ms: int, first_ms: int, interval_ms: int) -> int:
     """Return the first time after ``now_ms`` on the grid that begins at ``first_ms`` with steps of ``interval_ms``."""
-    if first_ms - _LONGEST_FIRST_MS <= now_ms < first_ms:  # otherwise the clock was set back
+    if first_ms - _LONGEST_FIRST_MS <= now_ms < first_ms:
+        # Otherwise the clock was set back, and the first time is too far away.
         return first_ms
     return next_on_grid(now_ms, first_ms, interval_ms)
 
@@ -213,7 +214,7 @@ def _held_queue(assigned: AssignedQueue) -> HeldQueue:
     first = messages.first_begun() or messages.peek()
     since_ms = first.consume_start_timestamp_ms if isinstance(first, DeliveredMessage) else None
     if since_ms is None and assigned.delivering and assigned.since_ms:
-        since_ms = assigned.since_ms  # an orderly one counts from the first of its calls without a rest
+        since_ms = assigned.since_ms  # An orderly one counts from the first of its calls without a rest.
     return HeldQueue(
         assigned.queue,
         assigned.progress,

@@ -285,13 +285,14 @@ class ListenerCalls:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
         calls = []
-        for ident, call in dict(self.by_thread).items():  # threads begin and end calls meanwhile
+        for ident, call in dict(self.by_thread).items():
+            # A copy is read, because threads begin and end calls meanwhile.
             callers = type(call).call_listener.__code__, ListenerCalls._call_in_context.__code__
             top: FrameType | None = frames.get(ident)
             frame = top
             while frame is not None and frame.f_code not in callers:
                 frame = frame.f_back
-            if top is None or frame is None or frame is top:  # the call has ended, or has not begun
+            if top is None or frame is None or frame is top:  # The call has ended, or has not begun.
                 continue
             stack = [
                 f"{entry.filename}:{entry.lineno} {entry.name}"
@@ -388,7 +389,7 @@ def trace_calls(writer: TraceWriter, now_ms: Callable[[], int], timeout_ms: Call
     def begin(context: ConsumeContext) -> Callable[[object, Exception | None], None] | None:
         traced = [] if context.queue.topic == writer.topic else _traced(context.messages)
         if not traced:
-            return None  # the consumer reads traces, or the broker wants none
+            return None  # The consumer reads traces, or the broker wants none.
         begin_ms, request, group = now_ms(), writer.client.unique_ids.next(), context.group
         writer.add(
             *[

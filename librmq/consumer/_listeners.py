@@ -223,7 +223,7 @@ class Listeners:
 
     def share_batches(self, topic: str, is_retry: bool) -> bool:
         """Return whether one listener gets all messages of a queue, so that they can share a batch."""
-        if is_retry:  # a retry topic has messages of all topics
+        if is_retry:  # A retry topic has messages of all topics.
             return len(self._by_topic) == 1 and all(map(_has_one_listener, self._by_topic.values()))
         return _has_one_listener(self._by_topic.get(topic, {}))
 

@@ -37,7 +37,7 @@ _EFFECTS: Final = {
     StartOutcome.MOVED_BEFORE: "has no effect, because an earlier start has moved it",
     StartOutcome.NO_QUEUES: "has no effect, because the topic is new: the group gets all its messages",
 }
-_RETRY_S: Final = 2  # within the time of two saves
+_RETRY_S: Final = 2  # A failed write is tried again within the time of two saves.
 
 
 class BrokerOffsets:
@@ -194,7 +194,7 @@ class LocalOffsets:
         for assigned in queues:
             if assigned.progress is not None and assigned.progress != assigned.stored_progress:
                 self._table[assigned.queue] = self._unwritten[assigned] = assigned.progress
-        return bool(self._unwritten) and os.getpid() == self._process  # after a fork the file belongs to the parent
+        return bool(self._unwritten) and os.getpid() == self._process  # After a fork the file belongs to the parent.
 
     def _reached(self) -> tuple[dict[AssignedQueue, int], bytes] | None:
         """Return what is not written yet, with the whole table as it is written."""

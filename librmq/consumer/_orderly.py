@@ -252,7 +252,7 @@ class OrderlyDelivery:
 
     def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
         times = message.reconsume_times
-        if times & (times - 1) == 0:  # the log would be full of it: the 1st, 2nd, 4th, 8th time are enough
+        if times & (times - 1) == 0:  # The log would be full of it, so it has the 1st, 2nd, 4th, 8th time.
             self._instance.log.warning(
                 "%(consumer)s: %(queue)s is blocked at %(queue_offset)d by %(message_id)s, which failed %(attempt)d "
                 "times",
@@ -383,7 +383,7 @@ class BrokerLocks:
         # The lock was not renewed in time, so another client can have consumed messages since then.
         if renewed_ms is None or now_ms - renewed_ms >= BROKER_LOCK_MS:
             if assigned.running:
-                return  # its result still counts, and moves the position that is looked for here
+                return  # Its result still counts, and moves the position that is looked for here.
             try:
                 self._find_position(assigned)
             except RmqError as error:
@@ -402,7 +402,7 @@ class BrokerLocks:
         """Continue at the group's progress if that is further."""
         stored, first = self._instance.offsets.read(assigned.queue), assigned.messages.first
         present = assigned.next_offset if first is None else first
-        if stored is None:  # the group is new, and has consumed nothing of what it holds
+        if stored is None:  # The group is new, and has consumed nothing of what it holds.
             stored = present
         position = stored if assigned.progress is None else max(stored, assigned.progress)
         if assigned.progress is not None and position > assigned.progress:

@@ -52,7 +52,7 @@ class _Arrival(Event):
         super().set()
         if self.awaited is not None:
             loop, event = self.awaited
-            with suppress(RuntimeError):  # the loop was closed, with its waiting coroutines
+            with suppress(RuntimeError):  # The loop was closed, with its waiting coroutines.
                 loop.call_soon_threadsafe(event.set)
 
     def is_awaited_here(self) -> bool:
@@ -222,7 +222,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         if self._assigned is not None:
             self._take_assigned()
         else:
-            self.rebalancing.run_due(self.runner.now_ms())  # so that the first poll has its queues
+            self.rebalancing.run_due(self.runner.now_ms())  # It runs now, so that the first poll has its queues.
 
     @property
     def shares_queues(self) -> bool:
@@ -316,7 +316,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                         return messages
                     remaining = deadline - clock.monotonic()
                     if has_moved and remaining >= 0:
-                        clock.wait(self._arrived, LOCK_PAUSE_S)  # offer the lock to others
+                        clock.wait(self._arrived, LOCK_PAUSE_S)  # This offers the lock to other threads.
                         continue
                     if remaining <= 0 or not clock.wait(self._arrived, remaining):
                         return []
@@ -403,11 +403,11 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             for message in messages:
                 try:
                     is_wanted = self._is_wanted(message)
-                except Exception:  # its policy is to stop
+                except Exception:  # A predicate raises only where its policy is to stop.
                     self._stop_before(message)
                     if matching:
                         break
-                    self._last = None  # what precedes it has been passed over
+                    self._last = None  # What precedes the message was passed over, so a rewind must not bring it back.
                     raise
                 if is_wanted:
                     matching.append(message)
@@ -478,7 +478,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             before = queues[at].next_offset
             messages = self._pull_queue(queues[at])
             if messages:
-                if one_by_one:  # handing out each message moves the position
+                if one_by_one:  # The position is moved later, when each message is handed out.
                     self._pulled_end = queues[at].next_offset
                     queues[at].next_offset = messages[0].queue_offset
                     self._last = queues[at], before, messages[0].queue_offset

@@ -534,7 +534,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
                 all_tags = self.listeners.register(topic, listener_tags, wrapped)
                 if all_tags == listener_tags:
                     self._set_subscription(subscription, tag_filter)
-                else:  # tags of other listeners of the topic too
+                else:  # The subscription has the tags of the other listeners of the topic too.
                     self._set_subscription(*self._subscription(topic, " || ".join(sorted(all_tags)), None))
                 self._subscribed.append((topic, function, options))
                 self._line_up()

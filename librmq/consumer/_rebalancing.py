@@ -103,7 +103,7 @@ class Rebalancing:
     def _queues(self, topic: str) -> list[MessageQueue]:
         try:
             route = self._route_of(topic)
-        except RmqError as error:  # no name server answers
+        except RmqError as error:  # No name server answers.
             self._member.states.failing(("route", topic), f"asking for the route of {topic}", error)
             self._is_incomplete = True
             return []
@@ -180,17 +180,17 @@ class Rebalancing:
         if not queues:
             # A remote route drops a missing topic that no consumer asks for, so ask again at the next round.
             self._is_incomplete |= self._is_remote
-            return False  # as in 4.9, assigned queues stay
+            return False  # Assigned queues stay, as in 4.9.
         if member.config.model is MessageModel.CLUSTERING:
             clients = self._clients([data.broker_name for data in self._route_of(topic)])
-            if not clients:  # no broker answers, or it does not know the group, so assigned queues stay
+            if not clients:  # No broker answers, or it does not know the group, so assigned queues stay.
                 self._is_incomplete = True
                 return False
             self._has_others = len(clients) > 1
             key, what = ("share", topic), f"sharing out the queues of {topic}"
             try:
                 share = own_share(member.client.client_id, queues, clients, member.config.strategy)
-            except Exception as error:  # a user's strategy can fail; as in 4.9, assigned queues stay
+            except Exception as error:  # A user's strategy can fail. Assigned queues stay, as in 4.9.
                 member.states.failing(key, what, error, logging.ERROR, traceback=True)
                 self._is_incomplete = True
                 return False
@@ -223,7 +223,7 @@ class Rebalancing:
                 changed |= self._release_queue(assigned, now_ms)
             elif now_ms - assigned.pulled_timestamp_ms > PULL_IDLE_MS:
                 if assigned.lost:
-                    changed |= self._release_queue(assigned, now_ms)  # added again below
+                    changed |= self._release_queue(assigned, now_ms)  # It is taken again below, with a pull of its own.
                 elif assigned.pull.at is None and not assigned.throttled:
                     # The broker can have lost the pull that it held, as after a restart, so pull again.
                     member.runner.wake(assigned.pull)
@@ -258,7 +258,7 @@ class Rebalancing:
             return False
         member.states.works(("start", queue.broker_name), f"finding where to start in {queue}")
         assigned = member.make_assigned(queue, next_offset, stored)
-        if stored or self._has_others:  # others may be unknown to a broker that was just reopened
+        if stored or self._has_others:  # A broker that was just reopened may not know the others yet.
             assigned.may_be_passed, assigned.settled_ms = True, now_ms + SETTLED_MS
         member.assigned[queue] = assigned
         if member.recorder is not None:

@@ -326,7 +326,7 @@ class SimpleConsumer(Member):
         deadline = clock.monotonic() + seconds
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed, with its waiting coroutines
+            with suppress(RuntimeError):  # The loop was closed, with its waiting coroutines.
                 loop.call_soon_threadsafe(arrived.set)
 
         with self._waiting(wake) as waits:
@@ -467,11 +467,11 @@ class SimpleConsumer(Member):
             predicate = self._predicates.get(message.topic)
             try:
                 is_wanted = predicate is None or predicate.matches(message)
-            except Exception:  # its policy is to stop: the message comes again after its invisible time
+            except Exception:  # Its policy is to stop, so the message comes again after its invisible time.
                 continue
             (matching if is_wanted else unwanted).append(message)
         if unwanted:
-            with suppress(RmqError):  # they come again, and are judged again
+            with suppress(RmqError):  # Messages that are not acknowledged come again, and are judged again.
                 self.ack(*unwanted)
         return matching
 
@@ -592,7 +592,7 @@ class SimpleConsumer(Member):
             self._wake_all()
         elif isinstance(request, ConsumerOffsets):
             result = {}
-        elif isinstance(request, SaveProgress):  # the broker has it
+        elif isinstance(request, SaveProgress):  # The broker has the progress, so there is nothing to save here.
             pass
         else:
             raise ClientStateError(f"{self._life.what} answers no {type(request).__name__}")

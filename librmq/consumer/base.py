@@ -293,7 +293,7 @@ class Consumer(Instance, Member, Generic[C]):
         if self.config.start_at is not None:
             for topic in topics:
                 for name in self.route.broker_names():
-                    with suppress(BrokerUnreachableError):  # it is asked again before a queue is taken
+                    with suppress(BrokerUnreachableError):  # The broker is asked again before a queue is taken.
                         cast("BrokerOffsets", self.offsets).start(topic, name)
 
     def _learn_routes(self, topics: Iterable[str]) -> None:
@@ -301,7 +301,7 @@ class Consumer(Instance, Member, Generic[C]):
         if not self.route.is_remote:
             return
         for topic in topics:
-            with suppress(RmqError):  # it is asked for again, and the failure logged
+            with suppress(RmqError):  # The route is asked for again, and the failure is logged then.
                 self.route.topic_route(topic)
 
     def shutdown(self, timeout: float | timedelta | None = None) -> bool:
@@ -364,7 +364,8 @@ class Consumer(Instance, Member, Generic[C]):
             name = assigned.queue.broker_name
             if is_removed or (name in names and assigned.endpoint not in (None, self.client.route.endpoint(name))):
                 assigned.doubt_progress(self.runner.now_ms() + REOPENED_MS)
-                if not assigned.released and not assigned.throttled:  # it can wait for the next try after a failure
+                if not assigned.released and not assigned.throttled:
+                    # The pull can wait for the next try after a failure.
                     self.runner.wake(assigned.pull)
                 if self._saving.at is None:
                     self.save_soon()

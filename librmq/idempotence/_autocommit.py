@@ -69,7 +69,7 @@ class _Lent:
         self.is_set = False
         """Whether it commits each statement only until it is given back."""
         self.cursor = info.get(_CURSOR)
-        if self.cursor is None:  # kept, because a driver prepares much for the first statement of each
+        if self.cursor is None:  # The cursor is kept, because a driver prepares much for the first statement of each.
             self.cursor = info[_CURSOR] = self.driver.cursor(self.connection)
 
     def give_back(self, engine: Any) -> None:
@@ -78,7 +78,7 @@ class _Lent:
         if self.is_set:
             try:
                 dialect.reset_isolation_level(self.connection)
-            except dialect.loaded_dbapi.Error as error:  # it has died since
+            except dialect.loaded_dbapi.Error as error:  # The connection has died since.
                 self.pooled.invalidate(error)
         self.pooled.close()
 
@@ -188,7 +188,7 @@ class Autocommit:
                 self._dead_at = _CLOCK.monotonic()
                 raise _DeadConnectionError(error) from error
             raise
-        except BaseException as error:  # a signal: the next statement must not read the answer of this one
+        except BaseException as error:  # After a signal the next statement must not read the answer of this one.
             lent.pooled.invalidate(error)
             raise
         finally:
@@ -289,7 +289,7 @@ def _transact(link: Link, sql: str, parameters: Mapping[str, Any], reason: Failu
         result = link.execute(sql, **parameters)
         link.commit()
     except BaseException:
-        with suppress(Exception):  # the error of the statement is the one to see
+        with suppress(Exception):  # The error of the statement is the one to see.
             link.rollback()
         raise
     return result
@@ -299,7 +299,7 @@ def _run_again(lent: _Lent, dialect: Any, sql: str, parameters: Mapping[str, Any
     """Run a statement on a connection that commits it, after a try that failed."""
     cursor = lent.cursor
     if reason is Failure.UNPREPARED:
-        lent.connection.prepare_threshold = None  # psycopg's, the only driver that prepares by itself
+        lent.connection.prepare_threshold = None  # This is for psycopg, the only driver that prepares by itself.
     if reason is not Failure.CONFLICT or dialect.name != "postgresql":
         return run_on(cursor, dialect.paramstyle, sql, parameters)
     cursor.execute(f"BEGIN {_READ_COMMITTED}")

@@ -35,7 +35,8 @@ _SAVEPOINT: Final = "SAVEPOINT rmq_effect"
 _RELEASE: Final = "RELEASE SAVEPOINT rmq_effect"
 _IN_TRANSACTION: Final = {
     "postgresql": "SELECT 1 WHERE txid_current_if_assigned() IS NOT NULL",
-    "mysql": "SET TRANSACTION READ WRITE",  # which is an error while a transaction is open, and the default else
+    # It is an error while a transaction is open, and otherwise sets the default.
+    "mysql": "SET TRANSACTION READ WRITE",
 }
 _OPEN: Final = TransactionStatus.OPEN
 _IDLE: Final = TransactionStatus.IDLE
@@ -90,11 +91,11 @@ class Link:
         """Commit the transaction, or undo it if the commit raises: SQLite would keep it open and the file locked."""
         try:
             if self._is_explicit:
-                self._run("COMMIT", {})  # a connection of sqlite3 with autocommit=True ignores calls of commit
+                self._run("COMMIT", {})  # A connection of sqlite3 with autocommit=True ignores calls of commit.
                 self._is_explicit = False
             self._commit()
         except BaseException:
-            with suppress(Exception):  # the commit's error is the one to see
+            with suppress(Exception):  # The commit's error is the one to see.
                 self.rollback()
             raise
 
@@ -269,7 +270,7 @@ class _DriverLink(Link):
     def begin_first(self) -> None:
         status, connection = self._driver.status, self.connection
         if status is None or status(connection) is not _IDLE or self._driver.has_autocommit(connection):
-            self.check_can_begin()  # which asks further, and refuses
+            self.check_can_begin()  # This asks further, and refuses.
         if self._driver.begins_by_savepoint(connection):
             self._set_savepoint()
 
@@ -385,7 +386,7 @@ class _AlchemyLink(Link):
         if not by_itself or self.status() is _OPEN:
             return False
         if not core.in_transaction():
-            core.begin()  # an application can begin transactions by a statement, in SQLAlchemy's event `begin`
+            core.begin()  # An application can begin transactions by a statement, in SQLAlchemy's event `begin`.
         return self.status() is not _OPEN
 
     def _needs_savepoint(self) -> bool:
@@ -433,7 +434,7 @@ class _DjangoLink(Link):
         atomic, self._atomic = self._atomic, None
         if atomic is not None:
             atomic.__exit__(None, None, None)
-        elif not self.connection.in_atomic_block:  # which commits with the block around it
+        elif not self.connection.in_atomic_block:  # Otherwise it commits with the block around it.
             self.connection.commit()
 
     def _rollback(self) -> None:
@@ -509,7 +510,7 @@ def linked(connection: Any) -> Iterator[Link]:
     try:
         yield link
     except BaseException:
-        with suppress(Exception):  # the first error is the one to see
+        with suppress(Exception):  # The first error is the one to see.
             link.rollback()
         raise
 

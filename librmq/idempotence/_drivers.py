@@ -71,10 +71,10 @@ class Driver:
 
 _LIBPQ: Final = (
     TransactionStatus.IDLE,
-    TransactionStatus.OPEN,  # a statement is running
+    TransactionStatus.OPEN,  # A statement is running.
     TransactionStatus.OPEN,
     TransactionStatus.ABORTED,
-    TransactionStatus.IDLE,  # the connection is broken: the next statement raises
+    TransactionStatus.IDLE,  # The connection is broken, so the next statement raises.
 )
 
 
@@ -107,7 +107,8 @@ def _mysql_status(connection: Any) -> TransactionStatus:
 
 
 def _is_deferred(connection: Any) -> bool:
-    return bool(connection.isolation_level != "EXCLUSIVE")  # the driver begins it by a statement that locks readers out
+    # The driver begins an exclusive one by a statement that locks readers out.
+    return bool(connection.isolation_level != "EXCLUSIVE")
 
 
 def _sqlite_cursor(connection: Any) -> Any:
@@ -246,7 +247,7 @@ def error_code(error: BaseException) -> str | None:
     error = getattr(error, "orig", None) or error
     argument = error.args[0] if error.args else None
     if isinstance(error, OSError):
-        return None  # its number is the operating system's
+        return None  # Its number is the operating system's.
     if isinstance(argument, dict):
         argument = argument.get("C")  # pg8000
     attributes = ("sqlite_errorname", "errno", "sqlstate", "pgcode")
@@ -278,7 +279,8 @@ def failure_of(error: BaseException) -> Failure:
 def is_integrity_error(error: BaseException) -> bool:
     """Return whether the error of a driver, of SQLAlchemy, or of Django says that a row violates a constraint."""
     is_of_class = any(kind.__name__ == "IntegrityError" for kind in type(error).__mro__)
-    return is_of_class or failure_of(error) is Failure.DUPLICATE  # pg8000 has one class for all
+    # The driver pg8000 has one class for all of its errors.
+    return is_of_class or failure_of(error) is Failure.DUPLICATE
 
 
 def is_refusal(error: BaseException) -> bool:

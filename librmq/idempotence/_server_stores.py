@@ -331,7 +331,7 @@ class RedisDedupStore:
         def ask() -> list[Any]:
             pipeline = self.client.pipeline(transaction=False)
             for name, (key, *arguments) in operations:
-                if name == "read":  # rare; sent separately below
+                if name == "read":  # A read is rare, and is sent separately below.
                     continue
                 if name != "release":
                     arguments.append(_lifetime_ms(arguments[1], arguments[2]))
@@ -362,7 +362,7 @@ class RedisDedupStore:
         try:
             try:
                 return ask()
-            except self._errors.ConnectionError:  # the server was restarted, or an idle connection was cut
+            except self._errors.ConnectionError:  # The server was restarted, or an idle connection was cut.
                 return ask()
         except self._errors.RedisError as error:
             raise self._failure(key, error) from error

@@ -109,7 +109,7 @@ class Transactional:
 
     async def __aenter__(self) -> bool:
         if not hasattr(self._session, "run_sync"):
-            Link(self._session)  # which refuses a driver's asynchronous connection
+            Link(self._session)  # This refuses a driver's asynchronous connection.
             raise ConfigError(f"{type(self._session).__name__} needs `with`, not `async with`")
         first: bool = await self._session.run_sync(self._begin)
         return first
@@ -148,14 +148,15 @@ class Transactional:
             status = link.watched_status()
             has_ended = status is not TransactionStatus.OPEN and not (status is None and self._is_safe())
         except BaseException:
-            with suppress(Exception):  # the first error is the one to see
+            with suppress(Exception):  # The first error is the one to see.
                 link.rollback()
             raise
         if not has_ended:
             link.commit()
             return
         link.rollback()
-        is_safe = status is TransactionStatus.IDLE and self._is_safe()  # a commit at the end of the block keeps both
+        # A commit at the end of the block has kept both the record and the change.
+        is_safe = status is TransactionStatus.IDLE and self._is_safe()
         link.rollback()
         if is_safe:
             return
@@ -264,7 +265,8 @@ class LocalTransactions:
                     link.commit()
                 else:
                     link.rollback()
-                    is_committed = self._read(link, transaction_id) == _COMMITTED  # the block itself may have committed
+                    # The block itself may have committed.
+                    is_committed = self._read(link, transaction_id) == _COMMITTED
                     link.rollback()
                     (opened.unknown if is_committed else opened.rollback)()
             except Exception as error:
@@ -315,7 +317,7 @@ class LocalTransactions:
     def _state(self, link: Link, transaction_id: str) -> TransactionState:
         state = self._read(link, transaction_id)
         if state is None:
-            link.rollback()  # a later SELECT of this transaction would not see rows of others
+            link.rollback()  # A later SELECT of this transaction would not see rows of others.
             if self._write(link, transaction_id, _ROLLED_BACK):
                 link.commit()
                 return TransactionState.ROLLBACK

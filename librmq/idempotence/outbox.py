@@ -329,7 +329,7 @@ class OutboxSender:
                 self._note_failure(error)
             finally:
                 self._statements.close()
-            with critical:  # so that `shutdown` always finds the thread
+            with critical:  # Ctrl-C waits until `shutdown` can find the thread.
                 self._background = self._begin_in_background()
         return self
 
@@ -363,7 +363,7 @@ class OutboxSender:
     def _run_in_thread(self, now_ms: int) -> int | None:
         try:
             return self.run_due(now_ms)
-        except ConfigError as error:  # the database failed at the start
+        except ConfigError as error:  # The database failed at the start, so its table is checked only now.
             _log.error("the outbox sends nothing until `wake` is called: %(error)s", error=error, table=self.table)
             return None
 
@@ -491,7 +491,7 @@ class OutboxSender:
             row = _Row(*columns)
             if (number_before := previous[row.id]) is None or number_before in rows:
                 rows[row.id] = row
-            else:  # another sender has the one before
+            else:  # Another sender has the row before.
                 unsent.append(row.id)
         self._release(unsent, owner)
         return list(rows.values())
@@ -558,12 +558,12 @@ class OutboxSender:
 
     def _log_problem(self, row: _Row, problem: str, now_ms: int) -> None:
         """Log why a row was not sent: a new cause as a warning, and the same one again once a day."""
-        cause = re.sub(r"\d+", "", problem)  # such as how long a send has waited
+        cause = re.sub(r"\d+", "", problem)  # A number, such as how long a send has waited, makes no new cause.
         logged, until_ms = self._problems.get(row.id, ("", 0))
         is_new = cause != logged or now_ms >= until_ms
         if is_new:
             self._problems.pop(row.id, None)
-            while len(self._problems) >= _MOST_PROBLEMS:  # the oldest, which is logged again
+            while len(self._problems) >= _MOST_PROBLEMS:  # The oldest goes, and is logged again when it fails again.
                 del self._problems[next(iter(self._problems))]
             self._problems[row.id] = cause, now_ms + _WARN_AGAIN_MS
         _log.log(

@@ -152,7 +152,8 @@ class MemoryDedupStore:
     def __init__(self, *, clock: Clock | None = None) -> None:
         self.clock = clock
         self._records: dict[str, DedupRecord] = {}
-        self._expiries: list[tuple[int, str]] = []  # a heap, in which a record's former expiries stay until they pass
+        # This is a heap, in which a record's former expiries stay until they pass.
+        self._expiries: list[tuple[int, str]] = []
         self._lock = Lock()
         lock_owners.add(self)
 
@@ -185,7 +186,7 @@ class MemoryDedupStore:
 
     def purge(self, now_ms: int, limit: int) -> int:
         purged, more = 0, True
-        while more and purged < limit:  # in slices, because former expiries don't count, and other callers wait
+        while more and purged < limit:  # Slices let other callers in between, and former expiries don't count.
             with self._lock:
                 before = len(self._records)
                 for _ in range(min(limit - purged, PURGE_ROWS)):
@@ -382,7 +383,7 @@ class SqliteDedupStore(TableStore):
                 cursor = self._connection.execute(statement, parameters)
                 try:
                     return StatementResult(cursor.fetchall() if cursor.description else (), cursor.rowcount, 0)
-                finally:  # an open statement would keep the file locked after a signal
+                finally:  # An open statement would keep the file locked after a signal.
                     cursor.close()
             except sqlite3.Error as error:
                 raise self._failure(error) from error
@@ -439,7 +440,7 @@ def purge_in_background(store: DedupStore, clock: Clock) -> None:
 def _after_fork() -> None:
     global _purging_lock
     _purging_lock = Lock()
-    _purging.clear()  # its threads are the parent's
+    _purging.clear()  # Its threads are the parent's.
 
 
 call_in_child(_after_fork)

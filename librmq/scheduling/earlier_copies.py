@@ -90,7 +90,7 @@ class EarlierCopies:
         ]
         if equal == [message.physical_offset]:
             return True
-        if message.physical_offset not in equal:  # then the index lacks keys, and it stays in doubt
+        if message.physical_offset not in equal:  # The index lacks keys here, so the copy stays in doubt.
             return False
         # Several records can be the origin of a copy. Each one before a copy has its own if they alternate.
         places = sorted([*equal, *(place for place in copies if place > equal[0])])

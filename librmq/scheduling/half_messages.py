@@ -515,7 +515,7 @@ class HalfCheck:
         if self._is_reachable is not None and not self._is_reachable(group):
             if not self._has_reachable_ahead(current, now_ms, self._is_reachable):
                 return False  # Otherwise each pass would copy all halves of a producer that stays away.
-            # The copy lets the pass go on to the others. No check has happened, so the copy has the half's earlier count.
+            # The copy lets the pass go on to the others. It has the half's count, because no check has happened.
             properties[_CHECK_TIMES] = str(check_times - 1)
             self._append_copy(half, properties)
             return True

@@ -135,7 +135,8 @@ class Timers:
         )
         checkpoint = saved or TimerCheckpoint(queue_offset=0, read_time_ms=self._write_ms)
         self._progress = TimerProgress(store, self._slots, config, checkpoint, aside)
-        self._progress.read_ms = self._floor(min(max(checkpoint.read_time_ms, 0), now_ms))  # the clock can be set back
+        # The clock can have been set back since the checkpoint.
+        self._progress.read_ms = self._floor(min(max(checkpoint.read_time_ms, 0), now_ms))
         if saved is not None or self._slots.has_wheel or size is not None:
             self._recover()
 
@@ -156,7 +157,7 @@ class Timers:
             if message is not None and message.topic == SystemTopic.TIMER:
                 self._progress.queue_offset = min(self._progress.queue_offset, message.queue_offset + 1)
         _, end = self._store.queue_range(SystemTopic.TIMER, _QUEUE)
-        if self._progress.queue_offset > end:  # a crash took messages: the next ones get their queue offsets
+        if self._progress.queue_offset > end:  # A crash took messages, and the next ones get their queue offsets.
             _log.warning(
                 "the timer's queue offset was %(old)d, beyond the queue's end: set to %(queue_offset)d",
                 old=self._progress.queue_offset,
@@ -228,7 +229,7 @@ class Timers:
         """
         check_now(now_ms)
         write_ms = self._floor(now_ms)
-        if write_ms < self._write_ms:  # the clock was set back, so new messages can be due before those that were read
+        if write_ms < self._write_ms:  # The clock was set back, so new messages can be due before those that were read.
             self._progress.read_ms = min(self._progress.read_ms, write_ms)
             self._retry_at_ms = None
             self._progress.saver.put_back(now_ms)
@@ -273,7 +274,8 @@ class Timers:
                 del units[-4:]
                 left -= 1
             self._slots.empty(emptying.time_ms, emptying.last)
-            if self._progress.read_ms == emptying.time_ms:  # otherwise the clock was set back meanwhile
+            if self._progress.read_ms == emptying.time_ms:
+                # Otherwise the clock was set back meanwhile, and earlier slots come first.
                 self._progress.read_ms += self._precision_ms
             self._emptying = None
             self._progress.changes += 1
@@ -370,7 +372,7 @@ class Timers:
         try:
             raw = self._store.log.read(physical_offset, size)
             if raw is None:
-                return None  # retention deleted it
+                return None  # Retention has deleted it, so there is nothing to deliver.
             message = StoredMessage(raw)
             message.frame  # noqa: B018 (raises where it is none)
         except (CorruptionError, RecordError) as error:
@@ -429,7 +431,8 @@ class Timers:
         magic, window_ms, slots = TimerLog.DEFAULT, self._config.window_ms, self._config.window_slots
         if out_ms - write_ms >= window_ms:
             magic |= TimerLog.ROLL
-            nearly = out_ms - write_ms - window_ms < slots // 3 * precision_ms  # leave enough time to the next turn
+            # A full window now would leave the next turn too little time.
+            nearly = out_ms - write_ms - window_ms < slots // 3 * precision_ms
             out_ms = write_ms + (slots // 2 if nearly else slots) * precision_ms
         if PropertyName.TIMER_DELETE_KEY in properties:
             magic |= TimerLog.DELETE

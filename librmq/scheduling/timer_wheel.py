@@ -110,7 +110,7 @@ class TimerSlots:
             return
         for snapshot in TimerWheel.files_in(self._store, self._files):
             if snapshot.position is not None and max(snapshot.position, snapshot.last + 1) > self.log.end:
-                self.flush()  # before the deletion, so that a broker finds every slot in one of the files
+                self.flush()  # This comes before the deletion, so that a broker finds every slot in one of the files.
                 self._files.delete(os.path.join(self._store, snapshot.name))
 
     def _slots_of_log(self, begin: int) -> dict[int, Slot] | None:
@@ -292,7 +292,7 @@ class TimerProgress:
     def save(self) -> None:
         """Write the checkpoint if anything has changed, after a flush of everything that it covers."""
         if self._slots.has_wheel and self.read_ms != self.checkpoint.read_time_ms:
-            self.changes += 1  # time alone needs no save
+            self.changes += 1  # Time alone is no change that needs a save, but a last save keeps it.
         self.saver.save()
 
     def _reached(self) -> _Reached | None:
@@ -322,7 +322,7 @@ class TimerProgress:
         """Release everything before a written checkpoint."""
         self.checkpoint = reached.checkpoint
         self._slots.log.trim(self._store.log.begin)
-        self._saved_changes = reached.changes  # after the steps that can fail, so that they are tried again
+        self._saved_changes = reached.changes  # This comes after the steps that can fail, so that they are tried again.
 
 
 # ---- the waiting messages of a store that another process may own
@@ -373,7 +373,8 @@ def _waiting_in_the_log(store: MessageStore, now_ms: int) -> Iterator[tuple[int,
             continue
         key, topic = message.unique_key, properties.get(PropertyName.REAL_TOPIC, "")
         name = message.physical_offset if key is None else delete_key(topic, key)
-        waiting.pop(name, None)  # a message far ahead comes again from time to time
+        # A message far ahead is stored again from time to time, and only its last record counts.
+        waiting.pop(name, None)
         due_ms = _due_ms(message)
         if due_ms > now_ms:
             waiting[name] = due_ms, message

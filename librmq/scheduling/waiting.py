@@ -90,7 +90,8 @@ def own_time_ms(message: StoredMessage) -> int | None:
     if message.topic != SystemTopic.TIMER:
         return None
     out_ms = java_long(properties.get(PropertyName.TIMER_OUT_MS, "0")) or 0
-    if PropertyName.TIMER_ROLL_TIMES in properties:  # its store time is not that of the send
+    if PropertyName.TIMER_ROLL_TIMES in properties:
+        # The store time of such a record is that of its last turn, not of the send.
         return out_ms + PRECISION_MS
     return max(out_ms, deliver_time_ms(properties, message.store_timestamp_ms))
 
@@ -167,7 +168,8 @@ class Cancellations:
         self.version = 0
         """Number of messages that `add` cancelled."""
         self._durable_version = 0
-        since_number, since = self._read(self._since_path)  # before the file that replaces it, which can be written
+        # It is read before the file that replaces it, which another process can write meanwhile.
+        since_number, since = self._read(self._since_path)
         self._number, rows = self._read(self._path)
         self._since = since if since_number == self._number else {}  # since the first file was written
         self._by_name = rows | self._since
@@ -216,7 +218,7 @@ class Cancellations:
             return None
         is_record = cancellation.store_timestamp_ms == message.store_timestamp_ms
         if message.unique_key is None and not is_record:
-            return None  # another record took the place after the log was cut
+            return None  # Another record took the place after the log was cut.
         return cancellation
 
     def of_id(self, message_id: str, topic: str) -> Cancellation | None:
@@ -255,7 +257,7 @@ class Cancellations:
         with self._lock:
             if version is not None and self.is_durable(version):
                 return
-            version_now = self.version  # before the rows
+            version_now = self.version  # It is read before the rows, so that it never counts a message that they lack.
             since = dict(self._since)
             if version is not None and len(self._by_name) > _FEW and len(since) ** 2 < 2 * len(self._by_name):
                 rows = list(since.values())
