@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple, Self, SupportsIndex
 
 from librmq.errors import StoreIOError
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import File, Files
+from librmq.files.interface import File, Files, is_folder
 from librmq.runtime.locks import Lock
 
 
@@ -92,7 +92,7 @@ class RecordingFiles(MemoryFiles):
         self.trace.append(Event("flush_folder", path))
 
     def make_folder(self, path: str) -> None:
-        if not self.is_folder(path):
+        if not is_folder(self, path):
             super().make_folder(path)
             self.trace.append(Event("make_folder", path))
 
@@ -164,22 +164,19 @@ class FailingFiles:
     flush_folder = _passed_on("flush_folder")
     list = _passed_on("list")
     names = _passed_on("names")
-    size = _passed_on("size", can_fail=False)
+    status = _passed_on("status", can_fail=False)
     data_end = _passed_on("data_end", can_fail=False)
     copy_times = _passed_on("copy_times")
-    is_folder = _passed_on("is_folder", can_fail=False)
     make_folder = _passed_on("make_folder")
     delete = _passed_on("delete")
     rename = _passed_on("rename")
     link = _passed_on("link")
-    is_linked = _passed_on("is_linked", can_fail=False)
     read = _passed_on("read")
     read_used = _passed_on("read_used")
     overwrite = _passed_on("overwrite")
     write = _passed_on("write")
     lock = _passed_on("lock")
     lock_holder = _passed_on("lock_holder", can_fail=False)
-    is_untouched = _passed_on("is_untouched", can_fail=False)
     used_ratio = _passed_on("used_ratio")
 
     def flush(self, file: File) -> None:

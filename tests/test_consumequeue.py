@@ -16,7 +16,7 @@ from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, Entries, QueueE
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import File, Files
+from librmq.files.interface import File, Files, is_folder
 from librmq.files.rolling import MappingPool
 from tests.reference import Row, rows, store_folders
 
@@ -103,7 +103,7 @@ def test_a_new_queue_leaves_no_trace_until_its_first_append() -> None:
     assert queue.truncate_after(0) == 0
     assert queue.trim(99) == []
     queue.close()
-    assert not files.is_folder("/q")
+    assert not is_folder(files, "/q")
 
 
 @pytest.mark.parametrize("begin", [1, 4, 5, 7, 10, 123456789012])
@@ -233,7 +233,7 @@ def test_numbers_that_no_entry_can_hold_are_refused(entry: tuple[int, int, int])
     files = MemoryFiles()
     with pytest.raises(ValueError, match="no entry can hold"):
         opened(files).append(0, *entry)
-    assert not files.is_folder("/q")
+    assert not is_folder(files, "/q")
 
 
 @pytest.mark.parametrize("queue_offset", [-1, -5, 1 << 63, (1 << 63) // ENTRY_SIZE, 1 << 80])
@@ -241,7 +241,7 @@ def test_queue_offsets_that_no_file_can_hold_are_refused(queue_offset: int) -> N
     files = MemoryFiles()
     with pytest.raises(ValueError, match="queue offset: expected one"):
         opened(files).append(queue_offset, 0, 1, 0)
-    assert not files.is_folder("/q")
+    assert not is_folder(files, "/q")
 
 
 def test_half_an_entry_is_refused() -> None:
@@ -249,7 +249,7 @@ def test_half_an_entry_is_refused() -> None:
     with pytest.raises(ValueError, match="21 bytes"):
         opened(files).append_many(0, bytes(21))
     opened(files).append_many(0, b"")
-    assert not files.is_folder("/q")
+    assert not is_folder(files, "/q")
 
 
 @pytest.mark.parametrize("size", [0, -20, 19, 30, (1 << 31) + 20])

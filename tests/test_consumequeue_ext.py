@@ -14,7 +14,7 @@ from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS, ConsumeQueueExt, ExtUnit, is_ext_address, pack_unit
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreError
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import Files
+from librmq.files.interface import Files, is_folder
 from tests.reference import encoding, rows, store_folders
 
 BASE = -(1 << 63)
@@ -113,7 +113,7 @@ def test_a_unit_that_fits_in_no_file_is_refused(length: int) -> None:
     files = MemoryFiles()
     with pytest.raises(ValueError, match="unit"):
         opened(files).put(1, 1, bytes(length))
-    assert not files.is_folder("/e")
+    assert not is_folder(files, "/e")
 
 
 @pytest.mark.parametrize(("tags_code", "time"), [(1 << 63, 0), (0, -(1 << 63) - 1)])
@@ -121,7 +121,7 @@ def test_numbers_beyond_64_bits_are_refused(tags_code: int, time: int) -> None:
     files = MemoryFiles()
     with pytest.raises(ValueError, match="no unit can hold"):
         opened(files).put(tags_code, time, None)
-    assert not files.is_folder("/e")
+    assert not is_folder(files, "/e")
 
 
 def test_no_unit_goes_where_no_address_reaches() -> None:
@@ -217,7 +217,7 @@ def test_entries_lead_to_their_units() -> None:
 def test_opening_makes_no_folder_for_the_units() -> None:
     files = MemoryFiles()
     queue_of(files).close()
-    assert not files.is_folder("/e")
+    assert not is_folder(files, "/e")
 
 
 @pytest.mark.parametrize("keep", range(13))

@@ -15,6 +15,7 @@ from librmq.config import StoreConfig
 from librmq.delay import COPIED_PROPERTIES, DelayConfig, DelaySchedule, Layout
 from librmq.errors import StoreClosedError, StoreIOError
 from librmq.files._memory import MemoryFiles
+from librmq.files.interface import file_size
 from librmq.message.message import Message
 from librmq.message.properties import decode_properties, encode_properties, is_encoding_of, tags_code
 from librmq.message.record import MULTI_TAGS, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
@@ -252,7 +253,7 @@ def test_progress_is_saved_after_a_while_and_not_lost() -> None:
     waiting.put()
     waiting.put(level=2)
     assert waiting.pass_to(10_999) == 11_000
-    assert waiting.files.size(f"{ROOT}/config/delayOffset.json") is None
+    assert file_size(waiting.files, f"{ROOT}/config/delayOffset.json") is None
     assert waiting.pass_to(11_000) is None
     assert waiting.files.read(f"{ROOT}/config/delayOffset.json") == b'{\n\t"offsetTable":{1:1,2:1\n\t}\n}'
     assert waiting.runs == [1_000, 5_000, 11_000]

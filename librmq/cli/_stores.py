@@ -20,7 +20,7 @@ from librmq.cli._syntax import READING
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import StoreConfig
 from librmq.errors import BrokerUnreachableError, ConfigError, CorruptionError, InputError, NotAStoreError
-from librmq.files import Damage, DiskFiles, Files, OverlayFiles
+from librmq.files import Damage, DiskFiles, Files, OverlayFiles, is_folder
 from librmq.runtime.event_log import held_back
 from librmq.store.format.directory import (
     COMMITLOG,
@@ -498,7 +498,7 @@ def open_broker(arguments: argparse.Namespace, *, makes_store: bool = False) -> 
     from librmq.runtime import ManualRunner
 
     files, config = files_and_config(arguments, writable=makes_store)
-    if makes_store and not files.is_folder(os.path.join(arguments.store, COMMITLOG)):
+    if makes_store and not is_folder(files, os.path.join(arguments.store, COMMITLOG)):
         complain(f"note: {arguments.store} had no store: a new one is made there")
     runner = ManualRunner(ManualClock(SystemClock().now_ms()))  # time stands still for a command
     name, cluster = broker_names(arguments.store, files)  # with others it would make topics of its own

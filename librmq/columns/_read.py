@@ -27,7 +27,7 @@ from librmq.config import ENTRY_SIZE
 from librmq.consumequeue import entry_dtype
 from librmq.consumequeue_ext import LAST_EXT_ADDRESS
 from librmq.errors import CorruptionError, NotAStoreError, RecordError, StoreIOError
-from librmq.files import Damage, DiskFiles, File, Files
+from librmq.files import Damage, DiskFiles, File, Files, is_folder
 from librmq.files.rolling import file_name
 from librmq.message import StoredMessage, record
 from librmq.message.batch import inner_messages
@@ -257,7 +257,7 @@ class _Task:
     # ------------------------------------------------------------------------------------------------------- batches
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        if self._options.fail_on_data_loss and not self._files.is_folder(self._part.path):
+        if self._options.fail_on_data_loss and not is_folder(self._files, self._part.path):
             raise NotAStoreError(
                 f"{self._part.path}: the driver found a store, this worker does not: mount it under the same path on "
                 "both"

@@ -171,7 +171,7 @@ def _located_stores(store: Stores, settings: ReaderKeywords) -> tuple[tuple[str,
         paths = tuple(place.url if isinstance(place, RemoteStore) else place for place in places)
         files = RemoteFiles(remote) if remote else None
         use_options = any(isinstance(place, RemoteStore) and place not in stores for place in places)
-    elif not all(callable(getattr(files, name, None)) for name in ("open", "list", "is_folder")):
+    elif not all(callable(getattr(files, name, None)) for name in ("open", "list", "status")):
         raise ConfigError(f"files: expected Files such as MemoryFiles, found {files!r:.80}; leave it out for the disk")
     else:
         paths = tuple(place.url if isinstance(place, RemoteStore) else os.fspath(place) for place in stores)

@@ -21,7 +21,7 @@ from librmq.config import to_timestamp_ms
 from librmq.consumer._assignment import AssignedQueue
 from librmq.consumer.config import StartAt
 from librmq.errors import ConfigError, MalformedError, RmqError
-from librmq.files import Files
+from librmq.files import Files, file_size
 from librmq.files.interface import make_folders
 from librmq.java.json import ObjectKey, dumps, loads
 from librmq.message import MessageQueue
@@ -156,7 +156,7 @@ class LocalOffsets:
     def _load_table(self) -> dict[MessageQueue, int]:
         problem: MalformedError | None = None
         for path in (self.path, self.path + ".bak"):
-            if self._files.size(path):
+            if file_size(self._files, path):
                 try:
                     return _table(loads(self._files.read(path)))
                 except MalformedError as error:
@@ -208,7 +208,7 @@ class LocalOffsets:
 
     def _write_file(self, reached: tuple[dict[AssignedQueue, int], bytes]) -> None:
         make_folders(self._files, os.path.dirname(self.path))
-        if self._files.size(self.path):
+        if file_size(self._files, self.path):
             self._files.write(self.path + ".bak", self._files.read(self.path))
         self._files.write(self.path, reached[1])
 

@@ -32,6 +32,7 @@ from librmq.diagnosis.deadletters import dead_letter_findings, given_up
 from librmq.diagnosis.pending import half_findings, kind_of, never_read_topics
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import CorruptionError
+from librmq.files import file_size
 from librmq.files.rolling import file_name
 from librmq.filter import Registration
 from librmq.formatting import NAMED, duration
@@ -167,7 +168,7 @@ def _has_queue_file(view: StoreView, name: QueueName, queue_offset: int) -> bool
     store, size = view.store, view.store.config.consumequeue_file_size
     start = queue_offset * ENTRY_SIZE // size * size
     path = os.path.join(directory.queue_folder(store.path, *name), file_name(start))
-    return store.files.size(path) is not None
+    return file_size(store.files, path) is not None
 
 
 def _unlisted_topic_findings(view: StoreView) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, RmqError
-from librmq.files import Damage, Files
+from librmq.files import Damage, Files, file_size, is_folder
 from librmq.runtime.event_log import counted
 from librmq.store import MessageStore
 from librmq.store.engine.store_parts import QueueName, QueueState
@@ -79,7 +79,7 @@ class QueuesAtStart:
         """Return where the last entry in the files of a folder ends in the log, -1 without entries."""
         for start in reversed(self._starts(folder)):
             place = os.path.join(folder, f"{start:020}")
-            length = self._files.size(place) or 0
+            length = file_size(self._files, place) or 0
             if size is not None and length != size:
                 continue
             if count := self._count(place, length, entry_size):
@@ -133,7 +133,7 @@ class QueuesAtStart:
         folder = directory.queue_folder(self._path, *name)
         needed = range(state.min_offset * ENTRY_SIZE // size * size, end, size)
         if not needed or not set(needed) <= set(self._starts(folder)):
-            return not needed and self._files.is_folder(folder)
+            return not needed and is_folder(self._files, folder)
         last = end - ENTRY_SIZE
         physical_offset, length = self._entry(os.path.join(folder, f"{last - last % size:020}"), last % size)
         return length > 0 and physical_offset + length == state.max_physic_offset

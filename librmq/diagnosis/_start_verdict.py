@@ -33,7 +33,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.diagnosis._start_queues import QueuesAtStart
 from librmq.errors import CorruptionError, MalformedError, RmqError, StoreIOError
-from librmq.files import Damage, DiskFiles, Files, FolderEntry, OverlayFiles
+from librmq.files import Damage, DiskFiles, Files, FolderEntry, OverlayFiles, file_size
 from librmq.formatting import duration
 from librmq.formatting import size as size_text
 from librmq.java import json as java_json
@@ -242,7 +242,7 @@ class _Judge:
             tables = BrokerTables.open(folder, files=self._files)
             delays = tables.unknown_delays() if self._has_delayed() else None
             for unknown, table in ((tables.unknown_progress(), tables.offsets), (delays, tables.delays)):
-                if unknown is not None and self._files.size(table.path) is None:
+                if unknown is not None and file_size(self._files, table.path) is None:
                     self._add("loses", table.path, f"{unknown.partition(':')[0]}, and the broker starts without it",
                               "copy the file from a backup of the store before the start")  # fmt: skip
 
@@ -258,7 +258,7 @@ class _Judge:
 
     def _state(self, place: str) -> str | None:
         """Return what is wrong with a file of a table, as a text that follows its name; None if nothing is."""
-        length = self._files.size(place)
+        length = file_size(self._files, place)
         if not length:
             return "is missing" if length is None else "is empty"
         try:
@@ -317,14 +317,14 @@ class _Judge:
         if not self._is_5:
             return
         wheel = os.path.join(self._path, directory.TIMERWHEEL)
-        length = self._files.size(wheel) or 0
+        length = file_size(self._files, wheel) or 0
         if length % 64:
             self._add("refuses", wheel, f"expected a multiple of 64 bytes, two turns of slots, found {length}",
                       f"{_COPY}, then delete timerwheel, timerlog/ and config/timercheck: the broker makes them again "
                       "from the topic of timers, and delivers those again")  # fmt: skip
         for position in TimerWheel.snapshots_in(self._path, self._files)[-1:]:
             snapshot = f"{wheel}.{position}"
-            length = self._files.size(snapshot) or 0
+            length = file_size(self._files, snapshot) or 0
             if length % 64:
                 self._add("refuses", snapshot,
                           f"expected a multiple of 64 bytes, two turns of slots, found {length}; a broker with "

@@ -21,13 +21,27 @@ if TYPE_CHECKING:
     from librmq.files.interface import File as File
     from librmq.files.interface import FileLock as FileLock
     from librmq.files.interface import Files as Files
+    from librmq.files.interface import FileStatus as FileStatus
     from librmq.files.interface import FolderEntry as FolderEntry
+    from librmq.files.interface import file_size as file_size
+    from librmq.files.interface import is_folder as is_folder
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "librmq.files._disk": ("DiskFiles", "TemporaryFolder"),
-            "librmq.files.interface": ("Advice", "Buffer", "Damage", "File", "FileLock", "Files", "FolderEntry"),
+            "librmq.files.interface": (
+                "Advice",
+                "Buffer",
+                "Damage",
+                "File",
+                "FileLock",
+                "FileStatus",
+                "Files",
+                "FolderEntry",
+                "file_size",
+                "is_folder",
+            ),
             "librmq.files._memory": ("MemoryFiles", "OverlayFiles"),
         },
     )

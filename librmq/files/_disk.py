@@ -16,8 +16,18 @@ from functools import cache
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from librmq.errors import CorruptionError, StoreIOError
-from librmq.files.interface import LARGEST_WHOLE, Advice, File, FileLock, FolderEntry, SystemCall, without_zeros
-from librmq.files.lock import DiskLock, is_untouched, lock_holder
+from librmq.files.interface import (
+    LARGEST_WHOLE,
+    Advice,
+    File,
+    FileLock,
+    FileStatus,
+    FolderEntry,
+    SystemCall,
+    file_size,
+    without_zeros,
+)
+from librmq.files.lock import DiskLock, lock_holder
 from librmq.files.regular import give_to_owner, joined_folders, make_owned_folder, open_regular, place_of
 from librmq.runtime.event_log import EventLog
 
@@ -316,16 +326,18 @@ class DiskFiles:
                 names.update(os.listdir(folder))
         return tuple(sorted(names))
 
-    def size(self, path: str) -> int | None:
+    def status(self, path: str) -> FileStatus | None:
         with SystemCall("look at", path):
             try:
-                return os.stat(path).st_size
+                status = os.stat(path)
             except (FileNotFoundError, NotADirectoryError):
+                if joined_folders(path):
+                    return FileStatus(0, True, 1, False)
                 place = place_of(path)
-                return None if place == path else os.stat(place).st_size
-
-    def is_folder(self, path: str) -> bool:
-        return os.path.isdir(path) or bool(joined_folders(path))
+                if place == path:
+                    return None
+                status = os.stat(place)
+        return FileStatus(status.st_size, stat.S_ISDIR(status.st_mode), status.st_nlink, status.st_mtime_ns == 0)
 
     def make_folder(self, path: str) -> None:
         root = next((root for root in self._roots if path.startswith(root)), None)
@@ -378,10 +390,6 @@ class DiskFiles:
         with SystemCall("link", old), self._place(new) as target:
             os.link(place_of(old), target.name, dst_dir_fd=target.folder)
 
-    def is_linked(self, path: str) -> bool:
-        with SystemCall("look at", path):
-            return os.stat(place_of(path)).st_nlink > 1
-
     def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
         if size is None:
             with SystemCall("read", path), open(open_regular(path), "rb") as file:
@@ -391,7 +399,8 @@ class DiskFiles:
                 raise CorruptionError(path, LARGEST_WHOLE, "size", f"expected at most {LARGEST_WHOLE} bytes")
             return data
         if not sys.platform.startswith("linux"):  # elsewhere a file may not have the changes of its mapping
-            return b"" if self.size(path) == 0 else self.open(path).buffer[at : at + size]  # an empty one has none
+            # An empty file can't be mapped.
+            return b"" if file_size(self, path) == 0 else self.open(path).buffer[at : at + size]
         with SystemCall("read", path):
             descriptor = open_regular(path)
             try:
@@ -456,9 +465,6 @@ class DiskFiles:
 
     def lock_holder(self, path: str) -> str | None:
         return lock_holder(path)
-
-    def is_untouched(self, path: str) -> bool:
-        return is_untouched(path)
 
     def data_end(self, file: File, begin: int) -> int:
         if file.descriptor >= 0:

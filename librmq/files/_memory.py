@@ -12,7 +12,17 @@ from typing import Any, Self, SupportsIndex
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
 from librmq.files._disk import DiskFiles
-from librmq.files.interface import LARGEST_WHOLE, Advice, Buffer, File, FileLock, Files, FolderEntry
+from librmq.files.interface import (
+    LARGEST_WHOLE,
+    Advice,
+    Buffer,
+    File,
+    FileLock,
+    Files,
+    FileStatus,
+    FolderEntry,
+    is_folder,
+)
 from librmq.runtime.locks import RLock
 
 
@@ -26,6 +36,7 @@ class MemoryFiles:
         self._folders: set[str] = {"", os.sep}
         self._locks: set[str] = set()
         self._untouched: set[str] = set()
+        self._linked: set[str] = set()  # other names of their files can be gone
         self._guard = RLock()
         self.disk_used_ratio: float = 0.0
         """Result of `used_ratio`, which tests can set; 0.0 stands for no disk."""
@@ -81,13 +92,18 @@ class MemoryFiles:
     def names(self, path: str) -> tuple[str, ...]:
         return tuple([entry.name for entry in self.list(path)])
 
-    def size(self, path: str) -> int | None:
+    def status(self, path: str) -> FileStatus | None:
         with self._guard:
             file = self._files.get(path)
-            return None if file is None else self._length(file)
+            if file is None:
+                return FileStatus(0, True, 1, False) if path in self._folders else None
+            links = self._links(path, file) if path in self._linked else 1
+            return FileStatus(self._length(file), False, links, path in self._untouched)
 
-    def is_folder(self, path: str) -> bool:
-        return path in self._folders
+    def _links(self, path: str, file: File | bytes) -> int:
+        if isinstance(file, bytes):
+            return 1
+        return sum(isinstance(other, File) and other.buffer is file.buffer for other in self._files.values())
 
     def make_folder(self, path: str) -> None:
         with self._guard:
@@ -113,25 +129,19 @@ class MemoryFiles:
             self._files = {moved(p): f for p, f in self._files.items() if p != new}
             self._folders = {moved(p) for p in self._folders}
             self._untouched = {moved(p) for p in self._untouched}
+            self._linked = {moved(p) for p in self._linked}
             for path, file in self._files.items():
                 if isinstance(file, File):
                     file.path = path
 
     def link(self, old: str, new: str) -> None:
         with self._guard:
-            if self.size(new) is not None:
+            if self.status(new) is not None:
                 raise StoreIOError("link", new, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
             self._check_parent("link", new)
             file = self.open(old, writable=True)
             self._files[new] = File(new, file.buffer, file.size, True)
-
-    def is_linked(self, path: str) -> bool:
-        with self._guard:
-            file = self._files.get(path)
-            others = (other for name, other in self._files.items() if name != path)
-            return isinstance(file, File) and any(
-                isinstance(other, File) and other.buffer is file.buffer for other in others
-            )
+            self._linked |= {old, new}
 
     def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
         with self._guard:
@@ -144,8 +154,8 @@ class MemoryFiles:
             return content[at:] if size is None else content[at : at + size]
 
     def read_used(self, path: str, limit: int, size: int | None = None, *, is_whole: bool = True) -> bytes | None:
-        length = self.size(path)
-        if length is None or (is_whole and length > limit) or size not in (None, length):
+        status = self.status(path)
+        if status is None or (is_whole and status.size > limit) or size not in (None, status.size):
             return None
         return self.read(path, 0, limit).rstrip(b"\0")
 
@@ -171,9 +181,6 @@ class MemoryFiles:
     def lock_holder(self, path: str) -> str | None:
         return f"this process (pid {os.getpid()})" if path in self._locks else None
 
-    def is_untouched(self, path: str) -> bool:
-        return path in self._untouched
-
     def data_end(self, file: File, begin: int) -> int:
         return file.size
 
@@ -194,7 +201,7 @@ class MemoryFiles:
         return len(file) if isinstance(file, bytes) else file.size
 
     def _check_parent(self, call: str, path: str) -> None:
-        if not self.is_folder(os.path.dirname(path)):
+        if not is_folder(self, os.path.dirname(path)):
             raise _missing(call, path)
 
 
@@ -334,7 +341,7 @@ class OverlayFiles(MemoryFiles):
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
         with self._guard:
-            if self.size(path) is not None:
+            if self.status(path) is not None:
                 raise StoreIOError("create", path, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
             return super().create(path, size)
 
@@ -347,19 +354,20 @@ class OverlayFiles(MemoryFiles):
             entries |= {entry.name: entry for entry in super().list(path)}
         return [entries[name] for name in sorted(entries)]
 
-    def size(self, path: str) -> int | None:
+    def status(self, path: str) -> FileStatus | None:
         with self._guard:
-            size = super().size(path)
-            return self._base.size(path) if size is None and self._in_base(path) else size
-
-    def is_folder(self, path: str) -> bool:
-        return super().is_folder(path) or (self._in_base(path) and self._base.is_folder(path))
+            status = super().status(path)
+            if status is None and self._in_base(path):
+                status = self._base.status(path)
+                # A change here takes a copy of the pages in any case, so other names of the file count for nothing.
+                status = None if status is None else status._replace(links=1)
+            return status
 
     def delete(self, path: str) -> None:
         with self._guard:
             super().delete(path)
             self._mapped.pop(path, None)
-            if self._base.size(path) is not None:
+            if self._base.status(path) is not None:
                 self._deleted.add(path)
 
     def rename(self, old: str, new: str) -> None:
@@ -375,7 +383,8 @@ class OverlayFiles(MemoryFiles):
             super().link(old, new)
 
     def _take_over(self, path: str) -> None:
-        if path not in self._files and self._in_base(path) and self._base.size(path) and not self._base.is_folder(path):
+        status = None if path in self._files or not self._in_base(path) else self._base.status(path)
+        if status is not None and status.size and not status.is_folder:
             self._files[path] = self.open(path, writable=True)
 
     def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
@@ -394,16 +403,11 @@ class OverlayFiles(MemoryFiles):
         holder = self._base.lock_holder(path)
         if holder is not None:
             raise StoreLockedError(f"{path}: locked by {holder}")
-        is_untouched = self.is_untouched(path)
+        status = self.status(path)
         lock = super().lock(path)
-        if is_untouched:
+        if status is not None and status.is_untouched:
             lock.mark_untouched()
         return lock
-
-    def is_untouched(self, path: str) -> bool:
-        if path in self._files or not self._in_base(path):
-            return super().is_untouched(path)
-        return self._base.is_untouched(path)
 
     def lock_holder(self, path: str) -> str | None:
         return super().lock_holder(path) or self._base.lock_holder(path)

@@ -91,6 +91,18 @@ class FolderEntry(NamedTuple):
     """Whether it is a regular file, or a link to one, and no pipe, socket or device."""
 
 
+class FileStatus(NamedTuple):
+    """What a file system knows of a file or a folder."""
+
+    size: int
+    """Size in bytes; that of a folder says nothing."""
+    is_folder: bool
+    links: int
+    """Number of hard links of a file."""
+    is_untouched: bool
+    """For a lock file: whether no program has written into it since its holder marked it, and it is no copy."""
+
+
 class Advice(enum.Enum):
     """What comes to pages of a file."""
 
@@ -189,12 +201,8 @@ class Files(Protocol):
         """Return the names in a folder, sorted, without a look at what has them; empty if there is no such folder."""
         ...
 
-    def size(self, path: str) -> int | None:
-        """Return the length of a file, None if there is none."""
-        ...
-
-    def is_folder(self, path: str) -> bool:
-        """Return whether there is a folder with that name."""
+    def status(self, path: str) -> FileStatus | None:
+        """Return what is known of a file or a folder, None if there is none. Links are followed."""
         ...
 
     def make_folder(self, path: str) -> None:
@@ -215,10 +223,6 @@ class Files(Protocol):
         Raises:
             StoreIOError: The file system refuses.
         """
-        ...
-
-    def is_linked(self, path: str) -> bool:
-        """Return whether a file has another hard link, as files of the log have that are part of a snapshot too."""
         ...
 
     def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
@@ -264,10 +268,6 @@ class Files(Protocol):
         """Return the holder of the lock, or None, without changing anything."""
         ...
 
-    def is_untouched(self, path: str) -> bool:
-        """Return whether no program has written into a lock file since its holder marked it, and it is no copy."""
-        ...
-
     def data_end(self, file: File, begin: int) -> int:
         """Return a position from ``begin`` on after which all bytes are zero, without reading the file.
 
@@ -282,6 +282,27 @@ class Files(Protocol):
     def used_ratio(self, path: str) -> float:
         """Return the used fraction of the disk of ``path``, 0.0 to 1.0; 0.0 without a disk."""
         ...
+
+
+def file_size(files: Files, path: str) -> int | None:
+    """Return the length of a file, None if there is none."""
+    status = files.status(path)
+    return None if status is None else status.size
+
+
+def is_folder(files: Files, path: str) -> bool:
+    """Return whether there is a folder with that name, as far as this user may look."""
+    try:
+        status = files.status(path)
+    except (StoreIOError, ValueError):  # no file system has a name with a NUL or half a surrogate pair
+        return False
+    return status is not None and status.is_folder
+
+
+def is_linked(files: Files, path: str) -> bool:
+    """Return whether a file has another hard link, as files of the log have that are part of a snapshot too."""
+    status = files.status(path)
+    return status is not None and status.links > 1
 
 
 def read_sole_file(files: Files, folder: str, size: int, limit: int) -> tuple[str, bytes] | None:
@@ -351,7 +372,7 @@ def break_links(files: Files, path: str) -> bool:
 
     A linked file is replaced by a copy, with blocks for all of it. Earlier mappings then show the other name's file.
     """
-    if not files.is_linked(path):
+    if not is_linked(files, path):
         return False
     size = files.open(path, writable=True).size  # refuses a symbolic link, which would lead to another folder's file
     files.write(path, (files.read(path, at, _CHUNK) for at in range(0, size, _CHUNK)))
@@ -450,7 +471,7 @@ def folders_to_name(files: Files, folder: str) -> list[str]:
     A new folder has a name on the device only after a flush of its parent. The list is empty if the folder exists.
     """
     above = []
-    while not files.is_folder(folder):
+    while not is_folder(files, folder):
         parent = os.path.dirname(folder) or os.curdir
         if parent == folder:
             break
@@ -488,7 +509,7 @@ def read_replaced(files: Files, path: str, limit: int = LARGEST_WHOLE) -> bytes:
         CorruptionError: It is longer than ``limit``.
     """
     try:
-        data = files.read(path, 0, limit + 1) if files.size(path) else b""
+        data = files.read(path, 0, limit + 1) if file_size(files, path) else b""
     except StoreIOError as error:
         if error.errno != errno.ENOENT:
             raise

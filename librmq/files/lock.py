@@ -76,7 +76,8 @@ class DiskLock:
             if not _is_at(name, _key_of(status), folder):
                 os.close(descriptor)
                 return -1, _key_of(status)
-            if status.st_size != len(_CONTENT):  # as it is, the file keeps its time, by which `is_untouched` knows it
+            # A file that has the content keeps its time, by which `FileStatus.is_untouched` knows it.
+            if status.st_size != len(_CONTENT):
                 os.write(descriptor, _CONTENT)
         except BaseException:
             with suppress(OSError):
@@ -163,16 +164,6 @@ def _after_fork() -> None:
 
 
 call_in_child(_after_fork)
-
-
-def is_untouched(path: str) -> bool:
-    """Return whether the lock file ``path`` has the time that `DiskLock.mark_untouched` gives it."""
-    try:
-        return os.stat(path).st_mtime_ns == 0
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise StoreIOError("look at the lock", path, error) from error
 
 
 def lock_holder(path: str) -> str | None:

@@ -21,7 +21,17 @@ from contextlib import suppress
 from typing import Final
 
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
-from librmq.files.interface import Advice, File, Files, FolderEntry, break_links, folders_to_name, used_end
+from librmq.files.interface import (
+    Advice,
+    File,
+    Files,
+    FolderEntry,
+    break_links,
+    folders_to_name,
+    is_folder,
+    is_linked,
+    used_end,
+)
 from librmq.runtime.locks import Lock
 
 _POSITIONS: Final = 1 << 63
@@ -190,7 +200,7 @@ class MappedFileQueue:
     @property
     def has_folder(self) -> bool:
         """Whether the folder of the files exists."""
-        return self._files.is_folder(self.folder)
+        return is_folder(self._files, self.folder)
 
     def start_of(self, position: int) -> int | None:
         """Return the start of the file that contains ``position``, None if there is none."""
@@ -278,7 +288,7 @@ class MappedFileQueue:
             file = self._create_file(path)
         finally:
             # A failed creation can leave new folders, which the next one takes for old ones. So note them in any case.
-            made = {folder for folder in changed if self._files.is_folder(folder)}
+            made = {folder for folder in changed if is_folder(self._files, folder)}
             with self._guard:
                 self._changed_folders |= made
         if self._durable:
@@ -394,7 +404,7 @@ class MappedFileQueue:
         self._check_writable()
         for start in self.starts:
             low, high = max(begin, start), min(end, start + self.file_size)
-            if low < high and self._files.is_linked(self.path(start)):
+            if low < high and is_linked(self._files, self.path(start)):
                 self._dirty.add(start)
                 continue
             for at in range(low, high, _MAX_RESERVE):

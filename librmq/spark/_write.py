@@ -31,7 +31,7 @@ from librmq.clock import SystemClock
 from librmq.columns.arrays import Ints, runs
 from librmq.consumequeue import entry_dtype
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, StoreLockedError
-from librmq.files import DiskFiles
+from librmq.files import DiskFiles, file_size
 from librmq.files.interface import confine, make_folders
 from librmq.message import record
 from librmq.spark._conditions import shows_conditions
@@ -133,7 +133,7 @@ def _when_free(action: Callable[[], _T], wait_seconds: float) -> _T:
 
 def _was_committed(store: MessageStore, job: str) -> bool:
     note = JobNote.path(store.path, job)
-    if store.files.size(note) is None:
+    if file_size(store.files, note) is None:
         return False
     return JobNote.read(note, store.files).is_committed(store.log.begin, store.log.end, store.log.data_at)
 

@@ -22,7 +22,7 @@ from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue, entry_dtype
 from librmq.consumequeue_entries import place_at
 from librmq.consumequeue_ext import ConsumeQueueExt
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files import File, Files, FolderEntry
+from librmq.files import File, Files, FolderEntry, is_folder
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import DelayLevels, StoredMessage
 from librmq.message import record as record_format
@@ -225,7 +225,7 @@ class LiveQueues(QueueTable):
             case (str() as topic, int() as queue_id):
                 with suppress(MessageIllegalError):
                     validate_queue(topic, queue_id)
-                    return self._files.is_folder(directory.queue_folder(self._path, topic, queue_id))
+                    return is_folder(self._files, directory.queue_folder(self._path, topic, queue_id))
         return False
 
     def __iter__(self) -> Iterator[QueueName]:

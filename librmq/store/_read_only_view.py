@@ -34,7 +34,7 @@ from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import ENTRY_SIZE, StoreConfig, to_timestamp_ms
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import ConfigError, CorruptionError, NotAStoreError, StoreIOError
-from librmq.files import Damage, Files, OverlayFiles
+from librmq.files import Damage, Files, OverlayFiles, file_size
 from librmq.files.interface import read_replaced
 from librmq.files.rolling import file_name
 from librmq.message import DelayLevels
@@ -297,7 +297,7 @@ class ReadOnlyView(StoreHandle):
                 folder = directory.queue_folder(self.path, *name)
                 first, end = (offset * ENTRY_SIZE for offset in (state.min_offset, state.max_offset))
                 starts = range(first - first % size, end, size)
-                if any(self.files.size(os.path.join(folder, file_name(start))) != size for start in starts):
+                if any(file_size(self.files, os.path.join(folder, file_name(start))) != size for start in starts):
                     queues[name]
                     return
 

@@ -31,7 +31,7 @@ from librmq.errors import (
     StoreIOError,
     StoreLockedError,
 )
-from librmq.files import Damage, DiskFiles, FileLock, Files, FolderEntry
+from librmq.files import Damage, DiskFiles, FileLock, Files, FolderEntry, file_size, is_folder
 from librmq.files.interface import confine, copy_file, flush_all, link_file, make_folders, numbered_files
 from librmq.files.rolling import file_name
 from librmq.runtime import critical
@@ -177,7 +177,7 @@ _MANY_FOLDERS: Final = 256
 def growing_store(target: str, files: Files) -> Iterator[str]:
     """Make a folder that gets the name ``target`` on success, and is removed after an error."""
     target = target.rstrip(os.sep) or target
-    if files.list(target) if files.is_folder(target) else files.size(target) is not None:
+    if files.list(target) if is_folder(files, target) else file_size(files, target) is not None:
         raise StoreIOError("make a store in", target, OSError(errno.EEXIST, "it is not empty: name a new folder"))
     parent, part = os.path.dirname(target) or os.curdir, target + _PART
     if files.is_shared and os.path.islink(part):
@@ -262,8 +262,8 @@ def _copy_files_of_5(path: str, part: str, kind: directory.StoreKind, files: Fil
 def _copy_below(path: str, part: str, name: str, files: Files) -> None:
     """Copy a file or a folder, again if a broker changed its names meanwhile: files of a database fit together."""
     source, target = os.path.join(path, name), os.path.join(part, name)
-    if not files.is_folder(source):
-        if (size := files.size(source)) is not None:
+    if not is_folder(files, source):
+        if (size := file_size(files, source)) is not None:
             if size:
                 _copy(path, part, name, files)
             else:
@@ -271,7 +271,7 @@ def _copy_below(path: str, part: str, name: str, files: Files) -> None:
         return
     for _ in range(_ATTEMPTS):
         names = files.names(source)
-        if files.is_folder(target):
+        if is_folder(files, target):
             files.delete(target)
         files.make_folder(target)
         for below in names:
@@ -384,7 +384,7 @@ def _unless_deleted(source: str, files: Files) -> Iterator[None]:
     try:
         yield
     except StoreIOError as error:
-        if error.errno != errno.ENOENT or files.size(source) is not None:
+        if error.errno != errno.ENOENT or file_size(files, source) is not None:
             raise
 
 
@@ -403,7 +403,7 @@ def _keep_times(path: str, part: str, files: Files, folder: str) -> None:
 def _copy_progress(path: str, part: str, files: Files) -> None:
     """Copy the progress of consumers, delays, timers and jobs."""
     copy_config(path, part, files, only=_PROGRESS)
-    if files.size(TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
+    if file_size(files, TimerCheckpoint.path_in(part)):  # without it the timer reads its queue from the beginning
         _copy_sequence(path, part, directory.TIMERLOG, files)
     copy_config(path, part, files, JobNote.FOLDER, only=_NOTE)
     copy_config(path, part, files, OWN_FOLDER, only=_OF_PLACES)

@@ -27,7 +27,7 @@ from librmq.errors import (
     MessageIllegalError,
     RecordError,
 )
-from librmq.files import DiskFiles, Files
+from librmq.files import DiskFiles, Files, file_size
 from librmq.files.interface import make_folders
 from librmq.message import StoredMessage, record
 from librmq.message.batch import inner_messages
@@ -498,7 +498,7 @@ def revise_progress(path: str, files: Files, new_offset: NewOffset, now_ms: int)
     for level, at in list(tables.delays.rows.items()):
         tables.delays.set(level, new_offset(SystemTopic.SCHEDULE, queue_id_of_level(level), at))
     for table in (tables.offsets, tables.delays):
-        if files.size(table.path) or files.size(f"{table.path}.bak"):  # else the source has no such table
+        if file_size(files, table.path) or file_size(files, f"{table.path}.bak"):  # else the source has no such table
             table.persist(now_ms)
-            if files.size(f"{table.path}.bak") is not None:
+            if file_size(files, f"{table.path}.bak") is not None:
                 files.delete(f"{table.path}.bak")

@@ -44,7 +44,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
-from librmq.files import Files
+from librmq.files import Files, is_folder
 from librmq.files.interface import fills_by_itself
 from librmq.message import record
 from librmq.message.topics import SystemTopic, TopicPrefix, has_no_row
@@ -540,7 +540,9 @@ class Retention:
             self._settled_until = self._store.settled()
             # After a power cut, files of queues and index that are far below the log's start tell that log files are
             # lost. So the last round's are off the device before more of the log is.
-            for folder in filter(self._files.is_folder, self._unflushed):
+            for folder in self._unflushed:
+                if not is_folder(self._files, folder):
+                    continue
                 self._files.flush_folder(folder)
             self._unflushed = set()
         for end in ends:
@@ -689,7 +691,7 @@ def _clean(path: str, files: Files, appender: Appender, name: QueueName) -> bool
         if queue is None or queue.max_physic_offset > appender.log.begin:
             return False
         folders = [directory.queue_folder(path, *name, ext=ext) for ext in (False, True)]
-        if not any(map(files.is_folder, folders)):
+        if not any(is_folder(files, folder) for folder in folders):
             return False
         lane = appender.lanes.get(name)
         queue.clear()

@@ -16,6 +16,7 @@ from librmq.config import StoreConfig
 from librmq.consumer import PushConsumer
 from librmq.errors import FlushFailedError, StoreIOError
 from librmq.files import File, MemoryFiles
+from librmq.files.interface import file_size
 from librmq.message import Message
 from librmq.message.topics import SystemTopic
 from librmq.protocol import (
@@ -278,7 +279,7 @@ def test_broadcast_progress_is_written_while_others_continue(
             runner.advance(20_000)
         assert seen == [0, 1]
         assert len(runner.ready) == 1  # one save at a time
-        assert files.size(path) is None
+        assert file_size(files, path) is None
         runner.release()
         assert b":1" in files.read(path)
         runner.advance(20_000)

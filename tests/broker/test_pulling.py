@@ -18,6 +18,7 @@ from librmq.errors import (
     NoRouteError,
 )
 from librmq.files._memory import MemoryFiles
+from librmq.files.interface import file_size
 from librmq.java import json as java_json
 from librmq.message.message import MessageQueue, StoredMessage
 from librmq.protocol import (
@@ -427,7 +428,7 @@ def test_progress_is_saved_five_seconds_after_it_changed() -> None:
         send(broker, "T", queue_id=1)
     broker.call(UpdateOffset("g", "T", 1, 4))
     runner.advance(4_999)
-    assert files.size("/b/config/consumerOffset.json") is None
+    assert file_size(files, "/b/config/consumerOffset.json") is None
     runner.advance(1)
     text = files.read("/b/config/consumerOffset.json")
     assert text == b'{\n\t"offsetTable":{\n\t\t"T@g":{1:4\n\t\t}\n\t}\n}'

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from librmq import Broker, BrokerConfig, ManualRunner, StoreConfig
 from librmq.cluster import Replica
 from librmq.files._memory import MemoryFiles
+from librmq.files.interface import file_size
 from librmq.protocol import SendStatus, UpdateOffset
 from librmq.store.recovery._verify import verify
 from tests.broker.parties import send
@@ -89,7 +90,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             self.replica.abandon()
             path = f"/copy/commitlog/{before - before % FILE:020}"
             log = self.master.store.log
-            if torn and log.begin <= before < log.end and self.files.size(path):
+            if torn and log.begin <= before < log.end and file_size(self.files, path):
                 data = log.data_at(before, torn)
                 file = self.files.open(path, writable=True)
                 file.buffer[before % FILE : before % FILE + len(data)] = data

@@ -19,6 +19,7 @@ from librmq.errors import (
     ReplicaError,
 )
 from librmq.files._memory import MemoryFiles
+from librmq.files.interface import is_folder
 from tests.broker.parties import manual, opened, send
 from tests.cluster.copies import COPY, assert_copies, copy_of, fill, log_files
 from tests.cluster.replica_link import ReplicaLink
@@ -72,7 +73,7 @@ def test_a_folder_that_can_not_copy_is_left_as_it_is() -> None:
     refused("/of-stranger", larger, "its log files have")
     with pytest.raises(TypeError, match="of: expected a broker"):
         Replica.open("/new", of=17, runner=runner, files=files)  # type: ignore[arg-type]
-    assert not files.is_folder("/new")
+    assert not is_folder(files, "/new")
 
 
 def test_a_replica_ahead_of_its_master_stops() -> None:

@@ -85,7 +85,7 @@ def noted(name: str) -> Callable[..., Any]:
     return called
 
 
-for reading in ("open", "list", "names", "size", "read", "read_used"):
+for reading in ("open", "list", "names", "status", "read", "read_used"):
     setattr(WatchedFiles, reading, noted(reading))
 
 

@@ -13,6 +13,7 @@ from librmq.consumer import DeliveredMessage, PushConsumer
 from librmq.errors import ConfigError, MalformedError, StoreIOError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
+from librmq.files.interface import file_size
 from librmq.listener import ReconsumeLater
 from librmq.protocol import ConsumeFrom, ConsumerIds, MessageModel
 from librmq.testing import Kit
@@ -36,7 +37,7 @@ def test_each_instance_keeps_its_progress_in_a_file(one_queue: Kit) -> None:
     first, _ = (broadcasting(one_queue, name) for name in ("b1", "b2"))
     send(one_queue, "a", "b")
     one_queue.advance(ms=9_900)
-    assert one_queue.files.size(PATH) is None
+    assert file_size(one_queue.files, PATH) is None
     one_queue.advance(ms=100)
     assert one_queue.files.read(PATH).decode() == (
         '{\n\t"offsetTable":{{\n\t\t\t"brokerName":"broker-a",\n\t\t\t"queueId":0,\n\t\t\t"topic":"t"\n\t\t}:2\n\t}\n}'

@@ -17,7 +17,7 @@ from librmq.cluster import Replica, promote_replica
 from librmq.consumer.config import StartAt
 from librmq.errors import BrokerError, ConfigError, CorruptionError, MalformedError
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import Files
+from librmq.files.interface import Files, file_size
 from librmq.message.message import MessageQueue
 from librmq.protocol import (
     ConsumeFrom,
@@ -214,7 +214,7 @@ def test_refused(settings: dict[str, Any], error: str) -> None:
 def test_a_damaged_file(rubbish: bytes) -> None:
     files = MemoryFiles()
     open_broker(files).close()
-    assert not files.size("/b/librmq/starts.json")  # no store without `start_at` has it
+    assert not file_size(files, "/b/librmq/starts.json")  # no store without `start_at` has it
     files.write("/b/librmq/starts.json", rubbish)
     with pytest.raises(CorruptionError, match=r"starts\.json"):
         open_broker(files)

@@ -12,6 +12,7 @@ from typing import Any
 
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
+from librmq.files.interface import file_size
 from librmq.message.message import Message, StoredMessage
 from librmq.message.record import QUEUE_OFFSET_AT
 from librmq.message.topics import SystemTopic
@@ -384,7 +385,7 @@ def check(recorded: Recorded, image: Image, *, thoroughly: bool = False) -> None
     _go_on(store, found, expected, promised, image)
     end = store.log.end
     store.close()
-    assert files.size("/store/abort") is None
+    assert file_size(files, "/store/abort") is None
     verdict = verify(ROOT, config, files)
     assert verdict.sound, verdict.damage
     if thoroughly:

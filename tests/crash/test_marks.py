@@ -16,6 +16,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import StoreError, StoreIOError
 from librmq.files._memory import OverlayFiles
+from librmq.files.interface import file_size
 from librmq.message.message import Message
 from librmq.store import MessageStore, snapshot
 from librmq.store.format.indexfile import ENTRY_SIZE, HEADER, HEADER_SIZE, IndexHeader, file_length, unpack_entry
@@ -358,7 +359,7 @@ def test_a_mark_that_the_files_contradict_does_not_count(
     used = not why and MARK in found
     assert walks[0] == (json.loads(found[MARK] or b"")["last_record"] if used else 0)
     assert by_mark == recovered(on_machine(without_mark(found)), PLAIN)
-    if files.size(PLACE) is not None:  # one of the recovered store
+    if file_size(files, PLACE) is not None:  # one of the recovered store
         assert json.loads(files.read(PLACE))["log_end"] == by_mark.end
 
 
@@ -388,10 +389,10 @@ def test_a_mark_is_deleted_before_a_recovery_changes_anything() -> None:
 def test_a_closed_store_has_no_mark() -> None:
     files = on_machine(killed_store().contents)
     with opened(files, PLAIN) as store:
-        assert files.size(PLACE) is not None
+        assert file_size(files, PLACE) is not None
         store.append(Message("TopicA", b"more"))
         store.flush()
-    assert files.size(PLACE) is None
+    assert file_size(files, PLACE) is None
 
 
 def test_a_clean_store_ignores_a_mark() -> None:
@@ -415,7 +416,7 @@ def test_what_only_reads_leaves_the_mark(read: str, walks: list[int]) -> None:
         opened(OverlayFiles(files), PLAIN).close()
     else:
         snapshot(ROOT, "/copy", files=files, clock=ManualClock(START_MS))
-        assert files.size(f"/copy/{MARK}") is None
+        assert file_size(files, f"/copy/{MARK}") is None
     assert walks[0] == 0
     assert files.read(PLACE) == found[MARK]
 
@@ -430,7 +431,7 @@ def test_a_failed_flush_withdraws_the_mark() -> None:
     failing.fail("flush")
     with pytest.raises(StoreIOError):
         store.flush()
-    assert disk.size(PLACE) is None
+    assert file_size(disk, PLACE) is None
 
 
 def test_stores_with_extension_files_have_no_mark() -> None:
@@ -438,7 +439,7 @@ def test_stores_with_extension_files_have_no_mark() -> None:
     store = MessageStore.open(ROOT, SMALL_EXT, files=files, clock=ManualClock(START_MS))
     store.append(Message("TopicA", b"body"))
     store.flush()
-    assert files.size(PLACE) is None
+    assert file_size(files, PLACE) is None
 
 
 @pytest.mark.parametrize("keys", [[], ["k"]])

@@ -11,7 +11,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.config import StoreConfig
 from librmq.errors import StoreIOError
-from librmq.files.interface import make_folders
+from librmq.files.interface import file_size, make_folders
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.retention import Retention
@@ -124,7 +124,7 @@ def test_queues_deleted_during_an_opening(name: str, thorough: bool) -> None:
     files = files.killed()
     with opened(files, SMALL_EXT, thorough=thorough) as store:
         assert any(damage.file == path for damage in store.recovered)
-    assert files.size(path) is None
+    assert file_size(files, path) is None
     assert_settled(files)
 
 
@@ -213,7 +213,7 @@ def test_after_a_failed_queue_flush_nothing_is_clean() -> None:
         with pytest.raises(StoreIOError, match="close the store and reopen it"):
             end()
     assert store.checkpoint.min_timestamp_ms < START_MS
-    assert disk.size(f"{ROOT}/abort") == 0
+    assert file_size(disk, f"{ROOT}/abort") == 0
     images = CrashImages(disk.trace)
     for seed in range(20):
         with opened(images.image(seed, len(disk.trace)).files(), SMALL) as again:

@@ -14,6 +14,7 @@ from librmq.cli import main
 from librmq.diagnosis import StoreView, Thresholds, diagnose, pending_messages, pop_holds, report, story
 from librmq.diagnosis._pop import REVIVE_GROUP, HeldMessage, PopHolds
 from librmq.files._disk import DiskFiles
+from librmq.files.interface import file_size
 from librmq.message.message import Message
 from librmq.message.properties import PropertyName
 from librmq.message.record import COMPRESSED
@@ -431,7 +432,7 @@ def test_a_store_without_a_table_of_topics(pop: PopStore) -> None:
     pop.receive("G", "orders", [0])
     pop.save()
     for name in ("topics.json", "topics.json.bak"):
-        if pop.store.files.size(f"/store/config/{name}") is not None:
+        if file_size(pop.store.files, f"/store/config/{name}") is not None:
             pop.store.files.delete(f"/store/config/{name}")
     with StoreView.open("/store", files=pop.store.files) as view:
         assert places(pop_holds(view).held) == [("G", "orders", 0, 60)]

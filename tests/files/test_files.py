@@ -26,7 +26,9 @@ from librmq.files.interface import (
     File,
     Files,
     confine,
+    file_size,
     flush_all,
+    is_folder,
     read_replaced,
     read_sole_file,
     used_end,
@@ -54,6 +56,11 @@ def root(files: Files, tmp_path: Path) -> str:
     return root
 
 
+def untouched(files: Files, path: str) -> bool:
+    status = files.status(path)
+    return status is not None and status.is_untouched
+
+
 def names(files: Files, path: str) -> list[tuple[str, int, bool]]:
     return [(entry.name, entry.size, entry.is_folder) for entry in files.list(path)]
 
@@ -71,7 +78,7 @@ def test_a_new_file_is_zero_and_keeps_written_bytes(files: Files, root: str) -> 
     files.flush(file)
     files.flush_folder(root)
     assert files.open(path).buffer[99:106] == b"\0hello\0"
-    assert files.size(path) == 5000
+    assert file_size(files, path) == 5000
     assert files.read(path)[100:105] == b"hello"
 
 
@@ -111,7 +118,7 @@ def test_a_deleted_file_stays_readable_for_its_holders(files: Files, root: str) 
     file.buffer[0:4] = b"data"
     view = memoryview(file.buffer)[0:4]
     files.delete(path)
-    assert files.size(path) is None
+    assert file_size(files, path) is None
     assert (file.buffer[0:4], bytes(view)) == (b"data", b"data")
     del file
     gc.collect()
@@ -187,9 +194,10 @@ def test_lists_are_sorted_and_know_lengths(files: Files, root: str) -> None:
     files.write(os.path.join(root, "a", "y"), b"123")
     assert names(files, root) == [("a", 0, True), ("b", 10, False), ("c", 0, False)]
     assert names(files, os.path.join(root, "a")) == [("x", 0, True), ("y", 3, False)]
-    assert [files.is_folder(os.path.join(root, name)) for name in "abz"] == [True, False, False]
-    assert [files.size(os.path.join(root, name)) for name in "bcz"] == [10, 0, None]
-    assert files.size(os.path.join(root, "b", "below-a-file")) is None
+    assert [is_folder(files, os.path.join(root, name)) for name in "abz"] == [True, False, False]
+    assert [file_size(files, os.path.join(root, name)) for name in "bcz"] == [10, 0, None]
+    assert file_size(files, os.path.join(root, "b", "below-a-file")) is None
+    assert not is_folder(files, os.path.join(root, "a\0"))
 
 
 def test_delete_takes_files_folders_and_nothing(files: Files, root: str) -> None:
@@ -258,14 +266,14 @@ def test_one_lock_at_a_time(files: Files, root: str) -> None:
     held.release()
     assert files.lock_holder(path) is None
     held = files.lock(path)
-    assert not files.is_untouched(path)
+    assert not untouched(files, path)
     held.mark_untouched()
     held.release()
     held = files.lock(path)
-    assert files.is_untouched(path)
+    assert untouched(files, path)
     held.release()
     files.write(path, b"lock")  # as a broker does
-    assert not files.is_untouched(path)
+    assert not untouched(files, path)
     assert files.read(path) == b"lock"
 
 
@@ -531,7 +539,7 @@ def test_failing_files_fail_once_on_request() -> None:
     with pytest.raises(StoreIOError, match=re.escape(os.strerror(errno.ENOSPC))) as told:
         files.create("/s/b", 10)
     assert (told.value.errno, told.value.filename) == (errno.ENOSPC, "/s/b")
-    assert files.size("/s/b") is None
+    assert file_size(files, "/s/b") is None
     files.create("/s/b", 10)
     with pytest.raises(StoreIOError, match=re.escape(os.strerror(errno.EIO))):
         files.flush(file)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from librmq.errors import CorruptionError, ReadOnlyError, StoreIOError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import File
+from librmq.files.interface import File, is_folder
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name
 from tests.file_seams import FailingFiles
 from tests.interrupting import interrupted_at_call
@@ -80,7 +80,7 @@ def test_a_folder_that_does_not_exist_is_an_empty_sequence() -> None:
     assert queue.start_of(0) is None
     assert queue.file_at(0) is None
     queue.flush()
-    assert not files.is_folder("/s")
+    assert not is_folder(files, "/s")
 
 
 def test_positions_lead_to_files() -> None:

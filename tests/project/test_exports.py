@@ -73,7 +73,8 @@ EXPORTS = {
         "waiting_origins watch what_if"
     ),
     "librmq.files": (
-        "Advice Buffer Damage DiskFiles File FileLock Files FolderEntry MemoryFiles OverlayFiles TemporaryFolder"
+        "Advice Buffer Damage DiskFiles File FileLock FileStatus Files FolderEntry MemoryFiles OverlayFiles "
+        "TemporaryFolder file_size is_folder"
     ),
     "librmq.idempotence": (
         "Claim DedupRecord DedupStore LocalTransactions MemoryDedupStore Outbox OutboxSender RedisDedupStore "

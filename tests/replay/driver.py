@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from librmq.files.interface import file_size
 from tests.reference import Row
 from tests.replay.calls import Calls
 from tests.replay.consuming import Consumers
@@ -92,12 +93,12 @@ class _Brokers:
     def on_file_client(self, event: Row) -> None:
         path = f"/client/{event['path']}"
         files = self.stage.files
-        self.stage.played.seen[event["seq"]] = None if files.size(path) is None else files.read(path).decode()
+        self.stage.played.seen[event["seq"]] = None if file_size(files, path) is None else files.read(path).decode()
 
     def on_file(self, event: Row) -> None:
         path = f"{STORE}/{event['path']}"
         files = self.stage.played.files[self.stage.recording.broker_of(event)]
-        self.stage.played.seen[event["seq"]] = None if files.size(path) is None else files.read(path).decode()
+        self.stage.played.seen[event["seq"]] = None if file_size(files, path) is None else files.read(path).decode()
 
     def on_subscription_at_broker(self, event: Row) -> None:
         broker = self.stage.broker(event)

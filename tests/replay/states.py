@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from librmq.files.interface import file_size
 from librmq.java import json as java_json
 from tests.reference import Row
 from tests.replay.deviations import Difference, unlike
@@ -199,7 +200,7 @@ def _configuration(played: Played) -> Iterator[Difference]:
         files = played.files[name]
         for file in _CONFIGURATION:
             path = f"{STORE}/config/{file}"
-            have = None if files.size(path) is None else java_json.loads(files.read(path))
+            have = None if file_size(files, path) is None else java_json.loads(files.read(path))
             for key, one, other in _rows(recording.config(store, file), have):
                 topic, _, group = key.partition("@")
                 if one != other:

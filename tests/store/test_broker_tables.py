@@ -8,6 +8,7 @@ import pytest
 
 from librmq.errors import CorruptionError
 from librmq.files._memory import MemoryFiles
+from librmq.files.interface import FileStatus
 from librmq.java import json as java_json
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables, group_row
@@ -193,12 +194,12 @@ def test_equal_rows_are_written_each_as_it_is() -> None:
 class Replacing(MemoryFiles):
     """The files of a broker that replaces a table after each look at it: the file is gone, and its backup is there."""
 
-    def size(self, path: str) -> int | None:
-        size = super().size(path)
-        if size and path.endswith(".json"):
+    def status(self, path: str) -> FileStatus | None:
+        status = super().status(path)
+        if status is not None and status.size and path.endswith(".json"):
             self.write(path + ".bak", self.read(path))
             self.delete(path)
-        return size
+        return status
 
 
 def test_a_table_that_a_broker_replaces_is_read_from_its_backup() -> None:

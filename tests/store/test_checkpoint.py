@@ -11,7 +11,7 @@ import pytest
 from librmq.errors import CorruptionError, ReadOnlyError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import Files
+from librmq.files.interface import Files, file_size
 from librmq.store.format._checkpoint import CHECKPOINT_SIZE, Checkpoint
 from librmq.store.format.directory import clear_abort, has_abort, set_abort
 from tests.reference import existing, rows, store_folders
@@ -35,7 +35,7 @@ def test_times_are_read_back(place: tuple[Files, str]) -> None:
         checkpoint.logics_timestamp_ms,
         checkpoint.index_timestamp_ms,
     ) == (0, 0, 0)
-    assert files.size(path) is None
+    assert file_size(files, path) is None
     checkpoint.physic_timestamp_ms = 1_700_000_000_001
     checkpoint.logics_timestamp_ms = 1_700_000_000_002
     checkpoint.index_timestamp_ms = 1_700_000_000_003
@@ -97,7 +97,7 @@ def test_only_a_writer_can_flush(place: tuple[Files, str]) -> None:
     checkpoint = Checkpoint.open(path, files=files)
     with pytest.raises(ReadOnlyError):
         checkpoint.flush()
-    assert files.size(path) is None
+    assert file_size(files, path) is None
     writer = Checkpoint.open(path, files=files, writable=True)
     writer.close()
     with pytest.raises(ReadOnlyError):

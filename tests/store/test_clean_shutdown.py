@@ -14,6 +14,7 @@ import pytest
 from librmq.clock import ManualClock
 from librmq.errors import CorruptionError, StoreIOError
 from librmq.files._memory import MemoryFiles
+from librmq.files.interface import file_size
 from librmq.message.message import Message
 from librmq.runtime.event_log import watched
 from librmq.store import MessageStore
@@ -221,7 +222,7 @@ def test_a_rebuild_after_a_close_checks_bodies() -> None:
     with pytest.raises(CorruptionError, match="checksum") as refused:
         opened(files)
     assert refused.value.offset == damaged.physical_offset
-    assert files.size(f"{ROOT}/abort") is None
+    assert file_size(files, f"{ROOT}/abort") is None
     assert files.read(f"{ROOT}/{path}")[at] != data[at]
 
 

@@ -16,7 +16,7 @@ import pytest
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError, StoreIOError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import File, Files
+from librmq.files.interface import File, Files, file_size
 from librmq.java.lang import index_key_hash
 from librmq.store.format import _keyindex as keyindex
 from librmq.store.format._keyindex import KeyIndex
@@ -141,7 +141,7 @@ def test_wrong_lengths_and_geometries_are_refused() -> None:
         IndexFile.open("/store/one", files, slots=0, entries=15)
     with pytest.raises(ConfigError):
         IndexFile.create("/store/two", 4, 1, files)
-    assert files.size("/store/two") is None
+    assert file_size(files, "/store/two") is None
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from librmq.config import StoreConfig
 from librmq.errors import ConfigError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
+from librmq.files.interface import FileStatus
 from librmq.store import MessageStore
 from librmq.store._snapshots import snapshot
 from librmq.store.engine.saved_state import read_closed_state
@@ -204,11 +205,11 @@ def test_a_configuration_knows_which_settings_were_named() -> None:
 class Vanishing(MemoryFiles):
     """Files of librmq's own that another process deletes after each look at their size."""
 
-    def size(self, path: str) -> int | None:
-        size = super().size(path)
-        if size and path.startswith("/s/librmq/"):
+    def status(self, path: str) -> FileStatus | None:
+        status = super().status(path)
+        if status is not None and status.size and path.startswith("/s/librmq/"):
             self.delete(path)
-        return size
+        return status
 
 
 @pytest.mark.parametrize(

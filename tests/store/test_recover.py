@@ -20,7 +20,7 @@ from librmq.consumequeue import ENTRY, ENTRY_SIZE
 from librmq.errors import CorruptionError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import Damage, File
+from librmq.files.interface import Damage, File, file_size, is_folder
 from librmq.message import record
 from librmq.message.message import Message
 from librmq.store import Checkpoint, MessageStore
@@ -93,7 +93,7 @@ def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
         apply(replay, event)
         if event.call == "write" and "/commitlog/" in event.path and event.data[4:8] == MAGIC:
             whole.add(int(os.path.basename(event.path)) + event.offset)
-        if (number % (3 * step()) and event.call == "write") or not replay.is_folder(f"{ROOT}/commitlog"):
+        if (number % (3 * step()) and event.call == "write") or not is_folder(replay, f"{ROOT}/commitlog"):
             continue
         copy = died(replay)
         with opened(copy, config) as again:
@@ -101,7 +101,7 @@ def test_every_prefix_of_the_writes_recovers(config: StoreConfig) -> None:
             again.append(Message("TopicA", b"more"))
         verdict = verify(ROOT, config, copy)
         assert verdict.sound, (number, event, verdict.damage)
-    assert replay.size(f"{ROOT}/abort") is None
+    assert file_size(replay, f"{ROOT}/abort") is None
 
 
 def torn(found: Contents) -> tuple[Contents, int]:
@@ -829,7 +829,7 @@ def test_an_empty_file_that_no_kill_explains_is_refused() -> None:
     with pytest.raises(CorruptionError) as told:
         opened(files)
     assert (told.value.file, told.value.kind) == (f"{ROOT}/{paths[1]}", "size")
-    assert files.size(f"{ROOT}/{paths[1]}") == 0
+    assert file_size(files, f"{ROOT}/{paths[1]}") == 0
 
 
 def test_data_of_a_clean_exit_is_cut_only_on_demand() -> None:
@@ -887,7 +887,7 @@ def test_a_store_that_is_refused_is_as_clean_as_before() -> None:
     files = in_memory(found)
     with pytest.raises(CorruptionError, match="its queue is impossible"):
         opened(files)
-    assert files.size(f"{ROOT}/abort") is None
+    assert file_size(files, f"{ROOT}/abort") is None
     assert derived(contents(files)) == derived(found)
     with opened(files, thorough=True) as store:  # only on demand are sound records cut
         assert store.log.end == old.physical_offset

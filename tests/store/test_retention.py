@@ -20,7 +20,7 @@ from librmq.consumequeue import ENTRY, HOLE_SIZE, ConsumeQueue
 from librmq.errors import ConfigError, DiskFullError, StoreIOError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import Files
+from librmq.files.interface import Files, file_size
 from librmq.message.message import Message
 from librmq.store import MessageStore
 from librmq.store.engine.read import GetStatus
@@ -505,7 +505,7 @@ def test_queues_and_index_follow(config: StoreConfig) -> None:
     assert sum("/commitlog/" in path for path in gone) == 20
     assert sum("/consumequeue/" in path for path in gone) == 2 * 5  # a file holds eight entries
     assert sum("/index/" in path for path in gone) == 2
-    assert all(kept.files.size(path) is None for path in gone)
+    assert all(file_size(kept.files, path) is None for path in gone)
     for (topic, queue_id), queue in store.queues.items():
         assert (queue.min_offset, queue.max_offset) == (40, before[topic, queue_id])
         assert store.read(topic, queue_id, 39).status is GetStatus.OFFSET_TOO_SMALL

@@ -23,7 +23,7 @@ from librmq.errors import (
 )
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import File, Files
+from librmq.files.interface import File, Files, file_size, is_folder
 from librmq.message.message import Message, StoredMessage
 from librmq.message.topics import validate_queue
 from librmq.store import MessageStore
@@ -300,7 +300,7 @@ class Expiring(MemoryFiles):
     def expire(self) -> None:
         folders: dict[str, list[str]] = {}
         for name in sorted(contents(self)):
-            if os.path.basename(name).isdigit() and self.size(f"{ROOT}/{name}"):
+            if os.path.basename(name).isdigit() and file_size(self, f"{ROOT}/{name}"):
                 folders.setdefault(os.path.dirname(name), []).append(name)
         for names in folders.values():
             for name in names[: len(names) // 2]:
@@ -345,7 +345,7 @@ def test_a_read_only_handle_looks_again() -> None:
 
 
 def nothing_left(files: Files) -> bool:
-    return not files.is_folder(TARGET) and not files.is_folder(f"{TARGET}.part")
+    return not is_folder(files, TARGET) and not is_folder(files, f"{TARGET}.part")
 
 
 CALLS = ("open", "create", "reserve", "flush", "flush_folder", "make_folder", "rename", "write", "read", "list", "lock")
@@ -362,10 +362,10 @@ def test_any_failed_call_leaves_the_store_unchanged(code: int) -> None:
             snapshot(ROOT, TARGET, SMALL, files=failing)
         except RmqError:
             failed += 1
-            assert not files.is_folder(TARGET) or verify(TARGET, SMALL, files).sound  # only the last flush failed
+            assert not is_folder(files, TARGET) or verify(TARGET, SMALL, files).sound  # only the last flush failed
         else:
             assert verify(TARGET, SMALL, files).sound
-        assert not files.is_folder(f"{TARGET}.part")
+        assert not is_folder(files, f"{TARGET}.part")
         files.delete(TARGET)
         assert contents(files) == before
     assert failed > examples(100)
@@ -405,7 +405,7 @@ def test_only_leftovers_of_a_dead_process_are_removed() -> None:
     lock.release()
     snapshot(ROOT, TARGET, files=files)
     assert verify(TARGET, SMALL, files).sound
-    assert not files.is_folder(f"{TARGET}.part")
+    assert not is_folder(files, f"{TARGET}.part")
 
 
 @pytest.mark.parametrize("which", [0, -1])

@@ -11,6 +11,7 @@ from librmq.broker import Broker
 from librmq.config import StoreConfig
 from librmq.errors import BrokerError, StoreClosedError, StoreIOError
 from librmq.files._memory import MemoryFiles
+from librmq.files.interface import is_folder
 from librmq.message.message import Message
 from librmq.protocol import UpdateOffset
 from librmq.runtime.runner import ManualRunner
@@ -49,7 +50,7 @@ def test_queues_without_messages_in_the_log_are_deleted(config: StoreConfig) -> 
     assert store.clean_unused_topics(()) == []  # each is reported once
     assert list_queues(ROOT, files) == LEFT
     assert list_queues(ROOT, files, ext=True) == (LEFT if config is SMALL_EXT else [])
-    assert not files.is_folder(f"{ROOT}/consumequeue/Old")
+    assert not is_folder(files, f"{ROOT}/consumequeue/Old")
     assert store.verify().sound
     store.close()
     assert verify(ROOT, config, files).sound

@@ -31,7 +31,7 @@ from librmq.cli import main
 from librmq.errors import CorruptionError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
-from librmq.files.interface import FileLock
+from librmq.files.interface import FileLock, FileStatus
 from librmq.store import MessageStore
 from librmq.store._snapshots import snapshot
 from librmq.store.format.documents import RETENTION, read_retention, write_retention
@@ -151,12 +151,12 @@ class NamingRetention(MemoryFiles):
         self.is_due = self.is_due or path == "/s/lock"
         return super().lock(path)
 
-    def size(self, path: str) -> int | None:
-        size = super().size(path)
+    def status(self, path: str) -> FileStatus | None:
+        status = super().status(path)
         if self.is_due and path == "/s/librmq/retention.json":
             self.is_due = False
             Promises().record("/s", self, Promises(StoreConfig(file_reserved_hours=72)))
-        return size
+        return status
 
 
 def test_retention_that_a_peer_names_while_the_owner_records_its_own_stays() -> None:

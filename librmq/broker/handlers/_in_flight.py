@@ -21,6 +21,7 @@ from typing import Any, Final, Self
 from librmq.broker._context import BrokerContext
 from librmq.broker._offsets import DelayedSave
 from librmq.errors import BrokerError, CorruptionError
+from librmq.files import file_size
 from librmq.message.ids import Receipt
 from librmq.message.topics import receive_retry_topic
 from librmq.protocol import ResponseCode
@@ -279,7 +280,7 @@ def _table(context: BrokerContext) -> ConfigTable:
             error=error,
         )
         for damaged in (path, f"{path}.bak"):
-            if files.size(damaged) is not None:
+            if file_size(files, damaged) is not None:
                 files.delete(damaged)
         return ConfigTable(path, "receives", _check_rows, False, files)
 

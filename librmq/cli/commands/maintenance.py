@@ -15,7 +15,7 @@ from librmq.cli._rows import Row, gap_row, message_row, snapshot_row
 from librmq.cli._stores import announced, files_and_config, recorded_settings
 from librmq.clock import SystemClock
 from librmq.errors import ConfigError, CorruptionError, InputError
-from librmq.files import DiskFiles, Files
+from librmq.files import DiskFiles, Files, is_folder
 from librmq.message.topics import SystemTopic
 from librmq.store import recognise
 from librmq.store.format.directory import (
@@ -131,7 +131,7 @@ def _count_timers(path: str, config: StoreConfig, files: Files) -> int:
     from librmq.scheduling.timer_wheel import waiting_timers
     from librmq.store import MessageStore
 
-    if not files.is_folder(queue_folder(path, SystemTopic.TIMER, 0)):
+    if not is_folder(files, queue_folder(path, SystemTopic.TIMER, 0)):
         return 0
     with MessageStore.open(path, config, files=files, read_only=True) as store:
         return sum(1 for _ in waiting_timers(store))

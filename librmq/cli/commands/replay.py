@@ -19,7 +19,7 @@ from librmq.client import Producer, SendResult
 from librmq.diagnosis import StoreView
 from librmq.diagnosis.deadletters import OF_A_LETTER
 from librmq.errors import CorruptionError, InputError
-from librmq.files import DiskFiles
+from librmq.files import DiskFiles, file_size
 from librmq.message import Message, MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
 from librmq.message.topics import is_user_topic, validate_client_topic
@@ -294,7 +294,7 @@ class _Progress:
             )
 
     def _places(self) -> dict[str, dict[str, Any]]:
-        if self._files.size(self._path) is None:
+        if file_size(self._files, self._path) is None:
             return {}
         try:
             places = json.loads(self._files.read(self._path))

@@ -46,7 +46,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, HOLE_SIZE
 from librmq.errors import CorruptionError, MessageIllegalError, StoreIOError
-from librmq.files import Damage, Files
+from librmq.files import Damage, Files, file_size, is_folder
 from librmq.files.interface import identity_of, is_full, read_replaced
 from librmq.files.rolling import file_name
 from librmq.message import record
@@ -155,7 +155,7 @@ def write_closed_state(
     states = {
         name: state
         for name, state in queues.states().items()
-        if state.max_offset or files.is_folder(directory.queue_folder(path, *name))
+        if state.max_offset or is_folder(files, directory.queue_folder(path, *name))
     }
     try:
         fields = _complete(_fields(log, index), log, states)
@@ -190,7 +190,8 @@ def _parsed_state(data: bytes) -> StoreState:
 
 def _broker_has_started(path: str, files: Files) -> bool:
     """Return whether a broker may have started since librmq had the store open for writing."""
-    return not files.is_untouched(directory.lock_path(path))
+    status = files.status(directory.lock_path(path))
+    return status is None or not status.is_untouched
 
 
 def lost_end(path: str, log: CommitLog, files: Files) -> Damage | None:
@@ -227,7 +228,7 @@ def withdraw_closed_state(path: str, files: Files, log: CommitLog) -> None:
 def delete_closed_state(path: str, files: Files) -> None:
     """Delete the state of the last close, durably; call it before retention deletes a file of the log."""
     place = _closed_path(path)
-    if files.size(place) is not None:
+    if file_size(files, place) is not None:
         files.delete(place)
         files.flush_folder(os.path.dirname(place))
 
@@ -376,7 +377,7 @@ class Mark(NamedTuple):
             oldest = min(max(first, 0) * ENTRY_SIZE, at) // size * size
             entry = b""
             with suppress(StoreIOError, CorruptionError):  # there is no such file
-                if files.size(os.path.join(folder, file_name(oldest))) == size:
+                if file_size(files, os.path.join(folder, file_name(oldest))) == size:
                     for last in (*range(oldest + size - ENTRY_SIZE, at, size), at):  # files before the last are full
                         entry = files.read(os.path.join(folder, file_name(last - last % size)), last % size, ENTRY_SIZE)
                         if not any(entry):
@@ -417,7 +418,7 @@ def take_mark(path: str, files: Files) -> Mark | None:
     Raises:
         MarkError: It can't count.
     """
-    if files.size(_mark_path(path)) is None:
+    if file_size(files, _mark_path(path)) is None:
         return None
     try:
         mark, machine = _stored_mark(path, files)
@@ -464,7 +465,7 @@ def _stored_mark(path: str, files: Files) -> tuple[Mark, str]:
 def delete_mark(path: str, files: Files) -> None:
     """Delete the mark of the store in ``path``, durably; call it before what it promises can change."""
     place = _mark_path(path)
-    if files.size(place) is not None:
+    if file_size(files, place) is not None:
         files.delete(place)
         files.flush_folder(os.path.dirname(place))
 

@@ -17,7 +17,7 @@ import struct
 from typing import Final, Self
 
 from librmq.errors import CorruptionError, ReadOnlyError
-from librmq.files import DiskFiles, File, Files
+from librmq.files import DiskFiles, File, Files, file_size
 
 CHECKPOINT_SIZE: Final = 4096
 _TIMES: Final = struct.Struct(">qqq")
@@ -49,7 +49,7 @@ class Checkpoint:
             CorruptionError: The file has another length, or a time before 1970.
         """
         path, files = os.fspath(path), files or DiskFiles()
-        size = files.size(path)
+        size = file_size(files, path)
         if size is None:
             return cls(path, files, None, writable=writable)
         if size != CHECKPOINT_SIZE:

@@ -36,7 +36,7 @@ from sys import intern
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from librmq.errors import CorruptionError, MalformedError, MissingExtraError
-from librmq.files import DiskFiles, Files
+from librmq.files import DiskFiles, Files, file_size
 from librmq.files.interface import read_replaced
 from librmq.java import json as java_json
 from librmq.java.json import NumberColumns, NumberRows
@@ -79,7 +79,7 @@ def repair_advice(path: str, files: Files) -> str:
     """Return what to do about the table in ``path``, or its backup, that nothing can read."""
     path = path.removesuffix(_BACKUP)
     name = os.path.basename(path)
-    present = [name + end for end in ("", _BACKUP) if files.size(path + end) is not None]
+    present = [name + end for end in ("", _BACKUP) if file_size(files, path + end) is not None]
     effect = _WITHOUT.get(name, "the store lacks what it held")
     return f"copy {name} from a backup of the store, or move {' and '.join(present)} away: then {effect}"
 
@@ -148,7 +148,7 @@ class BrokerTables:
             return self._table("consumerOffsets.json", "offsetTable", _check_offsets_by_text)
         plain = self._table("consumerOffset.json", "offsetTable", _check_offsets_by_text)
         path = os.path.join(self._folder, _LIGHT_OFFSETS)
-        if not any(map(self._files.size, (path, path + _BACKUP))):
+        if not any(file_size(self._files, place) for place in (path, path + _BACKUP)):
             return plain
         light = _LightOffsets(path, "offsetTable", _check_offsets_by_text, versioned=False, files=self._files)
         return plain if plain.is_stored and plain.saved_ms > light.saved_ms else light
@@ -231,7 +231,7 @@ class BrokerTables:
         Each broker saves all tables at its close, and a topic as it makes it. After a kill the first save of another
         table may not have come yet, so other tables or queues must say that it ``is_likely``.
         """
-        if self._files.size(table.path) is not None or self._files.size(table.path + _BACKUP) is not None:
+        if file_size(self._files, table.path) is not None or file_size(self._files, table.path + _BACKUP) is not None:
             return True
         if not self.topics.is_stored:  # a store without a broker has no tables, and no retries either
             # Only a broker stores retries and dead letters.
@@ -598,7 +598,7 @@ class ConfigTable:
         for path in (self.path, self.path + _BACKUP):
             data = read_replaced(self._files, path)
             if not data:
-                wrong = "is empty" if self._files.size(path) == 0 else wrong
+                wrong = "is empty" if file_size(self._files, path) == 0 else wrong
                 continue
             try:
                 document = self._complete(java_json.loads(data, rows_of=self._rows_of))

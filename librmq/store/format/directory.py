@@ -34,7 +34,7 @@ from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
 from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, NotAStoreError, StoreIOError
-from librmq.files import File, Files, FolderEntry
+from librmq.files import File, Files, FolderEntry, file_size, is_folder
 from librmq.files.interface import confine, numbered_files, read_replaced
 from librmq.files.regular import joined_folders
 from librmq.message.topics import reply_topic, validate_topic
@@ -129,9 +129,9 @@ def recognise(path: str, files: Files) -> StoreKind:
         NotAStoreError: The path is not a folder, or holds queues without a log, a log replicated by DLedger, or one
             part of a log that is spread over several paths.
     """
-    if not files.is_folder(path):
+    if not is_folder(files, path):
         # Look again before refusing, because another process may have made the folder after the first look.
-        if files.size(path) is not None and not files.is_folder(path):
+        if file_size(files, path) is not None and not is_folder(files, path):
             raise NotAStoreError(f"{path}: expected the folder of a store, found a file")
         return StoreKind.NEW
     names = {entry.name: entry for entry in _listed(path, files)}
@@ -168,7 +168,7 @@ def log_paths(path: str, files: Files, entries: Iterable[FolderEntry] | None = N
 
 def _recognise_without_log(path: str, name: str, files: Files) -> StoreKind:
     """Look again, because another process may have made the log after the folder was listed."""
-    if files.is_folder(os.path.join(path, COMMITLOG)):
+    if is_folder(files, os.path.join(path, COMMITLOG)):
         return recognise(path, files)
     raise NotAStoreError(
         f"{path}: there is a folder {name} but no {COMMITLOG}; the broker keeps its log elsewhere, perhaps on several "
@@ -179,7 +179,7 @@ def _recognise_without_log(path: str, name: str, files: Files) -> StoreKind:
 def _has_any(path: str, names: Iterable[str], files: Files) -> bool:
     """Return whether a store has tables in RocksDB, or any file or folder of these names."""
     return tables_database(os.path.join(path, CONFIG), files) is not None or any(
-        files.is_folder(place) or files.size(place) is not None
+        is_folder(files, place) or file_size(files, place) is not None
         for place in (os.path.join(path, name) for name in names)
     )
 
@@ -188,7 +188,7 @@ def _kind_without_queues(path: str, files: Files) -> StoreKind | None:
     """Return the kind of a store some of whose queues are not in files, None for another store."""
     queues = files.list(os.path.join(path, CONSUMEQUEUE))
     names = {entry.name for entry in queues if not entry.is_folder}
-    if files.is_folder(os.path.join(path, CONSUMEQUEUE_ROCKSDB)) or (
+    if is_folder(files, os.path.join(path, CONSUMEQUEUE_ROCKSDB)) or (
         "CURRENT" in names and any(name.startswith("MANIFEST-") for name in names)
     ):
         return StoreKind.V5_MIXED if any(entry.is_folder for entry in queues) else StoreKind.V5_ROCKSDB
@@ -281,7 +281,7 @@ def tables_database(folder: str, files: Files) -> str | None:
     """Return the folder of a RocksDB in a ``config`` folder that has progress of groups, None without one."""
     for name in files.names(folder):
         path = os.path.join(folder, name)
-        if name not in ("topics", "subscriptionGroups") and files.size(os.path.join(path, "CURRENT")):
+        if name not in ("topics", "subscriptionGroups") and file_size(files, os.path.join(path, "CURRENT")):
             return path
     return None
 
@@ -418,7 +418,7 @@ def infer_config(path: str, files: Files) -> StoreConfig:
     """
     settings = {**read_kept_config(path, files), **read_retention(path, files).settings, **_file_settings(path, files)}
     defaults = StoreConfig()
-    if files.is_folder(os.path.join(path, COMMITLOG)):
+    if is_folder(files, os.path.join(path, COMMITLOG)):
         if settings.get("commitlog_file_size") != defaults.commitlog_file_size:
             defaults = StoreConfig.broker()
         defaults = dataclasses.replace(defaults, **default_retention(path, files))
@@ -441,7 +441,7 @@ def complete_config(path: str, config: StoreConfig, files: Files) -> StoreConfig
     """
     file_settings = _file_settings(path, files)
     settings: dict[str, Any] = {}
-    if files.is_folder(os.path.join(path, COMMITLOG)):
+    if is_folder(files, os.path.join(path, COMMITLOG)):
         settings = default_retention(path, files)
         if not is_made_by_librmq(path, files):
             settings |= _BROKER_FLUSHES
@@ -519,7 +519,7 @@ def _sequence(folder: str, files: Files) -> Sequence:
     for name in files.names(folder):
         if len(name) == 20 and name.isascii() and name.isdigit():
             path = os.path.join(folder, name)
-            size = None if files.is_folder(path) else files.size(path)
+            size = None if is_folder(files, path) else file_size(files, path)
             if size is not None:
                 sequence.append((int(name), size))
                 if len(sequence) == _FILES_READ:
@@ -686,4 +686,4 @@ def clear_abort(files: Files, root: str) -> None:
 
 def has_abort(files: Files, root: str) -> bool:
     """Return whether the store is open, or was not closed."""
-    return files.size(_abort_path(root)) is not None
+    return file_size(files, _abort_path(root)) is not None

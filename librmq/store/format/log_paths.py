@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from librmq.errors import NotAStoreError
-from librmq.files import Files
+from librmq.files import Files, file_size
 from librmq.files.regular import join_folders, joined_folders
 from librmq.message import record
 
@@ -51,7 +51,7 @@ def join_paths(log: str, folders: Iterable[str], files: Files) -> tuple[str, ...
     candidates = {folder: starts for folder in folders if folder not in named and (starts := log_starts(folder, files))}
     if candidates:
         starts = log_starts(log, files)
-        length = max((files.size(os.path.join(log, f"{start:020}")) or 0 for start in starts), default=0)
+        length = max((file_size(files, os.path.join(log, f"{start:020}")) or 0 for start in starts), default=0)
         while length and (
             folder := next(
                 (name for name in candidates if _continues(name, candidates[name], starts, length, files)), ""
@@ -71,7 +71,7 @@ def _continues(folder: str, starts: Collection[int], others: Collection[int], le
     if not any(start + length in others or start - length in others for start in starts):
         return False
     places = [os.path.join(folder, f"{start:020}") for start in starts]
-    if any(files.size(place) != length for place in places):
+    if any(file_size(files, place) != length for place in places):
         return False
     return any(int.from_bytes(files.read(place, 4, 4), "big") in _MAGICS for place in places)
 

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from librmq.errors import CorruptionError, MalformedError, MissingExtraError
-from librmq.files import Files
+from librmq.files import Files, file_size
 from librmq.java import json as java_json
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Database:
 
 def is_database(folder: str, files: Files) -> bool:
     """Return whether there is a database in a folder."""
-    return bool(files.size(os.path.join(folder, "CURRENT")))
+    return bool(file_size(files, os.path.join(folder, "CURRENT")))
 
 
 @contextmanager

@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from librmq.errors import CorruptionError, StoreIOError
-from librmq.files import DiskFiles, File, Files
+from librmq.files import DiskFiles, File, Files, file_size
 from librmq.files.interface import make_folders
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.store.format.directory import CONFIG, TIMERLOG, TIMERWHEEL
@@ -145,7 +145,7 @@ class TimerWheel:
             except CorruptionError as error:
                 wheels.append(WheelFile(name, position, -1, error))
             except StoreIOError:
-                if files.size(os.path.join(store, name)) is not None:
+                if file_size(files, os.path.join(store, name)) is not None:
                     raise
                 # Otherwise a broker has deleted an old snapshot meanwhile.
             else:
@@ -167,7 +167,7 @@ class TimerWheel:
     def size_in(store: str, files: Files) -> int | None:
         """Return the length of a store's wheel, or else of its last snapshot; None if there is neither."""
         names = (name for name in _wheel_names(store, files) if not name.endswith(".gz"))
-        return next((files.size(os.path.join(store, name)) for name in names), None)
+        return next((file_size(files, os.path.join(store, name)) for name in names), None)
 
     @classmethod
     def read_slots(cls, store: str, files: Files) -> Iterator[tuple[int, Slot]]:
@@ -194,7 +194,7 @@ class TimerWheel:
             CorruptionError: The file has another size.
         """
         files, path = files or DiskFiles(), cls.path_in(store)
-        size = files.size(path)
+        size = file_size(files, path)
         if not size:
             return None
         if size != slots * TimerWheel.SLOT_SIZE:
@@ -205,7 +205,7 @@ class TimerWheel:
     def create(cls, store: str, slots: int, *, files: Files | None = None) -> Self:
         """Make an empty wheel; durable when it returns."""
         files, path = files or DiskFiles(), cls.path_in(store)
-        if files.size(path) is not None:
+        if file_size(files, path) is not None:
             files.delete(path)
         file = files.create(path, slots * TimerWheel.SLOT_SIZE)
         files.flush(file)
@@ -251,7 +251,7 @@ class TimerWheel:
 
 def _wheel_names(store: str, files: Files) -> dict[str, int | None]:
     """Return the name of a store's wheel, which can be packed, and its snapshots with their positions, last first."""
-    names = [name for name in (TIMERWHEEL, f"{TIMERWHEEL}.gz") if files.size(os.path.join(store, name))]
+    names = [name for name in (TIMERWHEEL, f"{TIMERWHEEL}.gz") if file_size(files, os.path.join(store, name))]
     snapshots = {f"{TIMERWHEEL}.{position}": position for position in reversed(TimerWheel.snapshots_in(store, files))}
     return {**dict.fromkeys(names[:1]), **snapshots}
 
@@ -440,7 +440,7 @@ class TimerCheckpoint:
             CorruptionError: The file has another length.
         """
         path = cls.path_in(store)
-        size = files.size(path)
+        size = file_size(files, path)
         if not size:
             return None
         if size != TimerCheckpoint.FILE_SIZE:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
-from librmq.files import Files, FolderEntry
+from librmq.files import Files, FolderEntry, is_folder
 from librmq.files.interface import read_sole_file
 from librmq.files.rolling import MappedFileQueue, MappingPool, file_name, list_starts
 from librmq.store.engine.derivation import COMPARED
@@ -114,7 +114,8 @@ class UncleanQueues:
         folders = set(self._left)
         for queue in opened:
             folders |= {queue.folder} if queue.ext is None else {queue.folder, queue.ext.folder}
-        folders = set(filter(self._files.is_folder, folders))  # files can have been deleted from it
+        # Folders stay out that are gone with their queues. Files can have been deleted from the others.
+        folders = {folder for folder in folders if is_folder(self._files, folder)}
         for topic in map(os.path.dirname, self._written):
             folders |= {topic, os.path.dirname(topic)}
         return folders

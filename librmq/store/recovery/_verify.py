@@ -22,7 +22,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, MissingExtraError, RecordError
-from librmq.files import Damage, DiskFiles, Files, MemoryFiles, OverlayFiles
+from librmq.files import Damage, DiskFiles, Files, MemoryFiles, OverlayFiles, file_size
 from librmq.files.rolling import MappingPool
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage
@@ -129,9 +129,9 @@ def _read_tables(folder: str, files: Files) -> tuple[BrokerTables, list[Damage]]
             return BrokerTables.open(folder, files=overlay), damage
         except CorruptionError as error:
             path = error.file.removesuffix(".bak")
-            if not any(map(overlay.size, (path, f"{path}.bak"))):
+            if not any(file_size(overlay, place) for place in (path, f"{path}.bak")):
                 raise
-            effect = "can't open the store" if files.size(f"{path}.bak") else "starts without what the file had"
+            effect = "can't open the store" if file_size(files, f"{path}.bak") else "starts without what the file had"
             damage.append(Damage(error.file, error.offset, error.kind, f"a broker {effect}: {error.what}"))
             for place in (path, f"{path}.bak"):
                 overlay.delete(place)

@@ -22,7 +22,7 @@ from librmq.commitlog import CommitLog, LogEnd
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, ConsumeQueue
 from librmq.errors import CorruptionError, MessageIllegalError, NotAStoreError, RecordError
-from librmq.files import Damage, Files
+from librmq.files import Damage, Files, file_size, is_folder
 from librmq.files.interface import flush_all, make_folders, numbered_files
 from librmq.files.rolling import MappingPool, file_name
 from librmq.java.lang import java_decode
@@ -75,7 +75,7 @@ def clear_leftovers(path: str, files: Files, *, queues: bool = True) -> list[Dam
     folder = os.path.join(path, directory.INDEX)
     leftovers += reversed([name for name, _ in itertools.dropwhile(lambda file: file[1], _numbered(folder, files))])
     checkpoint = os.path.join(path, directory.CHECKPOINT)
-    if files.size(checkpoint) == 0:
+    if file_size(files, checkpoint) == 0:
         leftovers.append(checkpoint)
     return _clear(leftovers, files)
 
@@ -577,8 +577,8 @@ def _open_or_remove(
             raise
         deleted = []
         for place in places:
-            if not files.is_folder(place):
-                if files.size(place) is not None:
+            if not is_folder(files, place):
+                if file_size(files, place) is not None:
                     deleted.append(place)
                 continue
             for entry in files.list(place):
