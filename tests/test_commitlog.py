@@ -157,39 +157,41 @@ def test_a_full_disk_leaves_the_log_as_it_was(call: str, number: int) -> None:
 def test_only_many_pages_are_unmapped_before_they_are_flushed() -> None:
     """Before a flush, written pages are unmapped if there are many, but not if there are few."""
 
-    class Told(MemoryFiles):
-        calls: list[tuple[str, int, int]]
+    calls: list[tuple[str, int, int]] = []
 
-        def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
+    class Released(File):
+        def advise(self, begin: int, end: int, advice: Advice) -> None:
             if advice is Advice.NO_USE:
-                self.calls.append((file.path[-2:], begin, end))
+                calls.append((self.path[-2:], begin, end))
+
+    class Flushed(MemoryFiles):
+        _file_type = Released
 
         def flush(self, file: File) -> None:
-            self.calls.append((file.path[-2:], -1, -1))
+            calls.append((file.path[-2:], -1, -1))
 
-    files = Told()
-    files.calls = []
+    files = Flushed()
     log = opened(files, 3 << 20)
     put(log, 1000)
     log.flush()
     put(log, 1 << 20)
-    assert all(begin < 0 for _, begin, _ in files.calls)
+    assert all(begin < 0 for _, begin, _ in calls)
     put(log, 1000)
     log.prepare(2 << 20)
-    files.calls.clear()
+    calls.clear()
     end = log.end
     log.flush()
     # Pages prepared ahead are written too; the second file begins at 3,145,728.
-    assert files.calls == [("00", 1000, 3 << 20), ("28", 0, end + (2 << 20) - (3 << 20)), ("00", -1, -1)]
+    assert calls == [("00", 1000, 3 << 20), ("28", 0, end + (2 << 20) - (3 << 20)), ("00", -1, -1)]
     put(log, 1000)
-    files.calls.clear()
+    calls.clear()
     log.flush()
-    assert files.calls == [("00", -1, -1)]
+    assert calls == [("00", -1, -1)]
     put(log, 1 << 20)
     put(log, 1 << 20)
-    files.calls.clear()
+    calls.clear()
     log.flush()
-    assert [(name, begin) for name, begin, _ in files.calls] == [("00", end + 1000), ("28", 0), ("00", -1), ("28", -1)]
+    assert [(name, begin) for name, begin, _ in calls] == [("00", end + 1000), ("28", 0), ("00", -1), ("28", -1)]
 
 
 def test_a_flush_reaches_every_file_and_the_folder() -> None:

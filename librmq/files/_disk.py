@@ -93,6 +93,41 @@ class _Place(NamedTuple):
     folder: int | None
 
 
+class DiskFile(File):
+    """A mapped file on disk."""
+
+    __slots__ = ()
+
+    def advise(self, begin: int, end: int, advice: Advice) -> None:
+        if advice is Advice.WRITES:
+            self._advise(begin - begin % mmap.PAGESIZE, end, _MADV_POPULATE_WRITE)
+            return
+        begin += -begin % mmap.PAGESIZE  # the page before it may be in use
+        if advice is Advice.RANDOM_READS:
+            self._advise(begin, end, _MADV_RANDOM)
+            return
+        end -= end % mmap.PAGESIZE
+        self._advise(begin, end, _MADV_DONTNEED)
+        if sys.platform == "linux" and end > begin and not self.writable:
+            self.buffer.madvise(_MADV_DONTNEED, begin, end - begin)
+
+    def _advise(self, begin: int, end: int, advice: int) -> None:
+        if sys.platform == "linux" and end > begin and self.writable:
+            _advise()(self.buffer, begin, end - begin, advice)
+
+    def data_end(self, begin: int = 0) -> int:
+        if self.descriptor >= 0:
+            return _data_end(self.descriptor, begin, self.size)
+        try:
+            descriptor = open_regular(self.path)
+        except OSError:
+            return self.size
+        try:
+            return _data_end(descriptor, begin, self.size)
+        finally:
+            os.close(descriptor)
+
+
 class DiskFiles:
     """Mapped files on disk. Thread-safe.
 
@@ -102,7 +137,6 @@ class DiskFiles:
     """
 
     is_shared = True
-    fills_by_itself = True
     # The defaults stand in the class, because a subclass may have a constructor that does not call this one.
     _follows = False
     _roots: tuple[str, ...] = ()
@@ -249,9 +283,9 @@ class DiskFiles:
             os.close(descriptor)
             raise
         if keep_descriptor:
-            return File(path, buffer, size, writable, descriptor)
+            return DiskFile(path, buffer, size, writable, descriptor)
         os.close(descriptor)  # the mapping keeps its own duplicate
-        return File(path, buffer, size, writable)
+        return DiskFile(path, buffer, size, writable)
 
     def reserve(self, file: File, begin: int, end: int) -> None:
         if not hasattr(os, "posix_fallocate"):  # macOS and Windows allocate blocks at the write
@@ -261,24 +295,6 @@ class DiskFiles:
         end += -end % mmap.PAGESIZE
         with self._descriptor(file, "allocate") as descriptor:
             os.posix_fallocate(descriptor, begin, min(end, file.size) - begin)
-
-    def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
-        if advice is Advice.WRITES:
-            self._advise(file, begin - begin % mmap.PAGESIZE, end, _MADV_POPULATE_WRITE)
-            return
-        begin += -begin % mmap.PAGESIZE  # the page before it may be in use
-        if advice is Advice.RANDOM_READS:
-            self._advise(file, begin, end, _MADV_RANDOM)
-            return
-        end -= end % mmap.PAGESIZE
-        self._advise(file, begin, end, _MADV_DONTNEED)
-        if sys.platform == "linux" and end > begin and not file.writable:
-            file.buffer.madvise(_MADV_DONTNEED, begin, end - begin)
-
-    @staticmethod
-    def _advise(file: File, begin: int, end: int, advice: int) -> None:
-        if sys.platform == "linux" and end > begin and file.writable:
-            _advise()(file.buffer, begin, end - begin, advice)
 
     def flush(self, file: File) -> None:
         with self._descriptor(file, "flush") as descriptor:
@@ -466,18 +482,6 @@ class DiskFiles:
     def lock_holder(self, path: str) -> str | None:
         return lock_holder(path)
 
-    def data_end(self, file: File, begin: int) -> int:
-        if file.descriptor >= 0:
-            return _data_end(file.descriptor, begin, file.size)
-        try:
-            descriptor = open_regular(file.path)
-        except OSError:
-            return file.size
-        try:
-            return _data_end(descriptor, begin, file.size)
-        finally:
-            os.close(descriptor)
-
     def identity(self, path: str) -> str | None:
         """Do as `identity_of` says; None where the system has no number of its start."""
         try:
@@ -486,12 +490,6 @@ class DiskFiles:
                 return f"{file.read().strip()}{_generation(path)}:{status.st_dev}:{status.st_ino}"
         except OSError:
             return None
-
-    def copy_times(self, source: str, target: str) -> None:
-        with SystemCall("set the times of", target):
-            status = os.stat(place_of(source))
-            with self._place(target) as place:
-                os.utime(place.name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=place.folder)
 
     def used_ratio(self, path: str) -> float:
         with SystemCall("look at the disk of", path):

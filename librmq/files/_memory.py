@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Self, SupportsIndex
 
 from librmq.errors import CorruptionError, StoreIOError, StoreLockedError
-from librmq.files._disk import DiskFiles
+from librmq.files._disk import DiskFile, DiskFiles
 from librmq.files.interface import (
     LARGEST_WHOLE,
     Advice,
@@ -30,6 +30,7 @@ class MemoryFiles:
     """Files in anonymous memory, for tests and ephemeral stores; gone with the object. Thread-safe."""
 
     is_shared = False
+    _file_type: type[File] = File
 
     def __init__(self) -> None:
         self._files: dict[str, File | bytes] = {}
@@ -51,15 +52,15 @@ class MemoryFiles:
                     raise CorruptionError(path, 0, "size", "the file is empty")
                 buffer = self._new_buffer(path, len(stored))
                 buffer[:] = stored
-                stored = self._files[path] = File(path, buffer, len(stored), True)
-            return stored if writable else File(path, stored.buffer, stored.size, False)
+                stored = self._files[path] = self._file_type(path, buffer, len(stored), True)
+            return stored if writable else type(stored)(path, stored.buffer, stored.size, False)
 
     def create(self, path: str, size: int, *, keep_descriptor: bool = False) -> File:
         with self._guard:
             if path in self._files:
                 raise StoreIOError("create", path, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
             self._check_parent("create", path)
-            file = self._files[path] = File(path, self._new_buffer(path, size), size, True)
+            file = self._files[path] = self._file_type(path, self._new_buffer(path, size), size, True)
             return file
 
     def make_files(self, folder: str, contents: Iterable[tuple[str, bytes | bytearray]], size: int) -> None:
@@ -69,9 +70,6 @@ class MemoryFiles:
             self.create(path, size).buffer[: len(data)] = data
 
     def reserve(self, file: File, begin: int, end: int) -> None:
-        pass
-
-    def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
         pass
 
     def flush(self, file: File) -> None:
@@ -140,7 +138,7 @@ class MemoryFiles:
                 raise StoreIOError("link", new, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)))
             self._check_parent("link", new)
             file = self.open(old, writable=True)
-            self._files[new] = File(new, file.buffer, file.size, True)
+            self._files[new] = type(file)(new, file.buffer, file.size, True)
             self._linked |= {old, new}
 
     def read(self, path: str, at: int = 0, size: int | None = None) -> bytes:
@@ -180,12 +178,6 @@ class MemoryFiles:
 
     def lock_holder(self, path: str) -> str | None:
         return f"this process (pid {os.getpid()})" if path in self._locks else None
-
-    def data_end(self, file: File, begin: int) -> int:
-        return file.size
-
-    def copy_times(self, source: str, target: str) -> None:
-        pass
 
     def used_ratio(self, path: str) -> float:
         return self.disk_used_ratio
@@ -256,6 +248,23 @@ class _PrivateBuffer(mmap.mmap):
             overlay._keep(self)
 
 
+class _PrivateFile(File):
+    """A file of a disk with its changes in memory."""
+
+    __slots__ = ()
+    buffer: _PrivateBuffer
+
+    def advise(self, begin: int, end: int, advice: Advice) -> None:
+        if advice is Advice.NO_USE and self.buffer.overlay is not None:  # unchanged, so the disk brings the pages back
+            self._below().advise(begin, end, advice)
+
+    def data_end(self, begin: int = 0) -> int:
+        return max(self._below().data_end(begin), self.buffer.changed_end)
+
+    def _below(self) -> DiskFile:
+        return DiskFile(self.buffer.path, self.buffer, self.size, self.writable)
+
+
 class OverlayFiles(MemoryFiles):
     """The files of the disk with changes in memory, which are lost with the object. Thread-safe.
 
@@ -271,6 +280,7 @@ class OverlayFiles(MemoryFiles):
         super().__init__()
         self._disk = DiskFiles()
         self._base: Files = self._disk if files is None or files.is_shared else files
+        self._base_type: type[File] = _PrivateFile if self._base is self._disk else File
         self._roots = len(self._folders)
         self._deleted: set[str] = set()
         self._mapped: weakref.WeakValueDictionary[str, _PrivateBuffer] = weakref.WeakValueDictionary()
@@ -279,7 +289,7 @@ class OverlayFiles(MemoryFiles):
         """Keep a file that was changed, unless it was deleted meanwhile."""
         with self._guard:
             if self._mapped.get(buffer.path) is buffer:
-                self._files[buffer.path] = File(buffer.path, buffer, len(buffer), True)
+                self._files[buffer.path] = self._base_type(buffer.path, buffer, len(buffer), True)
 
     def _in_base(self, path: str) -> bool:
         """Return whether the file or folder at ``path`` is the one on the disk."""
@@ -299,7 +309,7 @@ class OverlayFiles(MemoryFiles):
             buffer = self._mapped.get(path)
             if buffer is None:
                 buffer = self._mapped[path] = self._private(path)
-            return File(path, buffer, len(buffer), writable)
+            return self._base_type(path, buffer, len(buffer), writable)
 
     def _private(self, path: str) -> _PrivateBuffer:
         """Return the content of a file below, to be changed here alone."""
@@ -316,22 +326,6 @@ class OverlayFiles(MemoryFiles):
             raise StoreIOError("map", path, error) from error
         finally:
             os.close(descriptor)  # the mapping keeps its own duplicate
-
-    def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
-        buffer = file.buffer
-        if (
-            advice is Advice.NO_USE
-            and self._base is self._disk
-            and isinstance(buffer, _PrivateBuffer)
-            and buffer.overlay is not None
-        ):
-            self._disk.advise(file, begin, end, advice)  # without a change, the file brings the pages back
-
-    def data_end(self, file: File, begin: int) -> int:
-        buffer = file.buffer
-        if self._base is not self._disk or not isinstance(buffer, _PrivateBuffer):
-            return file.size
-        return max(self._disk.data_end(File(buffer.path, buffer, file.size, False), begin), buffer.changed_end)
 
     def changed_folders(self) -> set[str]:
         """Return the folders that were made, changed or deleted, or hold a file that was."""

@@ -43,6 +43,18 @@ _ZEROS: Final = bytes(_ZEROS_SIZE)
 _NO_LINKS: Final = {errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EPERM, errno.EACCES}
 
 
+class Advice(enum.Enum):
+    """What comes to pages of a file."""
+
+    WRITES = "writes"
+    """They are written soon. The first write to a page is slow, so give this advice while no producer waits."""
+    RANDOM_READS = "random reads"
+    """Touching one loads only that one, not those after it. Use it for places without data or with random reads."""
+    NO_USE = "no use"
+    """Unmap the whole pages among them until their next use. Use it before a flush of many pages, because the kernel
+    makes mapped pages read-only one by one and interrupts all other threads for each."""
+
+
 class _Descriptor:
     """An open descriptor, closed with its last reference."""
 
@@ -75,6 +87,30 @@ class File:
         self._kept = _Descriptor(descriptor) if descriptor >= 0 else None
         self.descriptor: int = descriptor
 
+    def advise(self, begin: int, end: int, advice: Advice) -> None:
+        """Prepare the pages of bytes ``begin`` to ``end`` for what comes, if the system can; no data change."""
+
+    def data_end(self, begin: int = 0) -> int:
+        """Return a position from ``begin`` on after which all bytes are zero, without reading the file.
+
+        It is the file's size if nothing is known.
+        """
+        return self.size
+
+    def used_end(self, begin: int, end: int) -> int:
+        """Return the position after the last byte from ``begin`` to ``end`` that is not zero, ``begin`` without one.
+
+        Holes of the file are not read.
+        """
+        high = min(end, self.data_end(begin))
+        while high > begin:
+            at = max(begin, high - _ZEROS_SIZE)
+            data = self.buffer[at:high]
+            if data != (_ZEROS if len(data) == _ZEROS_SIZE else bytes(len(data))):
+                return at + len(without_zeros(data))
+            high = at
+        return begin
+
     def __repr__(self) -> str:
         return f"<File {self.path} {self.size} bytes>"
 
@@ -101,18 +137,6 @@ class FileStatus(NamedTuple):
     """Number of hard links of a file."""
     is_untouched: bool
     """For a lock file: whether no program has written into it since its holder marked it, and it is no copy."""
-
-
-class Advice(enum.Enum):
-    """What comes to pages of a file."""
-
-    WRITES = "writes"
-    """They are written soon. The first write to a page is slow, so give this advice while no producer waits."""
-    RANDOM_READS = "random reads"
-    """Touching one loads only that one, not those after it. Use it for places without data or with random reads."""
-    NO_USE = "no use"
-    """Unmap the whole pages among them until their next use. Use it before a flush of many pages, because the kernel
-    makes mapped pages read-only one by one and interrupts all other threads for each."""
 
 
 class FileLock(Protocol):
@@ -173,10 +197,6 @@ class Files(Protocol):
 
     def reserve(self, file: File, begin: int, end: int) -> None:
         """Allocate blocks for bytes ``begin`` to ``end``, so that writing there cannot fail."""
-        ...
-
-    def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
-        """Prepare the pages of bytes ``begin`` to ``end`` for what comes, if the system can; no data change."""
         ...
 
     def flush(self, file: File) -> None:
@@ -268,17 +288,6 @@ class Files(Protocol):
         """Return the holder of the lock, or None, without changing anything."""
         ...
 
-    def data_end(self, file: File, begin: int) -> int:
-        """Return a position from ``begin`` on after which all bytes are zero, without reading the file.
-
-        It is the file's size if nothing is known.
-        """
-        ...
-
-    def copy_times(self, source: str, target: str) -> None:
-        """Give a file the modification time of another, if files have such times."""
-        ...
-
     def used_ratio(self, path: str) -> float:
         """Return the used fraction of the disk of ``path``, 0.0 to 1.0; 0.0 without a disk."""
         ...
@@ -318,14 +327,6 @@ def read_sole_file(files: Files, folder: str, size: int, limit: int) -> tuple[st
         if len(names) == 1 and (used := files.read_used(os.path.join(folder, names[0]), limit, size)) is not None:
             return names[0], used
     return None
-
-
-def fills_by_itself(files: Files) -> bool:
-    """Return whether other programs can fill the disk under these files; files say so by an attribute of this name.
-
-    Under a manual clock nothing depends on how full such a disk is.
-    """
-    return getattr(files, "fills_by_itself", False)
 
 
 def identity_of(files: Files, path: str) -> str | None:
@@ -413,21 +414,6 @@ class SystemCall:
             raise StoreIOError(self._call, self._path, with_owner(self._path, error)) from error
 
 
-def used_end(files: Files, file: File, begin: int, end: int) -> int:
-    """Return the position after the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if all are zero.
-
-    Holes of the file are not read.
-    """
-    high = min(end, files.data_end(file, begin))
-    while high > begin:
-        at = max(begin, high - _ZEROS_SIZE)
-        data = file.buffer[at:high]
-        if data != (_ZEROS if len(data) == _ZEROS_SIZE else bytes(len(data))):
-            return at + len(without_zeros(data))
-        high = at
-    return begin
-
-
 def without_zeros(data: bytes) -> bytes:
     """Return bytes without the zeros at their end, ten times as fast as ``rstrip`` where those are many."""
     size = len(data)
@@ -455,7 +441,7 @@ def copy_file(
     """
     end = source.size if end is None else end
     file = files.create(target, end - begin if size is None else size)
-    end = min(end, files.data_end(source, begin))  # holes are not read: a mapping would fill them in memory
+    end = min(end, source.data_end(begin))  # holes are not read: a mapping would fill them in memory
     for at in range(begin, end, _CHUNK):
         data = source.buffer[at : min(at + _CHUNK, end)]
         if data.count(0) != len(data):
@@ -463,6 +449,23 @@ def copy_file(
             files.reserve(file, place, place + len(data))
             file.buffer[place : place + len(data)] = data
     files.flush(file)
+
+
+def copy_time(files: Files, source: str, target: str) -> None:
+    """Give a copy of a disk's file the modification time of its source, unless one of them is empty.
+
+    Files in memory have no times, and a file with other names keeps its time.
+    """
+    status = files.status(target)
+    if not files.is_shared or status is None or not status.size or status.links > 1 or not file_size(files, source):
+        return
+    original = files.open(source, keep_descriptor=True)
+    copy = files.open(target, writable=True, keep_descriptor=True)
+    with SystemCall("set the time of", target):
+        times = os.fstat(original.descriptor)
+        # By its descriptor, because another process can put a link into the path meanwhile.
+        place = copy.descriptor if os.utime in os.supports_fd else target
+        os.utime(place, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def folders_to_name(files: Files, folder: str) -> list[str]:

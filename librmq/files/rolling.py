@@ -30,7 +30,6 @@ from librmq.files.interface import (
     folders_to_name,
     is_folder,
     is_linked,
-    used_end,
 )
 from librmq.runtime.locks import Lock
 
@@ -338,11 +337,11 @@ class MappedFileQueue:
 
         The caller gives the file that it reads, because the one at its place may be deleted meanwhile.
         """
-        return min(self._files.data_end(file, 0), self.file_size)
+        return min(file.data_end(), self.file_size)
 
     def used_end(self, start: int, begin: int) -> int:
         """Return the position after the last non-zero byte of the file at ``start``; ``begin`` if none follows it."""
-        return used_end(self._files, self.file(start), begin, self.file_size)
+        return self.file(start).used_end(begin, self.file_size)
 
     def data_behind(self, position: int) -> int:
         """Return the number of bytes from ``position`` to the last nonzero one, in all files."""
@@ -358,7 +357,7 @@ class MappedFileQueue:
     def touch(self, start: int, begin: int, end: int) -> None:
         """Prepare blocks and pages of bytes ``begin`` to ``end`` of the file at ``start`` for writing."""
         self.reserve(start, begin, end)
-        self._files.advise(self.file(start), begin, end, Advice.WRITES)
+        self.file(start).advise(begin, end, Advice.WRITES)
 
     def write(self, start: int, at: int, data: bytes) -> None:
         """Write few bytes into reserved blocks of the file at ``start``, and include it in the next flush."""
@@ -376,7 +375,7 @@ class MappedFileQueue:
 
     def no_read_ahead(self, start: int, begin: int) -> None:
         """Let reads of the file at ``start`` from byte ``begin`` to its end load only the pages that they touch."""
-        self._files.advise(self.file(start), begin, self.file_size, Advice.RANDOM_READS)
+        self.file(start).advise(begin, self.file_size, Advice.RANDOM_READS)
 
     def release_read_pages(self, begin: int, end: int) -> None:
         """Unmap positions ``begin`` to ``end`` that were read once; a writer of shared files keeps its pages."""
@@ -388,7 +387,7 @@ class MappedFileQueue:
         for start in range(begin - begin % self.file_size, end, self.file_size):
             file = self.mapped.get(start)
             if file is not None:
-                self._files.advise(file, max(begin - start, 0), min(end - start, self.file_size), Advice.NO_USE)
+                file.advise(max(begin - start, 0), min(end - start, self.file_size), Advice.NO_USE)
 
     def mark_dirty(self, start: int) -> None:
         """Include the file at ``start`` in the next flush."""

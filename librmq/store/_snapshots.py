@@ -32,7 +32,7 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files import Damage, DiskFiles, FileLock, Files, FolderEntry, file_size, is_folder
-from librmq.files.interface import confine, copy_file, flush_all, link_file, make_folders, numbered_files
+from librmq.files.interface import confine, copy_file, copy_time, flush_all, link_file, make_folders, numbered_files
 from librmq.files.rolling import file_name
 from librmq.runtime import critical
 from librmq.store.engine.saved_state import read_closed_state
@@ -397,7 +397,7 @@ def _keep_times(path: str, part: str, files: Files, folder: str) -> None:
             _keep_times(path, part, files, name)
             continue
         with _unless_deleted(source, files):
-            files.copy_times(source, os.path.join(part, name))
+            copy_time(files, source, os.path.join(part, name))
 
 
 def _copy_progress(path: str, part: str, files: Files) -> None:

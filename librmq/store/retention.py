@@ -45,7 +45,6 @@ from librmq.config import StoreConfig, parse_hours
 from librmq.consumequeue import ConsumeQueue
 from librmq.errors import CorruptionError, DiskFullError, StoreError, StoreFullError
 from librmq.files import Files, is_folder
-from librmq.files.interface import fills_by_itself
 from librmq.message import record
 from librmq.message.topics import SystemTopic, TopicPrefix, has_no_row
 from librmq.runtime import critical
@@ -232,7 +231,8 @@ class Retention:
         self._timezone = timezone
         self._settled_until = 0
         self.watches_disk = watch_disk = moves_by_itself(store.clock)
-        self._checks_disk = watch_disk or not fills_by_itself(files)
+        # Other programs can fill a disk, so under a manual clock nothing depends on how full it is.
+        self._checks_disk = watch_disk or not files.is_shared
         self.sees_disk_by_time = watch_disk or not self._checks_disk
         self._keeps_unconsumed = config.keep_unconsumed
         self.is_held = False

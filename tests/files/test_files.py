@@ -31,7 +31,6 @@ from librmq.files.interface import (
     is_folder,
     read_replaced,
     read_sole_file,
-    used_end,
     without_zeros,
 )
 from librmq.files.lock import DiskLock
@@ -87,18 +86,18 @@ def test_advice_about_pages_changes_no_byte(files: Files, root: str, begin: int,
     path, data = os.path.join(root, "f"), random.Random(1).randbytes(50_000)
     file = files.create(path, len(data))
     files.reserve(file, 0, len(data))
-    files.advise(file, begin, end, Advice.RANDOM_READS)
+    file.advise(begin, end, Advice.RANDOM_READS)
     file.buffer[:] = data
-    files.advise(file, begin, end, Advice.NO_USE)
+    file.advise(begin, end, Advice.NO_USE)
     assert file.buffer[:] == data
-    files.advise(file, begin, end, Advice.WRITES)
-    files.advise(file, begin, end, Advice.NO_USE)
+    file.advise(begin, end, Advice.WRITES)
+    file.advise(begin, end, Advice.NO_USE)
     files.flush(file)
     file.buffer[begin:end] = data[begin:end]
     assert files.read(path) == file.buffer[:] == data
     reader = files.open(path)
     for advice in Advice:
-        files.advise(reader, begin, end, advice)
+        reader.advise(begin, end, advice)
         assert reader.buffer[:] == data
 
 
@@ -576,7 +575,7 @@ def test_the_end_is_behind_the_last_byte_that_is_not_zero(place: tuple[Files, st
     files, path = place
     rng = random.Random(1)
     file = files.create(path, SIZE)
-    assert used_end(files, file, 0, SIZE) == 0
+    assert file.used_end(0, SIZE) == 0
     written = []
     for _ in range(40):
         at = rng.choice([0, SIZE - 1, 1 << 16, (1 << 16) - 1, rng.randrange(SIZE)])
@@ -586,8 +585,8 @@ def test_the_end_is_behind_the_last_byte_that_is_not_zero(place: tuple[Files, st
         begin = rng.randrange(SIZE)
         end = rng.randrange(begin, SIZE + 1)
         wanted = max((at + 1 for at in written if begin <= at < end), default=begin)
-        assert used_end(files, file, begin, end) == wanted
-        assert wanted <= max(begin, files.data_end(file, begin)) <= SIZE
+        assert file.used_end(begin, end) == wanted
+        assert wanted <= max(begin, file.data_end(begin)) <= SIZE
 
 
 def test_blocks_that_are_only_reserved_hold_no_data(tmp_path: Path) -> None:
@@ -596,7 +595,7 @@ def test_blocks_that_are_only_reserved_hold_no_data(tmp_path: Path) -> None:
     file.buffer[10:11] = b"x"
     files.reserve(file, 0, SIZE)
     files.flush(file)
-    assert used_end(files, file, 0, SIZE) == 11
+    assert file.used_end(0, SIZE) == 11
 
 
 def test_a_disk_is_flushed_at_once_or_that_is_refused(tmp_path: Path) -> None:

@@ -113,10 +113,10 @@ def test_unmapping_loses_no_change(base: Files, tmp_path: Path) -> None:
     base.create(path, len(data)).buffer[:] = data
     files = OverlayFiles(None if isinstance(base, DiskFiles) else base)
     file = files.open(path, writable=True)
-    files.advise(file, 0, len(data), Advice.NO_USE)
+    file.advise(0, len(data), Advice.NO_USE)
     assert file.buffer[:] == data
     file.buffer[5000:5001] = b"X"
-    files.advise(file, 0, len(data), Advice.NO_USE)
+    file.advise(0, len(data), Advice.NO_USE)
     assert file.buffer[:] == files.open(path).buffer[:] == data[:5000] + b"X" + data[5001:]
 
 

@@ -36,10 +36,14 @@ class TouchedFiles(MemoryFiles):
     def __init__(self) -> None:
         super().__init__()
         self.touched: list[tuple[str, int, int]] = []
+        touched = self.touched
 
-    def advise(self, file: File, begin: int, end: int, advice: Advice) -> None:
-        if advice is Advice.WRITES:
-            self.touched.append((file.path, begin, end))
+        class TouchedFile(File):
+            def advise(self, begin: int, end: int, advice: Advice) -> None:
+                if advice is Advice.WRITES:
+                    touched.append((self.path, begin, end))
+
+        self._file_type = TouchedFile
 
 
 def io_error(call: str) -> StoreIOError:

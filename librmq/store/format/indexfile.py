@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from librmq.errors import ConfigError, CorruptionError, ReadOnlyError, StoreClosedError
 from librmq.files import Advice, Buffer, DiskFiles, File, Files
-from librmq.files.interface import used_end
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.closing import Closing
 from librmq.runtime.compiled_core import CORE
@@ -440,7 +439,7 @@ class IndexFile(Closing):
                 self.path, min(file.size, length), "size", f"expected {length} bytes, found {file.size}"
             )
         self._file = file
-        self._files.advise(file, self.entry_position(0), length, Advice.RANDOM_READS)
+        file.advise(self.entry_position(0), length, Advice.RANDOM_READS)
         if self._on_map:
             self._on_map(self)
 
@@ -451,9 +450,7 @@ class IndexFile(Closing):
     def release_pages(self, begin: int, end: int) -> None:
         """Release the pages of entries that were read in their order, from number ``begin`` to below ``end``."""
         if self._file is not None and not self.writable:
-            self._files.advise(
-                self._file, self.entry_position(begin), min(self.entry_position(end), self._file.size), Advice.NO_USE
-            )
+            self._file.advise(self.entry_position(begin), min(self.entry_position(end), self._file.size), Advice.NO_USE)
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -634,7 +631,7 @@ class IndexFile(Closing):
     def write_again(self) -> None:
         """Write the whole content again for `flush`, because the writer can have died before its own flush."""
         file = self.file
-        for at in range(0, min(file.size, self._files.data_end(file, 0)), _CHUNK):
+        for at in range(0, min(file.size, file.data_end()), _CHUNK):
             data = self._files.read(self.path, at, _CHUNK)
             if data.count(0) == len(data):
                 continue
@@ -645,10 +642,6 @@ class IndexFile(Closing):
                     file.buffer[at + begin : at + begin + len(page)] = page
         self._dirty = True
 
-    def used_end(self, begin: int, end: int) -> int:
-        """Return the position after the last byte from ``begin`` to ``end`` that is not zero; ``begin`` if none is."""
-        return used_end(self._files, self.file, begin, end)
-
     def note_unflushed(self) -> None:
         """Let the next `flush` flush what a killed process has written, too."""
         self._dirty = True
@@ -658,7 +651,7 @@ class IndexFile(Closing):
         if self._dirty:
             self._dirty = False
             file = self.file
-            self._files.advise(file, 0, file.size, Advice.NO_USE)  # any page of the slots can have been written
+            file.advise(0, file.size, Advice.NO_USE)  # any page of the slots can have been written
             try:
                 self._files.flush(file)
             except BaseException:

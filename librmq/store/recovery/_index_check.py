@@ -331,7 +331,7 @@ def find_flaw(file: IndexFile) -> tuple[int, str] | None:
 
 
 def _first_byte(file: IndexFile, begin: int, end: int) -> int | None:
-    end = file.used_end(begin, end)
+    end = file.file.used_end(begin, end)
     for at in range(begin, end, _CHUNK):
         block = file.file.buffer[at : min(end, at + _CHUNK)]
         used = block.lstrip(b"\0")

@@ -28,7 +28,7 @@ from librmq import commitlog_frames as frames
 from librmq.commitlog import CommitLog
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
 from librmq.files import Advice, Buffer, DiskFiles, File, Files
-from librmq.files.interface import copy_file, link_file, numbered_files, used_end
+from librmq.files.interface import copy_file, link_file, numbered_files
 from librmq.files.rolling import MappedFileQueue, file_name
 from librmq.message import StoredMessage, record
 from librmq.runtime.event_log import advance
@@ -127,12 +127,12 @@ class _Source:
     def end(self) -> int:
         return self.start + self.size
 
-    def items(self, files: Files, file: File) -> Iterator[tuple[int, int, bytes | str]]:
+    def items(self, file: File) -> Iterator[tuple[int, int, bytes | str]]:
         """Yield place, size and bytes of each record, and of each other stretch its description.
 
         Holes of the file are not read.
         """
-        buffer, data_end = file.buffer, min(files.data_end(file, 0), self.size)
+        buffer, data_end = file.buffer, min(file.data_end(), self.size)
         place, used = 0, -1
         while place < data_end:
             what = None
@@ -150,7 +150,7 @@ class _Source:
             except CorruptionError as error:
                 place, what = error.offset - self.start, error.what
             if used < 0:
-                used = used_end(files, file, place, self.size)
+                used = file.used_end(place, self.size)
             following = _find(buffer, place + 1, self.size, self.start, used)
             if what is not None:
                 end = max(place, used) if following is None else following
@@ -209,7 +209,7 @@ def records_at(path: str, files: Files, places: Iterable[int]) -> Iterator[Store
             file, released = files.open(source.path), 0
         begin = place - source.start
         if begin - released > _MOST_HELD:
-            files.advise(file, released, begin, Advice.NO_USE)
+            file.advise(released, begin, Advice.NO_USE)
             released = begin
         size = int.from_bytes(file.buffer[begin : begin + 4], "big")
         advance(size)
@@ -267,10 +267,10 @@ def _read(
     others = [
         (other, files.open(other.path)) for other in earlier if other.start < source.end and source.start < other.end
     ]
-    data_ends, released = [files.data_end(other, 0) for _, other in others], 0
-    for place, size, item in source.items(files, file):
+    data_ends, released = [other.data_end() for _, other in others], 0
+    for place, size, item in source.items(file):
         if place - released > _MOST_HELD:
-            files.advise(file, released, place, Advice.NO_USE)
+            file.advise(released, place, Advice.NO_USE)
             released = place
         physical_offset = source.start + place
         is_gap = isinstance(item, str)
@@ -383,5 +383,5 @@ def _copy(log: CommitLog, physical_offset: int, folder: str, files: Files) -> in
             # Full length, because the last record can end in zeros; zeros take no blocks.
             copy_file(files, file, target, begin=begin - start, end=end, size=start + log.file_size - begin)
         source = _Source(target, begin, start + log.file_size - begin)
-        count += sum(isinstance(item, bytes) for _, _, item in source.items(files, files.open(target)))
+        count += sum(isinstance(item, bytes) for _, _, item in source.items(files.open(target)))
     return count
