@@ -35,9 +35,8 @@ from librmq.store.format import directory
 from librmq.store.format.indexfile import IndexFile
 from librmq.store.format.log_paths import REMEDY
 from librmq.store.recovery import salvage
-from librmq.store.recovery._log_comparison import Reconciliation, Scope
+from librmq.store.recovery._log_comparison import Reconciliation, Scope, UncleanQueues
 from librmq.store.recovery._queue_check import GapError
-from librmq.store.recovery._unclean_queues import UncleanQueues
 from librmq.store.recovery.missing_files import lacking_queues, missing_keys
 
 # ---- plan
