@@ -176,11 +176,6 @@ def postorder(root: Node) -> Iterator[Node]:
             pending.extend((child, False) for child in reversed(below))
 
 
-def respan(node: Node, start: int, end: int) -> Node:
-    """Return the same node for a longer part of the expression."""
-    return replace(node, start=start, end=end)
-
-
 Dialect: TypeAlias = Literal["4.9", "5.3"]
 
 MAX_DEPTH: Final = 2000
@@ -470,11 +465,11 @@ class _Builder(Transformer[Any, Node]):
 
     def group(self, children: list[Any]) -> Node:
         left, node, right = children
-        return respan(node, left.start_pos, right.end_pos)
+        return replace(node, start=left.start_pos, end=right.end_pos)
 
     def plus(self, children: list[Any]) -> Node:
         sign, node = children
-        return respan(node, sign.start_pos, node.end)
+        return replace(node, start=sign.start_pos, end=node.end)
 
     def minus(self, children: list[Any]) -> Node:
         sign, node = children
