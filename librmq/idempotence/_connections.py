@@ -237,13 +237,13 @@ class Link:
 
 
 class _DriverLink(Link):
-    """A link to a connection of a DB-API driver."""
+    """A link to a connection of a DB-API driver, also to one of a SQLAlchemy engine's pool."""
 
     __slots__ = ("_cursor", "_driver", "_style")
 
     def __init__(self, connection: Any) -> None:
         # A link is made for each message: no call of a base, and a statement costs little more than the driver's own.
-        self.connection = connection
+        self.connection = connection = getattr(connection, "dbapi_connection", connection)
         self._is_explicit = False
         self._has_savepoint = False
         self._transaction = None
@@ -317,15 +317,6 @@ class _DriverLink(Link):
         return self._driver.needs_savepoint
 
 
-class _PooledLink(_DriverLink):
-    """A link to a connection of a SQLAlchemy engine's pool."""
-
-    __slots__ = ()
-
-    def __init__(self, connection: Any) -> None:
-        super().__init__(connection.dbapi_connection)
-
-
 class _AlchemyLink(Link):
     """A link to a SQLAlchemy ``Session`` or ``Connection``."""
 
@@ -339,11 +330,13 @@ class _AlchemyLink(Link):
 
     def begin(self) -> None:
         super().begin()
-        if not self.connection.in_transaction():
-            self.connection.begin()
+        self._begin_at_once()
 
     def begin_first(self) -> None:
         super().begin_first()
+        self._begin_at_once()
+
+    def _begin_at_once(self) -> None:
         if not self.connection.in_transaction():
             self.connection.begin()
 
@@ -484,9 +477,7 @@ def _kind(kind: Any) -> type[Link]:
         return _DjangoLink
     if hasattr(kind, "run_sync"):
         raise ConfigError(f"{kind.__name__} is asynchronous: expected `async with`, or a method for coroutines")
-    if hasattr(kind, "dbapi_connection"):
-        return _PooledLink
-    if any(module.startswith("sqlalchemy.") for module in modules):
+    if any(module.startswith("sqlalchemy.") for module in modules) and not hasattr(kind, "dbapi_connection"):
         return _AlchemyLink
     if iscoroutinefunction(getattr(kind, "close", None)):
         raise ConfigError(
