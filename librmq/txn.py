@@ -53,8 +53,8 @@ _log = EventLog("librmq.txn")
 
 _SAME_KEY: Final = 4096
 """The records of one id that a search reads: a client can send any number of halves with one id."""
-_IDS: Final = 1 << 15
-_IDS_AT_OPENING: Final = 1 << 12
+_IDS: Final = 1 << 15  # A producer repeats a send within seconds, so the oldest ids can go.
+_IDS_AT_OPENING: Final = 1 << 12  # The first half after an opening waits until these are read.
 _SYSTEM_ERROR: Final = 1
 _MESSAGE_ILLEGAL: Final = 13
 
@@ -465,7 +465,7 @@ class _RepeatedHalves:
             if unique_key not in places:
                 places[unique_key] = physical_offset
                 if len(places) > _IDS:
-                    del places[next(iter(places))]  # The oldest: a producer repeats a send within seconds.
+                    del places[next(iter(places))]
                 return None
             repeated = places.pop(unique_key)
             places[unique_key] = None

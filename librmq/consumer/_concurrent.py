@@ -135,8 +135,8 @@ RUN_S: Final = 0.001
 LOOK_MS: Final = 5
 """Time between two looks at a run, the interpreter's switch interval. A slow run is seen twice, or follows another that
 was seen."""
-EXPIRED_LEVEL: Final = 3
-MAX_EXPIRED: Final = 16
+EXPIRED_LEVEL: Final = 3  # A message that exceeds consume_timeout goes back with this level, as in 4.9.
+MAX_EXPIRED: Final = 16  # One round sends back no more of a queue, as in 4.9, because it keeps the lock.
 
 
 class Run(DeliveryCall):

@@ -46,8 +46,8 @@ R = TypeVar("R")
 REDELIVERY_MS: Final = 5_000
 """Pause before a message that no broker accepted back is delivered again."""
 MIN_SUSPENSION_MS: Final = 10
-MAX_SUSPENSION_MS: Final = 30_000
-_MAX_CAUSE: Final = 500
+MAX_SUSPENSION_MS: Final = 30_000  # Both limits are those of 4.9.
+_MAX_CAUSE: Final = 500  # The cause shares the room of a record's properties, 32,767 bytes, with those of the message.
 _MAX_KINDS: Final = 1_000
 
 

@@ -31,8 +31,8 @@ REOPENED_MS: Final = 3_000
 """In this time the members of a group have shared its queues out at a broker that was away."""
 AWAY_MS: Final = 2 * REOPENED_MS
 """After a pull that did not reach its broker: the time until the next pull, and then `REOPENED_MS`."""
-_LONGEST_FIRST_MS: Final = 60_000
-_CONCURRENT_TIMES: Final = 16
+_LONGEST_FIRST_MS: Final = 60_000  # No first time is planned further ahead than this.
+_CONCURRENT_TIMES: Final = 16  # This is the default of 4.9.
 
 _log = EventLog("librmq.consumer")
 

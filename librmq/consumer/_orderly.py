@@ -37,7 +37,7 @@ from librmq.protocol import LockQueues, MessageModel, UnlockQueues
 from librmq.runtime import Step
 
 WAIT_FOR_LISTENER_MS: Final = 1_000
-MAX_WITHOUT_REST_MS: Final = 60_000
+MAX_WITHOUT_REST_MS: Final = 60_000  # Then a queue that is never empty gives its thread to another, as in 4.9.
 REST_MS: Final = 10
 
 

@@ -229,7 +229,7 @@ def _upgrade(link: Link, kinds: Mapping[str, str], versions: str) -> dict[str, i
 
 LOCK_WAIT_S = 60.0
 """Time that an upgrade waits for another one."""
-_LOCK: Final = 8206115107
+_LOCK: Final = 8206115107  # PostgreSQL knows an advisory lock by a number, which no application should use by chance.
 _HOLDER: Final = {
     "postgresql": "SELECT activity.pid, application_name, client_addr, state, state_change FROM pg_locks held "
     "JOIN pg_stat_activity activity ON activity.pid = held.pid WHERE locktype = 'advisory' AND granted "

@@ -60,7 +60,7 @@ _LAST_DELAY_MS: Final = 60_000
 _WARN_AGAIN_MS: Final = 86_400_000
 _MOST_PROBLEMS: Final = 10_000
 _PURGE_INTERVAL_MS: Final = 60_000
-_MAX_BODY: Final = 4 << 20
+_MAX_BODY: Final = 4 << 20  # A broker would refuse a larger body at each try.
 _SENT: Final = frozenset({"SEND_OK", "OK"})
 
 

@@ -18,7 +18,7 @@ from librmq.store import MessageStore
 
 _log = EventLog("librmq.delay")
 
-_MAX_RECORDS: Final = 4096
+_MAX_RECORDS: Final = 4096  # A client can send any number of messages with one id, so a search has an end.
 _ROUTE_PROPERTIES: Final = (PropertyName.TIMER_ROLL_TIMES, PropertyName.REAL_TOPIC)
 """Properties that differ between records on different routes, such as the retries of two groups in one queue."""
 

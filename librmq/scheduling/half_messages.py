@@ -173,7 +173,7 @@ def _is_marked(bits: bytes | bytearray, at: int) -> bool:
 _OPS_READ: Final = 32
 _LOOK_AHEAD: Final = 1000
 """The halves that are examined for a producer that can be asked: this reads each of them, and is done in one turn."""
-_RESERVED_HOURS: Final = 72
+_RESERVED_HOURS: Final = 72  # This is the limit of 4.9.
 _MAX_UNCOUNTED: Final = 1 << 16
 """The copies that are remembered as not counted, so that a producer that stays away costs no more memory than this."""
 _MAX_INT: Final = (1 << 31) - 1

@@ -31,7 +31,7 @@ _log = EventLog("librmq.hops")
 
 HOP_GROUP: Final = "CID_SYSTEM_SCHEDULE_MSG"
 """The consumer group that has the proxy's progress."""
-_SAVE_EVERY_S: Final = 10
+_SAVE_EVERY_S: Final = 10  # After a crash the log is searched for copies of what was sent on since the last save.
 TARGET_MS: Final = "SCHEDULE_TARGET_MS"
 TARGET_TOPIC: Final = "SCHEDULE_TARGET_TOPIC"
 TARGET_QUEUE_ID: Final = "SCHEDULE_TARGET_QID"
