@@ -102,7 +102,7 @@ class DiskFile(File):
         if advice is Advice.WRITES:
             self._advise(begin - begin % mmap.PAGESIZE, end, _MADV_POPULATE_WRITE)
             return
-        begin += -begin % mmap.PAGESIZE  # the page before it may be in use
+        begin += -begin % mmap.PAGESIZE  # because the page before it may be in use
         if advice is Advice.RANDOM_READS:
             self._advise(begin, end, _MADV_RANDOM)
             return
@@ -622,7 +622,7 @@ def _make_folders(path: str) -> None:
         with suppress(FileExistsError):
             make_owned_folder(path)
         if not os.path.isdir(path):
-            os.mkdir(path)  # raises what is there instead
+            os.mkdir(path)  # this raises what is there instead
 
 
 def _set_length(descriptor: int, path: str, size: int) -> None:

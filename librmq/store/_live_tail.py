@@ -321,7 +321,7 @@ class LiveIndex(KeyIndex):
             try:
                 self._list = self._open_all()
                 return
-            except StoreIOError:  # deleted between listing and opening
+            except StoreIOError:  # it was deleted between listing and opening
                 if attempt >= ATTEMPTS:
                     raise
 
@@ -346,7 +346,7 @@ class LiveIndex(KeyIndex):
         if len(places) < max_results:
             try:
                 older = super().query(topic, key, begin_ms, end_ms, max_results)
-            except StoreIOError:  # a file that was deleted meanwhile
+            except StoreIOError:  # the file was deleted meanwhile
                 self.refresh()
                 older = super().query(topic, key, begin_ms, end_ms, max_results)
             places += [place for place in older if place not in places][: max_results - len(places)]
@@ -369,7 +369,7 @@ class FollowedParts:
         self._begin = log.begin
         self._walk_begin = (
             log.file_before(self._checkpoint.min_timestamp_ms) if has_abort(files, path) else log.third_last_file()
-        )  # the records before it reached the device
+        )  # because the records before it reached the device
 
     def _make_parts(self, queues: QueueTable, index: KeyIndex, open_queue: OpenQueue) -> None:
         self.parts = Parts(self._levels, self._log, queues, index, self._checkpoint, Dispatcher(index), open_queue, [])

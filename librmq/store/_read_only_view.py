@@ -347,7 +347,7 @@ class ReadOnlyView(StoreHandle):
         return StoreTimes(self.log, self._noted_order)
 
     def abandon(self, why: str) -> None:
-        # Without the guard: a signal handler that closes the view can have interrupted a refresh, which holds it.
+        # Take no guard, because a signal handler that closes the view can have interrupted a refresh, which holds it.
         with critical:
             if self.closed is None:
                 self.closed = why
@@ -438,7 +438,7 @@ class ReadOnlyView(StoreHandle):
         start = log.sequence.start_of(log.end)
         behind = None
         if start is not None:
-            with suppress(StoreIOError):  # deleted, which changes the listing
+            with suppress(StoreIOError):  # if the file is deleted, the listing shows it
                 at = log.end - start
                 behind = self.files.open(log.sequence.path(start)).buffer[at : at + GLANCE]
         return *self._read_marks(), behind

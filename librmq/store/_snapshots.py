@@ -45,14 +45,14 @@ from librmq.store.recovery import salvage
 from librmq.store.recovery.open import settle
 
 _PART: Final = ".part"
-_STILL_WRITTEN: Final = 2  # files of the log that a writer or its recovery can still change
+_STILL_WRITTEN: Final = 2  # a writer or its recovery can still change this many files at the end of the log
 _ATTEMPTS: Final = 10
 _MAKING_S: Final = 0.01
 _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timercheck")
 KEPT_CONFIG: Final = re.compile(r"(config|retention|settings)\.json")
 _OF_PLACES: Final = re.compile(r"(config|retention|settings|cancelled(-since)?|starts)\.json")
 """These and the tables with physical offsets, which a snapshot keeps."""
-_NOTE: Final = re.compile(r".*\.json")  # the notes of a Spark job whose records are in the log
+_NOTE: Final = re.compile(r".*\.json")  # these are notes of a Spark job whose records are in the log
 
 
 class Snapshot(NamedTuple):
@@ -108,7 +108,7 @@ def snapshot(
     keep_deleted = _is_whole(path, files)
     is_used = files.lock_holder(directory.lock_path(path)) is not None
     with growing_store(target, files) as part:
-        # Copied before the log's end is known, so that all messages behind progress and notes are in the log.
+        # Copy this before the log's end is known, so that all messages behind progress and notes are in the log.
         _copy_progress(path, part, files)
         if kind.value.startswith(directory.StoreKind.V5.value):
             _copy_files_of_5(path, part, kind, files)
@@ -232,7 +232,7 @@ def _folders_below(folder: str, files: Files) -> Iterator[str]:
 
 
 _OF_5: Final = (
-    directory.TIMERWHEEL,  # before its log, so that the wheel leads to nothing that the copy lacks
+    directory.TIMERWHEEL,  # it is copied before its log, so that it leads to nothing that the copy lacks
     directory.TIMERLOG,
     directory.COMPACTION,
     "brokerIdentity",
@@ -316,7 +316,7 @@ def _log_end(path: str, config: StoreConfig, files: Files, clock: Clock) -> int:
 def _walked_end(folder: str, config: StoreConfig, files: Files) -> int:
     with CommitLog.open(folder, config.commitlog_file_size, files=files, writable=False) as log:
         end = log.found_end.physical_offset
-        # Only up to the last data, because reading holes takes room in a file system that keeps files in memory.
+        # Search only up to the last data, because reading holes takes room in a file system that keeps files in memory.
         until = end + log.data_behind(end)
         following = salvage.find_record(log.sequence, end + max(log.unfinished_at(end), 1), until)
         if following is not None and log.walk(end).physical_offset == end:  # otherwise it was being written
@@ -342,7 +342,7 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
     size = config.commitlog_file_size
     starts = [int(entry.name) for entry in _listed(os.path.join(path, directory.COMMITLOG), files)]
     copied = linked = 0
-    # The newest first, because retention can delete the oldest, and a gap would be damage.
+    # Copy the newest first, because retention can delete the oldest, and a gap would be damage.
     for start in sorted((start for start in starts if start < end), reverse=True):
         name = os.path.join(directory.COMMITLOG, file_name(start))
         source, target = os.path.join(path, name), os.path.join(part, name)
@@ -426,7 +426,7 @@ def copy_config(
                 copy_config(path, part, files, name)
             continue
         if not entry.is_file:
-            continue  # not a file of a store
+            continue  # a store has no such file
         if (only is not None and not only.fullmatch(entry.name)) or (without and without.fullmatch(entry.name)):
             continue
         files.make_folder(os.path.join(part, folder))

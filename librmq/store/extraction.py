@@ -52,7 +52,7 @@ from librmq.store.recovery.open import settle, settle_copy
 from librmq.store.recovery.salvage import Gap
 
 _TIMER_CHECK: Final = re.compile("timercheck")
-_MAX_DIGITS: Final = 20  # digits of a queue offset
+_MAX_DIGITS: Final = 20  # a queue offset has no more
 _LONG: Final = struct.Struct(">q")
 _OTHER_PROPERTIES: Final = frozenset(
     (
@@ -240,7 +240,7 @@ class _Chosen:
 def _sound(path: str, files: Files, places: Collection[int] | None) -> Iterator[StoredMessage]:
     gap, is_killed = None, has_abort(files, path)
     for item in salvage.log_records(path, files, places):
-        is_end = is_killed and gap is None  # what a kill leaves, and a recovery cuts, if no record follows
+        is_end = is_killed and gap is None  # a recovery cuts what a kill leaves if no record follows
         if isinstance(item, Gap):
             gap = item
         if gap is not None and not (is_end and gap is item):

@@ -218,7 +218,7 @@ class KeyIndex(Closing):
             except StoreIOError:
                 if file in self._list:
                     raise
-                continue  # deleted meanwhile
+                continue  # the file was deleted meanwhile
             if header.begin_timestamp_ms < begin_ms or len(places) >= max_results:
                 break
         return places
@@ -282,7 +282,7 @@ class KeyIndex(Closing):
         if not records:
             return
         tail = self._room()
-        # 64 bits throughout: narrower arrays would overflow.
+        # All arrays have 64 bits, because narrower ones would overflow.
         places, stored, record_of_key, hashes = (
             np.ascontiguousarray(numbers, np.int64)
             for numbers in (physical_offsets, timestamps, record_of_key, key_hashes)
@@ -315,7 +315,7 @@ class KeyIndex(Closing):
         moment = min(max(self._now_ms(), 0), _LAST_MOMENT)
         if tail is None:
             make_folders(self._files, self.folder)
-        else:  # never before the others, because names define their order
+        else:  # a file is never made before the others, because names define their order
             moment = max(moment, (_moment(tail.name) or 0) + 1)
             if moment > _LAST_MOMENT:
                 raise CorruptionError(tail.path, 0, "name", "expected a name that leaves room for a later file")

@@ -89,9 +89,9 @@ _KNOWN: Final = frozenset((
 ))  # fmt: skip
 """Folders that hold no file of the log."""
 _QUEUE_IDS: Final = 1 << 31
-_INHERITED: Final = 7  # readable, writable, and a default for new topics
+_INHERITED: Final = 7  # the topic is readable, writable, and a default for new topics
 _MAX_FILE_SIZE: Final = 1 << 31
-_BLANK_SIZE: Final = 8  # bytes that stay behind the last record of a log file
+_BLANK_SIZE: Final = 8  # this many bytes stay behind the last record of a log file
 _MAX_SLOTS: Final = 1 << 29
 # This many queues, and this many files of a folder, suffice to find the length of files.
 _QUEUES_READ: Final = 64

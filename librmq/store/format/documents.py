@@ -72,8 +72,8 @@ def _folder_identity(path: str, files: Files) -> str | None:
     identity = identity_of(files, path)
     if identity is None:
         return None
-    # Without the number of the machine's start. A folder in the place of a deleted one can have its inode, for example
-    # when a backup is restored, but it has another generation.
+    # The number of the machine's start is left out. A folder in the place of a deleted one can have its inode, for
+    # example when a backup is restored, but it has another generation.
     start, _, place = identity.partition(":")
     generation = start.partition("/")[2]
     return f"{generation}:{place}" if generation else place
@@ -138,7 +138,7 @@ _KEPT: Final = dict.fromkeys(
 RETENTION: Final = ("max_total_size", "file_reserved_hours", "delete_when", "keep_unconsumed")
 """The settings of retention."""
 _OWN: Final = "made_by_librmq"
-_SMALLEST_LOG_FILE: Final = 256  # below any total size
+_SMALLEST_LOG_FILE: Final = 256  # it is below any total size
 _LIMITS: Final = ("max_total_size", "file_reserved_hours")
 
 

@@ -161,7 +161,7 @@ class IndexWriter:
 
     def put_many(self, buffer: Buffer, records: Iterable[tuple[int, int, Sequence[int]]]) -> None:
         """Add all keys of records, for which there is room; skip records before that of the last entry."""
-        # For a few records, without NumPy: literal sizes, locals, and no avoidable call.
+        # A few records are packed by literal sizes and locals, because the calls of NumPy would cost more.
         number = start = self.count
         begin_timestamp, begin_physical = self.begin_timestamp, self.begin_physical
         end_physical = self.end_physical
@@ -285,10 +285,10 @@ class IndexWriter:
         for number in range(start, max_entries):
             entry_hash, physical, seconds, previous = unpack_entry(buffer, position)
             if entry_hash < 0 or physical < self.end_physical or seconds < 0 or not 0 <= previous <= number:
-                break  # no remains of a write
+                break  # a write leaves no such remains
             slot = HEADER_SIZE + SLOT_SIZE * (entry_hash % self.max_slots)
             if not (entry_hash or physical or seconds or previous):
-                # Nothing, or the entry of hash 0 at the start of the log; its slot decides.
+                # There is nothing, or the entry of hash 0 at the start of the log; its slot decides.
                 (newest,) = _INT.unpack(buffer[slot : slot + SLOT_SIZE])
                 if newest < number:
                     break

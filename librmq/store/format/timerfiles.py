@@ -153,7 +153,7 @@ class TimerWheel:
                 wheels.append(WheelFile(name, position, int(last), None))
         return sorted(
             wheels, key=lambda wheel: (wheel.damage is not None, -wheel.last)
-        )  # keeps the wheel before snapshots
+        )  # the stable sort keeps the wheel before snapshots
 
     @staticmethod
     def snapshots_in(store: str, files: Files) -> list[int]:
@@ -377,7 +377,7 @@ class TimerLog:
             block_end = min(end - start, self._files.file_size)
             file = self._files.file_at(start)
             if file is None:
-                continue  # deleted, because its messages are deleted
+                continue  # the file is deleted, because its messages are
             buffer, at = file.buffer, 0
             while at + TimerLog.UNIT_SIZE <= block_end:
                 count = min(_UNITS_AT_ONCE, (block_end - at) // TimerLog.UNIT_SIZE)

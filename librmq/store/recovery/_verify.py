@@ -43,7 +43,7 @@ from librmq.store.recovery.missing_files import lacking_queues
 
 _T = TypeVar("_T")
 
-_PASSES: Final = 4  # for a store with a running writer
+_PASSES: Final = 4  # a running writer changes what is read
 
 UNKNOWABLE = (
     "only bodies have a checksum: changes in the flag, times, hosts, reconsume times, prepared offset and user "
@@ -160,7 +160,7 @@ class _StoreCheck:
         if log is None:
             return self._damages
         end = log.found_end
-        if end.damage is not None and log.walk(end.physical_offset).damage is not None:  # no running write
+        if end.damage is not None and log.walk(end.physical_offset).damage is not None:  # so it is no running write
             if not self._written or not log.unfinished_at(end.physical_offset):
                 self._add_damage(end.damage)
         else:

@@ -36,7 +36,7 @@ from librmq.store.format.directory import COMMITLOG, check_kind
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
 
 MANIFEST: Final = "manifest.json"
-_PART: Final = ".part"  # a cut that is being copied
+_PART: Final = ".part"  # a cut has it while it is copied
 _WITHOUT_RECORDS_KEPT: Final = 8
 _CUT_NAME: Final = re.compile(r"(\d{20})-(\d{1,19})")
 _MANIFEST_KINDS: Final = {"bytes": (int, NoneType), "records": (int, NoneType), "why": (str, NoneType)}
@@ -351,7 +351,7 @@ def keep_cut(path: str, log: CommitLog, physical_offset: int, size: int, why: st
             "cut_timestamp_ms": now_ms,
             "records": count,
         }
-        # The last file: writing it also flushes the names of the others.
+        # Write this file last, because that flushes the names of the others too.
         write_document(os.path.join(part, MANIFEST), files, manifest, indent=1)
         files.rename(part, folder)
         files.flush_folder(parent)
@@ -380,7 +380,7 @@ def _copy(log: CommitLog, physical_offset: int, folder: str, files: Files) -> in
         if begin == start > physical_offset and link_file(files, file.path, target):
             files.flush(file)
         else:
-            # Full length, because the last record can end in zeros; zeros take no blocks.
+            # Keep the full length, because the last record can end in zeros; zeros take no blocks.
             copy_file(files, file, target, begin=begin - start, end=end, size=start + log.file_size - begin)
         source = _Source(target, begin, start + log.file_size - begin)
         count += sum(isinstance(item, bytes) for _, _, item in source.items(files.open(target)))
