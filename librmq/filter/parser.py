@@ -465,11 +465,13 @@ class _Builder(Transformer[Any, Node]):
 
     def group(self, children: list[Any]) -> Node:
         left, node, right = children
-        return replace(node, start=left.start_pos, end=right.end_pos)
+        longer: Node = replace(node, start=left.start_pos, end=right.end_pos)
+        return longer
 
     def plus(self, children: list[Any]) -> Node:
         sign, node = children
-        return replace(node, start=sign.start_pos, end=node.end)
+        longer: Node = replace(node, start=sign.start_pos, end=node.end)
+        return longer
 
     def minus(self, children: list[Any]) -> Node:
         sign, node = children
