@@ -14,7 +14,17 @@ from itertools import islice
 from typing import Any, Final
 
 from librmq.console._group_parts import Members, causes, queues_in, queues_of_group, stacks
-from librmq.console._message_parts import BODY_SIZE, as_test, body_of, events_of, fields_of
+from librmq.console._messages import (
+    BODY_SIZE,
+    as_test,
+    body_of,
+    count_letters,
+    events_of,
+    fields_of,
+    newest_letters,
+    retention_of,
+    selected,
+)
 from librmq.console._place import Place
 from librmq.console._requested import (
     LETTERS,
@@ -25,9 +35,7 @@ from librmq.console._requested import (
     story_by_requests,
     waiting_by_requests,
 )
-from librmq.console._retention import retention_of
 from librmq.console._samples import Sample, Samples, line
-from librmq.console._search import count_letters, newest_letters, selected
 from librmq.console._tables import Cell, Fact, Page, Query, Table, count, group_link, link, message_link, topic_link
 from librmq.diagnosis import (
     Finding,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 from librmq.broker import AdministeredRoute
-from librmq.console._search import newest_letters, queue_backwards
+from librmq.console._messages import newest_letters, queue_backwards
 from librmq.diagnosis import Finding, Lag, PendingMessage, StoryEvent, View
 from librmq.diagnosis.deadletters import sum_up_causes
 from librmq.errors import BrokerError

@@ -1,4 +1,4 @@
-"""The messages of a topic that a page shows: the newest, of those that a form selects.
+"""Messages on a page: the newest of a topic that a form selects, how long the log keeps them, and the parts of one.
 
 A search reads backwards from the newest message, and stops after a number of messages or two seconds.
 """
@@ -6,24 +6,33 @@ A search reads backwards from the newest message, and stops after a number of me
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Final
 
 from librmq.console._place import Place
-from librmq.console._tables import Query
-from librmq.diagnosis import GivenUpMessage, StoreView, View
+from librmq.console._tables import Cell, Fact, Query, topic_link
+from librmq.diagnosis import GivenUpMessage, StoreView, StoryEvent, View
 from librmq.diagnosis.deadletters import given_up
-from librmq.errors import ConfigError
+from librmq.errors import ConfigError, RmqError
 from librmq.filter import SqlFilter, TagFilter
-from librmq.formatting import number
+from librmq.formatting import UNKNOWN, moment, number, size
 from librmq.message import StoredMessage, dead_letter_topic
+from librmq.store.format.directory import is_made_by_librmq
 from librmq.store.format.documents import letter_identity
 
 MESSAGES: Final = 25
 _LOOKED_AT: Final = 20_000
 """Messages that one search reads."""
 _SEARCH_S: Final = 2.0
+BODY_SIZE: Final = 64 << 10
+"""The most bytes of a body that are shown."""
+_MOODS: Final = {"dead": "bad", "given_up": "bad", "retried": "warn", "not_passed": "warn", "passed": "good"}
+
+
+# ---- messages of a topic
 
 
 def selected(place: Place, view: View[Any], topic: str, query: Query) -> tuple[list[StoredMessage], str]:
@@ -107,3 +116,89 @@ def _within(messages: Iterable[StoredMessage], since: int | None, until: int | N
 
 def _newest_first(messages: Iterable[StoredMessage]) -> list[StoredMessage]:
     return sorted(messages, key=lambda message: -message.store_timestamp_ms)[:MESSAGES]
+
+
+def retention_of(place: Place, view: View[Any]) -> Fact:
+    """Return what the log keeps, which is one for all topics; unknown where only a broker's own settings say it."""
+    if not isinstance(view, StoreView) and not place.has_log:
+        return Fact("kept", UNKNOWN, "the settings of the broker say it")
+    with nullcontext(view) if isinstance(view, StoreView) else place.log() as log:
+        store = log.store
+        if not log.is_live and not is_made_by_librmq(store.path, store.files):
+            return Fact("kept", UNKNOWN, "the settings of the broker say it")
+        config = store.config
+    hours, most = config.file_reserved_hours, config.max_total_size
+    limit = "no limit of size" if most is None else f"at most {size(most)} of log"
+    unread = "what a group has not consumed stays" if config.keep_unconsumed else "unconsumed messages go as well"
+    return Fact("kept", "at any age" if hours is None else f"{number(hours)} hours", f"{limit}; {unread}")
+
+
+# ---- one message
+
+
+def events_of(story: Iterable[StoryEvent]) -> list[list[Cell]]:
+    """Return the rows of a story."""
+    return [
+        [
+            Cell(moment(event.at_ms) if event.at_ms is not None else ""),
+            Cell(event.event, "", _MOODS.get(event.event, "")),
+            topic_link(event.topic),
+            Cell(f"{event.queue_id} / {event.queue_offset}" if event.queue_offset >= 0 else "", is_number=True),
+            Cell(event.group or ""),
+            Cell(event.note),
+        ]
+        for event in story
+    ]
+
+
+def body_of(message: StoredMessage, kind: str) -> Mapping[str, str]:
+    """Return the body as text, JSON or hexadecimal digits; it is never unpickled or run."""
+    try:
+        body = message.decompressed_body(BODY_SIZE)
+    except RmqError as error:
+        return {"kind": "unreadable", "text": str(error)}
+    cut = body[:BODY_SIZE]
+    if kind != "hex":
+        try:
+            if kind != "text":
+                return {"kind": "JSON", "text": _indented(message)}
+        except (RmqError, ValueError, RecursionError):
+            pass
+        try:
+            return {"kind": "text", "text": cut.decode("utf-8")}
+        except UnicodeDecodeError:
+            pass
+    return {"kind": "hex", "text": cut[:4096].hex(" ", -4)}
+
+
+def fields_of(message: StoredMessage) -> list[list[Cell]]:
+    values = {
+        "queue / offset": f"{message.queue_id} / {message.queue_offset}",
+        "physical offset": number(message.physical_offset),
+        "offset id": message.offset_id,
+        "unique id": message.unique_key or "none",
+        "born": f"{moment(message.born_timestamp_ms)} at {message.born_host[0]}",
+        "flag": str(message.flag),
+    }
+    return [[Cell(name), Cell(value)] for name, value in values.items()]
+
+
+def _indented(message: StoredMessage) -> str:
+    if len(message.stored_body) > BODY_SIZE:
+        raise ValueError("too long to be laid out")
+    return json.dumps(message.json(), indent=2, ensure_ascii=False)[:BODY_SIZE]
+
+
+def as_test(message: StoredMessage) -> str:
+    """Return the lines that make a test begin with a message like this one."""
+    body = message.decompressed_body(BODY_SIZE)
+    own = {
+        name: value
+        for name, value in message.properties.items()
+        if name not in ("TAGS", "KEYS", "UNIQ_KEY", "WAIT", "CLUSTER") and name.islower()
+    }
+    arguments = [repr(message.topic), repr(body[:2048])]
+    arguments += [f"tags={message.tags!r}"] if message.tags else []
+    arguments += [f"keys={' '.join(message.keys)!r}"] if message.keys else []
+    arguments += [f"properties={own!r}"] if own else []
+    return f"def test_this_message(rmq):\n    rmq.producer().send({', '.join(arguments)})\n    rmq.advance(seconds=1)"
