@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -11,6 +12,7 @@ UNKNOWN: Final = "unknown"
 NAMED: Final = 20
 """The most queues, or ranges of queue ids, that a text names."""
 
+_OPTION: Final = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 _DURATIONS: Final = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
@@ -103,3 +105,14 @@ def visible(text: str) -> str:
     return "".join(
         character if unicodedata.category(character)[0] != "C" else f"\\u{ord(character):04x}" for character in text
     )
+
+
+def options_unbroken(text: str) -> str:
+    """Return ``text`` as HTML with a span around each option of a command, such as ``--group``.
+
+    A browser would break a line behind the dashes. The class ``option``, which each style sheet has, forbids it. A
+    character that only forbids the break would be copied with the command.
+    """
+    from html import escape  # loads all names of characters, which commands do without
+
+    return _OPTION.sub(r'<span class="option">\g<0></span>', escape(text))

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 from urllib.parse import parse_qsl, quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -25,7 +26,7 @@ from librmq.console._place import Place
 from librmq.console._requested import LETTERS
 from librmq.console._tables import Moment, Page, Query, at_moment
 from librmq.errors import BrokerUnreachableError, RmqError
-from librmq.formatting import visible
+from librmq.formatting import options_unbroken, visible
 from librmq.runtime.event_log import EventLog
 
 _log = EventLog("librmq.console")
@@ -90,6 +91,7 @@ def _templates() -> dict[str, Template]:
         lstrip_blocks=True,
     )
     environment.filters["at_moment"] = at_moment
+    environment.filters["options"] = lambda text: Markup(options_unbroken(text))
     return {name: environment.get_template(name) for name in environment.list_templates(extensions=["j2"])}
 
 

@@ -13,7 +13,7 @@ from librmq import Broker, ManualRunner, Message, Producer, share
 from librmq.console import console
 from librmq.diagnosis import skipped
 from tests.cli.stand import Shell
-from tests.console.pages import OWN, Asked, facts, shop
+from tests.console.pages import OWN, Asked, cells, facts, shop
 
 
 @pytest.fixture
@@ -160,9 +160,9 @@ def test_a_given_up_half_is_decided(tmp_path: Path, decision: str) -> None:
 def test_the_named_command_does_the_same(broker: Broker, runner: ManualRunner, shell: Shell) -> None:
     shop(broker, runner)
     page = Asked(console(broker, allow_changes=True)).page("/change?what=reset&group=billing&topic=orders&to=end")
-    (command,) = re.findall("<code>librmq (.*?)</code>", page)
+    (command,) = cells(page, "code")
     broker.close()
-    answer = shell(*command.split())
+    answer = shell(*command.split()[1:])
     assert (answer.status, [row["after"] for row in answer.rows]) == (0, [4, 4])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from librmq.diagnosis import (
     render_page,
     report,
 )
+from librmq.diagnosis.survey.model import ReportedFinding
 from librmq.errors import ConfigError, InputError
 from librmq.store import snapshot
 from librmq.store.format.broker_tables import BrokerTables
@@ -348,6 +350,16 @@ def test_hostile_names_do_no_harm(tmp_path: Path) -> None:
     assert html.count("\\u202e\\u001b[2J") >= 8
     assert "消息" in html
     Html(html)
+
+
+def test_a_browser_breaks_no_line_within_an_option(tmp_path: Path) -> None:
+    step = "Plan with librmq whatif A-B --group <g-1> --handler TIME, or kill -CONT 7."
+    finding = ReportedFinding("store", "lag", "warning", "group g", "It waits.", {}, step)
+    html = render_page(replace(report(made(tmp_path / "store")), findings=(finding,)))
+    assert re.findall('<span class="option">(.*?)</span>', html) == ["--group", "--handler", "-CONT"]
+    assert ".option { white-space: nowrap }" in html
+    page = Html(html)
+    assert step in "".join(page.texts)
 
 
 def test_the_page_needs_nothing_and_tells_each_plot(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 from librmq.diagnosis._findings import grouped
 from librmq.diagnosis.survey.model import Comparison, Report, ReportedFinding, compare
 from librmq.errors import MissingExtraError
-from librmq.formatting import duration, moment, number, size, visible
+from librmq.formatting import duration, moment, number, options_unbroken, size, visible
 from librmq.runtime.event_log import counted
 
 
@@ -59,6 +59,7 @@ def render_page(report: Report, earlier: Report | None = None) -> str:
     """
     require()
     from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
 
     from librmq.diagnosis.survey._plots import WIDE  # plots need the extra
     from librmq.diagnosis.survey._sections import sections
@@ -67,6 +68,7 @@ def render_page(report: Report, earlier: Report | None = None) -> str:
     every = list(sections(report, comparison))
     folder = files("librmq.diagnosis.survey")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["options"] = lambda text: Markup(options_unbroken(text))
     template = environment.from_string((folder / "page.html.j2").read_text("utf-8"))
     html = template.render(
         style=(folder / "page.css").read_text("utf-8"),
