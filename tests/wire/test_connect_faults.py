@@ -256,6 +256,10 @@ def test_answers_without_a_meaning_are_client_errors() -> None:
         (lambda route: route.find_by_key("orders", "k"), b"no records"),
         (lambda route: route.topics(), b'{"topicConfigTable":{"t":{"perm":6}}}'),
         (lambda route: route.groups(), b'{"subscriptionGroupTable":{"g":{}}}'),
+        (lambda route: route.consumer_offsets("g", "t"), b'{"offsetTable":{"t@g":{"first":7}}}'),
+        (lambda route: route.consumer_offsets("g", "t"), b'{"offsetTable":{"t@g":{0:"7"}}}'),
+        (lambda route: route.broker("fake").tables("none"), b'{"offsetTable":[7]}'),
+        (lambda route: route.broker("fake").tables("none"), b'{"offsetTable":{"first":7}}'),
         (
             lambda route: route.queues("t"),
             b'{"offsetTable":{{"brokerName":"b","queueId":0,"topic":"t"}:7}}',

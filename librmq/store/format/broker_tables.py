@@ -169,14 +169,14 @@ class BrokerTables:
         self,
         topics: Mapping[str, Any],
         groups: Mapping[str, Any],
-        offsets: Mapping[str, Any],
-        delays: Mapping[Any, int],
+        offsets: Mapping[str, Mapping[int, int]],
+        delays: Mapping[int, int],
     ) -> None:
         """Take the rows that the broker of a store has now, in place of those that it has saved."""
         self.topics.replace(topics)
         self.groups.replace(groups)
-        self.offsets.replace({key: {int(queue_id): at for queue_id, at in row.items()} for key, row in offsets.items()})
-        self.delays.replace({int(level): at for level, at in delays.items()})
+        self.offsets.replace(offsets)
+        self.delays.replace(delays)
         self.topics.is_new = False
         self.offsets.is_stored = self.delays.is_stored = True  # the broker's answers, before its first save too
 

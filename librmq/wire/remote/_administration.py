@@ -168,8 +168,7 @@ def _describe_progress(broker: RemoteBroker, request: DescribeProgress) -> dict[
 
 
 def _offsets_of(broker: RemoteBroker, request: ConsumerOffsetsOf) -> dict[int, int]:
-    row = broker.all_offsets().get(f"{request.topic}@{request.group}", {})
-    return {int(queue_id): queue_offset for queue_id, queue_offset in row.items()}
+    return broker.all_offsets().get(f"{request.topic}@{request.group}", {})
 
 
 def _save_progress(broker: RemoteBroker) -> None:

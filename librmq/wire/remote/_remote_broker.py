@@ -75,7 +75,7 @@ from librmq.wire.remote._connection import Transport
 from librmq.wire.remote._connections import Connections
 from librmq.wire.remote._consumer_requests import HeldReceives, LongPulls
 from librmq.wire.remote._pop_receives import PopReceives
-from librmq.wire.remoting._bodies import group_clients_of, read_body, table_in
+from librmq.wire.remoting._bodies import group_clients_of, numbers_in, read_body, table_in
 from librmq.wire.remoting._codec import FORMS, SentFrame, check, frame_of, heartbeat_frame, read_sent, send_frame
 from librmq.wire.remoting._frames import Frame, version_name
 from librmq.wire.remoting._headers import (
@@ -592,9 +592,9 @@ class RemoteBroker(Endpoint):
             frame_of(RequestCode.GET_ALL_TOPIC_CONFIG), "the topics", partial(table_in, name="topicConfigTable")
         )
         asked = frame_of(RequestCode.GET_ALL_DELAY_OFFSET)
-        delays = self.read(asked, "the progress of delay levels", lambda body: table_in({"": body}, ""))
+        delays = self.read(asked, "the progress of delay levels", partial(numbers_in, name="offsetTable"))
         tables = BrokerTables.open(folder)
-        tables.take(topics, self.group_rows(), self.all_offsets(), delays.get("offsetTable", {}))
+        tables.take(topics, self.group_rows(), self.all_offsets(), delays)
         return tables
 
     def group_rows(self) -> Rows:
@@ -602,10 +602,14 @@ class RemoteBroker(Endpoint):
         frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
         return self.read(frame, "the groups", partial(table_in, name="subscriptionGroupTable"))
 
-    def all_offsets(self) -> Rows:
-        """Return the rows of the progress of all groups, by ``topic@group``."""
-        frame = frame_of(RequestCode.GET_ALL_CONSUMER_OFFSET)
-        return self.read(frame, "the progress of all groups", partial(table_in, name="offsetTable"))
+    def all_offsets(self) -> dict[str, dict[int, int]]:
+        """Return the progress of all groups: a queue offset for each queue, by ``topic@group``."""
+
+        def parse(body: Mapping[str, Any]) -> dict[str, dict[int, int]]:
+            rows = table_in(body, "offsetTable")
+            return {key: numbers_in(rows, key) for key in rows}
+
+        return self.read(frame_of(RequestCode.GET_ALL_CONSUMER_OFFSET), "the progress of all groups", parse)
 
     def request(self, frame: Frame) -> Frame:
         """Send a request of the route itself, not of a client, and return its answer.

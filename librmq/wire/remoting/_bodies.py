@@ -192,6 +192,18 @@ def table_in(body: Mapping[str, Any], name: str) -> dict[str, Mapping[str, Any]]
     return {str(key): row for key, row in rows.items()}
 
 
+def numbers_in(body: Mapping[str, Any], name: str) -> dict[int, int]:
+    """Return the numbers of a table in an object, by the number that each has as its key; none if it is missing.
+
+    Raises:
+        MalformedError: It is something else.
+    """
+    rows = body.get(name) or {}
+    if not isinstance(rows, dict) or not all(str(key).isdecimal() and type(row) is int for key, row in rows.items()):
+        raise MalformedError(f"{name}: expected an object of numbers by number, found {rows!r:.80}")
+    return {int(key): number for key, number in rows.items()}
+
+
 # ---- queues
 
 
