@@ -13,12 +13,12 @@ from itertools import islice
 from typing import Any, Final
 
 from librmq.console._place import Place
-from librmq.console._tables import Cell, Fact, Query, topic_link
+from librmq.console._tables import Cell, Fact, Query, Table, message_link, topic_link
 from librmq.diagnosis import GivenUpMessage, StoreView, StoryEvent, View
 from librmq.diagnosis.deadletters import given_up
 from librmq.errors import ConfigError, RmqError
 from librmq.filter import SqlFilter, TagFilter
-from librmq.formatting import UNKNOWN, moment, number, size
+from librmq.formatting import UNKNOWN, moment, number, short, size
 from librmq.message import StoredMessage, dead_letter_topic
 from librmq.store.format.directory import is_made_by_librmq
 from librmq.store.format.documents import letter_identity
@@ -70,11 +70,6 @@ def selected(place: Place, view: View[Any], topic: str, query: Query) -> tuple[l
     return found, note
 
 
-def count_letters(view: View[Any], group: str) -> int:
-    """Return the number of a group's dead letters."""
-    return sum(map(len, view.queues(dead_letter_topic(group)).values()))
-
-
 def newest_letters(view: View[Any], group: str, most: int) -> list[tuple[StoredMessage, GivenUpMessage]]:
     """Return the newest dead letters of a group, the last one first."""
     times, newest = view.resent_times, islice(_backwards(view, dead_letter_topic(group), most), most)
@@ -116,6 +111,30 @@ def _within(messages: Iterable[StoredMessage], since: int | None, until: int | N
 
 def _newest_first(messages: Iterable[StoredMessage]) -> list[StoredMessage]:
     return sorted(messages, key=lambda message: -message.store_timestamp_ms)[:MESSAGES]
+
+
+def messages_table(messages: Iterable[StoredMessage], note: str, *, bodies: bool) -> Table:
+    """Return a table of messages, which shows the beginnings of their bodies, or their sizes without ``bodies``."""
+    rows = [
+        [
+            Cell(moment(message.store_timestamp_ms)),
+            Cell(short(message.message_id, 40), message_link(message)),
+            Cell(f"{message.queue_id} / {message.queue_offset}", is_number=True),
+            Cell(message.tags or ""),
+            Cell(short(" ".join(message.keys), 60)),
+            Cell(_preview(message) if bodies else size(message.size)),
+        ]
+        for message in messages
+    ]
+    columns = ("stored", "id", "queue / offset", "tag", "keys", "body" if bodies else "size")
+    return Table("Messages", columns, rows, note, "No message here.")
+
+
+def _preview(message: StoredMessage) -> str:
+    try:
+        return short(message.decompressed_body(BODY_SIZE)[:256].decode("utf-8"), 60)
+    except (RmqError, UnicodeDecodeError):
+        return size(message.size)
 
 
 def retention_of(place: Place, view: View[Any]) -> Fact:

@@ -15,12 +15,11 @@ from typing import Any, Final
 
 from librmq.console._group_parts import Members, causes, queues_in, queues_of_group, stacks
 from librmq.console._messages import (
-    BODY_SIZE,
     as_test,
     body_of,
-    count_letters,
     events_of,
     fields_of,
+    messages_table,
     newest_letters,
     retention_of,
     selected,
@@ -52,8 +51,8 @@ from librmq.diagnosis import (
 from librmq.diagnosis import lag as lag_of
 from librmq.diagnosis.deadletters import sum_up_causes
 from librmq.diagnosis.disk_use import disk_use
-from librmq.diagnosis.view import topic_summaries
-from librmq.errors import ConfigError, RmqError
+from librmq.diagnosis.view import count_dead_letters, topic_summaries
+from librmq.errors import ConfigError
 from librmq.formatting import UNKNOWN, duration, moment, number, rate, short, size
 from librmq.message import StoredMessage
 from librmq.message.topics import is_own_group, kind_of_topic
@@ -109,7 +108,7 @@ class Pages:
             ends = {topic: sum(ids.stop for ids in queues) for topic, queues in ranges.items()}
             lags = {group.group: group.lag for group in progress.by_group()}
             samples.add(_sample(now_ms, ends, progress, {group: lags.get(group, 0) for group in shown}))
-            letters = {group: count_letters(view, group) for group in shown}
+            letters = {group: count_dead_letters(view, group) for group in shown}
             messages = sum(len(ids) for queues in ranges.values() for ids in queues)
             log = view if isinstance(view, StoreView) else None
             disk = [] if is_past else self._disk(log)
@@ -327,7 +326,7 @@ class Pages:
                 Fact("stored", *self._rate(self._samples_at(query).stored_per_s(topic), query)),
             ],
             [
-                self._message_table(messages, note),
+                messages_table(messages, note, bodies=self.bodies),
                 Table("Queues", columns, rows, left),
                 *(
                     [Table("Groups", ("group",), [[group_link(group)] for group in groups], nothing="No group yet.")]
@@ -339,29 +338,6 @@ class Pages:
             more={"query": {name: query.text(name) for name in ("key", "tag", "sql", "since", "until")}},
         )
 
-    def _message_table(self, messages: Iterable[StoredMessage], note: str = "", title: str = "Messages") -> Table:
-        rows = [
-            [
-                Cell(moment(message.store_timestamp_ms)),
-                Cell(short(message.message_id, 40), message_link(message)),
-                Cell(f"{message.queue_id} / {message.queue_offset}", is_number=True),
-                Cell(message.tags or ""),
-                Cell(short(" ".join(message.keys), 60)),
-                Cell(self._preview(message)),
-            ]
-            for message in messages
-        ]
-        columns = ("stored", "id", "queue / offset", "tag", "keys", "body" if self.bodies else "size")
-        return Table(title, columns, rows, note, "No message here.")
-
-    def _preview(self, message: StoredMessage) -> str:
-        if not self.bodies:
-            return size(message.size)
-        try:
-            return short(message.decompressed_body(BODY_SIZE)[:256].decode("utf-8"), 60)
-        except (RmqError, UnicodeDecodeError):
-            return size(message.size)
-
     # ---- groups
 
     def groups(self, query: Query) -> Page:
@@ -371,7 +347,7 @@ class Pages:
             names = [group for group in view.groups if words in group.lower() and not is_own_group(group)]
             shown = names[begin : begin + ROWS]
             progress = {row.group: row for row in lag_of(view, group=shown, includes_own=False).by_group()}
-            letters = {group: count_letters(view, group) for group in shown}
+            letters = {group: count_dead_letters(view, group) for group in shown}
             now_ms = view.now_ms if isinstance(view, StoreView) else query.clock.now_ms()
         rows = []
         for group in shown:
@@ -399,7 +375,7 @@ class Pages:
             progress = lag_of(view, group=group, includes_own=False)
             rows = list(islice(queues_in(progress), 10 * ROWS))
             letters = [letter for _, letter in newest_letters(view, group, LETTERS)]
-            dead = count_letters(view, group)
+            dead = count_dead_letters(view, group)
             topics = sorted({row.topic for _, row in rows})
             held = []
             if isinstance(view, StoreView) and view.is_live:
@@ -426,7 +402,7 @@ class Pages:
         group, chooses = query.required("group"), self.allow_changes and query.at_ms is None
         with self.place.view(query.at_ms) as view:
             found = newest_letters(view, group, LETTERS)
-            every = count_letters(view, group)
+            every = count_dead_letters(view, group)
         rows = []
         for message, letter in found:
             resent = "" if letter.resent_at_ms is None else moment(letter.resent_at_ms)

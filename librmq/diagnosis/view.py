@@ -26,7 +26,7 @@ from librmq.config import wrong_kind
 from librmq.errors import BrokerError, CorruptionError
 from librmq.files import DiskFiles, Files
 from librmq.java.json import NumberColumns
-from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue, StoredMessage
+from librmq.message import DEFAULT_LEVELS, DelayLevels, MessageQueue, StoredMessage, dead_letter_topic
 from librmq.message.lag import queue_lag
 from librmq.message.properties import PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix, group_of_retries, is_own_group, is_user_topic, kind_of_topic
@@ -190,8 +190,12 @@ def group_summaries(view: View[Any], *, includes_own: bool) -> Iterator[GroupSum
                 for queues in topics.values()
                 for progress in queues.values()
             )
-            letters = sum(map(len, view.queues(TopicPrefix.DEAD_LETTER + group).values()))
-            yield GroupSummary(group, list(topics), lag if topics else None, letters)
+            yield GroupSummary(group, list(topics), lag if topics else None, count_dead_letters(view, group))
+
+
+def count_dead_letters(view: View[Any], group: str) -> int:
+    """Return the number of messages in a group's topic of dead letters."""
+    return sum(map(len, view.queues(dead_letter_topic(group)).values()))
 
 
 class StoreView(Closing):

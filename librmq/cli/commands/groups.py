@@ -27,8 +27,9 @@ from librmq.cli._stores import (
     view_of,
 )
 from librmq.clock import SystemClock
-from librmq.diagnosis import GroupRate, Lag, StoreView, TopicProgress, View, deadletters
+from librmq.diagnosis import GivenUpMessage, GroupRate, Lag, StoreView, TopicProgress, View
 from librmq.diagnosis import lag as lag_of
+from librmq.diagnosis.deadletters import letters_by_queue, sum_up_causes
 from librmq.diagnosis.view import group_summaries
 from librmq.errors import CorruptionError, InputError
 from librmq.files import DiskFiles
@@ -396,13 +397,9 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
         raise InputError("--dry-run belongs to --resend: a list changes nothing")
     is_selected = _selection(arguments)
     with open_source(arguments) as view:
-        selected = [
-            row
-            for row in deadletters.letters_by_queue(view, arguments.group, view.resent_times)
-            if is_selected(row[-1])
-        ]
+        selected = [row for row in letters_by_queue(view, arguments.group, view.resent_times) if is_selected(row[-1])]
         if arguments.causes:
-            causes = deadletters.sum_up_causes(letter for *_, letter in selected)
+            causes = sum_up_causes(letter for *_, letter in selected)
             output.rows_of(causes)
         else:
             output.rows_of(named(view.broker_name(queue), letter._asdict()) for queue, _, letter in selected)
@@ -411,7 +408,7 @@ def dead_letters(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _selection(arguments: argparse.Namespace) -> Callable[[deadletters.GivenUpMessage], bool]:
+def _selection(arguments: argparse.Namespace) -> Callable[[GivenUpMessage], bool]:
     """Return the function that decides whether the options select a dead letter."""
     since_ms = None
     if arguments.since is not None:
@@ -442,7 +439,7 @@ def _resend(arguments: argparse.Namespace, output: Output) -> int:
         unsent = set(chain.from_iterable(by_broker.values()))
         if unknown:
             complain("note: " + UNKNOWN_RESENDS % {"group": group, "letters": unknown})
-        letters = list(deadletters.letters_by_queue(view, group, view.resent_times))
+        letters = list(letters_by_queue(view, group, view.resent_times))
         if only_unsent and (count := len({letter_identity(message) for _, message, _ in letters} - noted - unsent)):
             complain(f"note: an ended process had sent {count:,} dead letters without a note; they count as sent now")
         selected = [row for row in letters if is_selected(row[-1])]
