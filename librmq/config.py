@@ -241,9 +241,7 @@ def _defaults(kind: Any) -> object:  # noqa: ANN401 a class, which is hashable
     return kind()
 
 
-@lru_cache(maxsize=64)
-def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:  # noqa: ANN401 a class, which is hashable
-    return dataclasses.fields(kind)
+_fields = lru_cache(maxsize=64)(dataclasses.fields)
 
 
 @lru_cache(maxsize=64)

@@ -437,11 +437,8 @@ class AdministeredRoute(Route, Closing):
         return self._messages(topic)
 
     def _messages(self, topic: str) -> Iterator[StoredMessage]:
-        return self._merged(topic)
-
-    def _merged(self, *topics: str) -> Iterator[StoredMessage]:
         parts: dict[str, list[Iterator[StoredMessage]]] = {}
-        for queue, bounds in (row for topic in topics for row in self.queues(topic).items()):
+        for queue, bounds in self.queues(topic).items():
             parts.setdefault(queue.broker_name, []).append(
                 self.messages_in(queue, range(bounds.min_offset, bounds.max_offset))
             )

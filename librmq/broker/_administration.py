@@ -204,7 +204,7 @@ class Administration:
         self._groups.delete(request.group)
         if request.removes_progress:
             self._offsets.drop_group(request.group)
-            self._offsets.save()
+            self._offsets.saving.save()
 
     def view_message(self, request: ViewMessage) -> StoredMessage | None:
         """Return the message at a physical offset."""
@@ -264,7 +264,7 @@ class Progress:
             {
                 MoveGroup: self.moved,
                 ResetGroup: self.reset,
-                SaveProgress: lambda request: self._offsets.save(),
+                SaveProgress: lambda request: self._offsets.saving.save(),
             },
         )
 
@@ -407,7 +407,7 @@ class Progress:
         self._clients.notify_group(group, ResetOffsets(group, topic, by_queue), except_for)
         for queue_id, queue_offset in offsets.items():
             self._offsets.set_consumer_offset(topic, group, queue_id, queue_offset)
-        self._offsets.save()  # a person is told that the group has moved, which a kill must not undo
+        self._offsets.saving.save()  # a person is told that the group has moved, which a kill must not undo
         for hook in self.reset_hooks:
             hook(group, topic)
 

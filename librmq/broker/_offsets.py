@@ -38,7 +38,8 @@ class GroupOffsets:
         """``table`` has the rows of ``consumerOffset.json``, and ``saving`` saves it; ``starts`` has the marks."""
         self._table = table
         table.rows  # noqa: B018 (makes them, before several threads ask for them)
-        self._saving = saving
+        self.saving = saving
+        """Saves the progress, which is durable when a later `TableWriter.write` returns."""
         self._starts = starts
         self._save_starts = save_starts
         self.moved_back = set[tuple[str, str]]()
@@ -99,8 +100,8 @@ class GroupOffsets:
             )
         row[queue_id] = queue_offset
         self._table.revision += 1
-        if not self._saving.has_changed:
-            self._saving.save_soon()
+        if not self.saving.has_changed:
+            self.saving.save_soon()
 
     def advance_consumer_offset(self, topic: str, group: str, queue_id: int, queue_offset: int) -> None:
         """Store the queue offset that comes with a group's pull, unless a later one is stored.
@@ -111,10 +112,6 @@ class GroupOffsets:
         if queue_offset > self.of_topic(group, topic).get(queue_id, -1):
             self.set_consumer_offset(topic, group, queue_id, queue_offset)
 
-    def save(self) -> None:
-        """Save the progress, if it has changed; it is durable when a later `TableWriter.write` returns."""
-        self._saving.save()
-
     def is_started(self, group: str, topic: str) -> bool:
         """Return whether ``start_at`` has moved a group in a topic."""
         return topic in self._starts.rows.get(group, {})
@@ -124,7 +121,7 @@ class GroupOffsets:
 
         A kill between the two moves the group again, to where it has not begun yet.
         """
-        self.save()
+        self.saving.save()
         self._starts.rows.setdefault(group, {})[topic] = now_ms
         self.starts_version += 1
         self._save_starts()
@@ -132,7 +129,7 @@ class GroupOffsets:
     def copy_starts(self, starts: Mapping[str, Mapping[str, int]]) -> None:
         """Replace the marks by a master's, after the progress that was merged."""
         if self._starts.replace({group: dict(row) for group, row in starts.items()}):
-            self.save()
+            self.saving.save()
             self._save_starts()
 
     def merge(self, rows: Mapping[str, Mapping[int, int]]) -> None:
@@ -143,7 +140,7 @@ class GroupOffsets:
                     self._rows.pop((names[1], names[0]), None)
                 self._table.rows[name] = dict(row)
                 self._table.revision += 1
-                self._saving.save_soon()
+                self.saving.save_soon()
 
     def delete_queue(self, topic: str, queue_id: int) -> None:
         """Delete the groups' progress in a deleted queue."""
@@ -151,7 +148,7 @@ class GroupOffsets:
             row = self._table.rows[f"{topic}@{group}"]
             if row.pop(queue_id, None) is not None:
                 self._table.revision += 1
-                self._saving.save_soon()
+                self.saving.save_soon()
             if not row:
                 self._table.remove(f"{topic}@{group}")
                 self._rows.pop((group, topic), None)
@@ -161,7 +158,7 @@ class GroupOffsets:
         for topic in self.topics(group):
             self._table.remove(f"{topic}@{group}")
             self._rows.pop((group, topic), None)
-            self._saving.save_soon()
+            self.saving.save_soon()
         if group in self._starts.rows:
             self._starts.remove(group)
             self._save_starts()

@@ -123,7 +123,7 @@ class Program:
     def __init__(self, module: str, *words: object) -> None:
         """Start it."""
         with critical:  # a program that runs is noted, also if Ctrl-C comes before its `with` block
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, *map(str, words)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -132,7 +132,7 @@ class Program:
                 encoding="utf-8",
                 start_new_session=True,  # Ctrl-C reaches only this process, which then ends the program
             )
-            _running.add(self._process)
+            _running.add(self.process)
 
     def __enter__(self) -> Self:
         return self
@@ -140,18 +140,14 @@ class Program:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.kill()
-        self._process.communicate()
-        _running.discard(self._process)
+        self.process.kill()
+        self.process.communicate()
+        _running.discard(self.process)
 
     def lines(self) -> Iterator[str]:
         """Yield the whole lines that it prints, without their ends, until it has ended."""
-        assert self._process.stdout is not None
-        return (line[:-1] for line in self._process.stdout if line.endswith("\n"))
-
-    def kill(self) -> None:
-        """Kill it by ``kill -9``."""
-        self._process.kill()
+        assert self.process.stdout is not None
+        return (line[:-1] for line in self.process.stdout if line.endswith("\n"))
 
     def end(self) -> bool:
         """Send it an empty line, wait for its end, and return whether ``kill -9`` has ended it.
@@ -160,12 +156,12 @@ class Program:
             StoreError: Its disk is full.
             InputError: It failed otherwise; the error has the last line that it printed.
         """
-        _, errors = self._process.communicate("\n")
-        if self._process.returncode not in (0, _KILLED):
+        _, errors = self.process.communicate("\n")
+        if self.process.returncode not in (0, _KILLED):
             last = (errors.splitlines() or ["it printed no error"])[-1]
             failure = StoreError if "DiskFullError" in last else InputError
-            raise failure(f"a program of the demo ended with status {self._process.returncode}: {last}")
-        return self._process.returncode == _KILLED
+            raise failure(f"a program of the demo ended with status {self.process.returncode}: {last}")
+        return self.process.returncode == _KILLED
 
 
 def may_be_replaced(folder: Path) -> bool:
@@ -253,7 +249,7 @@ def prove_by_kills(screen: Screen, folder: str, seed: int, *, sends: int = SENDS
             for line in program.lines():
                 accepted = int(line)
                 if accepted - begin == killed_after and killed < kills:
-                    program.kill()
+                    program.process.kill()
             is_killed = program.end()
         killed += is_killed
         screen.answer(f"run {runs}: {'killed' if is_killed else 'ended'} after {accepted - begin:,} accepted orders")

@@ -13,7 +13,7 @@ import argparse
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -32,6 +32,7 @@ from librmq.protocol import (
     ReadRequest,
     Request,
     ResendLetters,
+    RouteWrapper,
 )
 from librmq.wire.remote import RemoteRoute, connect
 from librmq.wire.share_links import OwnedStore, connect_to_sharing
@@ -133,29 +134,16 @@ class DryRun(Endpoint):
         return {**answer, **self._created} if isinstance(request, DescribeTopics) else answer
 
 
-class ActingRoute(AdministeredRoute):
+class ActingRoute(RouteWrapper, AdministeredRoute):
     """The route by which a command acts at running brokers; with ``dry_run`` it changes nothing there."""
 
     def __init__(self, remote: AdministeredRoute, *, dry_run: bool) -> None:
-        self.remote = remote
-        self.runner = remote.runner
+        super().__init__(remote)
         self._dry_runs = {name: DryRun(name, remote.endpoint(name)) for name in remote.broker_names() if dry_run}
-
-    def broker_names(self) -> tuple[str, ...]:
-        """Return the names of the brokers."""
-        return self.remote.broker_names()
 
     def endpoint(self, broker_name: str) -> Endpoint:
         """Return a broker; `NoRouteError` for an unknown name."""
-        return self._dry_runs.get(broker_name) or self.remote.endpoint(broker_name)
-
-    def topic_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return the brokers that have ``topic``."""
-        return self.remote.topic_route(topic)
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
-        """Call ``changed`` when brokers or topics change; call the result to stop."""
-        return self.remote.watch(changed)
+        return self._dry_runs.get(broker_name) or super().endpoint(broker_name)
 
 
 @contextmanager

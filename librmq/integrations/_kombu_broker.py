@@ -31,10 +31,10 @@ from librmq.integrations._kombu_receivers import (
     EXPIRES,
     GROUP,
     QUEUE,
+    ClusterReceiver,
     Receiver,
+    ShareReceiver,
     group_of,
-    receiver_of_cluster,
-    receiver_of_share,
 )
 from librmq.message.lag import queue_lag
 from librmq.message.topics import receive_retry_topic
@@ -89,14 +89,14 @@ class KombuBroker:
     def receiver(self, visibility_s: float | None, wake: Callable[[], None]) -> Receiver:
         """Return a new receiver for a connection, which calls ``wake`` from any thread when messages may be there."""
         if not self.is_cluster:
-            return receiver_of_share(self.route, _VISIBILITY_S if visibility_s is None else visibility_s, wake)
+            return ShareReceiver(self.route, _VISIBILITY_S if visibility_s is None else visibility_s, wake)
         if visibility_s is not None and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "kombu: visibility_timeout has no effect in a cluster, which hides no messages: what a worker that "
                 "ends has not acknowledged is delivered again at once"
             )
-        return receiver_of_cluster(self.route, self.producer, wake)
+        return ClusterReceiver(self.route, self.producer, wake)
 
     def group(self, topic: str) -> str:
         """Return the group of a queue's workers."""

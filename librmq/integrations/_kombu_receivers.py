@@ -82,17 +82,7 @@ class Receiver(Protocol):
         """Leave all groups."""
 
 
-def receiver_of_share(route: KombuRoute, visibility_s: float, wake: Callable[[], None]) -> Receiver:
-    """Return what receives from a shared store, and calls ``wake``, from any thread, when messages may be there."""
-    return _ShareReceiver(route, visibility_s, wake)
-
-
-def receiver_of_cluster(route: KombuRoute, producer: librmq.Producer, wake: Callable[[], None]) -> Receiver:
-    """Return what receives from a cluster, and calls ``wake``, from any thread, when messages may be there."""
-    return _ClusterReceiver(route, producer, wake)
-
-
-class _ShareReceiver:
+class ShareReceiver:
     """Receives messages that are invisible to others for a time, which is renewed while this process has them."""
 
     def __init__(self, route: KombuRoute, visibility_s: float, wake: Callable[[], None]) -> None:
@@ -195,7 +185,7 @@ def _deleted(topic: str) -> ConsumerCancelled:
     return ConsumerCancelled(f"a queue was deleted while it had a consumer: {topic}")
 
 
-class _ClusterReceiver:
+class ClusterReceiver:
     """Pulls messages, because brokers of 4.x hide none: the progress of a queue waits for its first message in flight.
 
     Where a process ends, or the group's instances change, all messages after that one are delivered again. A thread of

@@ -193,11 +193,8 @@ class RouteWrapper(Route):
 
     def __init__(self, route: Route) -> None:
         self._route = route
-
-    @property
-    def runner(self) -> Runner:
+        self.runner: Runner = route.runner
         """The runner of all users of the route."""
-        return self._route.runner
 
     def topic_route(self, topic: str) -> tuple[QueueData, ...]:
         """Return the brokers that have ``topic``, by name; empty if none does."""

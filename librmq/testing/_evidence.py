@@ -142,17 +142,15 @@ class Evidence:
         self.facts: Facts = Facts(network, runner, table, start, history)
         """What only the stores tell."""
         self._subscribed: dict[tuple[str, str], Subscribed] = {}
-        self._sent_to: set[str] = set()
-        self._read_topics: set[str] = set()
+        self.sent_to: set[str] = set()
+        """The topics to which the test itself sends."""
+        self.read_topics: set[str] = set()
+        """The topics whose messages the test has read."""
         self._checked_groups: set[str] = set()  # groups whose deliveries the test has asked for
         self.fixture: str = "rmq"
         """The name of the fixture that the test uses, for advice."""
 
     # ---- what the kit notes
-
-    def note_sent(self, topic: str) -> None:
-        """Note that the test itself sends to a topic."""
-        self._sent_to.add(topic)
 
     def note_heartbeat(self, request: Heartbeat, is_declared: bool) -> None:
         """Note the subscriptions of a process; ``is_declared`` if the test made its consumer itself."""
@@ -163,16 +161,12 @@ class Evidence:
                 if key not in self._subscribed:
                     self._subscribed[key] = Subscribed(data.group, subscription, is_declared, data.kind == "pull")
 
-    def note_read(self, topic: str) -> None:
-        """Note that the test has read the messages of a topic."""
-        self._read_topics.add(topic)
-
     def note_received(self, group: str, topic: str) -> None:
         """Note that a client of the group got a message of the topic by its own request."""
         if (group, topic) in self._subscribed:
             self._subscribed[group, topic].was_read = True
         else:
-            self._read_topics.add(topic)
+            self.read_topics.add(topic)
 
     # ---- questions of the test: the methods of `Kit`
 
@@ -208,7 +202,7 @@ class Evidence:
 
     def messages(self, topic: str) -> list[StoredMessage]:
         """Return the messages of a topic in log order."""
-        self._read_topics.add(topic)
+        self.read_topics.add(topic)
         return self._in_order(topic)
 
     def _in_order(self, topic: str) -> list[StoredMessage]:
@@ -252,8 +246,8 @@ class Evidence:
         unread = undelivered(
             self._subscribed.values(),
             topics,
-            self._sent_to - self._read_topics,
-            self._read_topics,
+            self.sent_to - self.read_topics,
+            self.read_topics,
             lambda topic: [message for broker in brokers for message in broker.messages(topic)],
             next_offset,
             self.fixture,
@@ -268,7 +262,7 @@ class Evidence:
             if consumer.was_started:
                 started.add(consumer.group)
         for group, of_group in missed.items():
-            if group not in started and (names := ", ".join(map(repr, sorted(of_group - self._read_topics)))):
+            if group not in started and (names := ", ".join(map(repr, sorted(of_group - self.read_topics)))):
                 yield f"{group} got nothing of {names}: its consumer was never started, call its start()"
 
     def _dropped(self) -> Iterator[str]:
@@ -290,7 +284,7 @@ class Evidence:
                 continue
             halves = [half for _, half in open_halves(broker.store, broker.tables)]
             for topic, count in Counter(half.properties.get("REAL_TOPIC", "") for half in halves).items():
-                if topic in self._read_topics:
+                if topic in self.read_topics:
                     continue
                 many = "1 transaction is" if count == 1 else f"{count:,} transactions are"
                 yield (
@@ -343,7 +337,8 @@ class KitObserver:
         self._history = history
         self.evidence = evidence
         self._start = start
-        self._pulled_by: dict[tuple[str, str, str, int], str] = {}
+        self.pulled_by: dict[tuple[str, str, str, int], str] = {}
+        """Which process pulls a queue of a group."""
         self.declared: set[str] = set()
         """The names of processes whose consumers the test has made itself."""
 
@@ -354,9 +349,9 @@ class KitObserver:
         if self.evidence.facts.is_broadcasting(request.group):  # each of its instances reads all queues
             return
         place = request.group, request.topic, broker_name, request.queue_id
-        if self._pulled_by.get(place) != process.label:
-            before = self._pulled_by.get(place)
-            self._pulled_by[place] = process.label
+        if self.pulled_by.get(place) != process.label:
+            before = self.pulled_by.get(place)
+            self.pulled_by[place] = process.label
             if before is not None:
                 queue = MessageQueue(request.topic, broker_name, request.queue_id)
                 self._kit.recorder.assigned("assign", process.label, request.group, queue)  # two read it after a fault
@@ -372,28 +367,24 @@ class KitObserver:
             retry = f", retry {received.attempt - 1}" if received.attempt > 1 else ""
             self._kit.note(f"{request.group}@{process.label}", f"receives {where} {show(message)}{retry}")
 
-    def clear_pulls(self) -> None:
-        """Clear the record of which process pulls which queue, because a broker joined."""
-        self._pulled_by.clear()
-
     def noted_heartbeat(self, process: Process, request: Heartbeat) -> None:
         """Note the subscriptions of a process's consumers."""
         self.evidence.note_heartbeat(request, process.name in self.declared)
 
     def before_send(self, process: Process, topic: str, broker_name: str) -> bool:
         """Record a message before it is stored; refuse it if a fault is due, or return whether it comes twice."""
-        if current_work() is None:
+        if current_work.get() is None:
             try:
                 self._start()
             except RmqError as error:  # as it is, the producer would take it for an answer to its send, and try again
                 raise ProcessStateError(f"a consumer that the test declared can't start: {error}") from error
         if process.is_test:
-            self.evidence.note_sent(topic)
+            self.evidence.sent_to.add(topic)
         return self._faults.before_send(process, topic, broker_name)
 
     def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
         """Record a stored message or batch; lose or delay the answer if a fault is due."""
-        if current_work() is not None or self._runner.has_kept:
+        if current_work.get() is not None or self._runner.has_kept:
             for offset_id in response.offset_ids:
                 self._runner.sent(broker_name, topic, int(offset_id[-16:], 16))
         self._faults.after_send(process, topic, broker_name, response)

@@ -305,7 +305,7 @@ class Kit:
             return consumer
 
         if not fail_fast:
-            self.process_table.tolerate(group)
+            self.process_table.tolerated.add(group)
         process = self.process_table.make(self.process_table.free_name(group), again, site=site)
         self.observer.declared.add(process.name)
         process.state = again(process)
@@ -321,7 +321,7 @@ class Kit:
         """
         process = self.process_table.make(self.process_table.free_name(name), factory, site=site)
         if not fail_fast:
-            self.process_table.tolerate(process.name)
+            self.process_table.tolerated.add(process.name)
         self._set_up(process)
         self._is_new = True
         return process
@@ -468,7 +468,7 @@ class Kit:
         self._watch_resets()
         label = name if self.network.is_cluster else "the broker"
         self.note("fault", f"{label} {'joins' if is_new else 'is back'}")
-        self.observer.clear_pulls()
+        self.observer.pulled_by.clear()  # a queue that moves to the new broker is no takeover
         for process in self.processes:
             for client in [] if process.dead else process.clients:
                 client.removed_by(name)
@@ -569,7 +569,7 @@ class Kit:
 
     def effect(self, name: str, key: str) -> None:
         """Record something that must happen once for ``name`` and ``key``, such as a payment of an order."""
-        work = current_work()
+        work = current_work.get()
         process = None if work is None else self.process_table.process_of(work)
         label = (process or self._test).label
         self.recorder.add_event("effect", name=name, key=key, process=label, at_ms=self.clock.now_ms())

@@ -27,12 +27,8 @@ from librmq.testing._process import A_PROCESS, LIBRARY, KitParts, Process, Proce
 
 LONGEST_CHAIN = 1_000
 
-_current: ContextVar[Work | None] = ContextVar("librmq.testing.current", default=None)
-
-
-def current_work() -> Work | None:
-    """Return the running user code, None in the test itself."""
-    return _current.get()
+current_work: ContextVar[Work | None] = ContextVar("librmq.testing.current", default=None)
+"""The running user code; None in the test itself."""
 
 
 class KitRunner(ManualRunner):
@@ -124,7 +120,7 @@ class KitRunner(ManualRunner):
 
     def run_code(self, work: Work) -> None:
         """Run user code until it ends, waits in an event loop, or dies with its process."""
-        token = _current.set(work)
+        token = current_work.set(work)
         self.kit.history().listener_begins(work)
         try:
             self._check_chain(work)
@@ -133,7 +129,7 @@ class KitRunner(ManualRunner):
             self.running.discard(work)
             self.kit.history().listener_ends(self.now_ms(), work, "died")
         finally:
-            _current.reset(token)
+            current_work.reset(token)
 
     async def _run(self, work: Work, coroutine: Coroutine[Any, Any, object]) -> None:
         task = asyncio.current_task()
@@ -209,7 +205,7 @@ class KitRunner(ManualRunner):
 
     def _cause(self) -> tuple[int, str, tuple[str, int]] | None:
         """Return the length of the chain, the group and the message of the running listener; None without one."""
-        work = _current.get()
+        work = current_work.get()
         if work is None or not work.about:
             return None
         parent = max(work.about, key=self._depth)
@@ -442,7 +438,8 @@ class ProcessTable:
         self.processes: list[Process] = []
         self._new_process = new_process
         self._choose = choose
-        self._tolerated: set[str] = set()
+        self.tolerated: set[str] = set()
+        """Names of processes and groups whose failures are failed deliveries, as in production."""
 
     def make(
         self, name: str, factory: Callable[[Process], Any], generation: int = 1, site: str | None = None
@@ -489,19 +486,15 @@ class ProcessTable:
 
     def runs_now(self, process: Process) -> bool:
         """Return whether the process's own code runs now."""
-        work = current_work()
+        work = current_work.get()
         return work is not None and self.process_of(work) is process
-
-    def tolerate(self, name: str) -> None:
-        """Treat failures of a process or a group as failed deliveries, as in production."""
-        self._tolerated.add(name)
 
     def tolerate_like(self, process: Process, other: Process) -> None:
         """Treat failures of ``other`` like failures of ``process``."""
-        if process.name in self._tolerated:
-            self._tolerated.add(other.name)
+        if process.name in self.tolerated:
+            self.tolerated.add(other.name)
 
     def fails_fast(self, work: Work) -> bool:
         """Return whether an error of this code fails the test."""
         process = work.label.partition(" ")[0].partition("@")[2].partition("~")[0].partition(".")[0]
-        return group_of(work) not in self._tolerated and process not in self._tolerated
+        return group_of(work) not in self.tolerated and process not in self.tolerated

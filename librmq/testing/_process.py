@@ -69,9 +69,6 @@ class ProcessDied(BaseException):
     It is not an `Exception`, so no handler treats it as an error. ``finally`` blocks still run.
     """
 
-    def __init__(self, label: str) -> None:
-        super().__init__(label)
-
     def __str__(self) -> str:
         return f"{self.args[0]}: the process has died in this test: its producers and consumers can't be used any more"
 

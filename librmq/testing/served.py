@@ -150,7 +150,7 @@ class WireClient(Endpoint):
         with kit.runner.lock:  # so that time is not moved between the message and its fault
             kit.faults.before_send(process, topic, kit.broker.name)
             response: SendResponse = self._kit.broker.call(request)
-            kit.observer.evidence.note_sent(topic)
+            kit.observer.evidence.sent_to.add(topic)
             place = f"{topic}/{response.queue_id}:{response.queue_offset}"
             self.note(f"sends {place} {show(request.message)}")
             kit.faults.lose(process, topic, kit.broker.name, response)

@@ -394,7 +394,7 @@ def test_a_caller_whose_answer_another_thread_has_read_does_not_read(monkeypatch
         if wait(stream, timeout_s):
             before = opened.answers.reads
             opened.answers.is_left = False
-            opened.answers.stop()
+            opened.answers.is_needed.set()
             until(lambda: opened.answers.reads > before)
             return True
         return False

@@ -347,9 +347,7 @@ class LibrmqBackend(BaseTaskBackend):
         return OutboxSender(connect, self.connection().producer, send_ordered=send, poll_interval=0.5)
 
 
-@lru_cache(maxsize=1)
-def _outbox() -> Outbox:
-    return Outbox()
+_outbox = lru_cache(maxsize=1)(Outbox)
 
 
 def new_state(task: Any, result_id: str, args: Any, kwargs: Any, now_ms: int) -> dict[str, Any]:

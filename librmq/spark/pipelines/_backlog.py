@@ -222,7 +222,7 @@ def pending_transactions(halves: DataFrame, ops: DataFrame, offsets: DataFrame) 
     )
     left = from_progress(halves, SystemTopic.HALF)
     left = left.join(ended, (left["store"] == ended["store"]) & (left["queueOffset"] == ended["half"]), "left_anti")
-    value_of = _properties("properties")
+    value_of = F.col("properties").getItem
     return left.select(
         "store",
         value_of("PGROUP").alias("group"),
@@ -268,7 +268,7 @@ def pending_timers(units: DataFrame, messages: DataFrame, progress: DataFrame) -
     store, queueOffset, physicalOffset, storeTimestamp, properties, uniqueKey. What a deletion in the same slot names is
     left out. Columns: as `pending_delays`, with kind "timer" and no level; ``due`` as `own_time_ms` computes it.
     """
-    value_of = _properties("properties")
+    value_of = F.col("properties").getItem
     timers = units.join(messages, ["store", "physicalOffset"])
     rolled, deletes = F.col("magic").bitwiseAND(TimerLog.ROLL) != 0, F.col("magic").bitwiseAND(TimerLog.DELETE) != 0
     timers = timers.withColumn(
@@ -310,7 +310,7 @@ def _waiting(messages: DataFrame, kind: str, level: Column, due_ms: Column) -> D
         "store",
         F.lit(kind).alias("kind"),
         level.alias("level"),
-        _properties("properties")("REAL_TOPIC").alias("topic"),
+        F.col("properties").getItem("REAL_TOPIC").alias("topic"),
         "uniqueKey",
         "queueOffset",
         "physicalOffset",
@@ -321,13 +321,6 @@ def _waiting(messages: DataFrame, kind: str, level: Column, due_ms: Column) -> D
 def _whole_number(text: Column) -> Column:
     """Parse a number like Java, null for any other text."""
     return F.when(text.rlike(r"\A[+-]?[0-9]+\z"), text.try_cast("bigint"))
-
-
-def _properties(column: str):  # type: ignore[no-untyped-def]
-    def of(name: str) -> Column:
-        return F.col(column).getItem(name)
-
-    return of
 
 
 # ---- dead letters

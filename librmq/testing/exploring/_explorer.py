@@ -543,7 +543,7 @@ class Explorer(KitRunner):
         piece = self._baton.current()
         work = self._inline if piece is None else self._pieces[piece]
         if work is None:
-            if current_work() is not None:
+            if current_work.get() is not None:
                 return  # a coroutine in the test's own event loop, which decides who is next
             if not self._taking and self.decide("test", [f"test: {label}", "all others first"]):
                 self._test_stands_at = label

@@ -195,7 +195,7 @@ class SendCalls:
         entry.message_id = entry.transaction_id = system.message_id  # 5.x has both in every receipt
         entry.offset = answer.queue_offset
         if system.message_type == MessageType.TRANSACTION:
-            session = self._sessions.get(client_id)
+            session = self._sessions.by_id.get(client_id)
             self._sessions.sent_half(session, entry.transaction_id, topic, answer.queue_offset, answer.physical_offset)
         elif PropertyName.TIMER_DELIVER_MS in message.properties:
             deliver_ms = int(message.properties[PropertyName.TIMER_DELIVER_MS])

@@ -106,7 +106,7 @@ class Service:
         command.status.code = Code.OK
         command.status.message = "OK"
         stream.enqueue(command)
-        session = self.sessions.get(client_id)
+        session = self.sessions.by_id.get(client_id)
         if session is not None and session.is_for_node:
             stream.enqueue_again(command)
 
@@ -138,7 +138,7 @@ class Service:
         """Say that a client lives."""
         if request.client_type != PUSH_CONSUMER and request.group.name:  # a push consumer is back when it receives
             self.sessions.group_called(request.group.name)
-        if self.sessions.get(client_id_of(context)) is None:
+        if self.sessions.by_id.get(client_id_of(context)) is None:
             raise Refusal(Code.UNRECOGNIZED_CLIENT_TYPE, "the client has sent no settings: it opens its stream first")
 
     @answers("NotifyClientTerminationResponse")

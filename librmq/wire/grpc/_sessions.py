@@ -213,30 +213,27 @@ class Sessions:
         self._endpoints = endpoints
         self._lock = Lock()
         self._reporting = RLock()  # taken before the runner's lock
-        self._by_id: dict[str, Session] = {}
+        self.by_id: dict[str, Session] = {}
+        """The clients that have sent their settings."""
         self._groups: set[str] = set()  # lost groups that are back
         self._halves: dict[str, tuple[str, int, int]] = {}
         self._asked: dict[str, float] = {}
         self._clock = SystemClock()
 
-    def get(self, client_id: str) -> Session | None:
-        """Return a client that has sent its settings."""
-        return self._by_id.get(client_id)
-
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self.by_id)
 
     def push_consumers(self) -> list[str]:
         """Return the ids of the push consumers, and of the server before."""
         with self._lock:
             client_ids = {
-                session.client_id for session in self._by_id.values() if session.settings.client_type == PUSH_CONSUMER
+                session.client_id for session in self.by_id.values() if session.settings.client_type == PUSH_CONSUMER
             }
             return list(client_ids.union(name for name, client in self._former.items() if client.is_push))
 
     def is_known(self, client_id: str) -> bool:
         """Return whether a client has sent its settings, to this server or the one before."""
-        return client_id in self._by_id or client_id in self._former
+        return client_id in self.by_id or client_id in self._former
 
     def called(self, client_id: str) -> None:
         """Note that a client makes a call; with it most former clients are back."""
@@ -250,7 +247,7 @@ class Sessions:
         Some clients open their stream again minutes after they have received.
         """
         with self._lock:
-            if group not in self._lost_groups or client_id in self._by_id or len(self._former) >= _MAX_SESSIONS:
+            if group not in self._lost_groups or client_id in self.by_id or len(self._former) >= _MAX_SESSIONS:
                 return False
             self._former.setdefault(client_id, FormerClient(group, is_push=True, needs_stream=False))
             return True
@@ -277,7 +274,7 @@ class Sessions:
                 session.client_id: FormerClient(
                     session.group, session.settings.client_type == PUSH_CONSUMER, bool(session.half_topics)
                 )
-                for session in self._by_id.values()
+                for session in self.by_id.values()
             }
 
     def take_settings(self, client_id: str, settings: Any, version: str, stream: Commands) -> None:  # noqa: ANN401
@@ -295,12 +292,12 @@ class Sessions:
                 check_retry_topic(self._broker, group, entry.topic.name)
         self._complete(settings, version)
         with self._lock:
-            session = self._by_id.get(client_id)
+            session = self.by_id.get(client_id)
             is_new = session is None
             if session is None:
-                if len(self._by_id) >= _MAX_SESSIONS:
+                if len(self.by_id) >= _MAX_SESSIONS:
                     raise Refusal(Code.TOO_MANY_REQUESTS, f"{_MAX_SESSIONS} clients are connected already")
-                session = self._by_id[client_id] = Session(self, client_id, settings)
+                session = self.by_id[client_id] = Session(self, client_id, settings)
             session.settings = settings
             if stream not in session.streams:
                 session.streams.append(stream)
@@ -319,7 +316,7 @@ class Sessions:
         """Note that a stream has ended; return whether it was the client's last, so that the client is gone."""
         stream.end_stream()
         with self._lock:
-            session = self._by_id.get(client_id)
+            session = self.by_id.get(client_id)
             if session is None or stream not in session.streams:
                 return False
             session.streams.remove(stream)
@@ -335,7 +332,7 @@ class Sessions:
         with self._lock:
             self._silent.discard(client_id)
             self._former.pop(client_id, None)
-            session = self._by_id.pop(client_id, None)
+            session = self.by_id.pop(client_id, None)
             if session is None:
                 return False
             streams, session.streams = session.streams, []
@@ -358,12 +355,12 @@ class Sessions:
     def _report_client(self, client_id: str) -> None:
         """Report a client to the broker as it is now, so that the last call is right whatever their order."""
         with self._reporting:
-            session = self._by_id.get(client_id)
+            session = self.by_id.get(client_id)
             self._endpoints(client_id).call(ChannelClosed(client_id) if session is None else session.heartbeat())
 
     def close(self) -> None:
         """End all streams, and remove the clients from the broker."""
-        for client_id in list(self._by_id):
+        for client_id in list(self.by_id):
             with suppress(RmqError):  # the broker was closed before
                 self.remove_client(client_id)
 

@@ -412,7 +412,7 @@ class Connection:
                 self._is_open, self._why = False, why
             outstanding, self.outstanding = list(self.outstanding.items()), {}
         self._stream.shut()
-        self.answers.stop()
+        self.answers.is_needed.set()
         for number, ended in outstanding:
             if isinstance(ended, _Later):
                 ended.ended([(ended.keys[number], self._error_of_end())])
@@ -459,7 +459,8 @@ class Answers:
         """Held by the caller that waits for bytes to come."""
         self.is_left = False
         """Whether the reader's thread leaves reading to callers."""
-        self._is_needed = Event()
+        self.is_needed: Event = Event()
+        """Lets the reader's thread look whether it has to read again, or the connection has ended."""
         """Set to let the reader's thread read before its time."""
         self._own_reads = 0
         """Answers that callers have read."""
@@ -490,13 +491,9 @@ class Answers:
         reads = -1
         while reads != self._own_reads and self.is_left:
             reads = self._own_reads
-            self.is_left = not _clock.wait(self._is_needed, _LEFT_S)
+            self.is_left = not _clock.wait(self.is_needed, _LEFT_S)
         self.is_left = False
-        self._is_needed.clear()
-
-    def stop(self) -> None:
-        """Let the reader's thread see that the connection has ended."""
-        self._is_needed.set()
+        self.is_needed.clear()
 
     # ---- callers
 
@@ -504,7 +501,7 @@ class Answers:
         """Let the reader's thread read again, unless a caller waits, which looks at its end whether to call it."""
         if self.is_left and not self._waiting.locked():
             self.is_left = False
-            self._is_needed.set()
+            self.is_needed.set()
 
     def read_own(self, waiter: _Waiter, timeout_s: float) -> float:
         """Wait a moment for an answer and read it, unless another caller does; return the seconds that are left."""

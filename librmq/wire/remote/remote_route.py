@@ -358,10 +358,6 @@ class RemoteRoute(AdministeredRoute):
             is_less |= self._topics.pop(first, None) is not None
         return is_less
 
-    def registered_route(self, topic: str) -> tuple[QueueData, ...]:
-        """Return all brokers that have ``topic``, by name, as `topic_route`: name servers forget brokers late."""
-        return self.topic_route(topic)
-
     def broker_names(self) -> tuple[str, ...]:
         """Return the names of the brokers that the name servers know, sorted; none after `close`."""
         return () if self._is_closed else tuple(sorted(self._links))

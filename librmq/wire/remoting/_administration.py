@@ -297,7 +297,7 @@ class AdminRequests:
         return call.answer(body=group_clients_body(data, map(self._connection, members.client_ids)))
 
     def _connection(self, client_id: str) -> dict[str, Any]:
-        session = self._sessions.get(client_id)
+        session = self._sessions.by_id.get(client_id)
         if session is None:  # a client in the broker's own process
             return {"clientAddr": "", "clientId": client_id, "language": "PYTHON", "version": VERSION}
         return {
@@ -324,7 +324,7 @@ class AdminRequests:
     def _all_producers(self, call: RemotingCall) -> bytes:
         data = {}
         for group, ids in self._producer_groups().items():
-            clients = [session for client_id in ids if (session := self._sessions.get(client_id)) is not None]
+            clients = [session for client_id in ids if (session := self._sessions.by_id.get(client_id)) is not None]
             data[group] = [_producer_row(session) for session in clients]
         return call.answer(body=write_body({"data": data}))
 
@@ -332,7 +332,7 @@ class AdminRequests:
         """Answer for an instance in the broker's own process; forward the request to another."""
         header: ClientOfGroupHeader = call.header
         members = self._broker.connections(header.consumer_group)
-        is_remote = self._sessions.get(header.client_id) is not None
+        is_remote = self._sessions.by_id.get(header.client_id) is not None
         if is_remote or members is None or header.client_id not in members.client_ids:
             self._relay(call)
             return None
@@ -345,7 +345,7 @@ class AdminRequests:
     def _relay(self, call: RemotingCall) -> None:
         """Forward a request to a client and answer later, so that other requests of the connection do not wait."""
         header: ClientOfGroupHeader | DirectConsumeHeader = call.header
-        session = self._sessions.get(header.client_id)
+        session = self._sessions.by_id.get(header.client_id)
         if session is None:
             raise BrokerError(
                 ResponseCode.SYSTEM_ERROR,
@@ -376,7 +376,7 @@ class AdminRequests:
         sessions = [
             client
             for client_id in members.client_ids
-            if client_id in client_ids and (client := self._sessions.get(client_id))
+            if client_id in client_ids and (client := self._sessions.by_id.get(client_id))
         ]
 
         def ask() -> None:

@@ -92,7 +92,8 @@ class Channel:
             endpoint: Answers what the client asks the broker.
             advertise: The broker's ``host:port`` for the client, if it is not ``own_host``.
         """
-        self._stream = FrameSocket(connected)
+        self.stream: FrameSocket = FrameSocket(connected)
+        """The socket. One thread alone reads from it, and what it sends goes through `write`."""
         self.peer = peer
         # Whether it is a socket of a shared store.
         self.is_local = connected.family not in (socket.AF_INET, socket.AF_INET6)
@@ -118,16 +119,12 @@ class Channel:
     def begin_tls(self, context: ssl.SSLContext) -> None:
         """Let the client begin TLS."""
         self.is_tls = True
-        self._stream.begin_tls(context)
-
-    def receive(self, size: int) -> bytes:
-        """Wait for bytes and return them; none at the end of the connection. Called by one thread only."""
-        return self._stream.receive(size)
+        self.stream.begin_tls(context)
 
     def write(self, data: bytes | bytearray) -> None:
         """Send bytes; a client that does not read them in time is cut off. Waits: never under a runner's lock."""
         try:
-            self._stream.write(data)
+            self.stream.write(data)
         except OSError:
             self.close()
 
@@ -188,10 +185,6 @@ class Channel:
         if waiting is not None:
             waiting.set_result(answer)
 
-    def end_reading(self) -> None:
-        """Let the reader answer what has come, and then end the connection."""
-        self._stream.end_reading()
-
     def close(self) -> None:
         """End the connection; its reader will notice."""
         with self._lock:
@@ -202,12 +195,12 @@ class Channel:
         for waiting in waiters:
             waiting.set_exception(BrokerUnreachableError(f"client {self.peer[0]} has gone"))
         self._tasks.put(None)
-        self._stream.shut()
+        self.stream.shut()
 
     def close_socket(self) -> None:
         """Close the socket once nothing reads from it."""
         self.close()
-        self._stream.close()
+        self.stream.close()
 
     def _numbered(self, frame: Frame) -> Frame:
         self._opaque = frame.opaque = (self._opaque + 1) & 0x7FFFFFFF
@@ -425,14 +418,11 @@ class ClientChannels:
         self._broker = broker
         self._changed = changed
         self._lock = Lock()
-        self._by_id: dict[str, ClientChannel] = {}
+        self.by_id: dict[str, ClientChannel] = {}
+        """The clients that have sent a heartbeat and not left."""
 
     def __len__(self) -> int:
-        return len(self._by_id)
-
-    def get(self, client_id: str) -> ClientChannel | None:
-        """Return a client that has sent a heartbeat and not left."""
-        return self._by_id.get(client_id)
+        return len(self.by_id)
 
     def register_client(self, channel: Channel, frame: Frame) -> None:
         """Register a client with its groups."""
@@ -442,14 +432,14 @@ class ClientChannels:
         with self._lock:  # also during the broker's call, so that a connection ends either before or after it
             if client_id not in channel.client_ids and len(channel.client_ids) >= _MOST_IDS:
                 raise MalformedError(f"a connection with more than {_MOST_IDS} client ids")
-            client = self._by_id.get(client_id)
+            client = self.by_id.get(client_id)
             is_new = client is None
             if client is None or client.channel is not channel:
                 client = ClientChannel(client_id, channel, self._broker.store.config.store_host)
             channel.endpoint.call(Heartbeat(client_id, client, producers, consumers, checking))
             client.language, client.version = frame.language, frame.version
             client.beat_ms = self._broker.runner.now_ms()
-            self._by_id[client_id] = client
+            self.by_id[client_id] = client
             channel.client_ids.add(client_id)
         if is_new:
             groups = [data.group for data in consumers]
@@ -460,7 +450,7 @@ class ClientChannels:
         self, channel: Channel, client_id: str, producer_group: str | None, consumer_group: str | None
     ) -> None:
         """Remove a client from a group, unless it has another connection by now."""
-        client = self._by_id.get(client_id)
+        client = self.by_id.get(client_id)
         if client is not None and client.channel is not channel:
             return
         channel.endpoint.call(Unregister(client_id, producer_group or None, consumer_group or None))
@@ -469,10 +459,10 @@ class ClientChannels:
         """Remove the clients of a connection that has ended, unless they have another one by now."""
         for client_id in list(channel.client_ids):
             with self._lock:
-                client = self._by_id.get(client_id)
+                client = self.by_id.get(client_id)
                 if client is None or client.channel is not channel:
                     continue
-                del self._by_id[client_id]
+                del self.by_id[client_id]
                 try:
                     channel.endpoint.call(ChannelClosed(client_id))
                 except RmqError as error:  # the broker was closed earlier

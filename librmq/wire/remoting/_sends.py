@@ -424,7 +424,7 @@ class Replies:
     def _answer_reply(self, call: RemotingCall) -> bytes:
         header: SendHeader = call.header
         client_id = decode_properties(header.properties).get(PropertyName.REPLY_TO_CLIENT, "")
-        if self._sessions.get(client_id) is None and client_id in self._broker.client_ids():  # in this process
+        if self._sessions.by_id.get(client_id) is None and client_id in self._broker.client_ids():  # in this process
             sent = self._sends.read_request(call)
             if isinstance(sent, SendBatch):
                 raise MalformedError("a reply: expected one message, found a batch")
@@ -442,7 +442,7 @@ class Replies:
         client_id = properties.get(PropertyName.REPLY_TO_CLIENT)
         if client_id is None:
             return f"reply message properties[{PropertyName.REPLY_TO_CLIENT}] is null"
-        session = self._sessions.get(client_id)
+        session = self._sessions.by_id.get(client_id)
         if session is None:
             return f"push reply message fail, channel of <{client_id}> not found."
         now_ms = self._broker.runner.now_ms()

@@ -570,7 +570,7 @@ class RemotingServer(Closing):
         self._join_threads([self._acceptor], timeout)  # so that each connection that has come has its thread
         channels = self._budgets.channels()
         for channel in channels:
-            channel.end_reading()
+            channel.stream.end_reading()
         self._join_threads([channel.reader for channel in channels if channel.reader is not None], timeout)
 
     def close(self, timeout: float = 5) -> bool:
@@ -685,7 +685,7 @@ class RemotingServer(Closing):
         try:
             if self._tls is not None:
                 channel.begin_tls(self._tls)
-            while channel.is_open and (received := channel.receive(_RECEIVED)):
+            while channel.is_open and (received := channel.stream.receive(_RECEIVED)):
                 if has_asked and not reader.held and not (received := self._answers.write_plain(channel, received)):
                     continue
                 held = reader.held + len(received)
