@@ -7,7 +7,7 @@ from all queues.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -102,6 +102,8 @@ class _Wait:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
         """What the brokers call, by the ``notify`` of each receive."""
+        self.acknowledged: tuple[str, ...] = ()
+        """Receipts of messages that each receive acknowledges."""
         self.held: list[tuple[Endpoint, Callable[[], None]]] = []
 
     def cancel(self) -> None:
@@ -347,11 +349,13 @@ class SimpleConsumer(Member):
         notify: Callable[[], object],
         *,
         invisible: float | timedelta = _INVISIBLE_S,
+        acknowledge: Sequence[ReceivedMessage] = (),
     ) -> list[ReceivedMessage]:
         """Return messages of one topic; without any, let ``notify`` be called once as soon as there may be some.
 
         For event loops of their own: ``notify`` runs in any thread, and must only wake the loop. The next call for the
-        topic, `unsubscribe` and `shutdown` end the wait.
+        topic, `unsubscribe` and `shutdown` end the wait. ``acknowledge`` are processed messages: those of the topic are
+        acknowledged by the same request, others as by `ack_one_way`; after an error, acknowledge them again.
 
         Raises:
             BrokerError: The broker refuses the request.
@@ -361,17 +365,26 @@ class SimpleConsumer(Member):
         return observed(
             self.client,
             lambda: self._operation(topic),
-            lambda: self._receive_or_notify(topic, max_messages, notify, invisible),
+            lambda: self._receive_or_notify(topic, max_messages, notify, invisible, acknowledge),
         )
 
     def _receive_or_notify(
-        self, topic: str, max_messages: int, notify: Callable[[], object], invisible: float | timedelta
+        self,
+        topic: str,
+        max_messages: int,
+        notify: Callable[[], object],
+        invisible: float | timedelta,
+        done: Sequence[ReceivedMessage],
     ) -> list[ReceivedMessage]:
         invisible_ms, _ = self._check_receive("receive_or_notify", invisible, 0)
         subscription = self.subscriptions.get(topic)
         if subscription is None:
             raise ClientStateError(f"{self._life.what} has no subscription of {topic}: call subscribe(topic) first")
         self._end_notice(topic)
+        only = (topic, *self.route.broker_names())
+        if self.client.observer is not None or any((message.topic, message.broker_name) != only for message in done):
+            self.ack_one_way(*done)
+            done = ()
 
         def arrived() -> None:
             if waits in self._waits:
@@ -379,6 +392,7 @@ class SimpleConsumer(Member):
                 notify()
 
         waits = self._notices[topic] = _Wait(arrived)
+        waits.acknowledged = tuple([message.receipt for message in done])
         self._waits.add(waits)
         while self._notices.get(topic) is waits:
             sources = self._sources(subscription)
@@ -443,7 +457,11 @@ class SimpleConsumer(Member):
             # The function is one for this receive alone, because the broker knows by it which one is cancelled.
             notify: Callable[[], None] = partial(waits.wake)
             topic, client_id = subscription.topic, self.client.client_id
-            request = Receive(client_id, self.group, topic, max_messages, invisible_ms, subscription, notify=notify)
+            request = Receive(
+                *(client_id, self.group, topic, max_messages, invisible_ms, subscription),
+                notify=notify,
+                acknowledged=waits.acknowledged,
+            )
             try:
                 endpoint = self.client.route.endpoint(name)
                 response = endpoint.call(request)

@@ -98,10 +98,6 @@ class KombuBroker:
             )
         return ClusterReceiver(self.route, self.producer, wake)
 
-    def group(self, topic: str) -> str:
-        """Return the group of a queue's workers."""
-        return group_of(topic) if self.is_cluster else GROUP
-
     def topic(self, queue: str) -> str:
         """Return the topic of a queue."""
         return next(iter(self.topics([queue])))
@@ -206,7 +202,7 @@ class KombuBroker:
         """Return how many messages of a queue are not acknowledged."""
         topic = self.topic(queue)
         if self.is_cluster:  # a group that has not begun has no progress
-            done = self.route.progress(self.group(topic), topic)
+            done = self.route.progress(group_of(topic), topic)
             bounds = self.route.queues(topic)
             return sum(
                 queue_lag(done[at].queue_offset if at in done else None, row.min_offset, row.max_offset)
@@ -219,8 +215,8 @@ class KombuBroker:
         topic = topic_of(queue)
         size = self.size(queue)
         if size:
-            self.route.set_group(self.group(topic))
-            self.route.reset_group(self.group(topic), topic, "end")
+            self.route.set_group(group_of(topic))
+            self.route.reset_group(group_of(topic), topic, "end")
         return size
 
     def delete(self, queue: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from amqp.exceptions import ConsumerCancelled
@@ -29,6 +29,8 @@ EXPIRES: Final = "KOMBU_EXPIRES_MS"
 QUEUE: Final = "KOMBU_QUEUE"
 """The property that names the queue of a message in a topic that queues use one after the other."""
 AT_ONCE: Final = 32
+_LATEST_S: Final = 0.05
+"""Longest time for which an acknowledgement waits for the next receive."""
 _POLL_S: Final = 0.05
 """Between two polls of the queues of a cluster."""
 
@@ -69,8 +71,11 @@ class Receiver(Protocol):
             ConsumerCancelled: A topic was deleted; Celery connects then, and declares it, again.
         """
 
-    def acknowledge(self, *deliveries: Delivery) -> None:
-        """End messages."""
+    def acknowledge(self, *deliveries: Delivery, waits: bool = False) -> None:
+        """End messages, at once; with ``waits`` the next receive or `flush` says so, or a thread after a moment."""
+
+    def flush(self) -> None:
+        """Send the acknowledgements that wait."""
 
     def requeue(self, delivery: Delivery) -> None:
         """Deliver a message again, to any consumer."""
@@ -94,8 +99,11 @@ class ShareReceiver:
         """Topics without a message, of which the broker will notify this process."""
         self._turn = 0
         self._in_flight: dict[str, librmq.ReceivedMessage] = {}  # by receipt
+        self._done: deque[librmq.ReceivedMessage] = deque()
+        """Processed messages that the next receive acknowledges."""
+        self._has_done = Event()
         self._closed = Event()
-        self._renewing: threading.Thread | None = None
+        self._keeping: threading.Thread | None = None
 
     def receive(self, topics: Sequence[str], most: int) -> list[Delivery]:
         self._turn += 1  # so that a busy queue keeps no other waiting
@@ -116,7 +124,10 @@ class ShareReceiver:
         try:
             if topic not in self._consumer.subscriptions:
                 self._consumer.subscribe(topic)
-            messages = self._consumer.receive_or_notify(topic, most, notify, invisible=self._visibility_s)
+            with self._taken_done() as done:
+                messages = self._consumer.receive_or_notify(
+                    topic, most, notify, invisible=self._visibility_s, acknowledge=done
+                )
             is_held = not messages
         except librmq.BrokerError as error:  # of another process, where this one still knows the topic's route
             if error.code != ResponseCode.TOPIC_NOT_EXIST:
@@ -133,36 +144,77 @@ class ShareReceiver:
                 self._waiting.discard(topic)
         for message in messages:
             self._in_flight[message.receipt] = message
-        if messages and self._renewing is None:
-            self._renewing = threading.Thread(target=self._renew, name="librmq-kombu-renew", daemon=True)
-            self._renewing.start()
+        if messages and self._keeping is None:
+            self._keeping = threading.Thread(target=self._keep, name="librmq-kombu-keep", daemon=True)
+            self._keeping.start()
         return messages
+
+    def _keep(self) -> None:
+        """Renew messages in time, and send acknowledgements that no receive takes along."""
+        renew_s = _clock.monotonic() + self._visibility_s / 3
+        while not self._closed.is_set():
+            if _clock.wait(self._has_done, max(0.0, renew_s - _clock.monotonic())):
+                self._has_done.clear()
+                _clock.wait(self._closed, _LATEST_S)
+                try:
+                    self.flush()
+                except librmq.RmqError as error:
+                    _log.warning("kombu: a message is not acknowledged, trying again: %(error)s", error=error)
+            if _clock.monotonic() >= renew_s:
+                self._renew()
+                renew_s = _clock.monotonic() + self._visibility_s / 3
 
     def _renew(self) -> None:
         """Keep messages invisible while this process has them, so that those of a killed one only come again."""
-        while not _clock.wait(self._closed, self._visibility_s / 3):
-            limit_ms = self._now_ms() + 1000 * self._visibility_s * 2 / 3
-            for receipt, message in list(self._in_flight.items()):
-                if message.visible_timestamp_ms > limit_ms or receipt not in self._in_flight:
-                    continue
-                try:
-                    self._consumer.renew(message, self._visibility_s)
-                except librmq.ReceiptError as error:
-                    if self._in_flight.pop(receipt, None) is not None:  # else it was acknowledged meanwhile
-                        _log.warning(
-                            "kombu: a message is not hidden any more, and may be done twice: %(error)s", error=error
-                        )
-                except librmq.RmqError as error:
-                    _log.warning("kombu: a message is not renewed, trying again: %(error)s", error=error)
+        limit_ms = self._now_ms() + 1000 * self._visibility_s * 2 / 3
+        for receipt, message in list(self._in_flight.items()):
+            if message.visible_timestamp_ms > limit_ms or receipt not in self._in_flight:
+                continue
+            try:
+                self._consumer.renew(message, self._visibility_s)
+            except librmq.ReceiptError as error:
+                if self._in_flight.pop(receipt, None) is not None:  # else it was acknowledged meanwhile
+                    _log.warning(
+                        "kombu: a message is not hidden any more, and may be done twice: %(error)s", error=error
+                    )
+            except librmq.RmqError as error:
+                _log.warning("kombu: a message is not renewed, trying again: %(error)s", error=error)
 
-    def acknowledge(self, *deliveries: Delivery) -> None:
-        messages = [cast("librmq.ReceivedMessage", delivery.message) for delivery in deliveries]
-        for message in messages:
+    def acknowledge(self, *deliveries: Delivery, waits: bool = False) -> None:
+        for delivery in deliveries:
+            message = cast("librmq.ReceivedMessage", delivery.message)
             self._in_flight.pop(message.receipt, None)
+            self._done.append(message)
+            waits = waits and message.visible_timestamp_ms > self._now_ms()
+        if waits:
+            self._has_done.set()
+        else:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._done:
+            return
+        with self._taken_done() as done:
+            try:
+                self._consumer.ack_one_way(*done)
+            except librmq.ReceiptError as error:
+                _log.warning(
+                    "kombu: acknowledged after visibility_timeout, so it is done twice: %(error)s", error=error
+                )
+
+    @contextmanager
+    def _taken_done(self) -> Iterator[list[librmq.ReceivedMessage]]:
+        """Yield the messages to acknowledge, which wait on if that fails."""
+        done: list[librmq.ReceivedMessage] = []
         try:
-            self._consumer.ack_one_way(*messages)
-        except librmq.ReceiptError as error:
-            _log.warning("kombu: acknowledged after visibility_timeout, so it is done twice: %(error)s", error=error)
+            with suppress(IndexError):  # Another thread can take them at the same time.
+                while self._done:
+                    done.append(self._done.popleft())
+            yield done
+        except BaseException:
+            self._done.extend(done)
+            self._has_done.set()
+            raise
 
     def requeue(self, delivery: Delivery) -> None:
         message = cast("librmq.ReceivedMessage", delivery.message)
@@ -171,14 +223,18 @@ class ShareReceiver:
             self._consumer.extend(message, 0)
 
     def leave(self, topic: str) -> None:
+        self.flush()
         self._consumer.unsubscribe(topic)
         self._waiting.discard(topic)
 
     def close(self) -> None:
         self._closed.set()
+        self._has_done.set()
+        with suppress(librmq.RmqError):  # what is not acknowledged comes again
+            self.flush()
         self._consumer.shutdown()
-        if self._renewing is not None:
-            self._renewing.join()
+        if self._keeping is not None:
+            self._keeping.join()
 
 
 def _deleted(topic: str) -> ConsumerCancelled:
@@ -265,7 +321,10 @@ class ClusterReceiver:
                     self._ready[topic].append(Delivery(message, 1))
             return bool(self._ready[topic])
 
-    def acknowledge(self, *deliveries: Delivery) -> None:
+    def flush(self) -> None:
+        pass  # No acknowledgement waits.
+
+    def acknowledge(self, *deliveries: Delivery, waits: bool = False) -> None:
         for delivery in deliveries:
             with critical:  # a signal handler's commit is behind this one
                 self._acknowledge(delivery.message.queue, delivery.message.queue_offset)

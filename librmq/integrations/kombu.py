@@ -82,7 +82,7 @@ class Channel(virtual.Channel):
         self._pid = os.getpid()
         self._transport = connection
         self._temporary: set[str] = set()  # queues that end with their last consumer
-        self._without_ack: set[str] = set()
+        self.without_ack: set[str] = set()  # queues whose messages count as acknowledged when they are received
         self._held: dict[str, int] = {}
         self.broker = connection.broker
 
@@ -110,6 +110,7 @@ class Channel(virtual.Channel):
             self._put(queue, message)
 
     def _size(self, queue: str) -> int:
+        self._transport.flush()
         return self.broker.size(queue)
 
     def _purge(self, queue: str) -> int:
@@ -186,7 +187,7 @@ class Channel(virtual.Channel):
     def basic_consume(self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any) -> None:
         """Begin to consume a queue."""
         if no_ack:
-            self._without_ack.add(queue)
+            self.without_ack.add(queue)
         bindings = self.broker.bindings
         is_temporary = queue in self._temporary or "x-expires" in bindings.read()["queues"].get(queue, {})
         if isinstance(bindings, FolderBindings) and is_temporary and queue not in self._held:
@@ -199,7 +200,7 @@ class Channel(virtual.Channel):
         super().basic_cancel(consumer_tag)
         if queue is None or queue in self._active_queues:
             return
-        self._without_ack.discard(queue)
+        self.without_ack.discard(queue)
         self._transport.leave(queue)
         bindings = self.broker.bindings
         if queue in self._held and isinstance(bindings, FolderBindings):
@@ -248,10 +249,6 @@ class Channel(virtual.Channel):
         """Leave text as it is, which base64 makes a third longer."""
         return (body, None) if isinstance(body, str) else super().encode_body(body, encoding)
 
-    def takes_without_ack(self, queue: str) -> bool:
-        """Return whether messages of a queue count as acknowledged when they are received."""
-        return queue in self._without_ack
-
     def end(self, delivery_tag: str, requeue: bool) -> None:
         """Acknowledge a message in flight, or deliver it again."""
         delivery = self._transport.flights.pop(delivery_tag, None)
@@ -260,7 +257,7 @@ class Channel(virtual.Channel):
         if requeue:
             self._transport.requeue(delivery)
         else:
-            self._transport.receiver.acknowledge(delivery)
+            self._transport.receiver.acknowledge(delivery, waits=self._transport.is_in_hub())
 
     def signal_room(self) -> None:
         """Let callers that wait for room look again. Thread-safe."""
@@ -406,6 +403,11 @@ class Transport(virtual.Transport):
         self.receiver.requeue(delivery)
         self._requeued_s = _clock.monotonic()
 
+    def flush(self) -> None:
+        """Send acknowledgements with which no receive has gone."""
+        if self._receiver is not None:
+            self._receiver.flush()
+
     def requeue_wait(self) -> float:
         """Return how long the next get waits: the broker stores a requeued message again a moment later."""
         wait_s = max(0.0, self._requeued_s + _LONGEST_WAIT_S - _clock.monotonic())
@@ -452,6 +454,7 @@ class Transport(virtual.Transport):
                 received = self.receive(queues, room)
                 self._arrived.extend(received)
                 self._quiet.update([] if received else queues)
+        self.flush()
         return self._deliver_arrived()
 
     def _wanted(self) -> tuple[list[str], int]:
@@ -472,7 +475,7 @@ class Transport(virtual.Transport):
             if channel is None:
                 self.receiver.requeue(delivery)
             else:
-                self._deliver(channel.begin(delivery, channel.takes_without_ack(queue)), queue)
+                self._deliver(channel.begin(delivery, queue in channel.without_ack), queue)
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Let kombu's hub receive whenever it turns, and wake it when messages may be there."""
@@ -511,11 +514,16 @@ class Transport(virtual.Transport):
         # An idle hub turns once a second, so that its worker looks whether it is to stop.
         idle = loop.call_repeatedly(_LONGEST_WAIT_S, self._quiet.clear)
 
+    def is_in_hub(self) -> bool:
+        """Return whether this thread is that of a hub, whose next turn receives."""
+        signal = self._signal
+        return signal is not None and signal.hub_thread == threading.get_ident()
+
     def wake(self, *, but_hub: bool = False) -> None:
         """Let callers that wait look again; ``but_hub`` leaves out the hub's thread, which looks. Thread-safe."""
         self._changed.set()
         signal = self._signal
-        if signal is not None and not (but_hub and signal.hub_thread == threading.get_ident()):
+        if signal is not None and not (but_hub and self.is_in_hub()):
             signal.set()
 
     def close_connection(self, connection: Any) -> None:

@@ -435,6 +435,8 @@ class Receive(Request[ReceiveResponse]):
     max_attempts: int | None = None
     """None means one more than the group's retries."""
     notify: Callable[[], None] | None = None
+    acknowledged: tuple[str, ...] = ()
+    """Receipts of messages of the same group and topic, which are acknowledged first; the answer does not name them."""
 
 
 @value

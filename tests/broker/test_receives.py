@@ -571,6 +571,21 @@ def test_a_consumer_without_a_message_is_notified_once(rmq: Kit, broker: Broker)
     assert notes.count("again") == 1
 
 
+def test_a_receive_acknowledges_before_it_looks_for_messages(broker: Broker) -> None:
+    broker.create_topic("u", 1)
+    broker.set_group("g", is_ordered=True)
+    send(broker, "a", "b")
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        consumer.subscribe("u")
+        (first,) = consumer.receive_or_notify("t", 1, lambda: None)
+        (second,) = consumer.receive_or_notify("t", 1, lambda: None, acknowledge=[first])
+        assert (first.body, second.body) == (b"a", b"b")
+        assert broker.lag("g", "t") == 1
+        assert consumer.receive_or_notify("u", 1, lambda: None, acknowledge=[second, first]) == []
+        assert broker.lag("g", "t") == 0
+
+
 def test_a_renewed_message_can_be_acknowledged_by_its_first_receipt(rmq: Kit, broker: Broker) -> None:
     send(broker, "a")
     with SimpleConsumer(broker, "g") as consumer:

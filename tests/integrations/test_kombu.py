@@ -251,6 +251,26 @@ def test_a_pool_has_its_turn_after_each_message_before_the_hub_waits(share: Conn
         assert turns <= len(messages) + 3, "each acknowledgement brings the next message in the same turn"
 
 
+@pytest.mark.parametrize("ends", ["closes", "is busy", "goes on"])
+def test_a_hub_keeps_no_acknowledgement_back(connect: Connect, ends: str) -> None:
+    """It goes with the next receive; without one it is there after a moment."""
+    taken: list[Any] = []
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with closing(Hub()) as hub, connect() as sending:
+        with connect() as connection, kombu.Consumer(connection, [queue], on_message=taken.append, prefetch_count=1):
+            connection.register_with_event_loop(hub)
+            send(sending, queue, "first", "second")
+            while not taken:
+                hub.run_once()
+            taken[0].ack()
+            while ends == "goes on" and len(taken) < 2:
+                hub.run_once()
+            size = queue(sending.channel()).queue_declare(passive=True).message_count
+            while ends == "is busy" and size > 1:
+                size = queue(sending.channel()).queue_declare(passive=True).message_count
+        assert queue(sending.channel()).queue_declare(passive=True).message_count == 1
+
+
 def test_connections_of_one_hub_do_not_take_their_turns_within_each_other(connect: Connect) -> None:
     """However many messages wait, the stack does not grow with them."""
     depths: list[int] = []

@@ -38,6 +38,7 @@ from librmq import (
     PullConsumer,
     PushConsumer,
     ReceiptError,
+    ReceivedMessage,
     SimpleConsumer,
     StoreConfig,
     StoreLockedError,
@@ -503,6 +504,15 @@ def test_receives_at_a_peer(tmp_path: Path) -> None:
         assert peer.lag("mailer") == 1
         consumer.ack_one_way(third)
         assert peer.lag("mailer") == 0, "the question follows the acknowledgement"
+        for number in range(3):
+            producer.send("orders", b"%d" % number)
+        messages: list[ReceivedMessage] = []
+        while len(messages) < 3:
+            messages += consumer.receive_or_notify("orders", 1, lambda: None, acknowledge=messages)
+        assert peer.lag("mailer") == 1
+        peer.delete_topic("orders")
+        with pytest.raises(RmqError):
+            consumer.receive_or_notify("orders", 1, lambda: None, acknowledge=messages)
         (state,) = owner_clients(owner)
         assert state.consumer_groups == ("mailer",)
 

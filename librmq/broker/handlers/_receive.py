@@ -112,6 +112,8 @@ class ReceiveHandler:
 
     def receive(self, request: Receive) -> ReceiveResponse:
         """Return messages, or hold the request."""
+        for text in request.acknowledged:  # also if the receive is refused then
+            self._acknowledge(request.group, request.topic, text)
         group, queues, selection = self._check_receive(request)
         now_ms = self._runner.now_ms()
         self._follow_clock(now_ms)

@@ -141,6 +141,8 @@ class PopReceives:
             BrokerUnreachableError: It can't be reached.
             MalformedError: Its answer can't be read.
         """
+        if request.acknowledged:
+            self.acknowledge(Acknowledge(request.group, request.topic, request.acknowledged))
         is_ordered = self._is_ordered(request.group)
         frame = pop_frame(request, self._now_ms(), is_ordered=is_ordered)
         answer = self._ask("POP (receives with an invisible time)", frame)

@@ -945,6 +945,7 @@ def receive_frame(request: Receive, hold: int) -> Frame:
         subscription.expression_type,
         subscription.version,
         request.max_attempts,
+        "\n".join(request.acknowledged) or None,
     )
     return frame_of(RequestCode.RECEIVE, header)
 
@@ -961,6 +962,7 @@ def parse_receive(header: ReceiveHeader, notify: Callable[[], None] | None) -> R
         header.attempt_id,
         header.max_attempts,
         notify,
+        tuple(header.acknowledged.split("\n")) if header.acknowledged else (),
     )
 
 

@@ -6,7 +6,7 @@ Mirrors ``ClientManageProcessor``, ``ConsumerManageProcessor``, the queue offset
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -45,7 +45,7 @@ from librmq.runtime import Step
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
 from librmq.wire.remoting._bodies import records_body
-from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served, tried
+from librmq.wire.remoting._channels import Channel, ClientChannels, Handlers, RemotingCall, refused, served
 from librmq.wire.remoting._codec import FORMS, parse_pull, parse_receive, pulled_remark, received_reply
 from librmq.wire.remoting._frames import Frame, answer_form, framed, from_fields, to_fields
 from librmq.wire.remoting._headers import (
@@ -411,22 +411,6 @@ class ChannelReceives:
             if not held:
                 self._held.pop(channel, None)
         return notify
-
-
-def acknowledge_all(channel: Channel, frames: Iterable[Frame]) -> None:
-    """Answer acknowledgements that came together and want no answers, by one request for each topic of a group.
-
-    The request takes longer than each acknowledgement in it.
-    """
-    receipts: dict[tuple[str, str], list[str]] = {}
-    for frame in frames:
-        request = tried(FORMS[Acknowledge].parse, None, frame.body)
-        if isinstance(request, Acknowledge):
-            receipts.setdefault((request.group, request.topic), []).extend(request.receipts)
-    for (group, topic), together in receipts.items():
-        error = tried(channel.endpoint.call, Acknowledge(group, topic, tuple(together), is_one_way=True))
-        if isinstance(error, Exception) and not isinstance(error, RmqError):
-            _log.error("acknowledgements failed", exc_info=error)
 
 
 class ConsumerRequests:

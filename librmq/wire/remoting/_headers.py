@@ -628,6 +628,8 @@ class ReceiveHeader:
     expression_type: str = "TAG"
     sub_version: int = 0
     max_attempts: int | None = None
+    acknowledged: str | None = None
+    """Receipts, separated by line ends."""
 
 
 @value

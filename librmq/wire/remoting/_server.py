@@ -54,7 +54,7 @@ from librmq.wire.remoting._channels import (
     refused,
     served,
 )
-from librmq.wire.remoting._consumer_requests import PULLS, ChannelReceives, ConsumerRequests, Pulls, acknowledge_all
+from librmq.wire.remoting._consumer_requests import PULLS, ChannelReceives, ConsumerRequests, Pulls
 from librmq.wire.remoting._frames import IDLE_S, SEND_S, Frame, FrameReader, close_in_child, limit_time
 from librmq.wire.remoting._headers import (
     AddedTopicsHeader,
@@ -383,11 +383,7 @@ class FrameAnswers:
         """Answer frames that came together, by writing to their channel."""
         answers: list[bytes] = []
         size = 0
-        for kind, together in self._parts(frames):
-            is_send = kind == _SEND
-            if kind == _ACKNOWLEDGE:
-                acknowledge_all(channel, together)
-                continue
+        for is_send, together in self._parts(frames):
             answered = (
                 self._sends.send_all(channel, together)
                 if is_send
@@ -404,11 +400,11 @@ class FrameAnswers:
         if answers:
             channel.write(b"".join(answers))
 
-    def _parts(self, frames: list[Frame]) -> Iterator[tuple[str, list[Frame]]]:
-        """Yield runs of frames that are answered together, each with its kind."""
-        for kind, run in itertools.groupby(frames, _kind_of):
-            while together := list(itertools.islice(run, self._most_sends if kind == _SEND else None)):
-                yield kind, together
+    def _parts(self, frames: list[Frame]) -> Iterator[tuple[bool, list[Frame]]]:
+        """Yield runs of frames that are answered together, each with whether they are sends."""
+        for is_send, run in itertools.groupby(frames, lambda frame: frame.code in SENDS and not frame.is_answer):
+            while together := list(itertools.islice(run, self._most_sends if is_send else None)):
+                yield is_send, together
 
     def _answer_frame(self, channel: Channel, frame: Frame) -> tuple[Frame, bytes | None]:
         """Return a frame and the bytes of its answer; None if no answer is expected or if it comes later."""
@@ -421,18 +417,6 @@ class FrameAnswers:
             )
             return frame, refused(channel, frame, error)
         return frame, answer_of(self._handlers, channel, frame)
-
-
-_SEND: Final = "send"
-_ACKNOWLEDGE: Final = "acknowledge"
-
-
-def _kind_of(frame: Frame) -> str:
-    """Return the kind of a frame that is answered together with others of it; empty for one that is answered alone."""
-    if frame.code in SENDS and not frame.is_answer:
-        return _SEND
-    is_acknowledgement = frame.code == RequestCode.ACKNOWLEDGE and frame.is_one_way and not frame.is_answer
-    return _ACKNOWLEDGE if is_acknowledgement else ""
 
 
 def _is_local(host: str) -> bool:

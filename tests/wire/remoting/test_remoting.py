@@ -11,7 +11,6 @@ import pytest
 
 from librmq import Broker, ConfigError, ManualRunner, PullConsumer, PushConsumer, SimpleConsumer, StoreConfig
 from librmq.message.message import StoredMessage
-from librmq.protocol import Acknowledge, Endpoint, Receive
 from librmq.store import verify
 from librmq.wire.remoting import RemotingServer, listen
 from librmq.wire.remoting import _server as server_module
@@ -455,33 +454,6 @@ def test_a_one_way_request_has_no_answer(client: RawClient, broker: Broker) -> N
     client.write(encode(Frame(Code.UPDATE_CONSUMER_OFFSET, fields, opaque=77).one_way()))
     assert client.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0).opaque == 1
     assert broker.consumer_offset("g", "t") == 0
-
-
-def test_acknowledgements_that_come_together_are_one_request(client: RawClient, broker: Broker) -> None:
-    for _ in range(4):
-        client.put("t", b"x")
-    receipts = [received.receipt for received in broker.call(Receive("c", "g", "t", 4)).messages]
-    asked: list[Any] = []
-
-    class Watched(Endpoint):
-        def call(self, request: Any, /) -> Any:
-            asked.append(request)
-            return broker.call(request)
-
-    def acknowledge(*texts: str, topic: str = "t") -> bytes:
-        body = json.dumps({"group": "g", "topic": topic, "receipts": texts}, separators=(",", ":"))
-        return encode(Frame(Code.ACKNOWLEDGE, body=body.encode()).one_way())
-
-    rubbish = encode(Frame(Code.ACKNOWLEDGE, body=b"{").one_way())
-    frames = [acknowledge(text) for text in receipts] + [rubbish, acknowledge("1 2 3"), acknowledge("", topic="u")]
-    with RemotingServer(broker, endpoints=lambda _: Watched()) as server, RawClient(server.port) as other:
-        other.write(b"".join(frames))
-        assert other.call(Code.GET_MAX_OFFSET, topic="t", queue_id=0).code == 0
-    assert asked == [
-        Acknowledge("g", "t", (*receipts, "1 2 3"), is_one_way=True),
-        Acknowledge("g", "u", ("",), is_one_way=True),
-    ]
-    assert broker.consumer_offset("g", "t", 0) == 4
 
 
 @many
