@@ -563,7 +563,7 @@ class CommitLog(Closing, LogState):
         file = self._sequence.file_at(start)
         if file is None:
             return False  # retention has deleted it since the search began
-        end = min(self.end - start, self._sequence.data_end(file))
+        end = min(self.end - start, file.data_end())
         for at in range(0, end, _MOST_HELD):
             piece_end = at + _MOST_HELD
             is_found = file.buffer.find(text, at, min(piece_end + len(text) - 1, end)) >= 0
@@ -655,7 +655,7 @@ class CommitLog(Closing, LogState):
         """Return the store time of the first record of the file at ``start``, None if the file starts without one."""
         # Reading a hole would fill it in a file system that lies in memory.
         file = self._sequence.file(start)
-        raw = file.buffer[: record.FIXED_SIZE] if self._sequence.data_end(file) else b""
+        raw = file.buffer[: record.FIXED_SIZE] if file.data_end() else b""
         if raw and SIZE_AND_MAGIC.unpack_from(raw)[1] in MAGICS:
             return record.store_timestamp_ms(raw)
         if start < self.end:
@@ -681,5 +681,5 @@ class CommitLog(Closing, LogState):
 
     def _items(self, file: File, start: int, place: int, end: int, check_body: bool) -> Iterator[LogItem]:
         """Yield the items of the file at ``start``; see `frames.items`."""
-        path, data_end = self._sequence.path(start), self._sequence.data_end(file)
+        path, data_end = self._sequence.path(start), file.data_end()
         return frames.items(file.buffer, path, start, place, end, self.file_size, check_body, data_end)

@@ -84,7 +84,7 @@ def find_end(files: MappedFileQueue) -> int:
         buffer = file.buffer
         if _counts(buffer, 0):
             # entry `low` is valid, entry `high` is not
-            low, high = 0, -(-files.data_end(file) // ENTRY_SIZE)
+            low, high = 0, -(-file.data_end() // ENTRY_SIZE)
             while high - low > 1:
                 middle = (low + high) // 2
                 physical_offset, size = PLACE.unpack_from(buffer, middle * ENTRY_SIZE)

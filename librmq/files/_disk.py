@@ -526,7 +526,7 @@ def _entries(path: str) -> list[FolderEntry]:
 
 
 def _data_end(descriptor: int, begin: int, limit: int) -> int:
-    """Return a position from ``begin`` on behind which only holes follow, ``limit`` if none is known."""
+    """Return a position from ``begin`` on behind which only holes follow; ``limit`` if it is there, or unknown."""
     if _SEEK_DATA is None or _SEEK_HOLE is None:
         return limit
     end = at = begin
@@ -535,8 +535,8 @@ def _data_end(descriptor: int, begin: int, limit: int) -> int:
             end = os.lseek(descriptor, at, _SEEK_HOLE)
             at = os.lseek(descriptor, end, _SEEK_DATA)
     except OSError as error:
-        return end if error.errno == errno.ENXIO else limit  # ENXIO: only holes follow
-    return at
+        return min(end, limit) if error.errno == errno.ENXIO else limit  # ENXIO: only holes follow
+    return limit
 
 
 def _write_at(descriptor: int, at: int, data: bytes | bytearray) -> None:

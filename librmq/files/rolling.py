@@ -332,13 +332,6 @@ class MappedFileQueue:
         self._reserved[start] = block_end
         return block_end
 
-    def data_end(self, file: File) -> int:
-        """Return a position in a file, even a deleted one, after which all bytes are known to be zero, without reading.
-
-        The caller gives the file that it reads, because the one at its place may be deleted meanwhile.
-        """
-        return min(file.data_end(), self.file_size)
-
     def used_end(self, start: int, begin: int) -> int:
         """Return the position after the last non-zero byte of the file at ``start``; ``begin`` if none follows it."""
         return self.file(start).used_end(begin, self.file_size)

@@ -631,7 +631,7 @@ class IndexFile(Closing):
     def write_again(self) -> None:
         """Write the whole content again for `flush`, because the writer can have died before its own flush."""
         file = self.file
-        for at in range(0, min(file.size, file.data_end()), _CHUNK):
+        for at in range(0, file.data_end(), _CHUNK):
             data = self._files.read(self.path, at, _CHUNK)
             if data.count(0) == len(data):
                 continue

@@ -86,7 +86,7 @@ def find_record(
     at = begin
     while at < end and (file := sequence.file_at(at)) is not None:
         start = at - at % file.size
-        until = min(end - start, sequence.data_end(file))
+        until = min(end - start, file.data_end())
         place = _find(file.buffer, at - start, file.size, start, until, check_body=check_body)
         if place is not None:
             return start + place
