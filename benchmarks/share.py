@@ -332,10 +332,10 @@ def cases() -> Iterator[Case]:
     yield case(one, "one by one", target=Target(10_000), unit="/s")
     yield case(one, "one by one", sends("connect"), "TCP", Target(1), limit=True)
     yield case(one, "one by one", sends("echo"), "an echo over the socket", limit=True)
-    yield case(two, "by two peers", target=Target(reach=16_000), unit="/s")
-    yield case(two, "by two peers", sends("echo", 2), "an echo over the socket", Target(0.8), limit=True)
+    yield case(two, "by two peers", target=Target(reach=60_000), unit="/s")
+    yield case(two, "by two peers", sends("echo", 2), "an echo over the socket", limit=True)
     yield case(two, "by two peers", sends("connect", 2), "TCP", limit=True)
-    yield case(two, "by two peers", lite, "litequeue from two", Target(reach=1.2), needs=("litequeue",))
+    yield case(two, "by two peers", lite, "litequeue from two", Target(2), needs=("litequeue",))
     yield case(two, "by two peers", sends("huey", 2), "huey from two", Target(2), needs=("huey",))
     for kind, name in (("window", f"{WINDOW} under way"), ("tasks", f"{WINDOW} under way, a task for each message")):
         pipelined = sends("share", kind=kind)

@@ -111,6 +111,8 @@ class CommitLog(Closing, LogState):
         """Begin of this handle's last write, of one record or several."""
         self.check_owner: Callable[[], object] = _no_check
         """Called before a write reaches another file; raises if another process may write here too."""
+        self.check_turn: Callable[[], object] = _no_check
+        """Called before a write beyond `fits`; raises if other processes may write here at this moment."""
         self.unreadable: CorruptionError | None = None
         """The first place that was left out because no record is there, as a caller knew of one."""
 
@@ -176,6 +178,11 @@ class CommitLog(Closing, LogState):
         return self._sequence.begin
 
     @property
+    def file_start(self) -> int:
+        """Start of the file that is written, -1 without one."""
+        return self._file_start
+
+    @property
     def unflushed(self) -> int:
         """Bytes behind the last flush."""
         return max(self.end - self._flushed, 0)
@@ -193,6 +200,8 @@ class CommitLog(Closing, LogState):
         Raises:
             MessageIllegalError: They fit into no file.
         """
+        if self.end + size > self.fits:
+            self.check_turn()
         end = self.end
         if end + size <= self.fits:
             return end
@@ -283,6 +292,46 @@ class CommitLog(Closing, LogState):
         self._sequence.mark_dirty(self._file_start)
         self.last_write = self.end
         self.end += size
+
+    def close_to_writes(self) -> int:
+        """Let each write ask `check_turn`; return the value of `sure`, which `open_to_writes` takes."""
+        sure, self.fits, self.sure = self.sure, -1, -1
+        return sure
+
+    def open_to_writes(self, sure: int) -> None:
+        """Let writes go to the end of the file again, up to ``sure`` without a call."""
+        self.fits, self.sure = self._file_end - _BLANK_SIZE, sure
+
+    def continue_at(self, end: int, sure: int) -> None:
+        """Let the next write go to ``end``, up to which other processes have written, in the file of ``sure``."""
+        if not self._file_start <= end <= sure <= self._file_end:
+            self._sequence.refresh()
+            self.end = end
+            self._resume()
+        self.end = end
+        self.fits = self.sure = sure
+
+    def drop_mappings(self) -> None:
+        """Open the files again at the next `continue_at`, because another process may have replaced them."""
+        self._sequence.unmap_all()
+        self._file_start = self._file_end = -1
+        self._buffer = None
+
+    def keep_or_clear(self, begin: int, end: int) -> int:
+        """Return where the record ends that a writer has copied to ``begin`` before it died.
+
+        If it is not whole, write zeros up to ``end``, and return ``begin``.
+        """
+        assert self._buffer is not None
+        at, limit = begin - self._file_start, end - self._file_start
+        try:
+            size = record.check_record(self._buffer, at, limit, check_body=True)
+            if size and frames.is_whole(self._buffer[at : at + size], begin):
+                return begin + size
+        except RecordError:
+            pass
+        self._buffer[at:limit] = bytes(limit - at)
+        return begin
 
     def begin_at(self, physical_offset: int) -> None:
         """Let a log without files begin at ``physical_offset``, the start of a file; for the copy of another log."""

@@ -91,7 +91,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "reset": (
         "group:str topic:str queue_id:int before:int? after:int skipped:int again:int lag:int dry_run:bool broker?:str",
     ),
-    "skip": ("librmq.diagnosis.skips.SkippedQueue group:str topic:str skipped:int aside:str? dry_run:bool",),
+    "skip": ("librmq.diagnosis._skips.SkippedQueue group:str topic:str skipped:int aside:str? dry_run:bool",),
     "replay": (
         "group:str topic:str skipped_by:str skipped_at_ms:int skipped:int messages:int dry_run:bool",
         "topic:str messages:int body_bytes:int unconfirmed:int dry_run:bool",
@@ -134,7 +134,7 @@ ROW_TYPES: Final[dict[str, tuple[str, ...]]] = {
         "state:str now_ms:int",
     ),
     "settings": ("setting:str before:any after:any was_recorded:bool dry_run:bool",),
-    "who": ("role:str pid:int program:str? since_ms:int? state:str settings?:obj",),
+    "who": ("role:str pid:int program:str? since_ms:int? state:str peers_append?:bool settings?:obj",),
     "doctor": ("check:str ok:bool what:str",),
     "spark": ("...",),
 }

@@ -32,7 +32,7 @@ from librmq.broker.config import BrokerConfig, OpenKeywords, Promises, check_set
 from librmq.broker.handlers._pull import PullHandler
 from librmq.broker.handlers._receive import ReceiveHandler
 from librmq.broker.handlers._requests import RequestTable
-from librmq.broker.handlers._send import SendHandler
+from librmq.broker.handlers._send import HELD_PROPERTIES, SendHandler
 from librmq.clock import Clock, SystemClock, moves_by_itself
 from librmq.config import StoreConfig, check_kind, to_seconds
 from librmq.consumequeue_ext import check_bitmap
@@ -480,6 +480,32 @@ class Broker(StoreRoute, Endpoint):
     def copied(self, queues: Iterable[tuple[str, int]]) -> None:
         """Answer pulls that wait for messages of these queues, which `Writer.copy_log` has added to a replica."""
         self._deliveries.arrivals.copied(queues)
+
+    def share_appends(self, path: str, bell: str) -> None:
+        """Let peers of a share append by a page at ``path``, where no promise of the store needs this process.
+
+        They wake it by a socket at the path ``bell``.
+        """
+        store, config = self.store, self.config
+        if (
+            store.config.durability == "sync"
+            or store.config.enable_consumequeue_ext
+            or config.drop_resends_within is not None
+            or config.replication != "async"
+            or config.replica_of is not None
+        ):
+            return
+        settings = {"cluster_name": self._context.cluster_name, "bell": bell, "held": sorted(HELD_PROPERTIES)}
+        self.watch(store.writer.share_appends(path, settings, self._followed).withdraw)
+
+    def _followed(self, records: Mapping[tuple[str, int], tuple[int, int]]) -> None:
+        """Note messages that peers have appended: their number in each queue, and the bytes of their records."""
+        metrics = self._context.metrics
+        if metrics is not None:
+            for (topic, _), (count, size) in records.items():
+                metrics.count("messages_in", count, topic=topic)
+                metrics.count("bytes_in", size, topic=topic)
+        self._deliveries.arrivals.copied(records)
 
     def copy_topics(self, rows: Mapping[str, Any]) -> None:
         """Replace a replica's topics by its master's, durable when it returns. `copy_tables` must be called later."""

@@ -37,6 +37,19 @@ if TYPE_CHECKING:
     from librmq.diagnosis._pop import PopHolds as PopHolds
     from librmq.diagnosis._pop import UnusableRecord as UnusableRecord
     from librmq.diagnosis._pop import pop_holds as pop_holds
+    from librmq.diagnosis._skips import Replay as Replay
+    from librmq.diagnosis._skips import Skip as Skip
+    from librmq.diagnosis._skips import SkippedQueue as SkippedQueue
+    from librmq.diagnosis._skips import continue_as as continue_as
+    from librmq.diagnosis._skips import decide_half as decide_half
+    from librmq.diagnosis._skips import move_to as move_to
+    from librmq.diagnosis._skips import plan_continue_as as plan_continue_as
+    from librmq.diagnosis._skips import plan_replay as plan_replay
+    from librmq.diagnosis._skips import plan_skip as plan_skip
+    from librmq.diagnosis._skips import replay as replay
+    from librmq.diagnosis._skips import set_aside as set_aside
+    from librmq.diagnosis._skips import skip as skip
+    from librmq.diagnosis._skips import skipped as skipped
     from librmq.diagnosis._start_verdict import StartReason as StartReason
     from librmq.diagnosis._start_verdict import StartVerdict as StartVerdict
     from librmq.diagnosis._start_verdict import can_start as can_start
@@ -58,19 +71,6 @@ if TYPE_CHECKING:
     from librmq.diagnosis.pending import given_up as given_up
     from librmq.diagnosis.pending import pending_messages as pending_messages
     from librmq.diagnosis.pending import waiting_origins as waiting_origins
-    from librmq.diagnosis.skips import Replay as Replay
-    from librmq.diagnosis.skips import Skip as Skip
-    from librmq.diagnosis.skips import SkippedQueue as SkippedQueue
-    from librmq.diagnosis.skips import continue_as as continue_as
-    from librmq.diagnosis.skips import decide_half as decide_half
-    from librmq.diagnosis.skips import move_to as move_to
-    from librmq.diagnosis.skips import plan_continue_as as plan_continue_as
-    from librmq.diagnosis.skips import plan_replay as plan_replay
-    from librmq.diagnosis.skips import plan_skip as plan_skip
-    from librmq.diagnosis.skips import replay as replay
-    from librmq.diagnosis.skips import set_aside as set_aside
-    from librmq.diagnosis.skips import skip as skip
-    from librmq.diagnosis.skips import skipped as skipped
     from librmq.diagnosis.survey.model import Comparison as Comparison
     from librmq.diagnosis.survey.model import Report as Report
     from librmq.diagnosis.survey.model import compare as compare
@@ -110,7 +110,7 @@ else:
                 "waiting_origins",
             ),
             "librmq.diagnosis._pop": ("HeldMessage", "PopHolds", "UnusableRecord", "pop_holds"),
-            "librmq.diagnosis.skips": (
+            "librmq.diagnosis._skips": (
                 "Replay",
                 "Skip",
                 "SkippedQueue",

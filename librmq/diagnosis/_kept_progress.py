@@ -76,7 +76,7 @@ def progress_history(source: Source, *, beside: tuple[str, ...] = ()) -> list[Ke
         NotAStoreError: A folder holds no store.
         CorruptionError: A file is damaged.
     """
-    from librmq.diagnosis.skips import skipped  # loads asyncio
+    from librmq.diagnosis._skips import skipped  # loads asyncio
 
     order = {name: place for place, name in enumerate(("beside", "skipped", "moved", "backup", "file"))}
     with viewed(source) as view:

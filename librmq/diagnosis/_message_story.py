@@ -381,7 +381,7 @@ class _Outcomes:
     """What became of records in consumer groups: dead letters, receives, filters, skips and progress."""
 
     def __init__(self, view: StoreView, records: Sequence[StoredMessage], received: Sequence[PopEvent]) -> None:
-        from librmq.diagnosis.skips import skipped  # loads asyncio
+        from librmq.diagnosis._skips import skipped  # loads asyncio
 
         self._view = view
         self._records = records

@@ -27,7 +27,7 @@ from librmq.files.interface import (
     file_size,
     without_zeros,
 )
-from librmq.files.lock import DiskLock, lock_holder
+from librmq.files.lock import HAS_PEER_LOCKS, DiskLock, PeerLock, lock_holder
 from librmq.files.regular import give_to_owner, joined_folders, make_owned_folder, open_regular, place_of
 from librmq.runtime.event_log import EventLog
 
@@ -134,6 +134,7 @@ class DiskFiles:
     Args:
         follow_links: Whether a folder of a store may be a symbolic link when the store is written, as of operators who
             keep ``commitlog`` on another disk. Links below ``librmq`` are refused in any case, and links of files.
+        has_peers: Whether processes that share a store append to it too, each with a lock beside the owner's.
     """
 
     is_shared = True
@@ -141,9 +142,12 @@ class DiskFiles:
     _follows = False
     _roots: tuple[str, ...] = ()
     _own: tuple[str, ...] = ()
+    has_peers: bool = False
+    """Whether locks leave room for those of peers; False where the system has no such locks."""
 
-    def __init__(self, *, follow_links: bool = False) -> None:
+    def __init__(self, *, follow_links: bool = False, has_peers: bool = False) -> None:
         self._follows = follow_links
+        self.has_peers = has_peers and HAS_PEER_LOCKS
 
     def confine(self, store: str, own: str, *folders: str) -> None:
         """Do as `interface.confine` says."""
@@ -477,7 +481,11 @@ class DiskFiles:
 
     def lock(self, path: str) -> FileLock:
         with SystemCall("lock", path), self._place(path) as place:  # `DiskLock` refuses a link of the file itself
-            return DiskLock(path, place.folder)
+            return DiskLock(path, place.folder, has_peers=self.has_peers)
+
+    def lock_as_peer(self, path: str) -> PeerLock:
+        """Take a lock beside that of an owner with ``has_peers``; see `PeerLock`."""
+        return PeerLock(path)
 
     def lock_holder(self, path: str) -> str | None:
         return lock_holder(path)

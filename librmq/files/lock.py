@@ -22,7 +22,7 @@ from librmq.errors import StoreIOError, StoreLockedError
 from librmq.files.interface import SystemCall
 from librmq.files.regular import open_regular
 from librmq.runtime import critical
-from librmq.runtime.locks import Lock, call_in_child
+from librmq.runtime.locks import Inherited, Lock, call_in_child
 
 if sys.platform != "win32":
     import fcntl
@@ -32,6 +32,8 @@ _FLOCK: Final = struct.Struct("qqihh" if sys.platform == "darwin" else "hhqqi4x"
 _HAS_OWN_LOCKS: Final = sys.platform == "linux" and _FLOCK.size == 32 and struct.calcsize("P") == 8
 _CONTENT: Final = b"lock"
 """What a broker writes into the file at each start."""
+HAS_PEER_LOCKS: Final = _HAS_OWN_LOCKS
+"""Whether several processes can hold parts of one lock, so that peers of a share can append."""
 _OPEN: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 _CONFLICTS: Final = (errno.EACCES, errno.EAGAIN)
 
@@ -45,7 +47,8 @@ class DiskLock:
     """The lock of one store, held until `release`.
 
     With ``folder``, the descriptor of the file's folder, the file is opened there, because a link could have replaced
-    the folder since it was checked.
+    the folder since it was checked. With ``has_peers`` processes that share the store can have a `PeerLock` beside it;
+    the lock of the folder then keeps a second owner out.
 
     Raises:
         StoreLockedError: Another writer holds it; the message names the process where it can be known.
@@ -53,8 +56,9 @@ class DiskLock:
         StoreIOError: The file can't be opened, written or locked.
     """
 
-    def __init__(self, path: str, folder: int | None = None) -> None:
+    def __init__(self, path: str, folder: int | None = None, *, has_peers: bool = False) -> None:
         self._path = os.path.abspath(path)
+        self._has_peers = has_peers
         self._descriptor = self._folder = -1
         with _held_guard, SystemCall("lock", path):
             for held in _held.values():
@@ -86,10 +90,9 @@ class DiskLock:
         _held[_key_of(status)] = self
         return descriptor, _key_of(status)
 
-    @staticmethod
-    def _lock(descriptor: int, path: str) -> None:
+    def _lock(self, descriptor: int, path: str) -> None:
         try:
-            _set_lock(descriptor, fcntl.F_WRLCK)
+            _set_lock(descriptor, fcntl.F_RDLCK if self._has_peers else fcntl.F_WRLCK)
         except OSError as error:
             if error.errno not in _CONFLICTS:
                 raise
@@ -153,6 +156,37 @@ class DiskLock:
             if descriptor >= 0:
                 os.close(descriptor)
         self._descriptor = self._folder = -1
+
+
+class PeerLock:
+    """What a peer of a share holds beside its owner: no other writer, a broker's JVM neither, gets the lock meanwhile.
+
+    Raises:
+        StoreLockedError: Another writer has the lock.
+        StoreIOError: The file can't be opened or locked.
+    """
+
+    def __init__(self, path: str) -> None:
+        with SystemCall("lock", path):
+            self._descriptor = open_regular(path, os.O_RDWR)
+            try:
+                _set_lock(self._descriptor, fcntl.F_RDLCK)
+            except OSError as error:
+                os.close(self._descriptor)
+                if error.errno not in _CONFLICTS:
+                    raise
+                raise StoreLockedError(f"{path}: locked by another process") from None
+        _peer_locks.add(self)
+
+    def release(self) -> None:
+        """Release the lock; a repetition does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+_peer_locks: Final[Inherited[PeerLock]] = Inherited(PeerLock.release)
+"""A forked child closes its copies, which would keep the lock when the parent has ended."""
 
 
 def _after_fork() -> None:

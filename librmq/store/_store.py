@@ -460,6 +460,8 @@ class MessageStore(Closing):
         handle, name = self._handle, (topic, queue_id)
         if handle.closed is not None:
             handle.check_open()
+        if not self.read_only:
+            self.appender.follow()
         queue = handle.queues.find(name)
         if queue is None:
             return 0, 0
@@ -481,6 +483,8 @@ class MessageStore(Closing):
         self._handle.check_open()
         if not isinstance(physical_offset, int):
             raise wrong_kind("physical_offset", physical_offset, "a whole number")
+        if not self.read_only:
+            self.appender.follow()
         message = self.log.message(physical_offset)
         return self.log.message(physical_offset) if message is None and self.refresh() else message
 
@@ -625,6 +629,7 @@ class MessageStore(Closing):
         """
         lock = self._writable().lock
         lock.check_reentry()
+        self.appender.follow()
         # Take the lock before `durability` is read, because a recovery replaces it.
         with critical, lock.flushing:
             return self._writable().durability.flush()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Event, get_ident
-from typing import Final
+from typing import Any, Final
 
 from librmq.clock import Clock, SystemClock
 from librmq.config import StoreConfig
@@ -22,7 +22,8 @@ from librmq.runtime.locks import call_in_child
 from librmq.store._handle import StoreHandle
 from librmq.store.engine._append import Appender
 from librmq.store.engine._durability import Durability, Housekeeping, HousekeepingThread
-from librmq.store.engine.copies import CopiedRecords, CopyWriter, LogCopier
+from librmq.store.engine._shared_appends import SharedAppends
+from librmq.store.engine.copies import AdoptedRecords, CopiedRecords, CopyWriter, LogCopier
 from librmq.store.engine.derivation import BitmapOf, Pending
 from librmq.store.engine.saved_state import MarkWriter, delete_mark, write_closed_state
 from librmq.store.engine.store_parts import AppendLock, PartFiles, Parts, QueueTable
@@ -189,6 +190,15 @@ class Writer(StoreHandle):
         appender.use_parts(parts, self.durability.commit, self.housekeeping)
         self._copier = LogCopier(parts)
 
+    def share_appends(
+        self, path: str, settings: Mapping[str, Any], arrived: Callable[[AdoptedRecords], object]
+    ) -> SharedAppends:
+        """Let other processes append too, by a page at ``path``; see `SharedAppends`."""
+        fields = {name: getattr(self.config, name) for name in SharedAppends.SETTINGS}
+        shared = SharedAppends(self.appender, path, {**fields, **settings}, self.check_room, arrived)
+        self.appender.shared = shared
+        return shared
+
     def _check_lock(self) -> None:
         if self._file_lock is not None:
             self._file_lock.check()
@@ -227,7 +237,8 @@ class Writer(StoreHandle):
         due_ms = self.housekeeping.run_due(now_ms)  # a recovery replaces it
         rests = due_ms is None or due_ms - now_ms > DISK_CHECK_MS
         if rests and self.retention.watches_disk:  # the next send looks at the disk before this does
-            self.appender.room_until = -1
+            with self.appender.lock.mutex:
+                self.appender.look_for_room()
         return due_ms
 
     def _expire(self, now_ms: int) -> int | None:
@@ -242,7 +253,7 @@ class Writer(StoreHandle):
         with appender.lock.mutex:
             refused = self.closed is not None or commit.failure is not None or self.replica_of is not None
             appender.accepts = not refused and not self.retention.refuses_writes
-            appender.room_until = -1
+            appender.look_for_room()
             # A flush can have failed since the line above, so look once more.
             if commit.failure is not None:
                 appender.accepts = False
@@ -295,6 +306,8 @@ class Writer(StoreHandle):
                 appender.lock.owner = thread
                 if self.closed is not None:
                     raise self.unusable()
+                if appender.shared is not None:
+                    appender.shared.shut()
                 appender.catch_up()
                 verdict = verify_parts(self.path, self.config, self.files)
             finally:
@@ -394,6 +407,8 @@ class Writer(StoreHandle):
                 appender.lock.owner = thread
                 if self.closed is not None:
                     raise self.unusable()
+                if appender.shared is not None:
+                    appender.shared.shut()
                 with critical:
                     appender.catch_up()
                     self.closed, appender.accepts = "could not be recovered", False  # until it succeeds
@@ -459,6 +474,8 @@ class Writer(StoreHandle):
     def _stop_calls(self, why: str) -> bool:
         """Take no more calls; return False if that was so already."""
         self.appender.lock.check_reentry()
+        if self.appender.shared is not None:
+            self.appender.shared.close()
         with self.appender.lock.mutex:
             if self.closed is not None:
                 return False

@@ -686,6 +686,8 @@ def _clean(path: str, files: Files, appender: Appender, name: QueueName) -> bool
     appender.lock.check_reentry()
     with critical, appender.lock.flushing, appender.lock.mutex:
         queues = appender.open_parts().queues
+        if appender.shared is not None:
+            appender.shared.shut()
         appender.catch_up()
         queue = queues.find(name)
         if queue is None or queue.max_physic_offset > appender.log.begin:

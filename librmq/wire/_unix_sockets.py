@@ -153,6 +153,11 @@ def owner_socket(path: str | os.PathLike[str]) -> str:
     return os.path.join(folder, "owner")
 
 
+def bell_beside(socket_file: str) -> str:
+    """Return the path of the socket by which peers wake the owner that answers at ``socket_file``."""
+    return os.path.join(os.path.dirname(socket_file), "bell")
+
+
 def _identity(path: str | os.PathLike[str]) -> str:
     """Return what a copy of a store's folder does not share with it."""
     status = os.stat(path)
@@ -170,7 +175,7 @@ def listen_as_owner(path: str, files: Files) -> tuple[socket.socket, list[str]]:
     folder = share_folder(path)
     place, beside = os.path.join(folder, "place"), os.path.join(folder, "owner")
     # An owner that was killed leaves its socket behind.
-    delete_place([owner_socket(path), os.path.dirname(owner_socket(path)), place])
+    delete_place([bell_beside(owner_socket(path)), owner_socket(path), os.path.dirname(owner_socket(path)), place])
     if len(os.fsencode(beside)) <= _MOST_BYTES:
         return listen_at(beside), [beside]
     elsewhere = tempfile.mkdtemp(prefix=_ELSEWHERE)

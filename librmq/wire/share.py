@@ -71,6 +71,8 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event, Inherited, Lock
 from librmq.store import MessageStore
 from librmq.store.format.directory import check_kind as check_store
+from librmq.store.peer_appends import PeerAppender
+from librmq.wire._peer_sends import appends_path
 from librmq.wire._unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
 from librmq.wire.remote._client_requests import join, leave
 from librmq.wire.remote._connection import RequestNotSentError
@@ -304,12 +306,13 @@ class SharedBroker(AdministeredRoute):
         """
         settings = self._settings
         try:
-            lock = settings.files.lock(os.path.join(share_folder(self.path), "lock"))
+            lock = DiskFiles().lock(os.path.join(share_folder(self.path), "lock"))
         except StoreLockedError as error:
             # Another process is opening the store, or has ended and its lock is about to go. The caller tries again.
             raise BrokerUnreachableError(f"{error}, which does not answer yet: {unreachable}") from error
         with ExitStack() as undo, SystemCall("share", self.path):
             undo.callback(lock.release)
+            PeerAppender.end_all(appends_path(self.path), settings.timeout_s)  # those of a former owner
             promises = self._promises()
             opened = promises.over(settings.promises, opens=True)
             broker = Broker.open(
@@ -332,7 +335,7 @@ class SharedBroker(AdministeredRoute):
             # consumers keep their queues.
             if self._was_peer or os.path.exists(owner_socket(self.path)):
                 broker.await_members(_MEMBERS_S)
-            owner = StoreOwner(lock, broker)
+            owner = StoreOwner(lock, broker, has_peers=settings.files.has_peers)
             undo.pop_all()
         return owner
 
@@ -765,7 +768,7 @@ def share(  # noqa: PLR0913 (what a user may choose)
         store_config=store_config,
         metrics=metrics,
         timeout_s=to_seconds("timeout", timeout),
-        files=DiskFiles(follow_links=follow_links),
+        files=DiskFiles(follow_links=follow_links, has_peers=True),
         changes=change_settings,
         take_over_stopped_s=None if take_over_stopped is None else to_seconds("take_over_stopped", take_over_stopped),
     )

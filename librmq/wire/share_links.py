@@ -20,6 +20,7 @@ from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, RmqError
 from librmq.files import FileLock, Files
 from librmq.files.lock import lock_process
+from librmq.message import Message
 from librmq.message.ids import format_host, parse_host
 from librmq.protocol import (
     ConsumerOffsets,
@@ -29,6 +30,7 @@ from librmq.protocol import (
     QueryOffset,
     QueueData,
     Request,
+    SendResponse,
     SendsLater,
     UpdateOffset,
 )
@@ -37,7 +39,9 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Event
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.format.directory import CONFIG
+from librmq.wire._peer_sends import PeerSends, appends_path
 from librmq.wire._unix_sockets import (
+    bell_beside,
     checked_credentials,
     connect_to,
     credentials_of,
@@ -101,14 +105,26 @@ class SharedEndpoint(Endpoint):
 class _PeerEndpoint(SharedEndpoint, SendsLater):
     """The owner in another process, which is reached through a connection."""
 
-    __slots__ = ()
+    __slots__ = ("_appends",)
+
+    def __init__(self, call: Callable[[Request[Any]], Any], appends: PeerSends | None) -> None:
+        super().__init__(call)
+        self._appends = appends
+
+    def send(self, group: str, message: Message, queue_id: int, *place: Any, **fields: Any) -> SendResponse:  # noqa: ANN401
+        """Append to the log, if the message is stored as it comes; otherwise ask the owner, as `Endpoint.send` does."""
+        if self._appends is not None:
+            sent = self._appends.send(message, queue_id, *place, **fields)
+            if sent is not None:
+                return sent
+        return super().send(group, message, queue_id, *place, **fields)
 
 
 class StoreOwner:
     """The broker of this process, and the server through which the others reach it."""
 
-    def __init__(self, lock: FileLock, broker: Broker) -> None:
-        """Serve a broker; ``lock`` is the one of the shared folder."""
+    def __init__(self, lock: FileLock, broker: Broker, *, has_peers: bool) -> None:
+        """Serve a broker; ``lock`` is the one of the shared folder. ``has_peers`` lets peers append by themselves."""
         self.route = broker
         self.name: str = broker.name
         listening, self._files = listen_as_owner(broker.store.path, broker.store.files)
@@ -117,6 +133,10 @@ class StoreOwner:
         self.server: RemotingServer = RemotingServer(broker, listening=listening, advertise=address)
         self.endpoint: SharedEndpoint = SharedEndpoint(broker.call)
         self._has_ended = False
+        if has_peers:
+            bell = bell_beside(self._files[0])
+            self._files.insert(0, bell)
+            broker.share_appends(appends_path(broker.store.path), bell)
 
     def endpoint_of(self, name: str) -> SharedEndpoint:
         """Return the broker; `NoRouteError` for another name."""
@@ -171,6 +191,7 @@ class StorePeer:
         self.is_silent: bool = False
         """Whether a request had no answer, and the owner was not seen to run since."""
         self._link: tuple[Endpoint, SharedEndpoint] | None = None
+        self._appends = PeerSends(path, timeout_s)
         with ExitStack() as undo:
             try:
                 self._sentinel = undo.enter_context(connect_to(address, timeout_s))
@@ -257,7 +278,7 @@ class StorePeer:
         link = self.route.endpoint(name)
         known_link = self._link
         if known_link is None or known_link[0] is not link:
-            known_link = self._link = link, _PeerEndpoint(partial(call, link))
+            known_link = self._link = link, _PeerEndpoint(partial(call, link), self._appends)
         return known_link[1]
 
     def register(self, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
@@ -348,6 +369,7 @@ class StorePeer:
     def close(self) -> None:
         """Close all connections."""
         self.wake()
+        self._appends.close()
         self.route.close()
 
 
@@ -447,6 +469,8 @@ class SharingProcess(NamedTuple):
     process: int
     since_ms: int | None
     """When it opened the store, or reached the owner; None if the owner does not answer."""
+    has_page: bool = False
+    """Whether it is an owner whose peers append by themselves."""
 
     @property
     def is_stopped(self) -> bool:
@@ -467,17 +491,18 @@ def sharing_processes(path: str) -> tuple[list[SharingProcess], BrokerUnreachabl
         if holder is None:
             return [], None
         owner = holder
+    has_page = os.path.exists(appends_path(path))
     try:
         with connect_to_sharing(path) as route:
             if route is None:
                 return [], None
             started_ms, hosts = connections(route.broker(*route.broker_names()))
     except BrokerUnreachableError as error:
-        return [SharingProcess("owner", owner, None)], error
+        return [SharingProcess("owner", owner, None, has_page)], error
     since = {process: since_ms for host, since_ms in reversed(hosts) if (process := process_of_host(host))}
     peers = sorted((since_ms, process) for process, since_ms in since.items() if process not in (owner, os.getpid()))
     return [
-        SharingProcess("owner", owner, started_ms),
+        SharingProcess("owner", owner, started_ms, has_page),
         *(SharingProcess("peer", process, since_ms) for since_ms, process in peers),
     ], None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import librmq
 from librmq import Broker, ConfigError, ManualRunner, Message, TransactionProducer, TransactionState
 from librmq.cli._routes import owner_of
-from librmq.diagnosis.skips import plan_skip, skip
+from librmq.diagnosis._skips import plan_skip, skip
 from librmq.diagnosis.view import StoreView
 from tests.cli.stand import Shell
 from tests.programs import Process, start_program
@@ -299,6 +300,7 @@ def test_who_names_all_processes(shell: Shell, application: Sharing) -> None:
     peer = Sharing(application.folder)
     try:
         rows = shell("who", "live").rows
+        assert rows[0]["peers_append"] == (sys.platform == "linux")
         assert [(row["role"], row["pid"]) for row in rows] == [("owner", owner["pid"]), ("peer", peer.process.pid)]
         assert rows[0]["since_ms"] == owner["since_ms"] <= rows[1]["since_ms"]
         peer.process.send_signal(signal.SIGSTOP)

@@ -1137,6 +1137,7 @@ def test_a_child_takes_over_from_its_parent(scene: Scene) -> None:
             print("sent", flush=True)
             sys.stdin.readline()
             producer.send("orders", b"heir")
+            producer.send("orders", b"later", delay=3600)  # which only an owner can store
             print("owner", shared.owner == os.getpid(), flush=True)
             shared.close()
             os._exit(0)

@@ -53,7 +53,7 @@ _DELAY: Final = PropertyName.DELAY
 _PREPARED: Final = PropertyName.TRANSACTION_PREPARED
 _MAX_LOGGED_LEVELS: Final = 1000
 _OK: Final = SendStatus.SEND_OK
-_SPECIAL: Final = frozenset(
+HELD_PROPERTIES: Final = frozenset(
     (
         _DELAY,
         _PREPARED,
@@ -210,7 +210,9 @@ class SendHandler:
         properties = message.properties.copy()
         properties[_CLUSTER] = self._cluster
         wait = properties.pop(_WAIT, None)  # stored only if 4.9 stores it
-        if topic.is_plain and message._delays is None and _SPECIAL.isdisjoint(properties):
+        if topic.is_plain and message._delays is None and HELD_PROPERTIES.isdisjoint(properties):
+            if appender.shared is not None and name not in appender.shared.offered:
+                appender.shared.offer(name, topic.queues, lambda: self._topics.get(name) is topic)
             if request is not None:
                 stored_message = Message.from_parts(name, message.body, message.flag, properties)
                 times = request.reconsume_times

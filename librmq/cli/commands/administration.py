@@ -15,10 +15,11 @@ from librmq.diagnosis import View
 from librmq.diagnosis.pending import waiting_retries
 from librmq.errors import InputError
 from librmq.formatting import moment
-from librmq.message import retry_topic
+from librmq.message import Message, retry_topic
 from librmq.message.lag import queue_lag, unread_from
+from librmq.message.properties import PropertyName
 from librmq.message.topics import is_system_topic, moved_keys, validate_group
-from librmq.protocol import MoveGroup, SetGroup, UpdateOffset
+from librmq.protocol import INNER_PRODUCER, LOCAL_HOST, MoveGroup, SendMessage, SetGroup, UpdateOffset
 from librmq.runtime.event_log import counted
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _ROW_QUEUES: Final = 16
 _NAMED: Final = 10
 """The most retries that are named."""
 _PERMISSIONS: Final = {"rw": 6, "r": 4, "w": 2}
+_OF_THE_DELAY: Final = frozenset((PropertyName.DELAY, PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID))
 
 
 def topic(arguments: argparse.Namespace, output: Output) -> int:
@@ -188,9 +190,7 @@ def _copy(broker: StoreRoute, name: str, new: str | None, groups: tuple[str, ...
 def _retries_of(broker: StoreRoute, name: str, arguments: argparse.Namespace) -> Row:
     """Move the waiting retries of a group if that is wanted; else return which stay with the old name."""
     if arguments.with_retries:
-        from librmq.diagnosis.skips import move_retries
-
-        moved, delayed = move_retries(broker, name, arguments.to)
+        moved, delayed = _move_retries(broker, name, arguments.to)
         fields: Row = {"retries_moved": moved, "retries_left": 0}
         if delayed:
             fields["note"] = f"{delayed} retries also come to group {name} when their delay ends: do not start it again"
@@ -205,6 +205,42 @@ def _retries_of(broker: StoreRoute, name: str, arguments: argparse.Namespace) ->
         "note": f"{len(retries)} retries of group {name} wait: move them too by --with-retries, or "
         "let an instance of it run until they are consumed",
     }
+
+
+def _move_retries(broker: StoreRoute, group: str, new_group: str) -> tuple[int, int]:
+    """Copy the waiting retries of a group to the retry topic of another one, and skip those that are due.
+
+    The attempts so far count for the new group. Its retries are due at once.
+
+    Returns:
+        The number of copies, and how many of them the old group gets too when their delay ends.
+    """
+    topic, old_topic = retry_topic(new_group), retry_topic(group)
+    retries = list(waiting_retries(broker.store, broker.tables, group))
+    if retries:  # the first copy is the group's first retry
+        broker.call(UpdateOffset(new_group, topic, 0, broker.store.queue_range(topic, 0)[1]))
+    passed: dict[int, int] = {}
+    for message in retries:
+        copy = Message(topic, message.stored_body, flag=message.flag)
+        copy.properties = {name: value for name, value in message.properties.items() if name not in _OF_THE_DELAY}
+        copy.properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.offset_id)
+        broker.call(
+            SendMessage(
+                INNER_PRODUCER,
+                copy,
+                0,
+                message.born_timestamp_ms,
+                message.born_host or LOCAL_HOST,
+                message.sys_flag,
+                reconsume_times=message.reconsume_times,
+                max_reconsume_times=message.reconsume_times + 1,  # however many attempts it has had
+            )
+        )
+        if message.topic == old_topic:
+            passed[message.queue_id] = message.queue_offset + 1
+    for queue_id, queue_offset in passed.items():  # no further: the group can be running, and fail again
+        broker.reset_group(group, old_topic, queue_offset, queue_id=queue_id)
+    return len(retries), sum(message.topic != old_topic for message in retries)
 
 
 # ---- progress of a group

@@ -364,6 +364,7 @@ def _sharing(path: str) -> list[Row]:
             "program": _program(sharing.process),
             "since_ms": sharing.since_ms,
             "state": "stopped" if sharing.is_stopped else "running",
+            **({"peers_append": sharing.has_page} if sharing.role == "owner" else {}),
         }
         for sharing in processes
     ]

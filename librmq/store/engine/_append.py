@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate, chain, repeat
 from threading import get_ident
-from typing import Any, Final, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
 
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.commitlog import CommitLog
@@ -41,6 +41,9 @@ from librmq.store.engine._durability import GroupCommit, Housekeeping
 from librmq.store.engine.derivation import Pending, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.store_parts import AppendLock, Parts
+
+if TYPE_CHECKING:
+    from librmq.store.engine._shared_appends import SharedAppends
 
 _MAX_PROPERTIES_SIZE: Final = record_format.MAX_PROPERTIES_SIZE
 _TRANSACTION_MASK: Final = record_format.TRANSACTION_MASK
@@ -121,6 +124,8 @@ class Appender(AppendState):
 
         It is -1 when a send has to look: at a disk that was not seen for a while, or is too full."""
         self.parts: Parts | None = None
+        self.shared: SharedAppends | None = None
+        """The page through which other processes append too; None for a store that is not shared."""
         self.lanes = {}
         self.now_ms: Callable[[], int] = clock.now_ms
         # The compiled append makes results and reads these two clocks itself.
@@ -138,10 +143,17 @@ class Appender(AppendState):
     def refuse(self) -> None:
         """Accept no more appends."""
         self.accepts = False
+        self.look_for_room()
+
+    def look_for_room(self) -> None:
+        """Let the next send look whether there is room for it, also that of another process."""
+        self.room_until = -1
+        if self.shared is not None:
+            self.shared.refuse()
 
     def after_fork(self) -> None:
         """Leave the store to the parent, in a child process after a fork."""
-        self.parts, self.accepts = None, False
+        self.parts, self.accepts, self.shared = None, False, None
         self._watchers, self._watching = [], Lock()
         self.lock.make_locks()
         self.is_locked = self.lock.mutex.locked
@@ -186,6 +198,21 @@ class Appender(AppendState):
             getattr(self, "append_usual", self.append),
             getattr(self, "append_batch_usual", self.append_batch),
         )
+
+    def begin_turn(self) -> None:
+        """Keep other processes from appending, in each block that writes to the log under ``lock``."""
+        if self.shared is not None:
+            self.shared.begin_turn()
+
+    def end_turn(self) -> None:
+        """Let other processes append, at the end of each such block."""
+        if self.shared is not None:
+            self.shared.end_turn()
+
+    def follow(self) -> None:
+        """Take note of what other processes have appended."""
+        if self.shared is not None:
+            self.shared.follow()
 
     # -------------------------------------------------------------------------------------------------------- append
 
@@ -273,6 +300,8 @@ class Appender(AppendState):
                     lock.owner = thread
                     if not self.accepts:
                         raise self.refusal()
+                    if self.shared is not None:
+                        self.shared.begin_turn()
                     # Read log and dispatcher only under the lock, because the repair of an interrupted append replaces
                     # both.
                     log, dispatcher = self.log, self.dispatcher
@@ -320,6 +349,8 @@ class Appender(AppendState):
                     records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
                     dispatcher.writing_at = -1
                 finally:
+                    if self.shared is not None:
+                        self.shared.end_turn()
                     lock.owner = 0
         except TypeError:
             check_fields(queue_id, sys_flag)
@@ -445,6 +476,7 @@ class Appender(AppendState):
                     )
                     self.write(data, {lane: entries}, records)
                 finally:
+                    self.end_turn()
                     self.lock.owner = 0
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
@@ -488,6 +520,7 @@ class Appender(AppendState):
         """
         if not self.accepts:
             raise self.refusal()
+        self.begin_turn()
         if len(self.dispatcher.records) >= _BATCH or self.dispatcher.writing_at >= 0:
             self.catch_up()
         return self.now_ms()
@@ -549,8 +582,13 @@ class Appender(AppendState):
     def repair(self) -> None:
         """Repair what an interrupted append left, under the lock, before derived data are used."""
         if self.dispatcher.writing_at >= 0:
-            with critical:
-                self.open_parts().derive_again()
+            has_begun = self.shared is not None and self.shared.take_turn()
+            try:
+                with critical:
+                    self.open_parts().derive_again()
+            finally:
+                if has_begun:
+                    self.end_turn()
 
     def catch_up(self) -> None:
         """Write all queue entries and keys that are due, under the lock; raise why there are no parts."""
@@ -580,6 +618,7 @@ class Appender(AppendState):
 
     def drain(self) -> None:
         """Write the entries and keys that are due, for readers of queues and index."""
+        self.follow()
         if self.dispatcher.records:
             self.lock.check_reentry()
             thread = get_ident()
@@ -597,6 +636,7 @@ class Appender(AppendState):
 
     def write_entries(self) -> None:
         """Write the entries that are due, for readers of queues."""
+        self.follow()
         dispatcher = self.dispatcher
         if dispatcher.lanes:
             self.lock.check_reentry()
@@ -611,7 +651,7 @@ class Appender(AppendState):
 
     def write_entries_that_fit(self) -> None:
         """Write the entries that are due, as far as the disk has room."""
-        if self.dispatcher.lanes:  # asked here too, because each read of a queue calls this
+        if self.dispatcher.lanes or self.shared is not None:  # asked here too: each read of a queue calls this
             with _as_far_as_it_fits():
                 self.write_entries()
 
@@ -624,6 +664,7 @@ class Appender(AppendState):
 
     def end_between_appends(self) -> int:
         """Return the log's end when no append is running."""
+        self.follow()
         self.lock.check_reentry()
         with critical, self.lock.mutex:
             self.repair()

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from threading import get_ident
 from typing import Any, Final, NamedTuple
 
 from librmq.config import wrong_kind
-from librmq.consumequeue import ENTRY
-from librmq.errors import MessageIllegalError, RmqError, StoreIOError
+from librmq.consumequeue import ENTRY, entry_dtype
+from librmq.errors import CorruptionError, MessageIllegalError, RmqError, StoreIOError
 from librmq.java.lang import JAVA_ERRORS, java_decode
 from librmq.message import StoredMessage
 from librmq.message import record as record_format
 from librmq.message.properties import tags_code
 from librmq.runtime import critical
+from librmq.runtime import lazy_numpy as np
+from librmq.runtime.compiled_core import CORE
 from librmq.store.engine._append import Appender, AppendResult
-from librmq.store.engine.derivation import Derivation, Pending, has_queue_entry, is_indexed
+from librmq.store.engine.derivation import Derivation, Pending, derived_block, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.store_parts import Parts
 
@@ -196,11 +199,13 @@ class CopyWriter:
                 while len(results) < len(copies):
                     try:
                         self._append_to_file(copies[len(results) :], now, results)
+                        self._appender.end_turn()  # shows the queues, before the next part draws the lanes of others
                     except StoreIOError:
                         if not results:
                             raise
                         break
             finally:
+                self._appender.end_turn()
                 lock.owner = 0
         if results:
             self._appender.finish_append(results[-1].physical_offset + results[-1].size, wait=False)
@@ -220,6 +225,8 @@ class CopyWriter:
 
 _unpack_size = record_format.header_struct("size", "magic", unsigned=("size",)).unpack_from
 _IRREGULAR: Final = ("", -1)  # in place of a queue
+_FEW: Final = 16 if CORE.module else 96
+"""Number of records from which on it takes less time to adopt them together."""
 
 
 class CopiedRecords(NamedTuple):
@@ -247,6 +254,10 @@ def whole_size(data: bytes, room: int) -> tuple[int, int]:
             return at, needed
         at += needed
     return at, 0 if at == size else record_format.BLANK_SIZE
+
+
+AdoptedRecords = dict[tuple[str, int], tuple[int, int]]
+"""What other processes have appended: the number of messages of each queue and the bytes of their records."""
 
 
 class LogCopier:
@@ -296,6 +307,61 @@ class LogCopier:
         if len(dispatcher.records) >= Dispatcher.BATCH:
             dispatcher.drain()
         return CopiedRecords(log.end, queues)
+
+    def adopt(self, end: int, adopted: AdoptedRecords) -> None:
+        """Dispatch what other processes have written to this log up to ``end``, and add it to ``adopted``.
+
+        The caller is in a critical block.
+
+        Raises:
+            CorruptionError: The bytes are not records that continue their queues.
+        """
+        parts = self._parts
+        log, dispatcher = parts.log, parts.dispatcher
+        if log.last_write is not None and end - log.end >= _FEW * (log.end - log.last_write):
+            with suppress(StoreIOError):  # as below
+                while self._adopt_block(end, adopted):
+                    pass
+        while (place := log.end) < end:
+            size = _unpack_size(log.data_at(place, record_format.BLANK_SIZE))[0]
+            if not 0 < size <= end - place:
+                raise CorruptionError(log.sequence.folder, place, "size", f"expected a record before {end}")
+            name = self._dispatch(place, size, log.data_at(place, size))
+            if name is _IRREGULAR:
+                raise CorruptionError(log.sequence.folder, place, "queue offset", "expected the next one of its queue")
+            if name is not None:
+                count, total = adopted.get(name, (0, 0))
+                adopted[name] = count + 1, total + size
+            log.last_write, log.end = place, place + size
+        if len(dispatcher.records) >= Dispatcher.BATCH:
+            with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
+                dispatcher.drain()
+
+    def _adopt_block(self, end: int, adopted: AdoptedRecords) -> bool:
+        """Do as `adopt` with many records together; return False if there are few, or unusual ones.
+
+        An error leaves `Dispatcher` in a state in which each record can be dispatched again.
+        """
+        parts = self._parts
+        log, dispatcher = parts.log, parts.dispatcher
+        block = derived_block(log, log.end, end, Dispatcher.BATCH)
+        if block is None:
+            return False
+        entries_of: list[tuple[Lane, bytes]] = []
+        for topic, queue_id, queue_offset, entries in block.queues:
+            lane, name = self._lanes.get((topic, queue_id)) or self._lane(topic, queue_id)
+            if queue_offset != lane.next_queue_offset:
+                return False
+            entries_of.append((lane, entries))
+        dispatcher.drain()
+        dispatcher.add_block(entries_of, block.keys)
+        for lane, entries in entries_of:
+            sizes = np.frombuffer(entries, entry_dtype())["size"]
+            name = lane.topic, lane.queue_id
+            count, total = adopted.get(name, (0, 0))
+            adopted[name] = count + len(sizes), total + int(sizes.sum())
+        log.last_write, log.end = int(block.keys.physical_offsets[-1]), block.end
+        return True
 
     def _dispatch(self, physical_offset: int, size: int, raw: bytes) -> tuple[str, int] | None:
         """Collect the entry and the keys of a record; return its queue.

@@ -103,6 +103,25 @@ class Dispatcher(DispatchState):
         lane.pending.append(entry)
         lane.next_queue_offset += 1
 
+    def add_block(self, entries_of: Sequence[tuple[Lane, bytes]], keys: KeyBlock) -> None:
+        """Write the entries of records that follow all collected ones, and their keys, while nothing is collected.
+
+        After an error the records can be collected one by one.
+        """
+        for lane, entries in entries_of:
+            queue = lane.queue
+            self.unflushed.add(queue)
+            first = max(0, queue.max_offset - lane.next_queue_offset)  # after an error
+            queue.append_many(lane.next_queue_offset + first, entries[first * ENTRY.size :])
+        self._indexing = True
+        self._index.append_block(*keys)
+        self._indexing = False
+        for lane, entries in entries_of:
+            lane.next_queue_offset += len(entries) // ENTRY.size
+        self.order.add(keys.timestamps, int(keys.physical_offsets[-1]))
+        self.entries += len(keys.physical_offsets)
+        self.dispatched_timestamp_ms = int(keys.timestamps[-1])
+
     def write_entries(self) -> None:
         """Write the collected queue entries.
 

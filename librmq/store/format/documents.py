@@ -22,8 +22,8 @@
                                the time of a clock that tests have moved, in a store that ``librmq serve`` had
     librmq/resent.json         [[physical offset, message id, store time, time of the last resend], …]
                                dead letters that were sent to their groups again
-    librmq/notes.lock          locked while this one, recorded settings or the notes of skips (`librmq.diagnosis.skips`)
-                               change
+    librmq/notes.lock          locked while this one, recorded settings or the notes of skips
+                               (`librmq.diagnosis._skips`) change
 
 Without `config.json`, sizes come from the store's files, and the delay levels are 4.9's. Without `retention.json`, or
 with that of another folder, retention deletes nothing by age or size. Without `replica.json`, the copy is an

@@ -11,11 +11,11 @@ import os
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from librmq.diagnosis._lag_report import QueueLag, lag, no_progress
-from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves, waiting_retries
+from librmq.diagnosis.pending import family_of_half, given_up_halves, open_halves
 from librmq.diagnosis.view import Source, StoreView, viewed
 from librmq.errors import ConfigError, MalformedError, TransactionRefusedError
 from librmq.files.interface import read_replaced
-from librmq.message import Message, StoredMessage, retry_topic
+from librmq.message import Message, StoredMessage
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
 from librmq.protocol import (
     INNER_PRODUCER,
@@ -24,7 +24,6 @@ from librmq.protocol import (
     SendMessage,
     TopicDescription,
     TransactionState,
-    UpdateOffset,
 )
 from librmq.store.format.documents import OWN_FOLDER, notes_locked
 
@@ -340,43 +339,6 @@ def _record(broker: StoreRoute, done: Skip) -> None:
 # ---- retries and halves that wait
 
 _SYSTEM_ERROR: Final = 1
-_OF_THE_DELAY: Final = frozenset((PropertyName.DELAY, PropertyName.REAL_TOPIC, PropertyName.REAL_QUEUE_ID))
-
-
-def move_retries(broker: StoreRoute, group: str, new_group: str) -> tuple[int, int]:
-    """Copy the waiting retries of a group to the retry topic of another one, and skip those that are due.
-
-    The attempts so far count for the new group. Its retries are due at once.
-
-    Returns:
-        The number of copies, and how many of them the old group gets too when their delay ends.
-    """
-    topic, old_topic = retry_topic(new_group), retry_topic(group)
-    retries = list(waiting_retries(broker.store, broker.tables, group))
-    if retries:  # the first copy is the group's first retry
-        broker.call(UpdateOffset(new_group, topic, 0, broker.store.queue_range(topic, 0)[1]))
-    passed: dict[int, int] = {}
-    for message in retries:
-        copy = Message(topic, message.stored_body, flag=message.flag)
-        copy.properties = {name: value for name, value in message.properties.items() if name not in _OF_THE_DELAY}
-        copy.properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.offset_id)
-        broker.call(
-            SendMessage(
-                INNER_PRODUCER,
-                copy,
-                0,
-                message.born_timestamp_ms,
-                message.born_host or LOCAL_HOST,
-                message.sys_flag,
-                reconsume_times=message.reconsume_times,
-                max_reconsume_times=message.reconsume_times + 1,  # however many attempts it has had
-            )
-        )
-        if message.topic == old_topic:
-            passed[message.queue_id] = message.queue_offset + 1
-    for queue_id, queue_offset in passed.items():  # no further: the group can be running, and fail again
-        broker.reset_group(group, old_topic, queue_offset, queue_id=queue_id)
-    return len(retries), sum(message.topic != old_topic for message in retries)
 
 
 def decide_half(

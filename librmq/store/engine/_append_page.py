@@ -1,0 +1,313 @@
+"""The page through which processes that share a store append to one log, and the lock of its writers.
+
+The owner of the store makes the page, and keeps in it what a peer needs to append by itself: where the log ends, up to
+where a peer may write, and the next offset of each queue whose topic takes plain messages. All who append hold the lock
+of the page, a lock of the open file description by ``flock``. It ends with its process, so a killed writer blocks
+nobody, and it is never taken from a writer that lives, however long that is stopped: it would continue to write.
+
+::
+
+    numbers   state, tail, room, start of the file, end of the running write, and what the write replaces
+    settings  JSON: the settings of the store that shape a record
+    offsets   the next offset of each queue, 8 bytes each
+    names     topic and id of each queue
+
+A write sets `WRITING` first, then copies the record, sets the offset of the queue, and commits by the tail: one aligned
+store of eight bytes. Who takes the lock and finds `WRITING` set ends that write, because its writer has died.
+
+The log is the truth: no opening trusts a page that it finds. It closes that page, so that no peer of a former owner
+writes by it any more, and makes another.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import platform
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from threading import get_ident
+from typing import Any, Final
+
+from librmq.clock import SystemClock
+from librmq.commitlog import CommitLog
+from librmq.errors import BrokerUnreachableError, CorruptionError, StoreError
+from librmq.files.interface import SystemCall
+from librmq.files.regular import open_regular
+from librmq.runtime.locks import Inherited, Lock
+
+if sys.platform != "win32":
+    import fcntl
+
+_MAGIC: Final = 0x6C696272_6D710001
+_SETTINGS_AT: Final = 512
+_OFFSETS_AT: Final = 4096
+_MOST_QUEUES: Final = 4096
+_NAMES_AT: Final = _OFFSETS_AT + 8 * _MOST_QUEUES
+_NAME: Final = struct.Struct("=IB251s")
+_SIZE: Final = _NAMES_AT + _NAME.size * _MOST_QUEUES
+
+(
+    MAGIC, STATE, TAIL, ROOM, FILE_START, WRITING, REPLACED, OFFSET, HOLDER, TAKES, EPOCH, QUEUES, ASLEEP, WISHED, BEGIN
+) = range(15)  # fmt: skip
+"""Places of the numbers: state, the log's end, how far peers may write, the start of the file with the end, the end of
+the running write (0: none, -1: the owner's), its queue and the offset that it replaces, the process that took the lock
+last, how often it was taken, the number of times that the queues have changed, how many there are, whether the owner
+waits to be woken, whether a peer wants to append, and where the running write begins."""
+
+CLOSED: Final = 0
+"""State: nothing may be written by this page any more."""
+IDLE: Final = 1
+"""State: the owner appends alone, without this lock."""
+OPEN: Final = 2
+"""State: all append under the lock."""
+BROKEN: Final = 3
+"""State: the owner has died within a write, or a signal has interrupted it; only the owner can repair that."""
+
+OWNERS: Final = -1
+"""In place of the end of the running write: the owner writes."""
+
+IS_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
+"""Whether what another process has stored before the tail is seen with the tail, without the lock."""
+_TRIES: Final = 64
+_PAUSE_S: Final = 0.0002
+
+
+class AppendPage:
+    """A mapped page and its lock. Thread-safe, but for the numbers, which are read and changed under the lock.
+
+    Code takes ``mutex``, then `take` in a ``try`` whose ``finally`` calls `release`.
+    """
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        """Map the page of an open file, whose descriptor this owns."""
+        self.path = path
+        self._descriptor = descriptor
+        self._map = mmap.mmap(descriptor, _SIZE)
+        self.numbers: memoryview = memoryview(self._map)[:_SETTINGS_AT].cast("q")
+        self.offsets: memoryview = memoryview(self._map)[_OFFSETS_AT:_NAMES_AT].cast("q")
+        self.mutex: Lock = Lock()
+        """Keeps the threads of this process apart, which have one lock of the file together."""
+        self.thread = 0
+        self.holds: bool = False
+        """Whether this process has the lock of the file."""
+        self._process = _process()
+        self._stuck_at = -1
+        """`TAKES` when this process last waited in vain."""
+        self._never = threading.Event()
+        _pages.add(self)
+
+    @classmethod
+    def make(cls, path: str, settings: Mapping[str, Any]) -> AppendPage:
+        """Make a page that is `IDLE`, in place of another one, which must be closed."""
+        new = f"{path}.new"
+        with suppress(FileNotFoundError):
+            os.unlink(new)
+        text = json.dumps(settings).encode()
+        if len(text) > _OFFSETS_AT - _SETTINGS_AT - 4:
+            raise StoreError(f"{path}: the settings of the store are too long to be shared")
+        with SystemCall("share", path):
+            descriptor = open_regular(new, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                os.ftruncate(descriptor, _SIZE)
+                os.posix_fallocate(descriptor, 0, _NAMES_AT)  # a full disk would end a process that writes to it
+                page = cls(path, descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            page._map[_SETTINGS_AT : _SETTINGS_AT + 4 + len(text)] = len(text).to_bytes(4, "little") + text
+            page.numbers[STATE], page.numbers[MAGIC] = IDLE, _MAGIC
+            os.rename(new, path)
+        return page
+
+    @classmethod
+    def open(cls, path: str) -> AppendPage | None:
+        """Return the page of a file, None if there is none or it is none of this version."""
+        try:
+            descriptor = open_regular(path, os.O_RDWR)
+        except (OSError, CorruptionError):
+            return None
+        try:
+            if os.fstat(descriptor).st_size != _SIZE:
+                os.close(descriptor)
+                return None
+            page = cls(path, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if page.numbers[MAGIC] == _MAGIC:
+            return page
+        page.close()
+        return None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the owner has given to `make`."""
+        size = int.from_bytes(self._map[_SETTINGS_AT : _SETTINGS_AT + 4], "little")
+        settings: dict[str, Any] = json.loads(self._map[_SETTINGS_AT + 4 : _SETTINGS_AT + 4 + size])
+        return settings
+
+    def check_reentry(self) -> None:
+        """Refuse a call of a signal handler that has interrupted an append of its own thread."""
+        if self.thread == get_ident() and self.mutex.locked():
+            raise StoreError(
+                "a signal handler called the store in the middle of a call that it interrupted, and would wait for "
+                "itself forever: let the handler record the signal, and call the store after it has returned"
+            )
+
+    def take(self, wait_s: float, wake: Callable[[], object] | None = None) -> None:
+        """Take the lock of the file, with ``mutex`` held; call ``wake()`` before a wait.
+
+        Raises:
+            BrokerUnreachableError: Another process has it, and did not release it while this process waited so long.
+        """
+        self.thread = get_ident()
+        if self._try():
+            return
+        clock = SystemClock()
+        end = clock.monotonic() + wait_s
+        for number in range(1 << 62):
+            if number < _TRIES:
+                os.sched_yield()
+            else:
+                if number == _TRIES and wake is not None:
+                    wake()
+                clock.wait(self._never, _PAUSE_S)
+            if self._try():
+                return
+            takes = self.numbers[TAKES]
+            # Only the first of several threads waits for a process that is stopped.
+            if number >= _TRIES and (clock.monotonic() >= end or takes == self._stuck_at):
+                self._stuck_at = takes
+                raise BrokerUnreachableError(
+                    f"{self.path}: {_described(self.numbers[HOLDER])} has written to the log for {wait_s:g} s: it is "
+                    "stopped, by Ctrl-Z or a debugger, or waits for its disk: let it run again, or end it"
+                )
+
+    def _try(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self.holds = True
+        numbers = self.numbers
+        numbers[HOLDER] = self._process
+        numbers[TAKES] += 1
+        return True
+
+    def release(self) -> None:
+        """Release the lock of the file; without it, do nothing."""
+        if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self.holds, self.thread = False, 0
+
+    # ---- a write, under the lock
+
+    def begin_write(self, number: int, room: int) -> None:
+        """Note that a record for a queue is written behind the tail, and ends at ``room`` at the latest."""
+        numbers = self.numbers
+        numbers[BEGIN] = numbers[TAIL]
+        numbers[REPLACED], numbers[OFFSET] = number, self.offsets[number]
+        numbers[WRITING] = room
+
+    def commit(self, number: int, next_offset: int, end: int) -> None:
+        """Note that the record is there: the log ends behind it from now on."""
+        numbers = self.numbers
+        self.offsets[number] = next_offset
+        numbers[TAIL] = end
+        numbers[WRITING] = 0
+
+    def end_write(self, log: CommitLog) -> None:
+        """Commit a write that ended before its commit, if its record is whole, as a recovery does; else undo it."""
+        numbers = self.numbers
+        tail, end = numbers[TAIL], numbers[WRITING]
+        if end == OWNERS:  # only its recovery knows which queues it was writing to
+            numbers[STATE] = BROKEN
+        elif tail == numbers[BEGIN]:
+            log.continue_at(tail, end)
+            record_end = log.keep_or_clear(tail, end)
+            self.offsets[numbers[REPLACED]] = numbers[OFFSET] + (record_end > tail)
+            numbers[TAIL] = record_end
+        numbers[WRITING] = 0
+
+    # ---- the queues, under the lock
+
+    def add_queue(self, topic: str, queue_id: int, next_offset: int) -> int | None:
+        """Add a queue and return its number; None if it has no room."""
+        number, name = self.numbers[QUEUES], topic.encode()
+        if number >= _MOST_QUEUES or len(name) > 251:
+            return None
+        place = _NAMES_AT + number * _NAME.size
+        with SystemCall("share", self.path):
+            os.posix_fallocate(self._descriptor, place, _NAME.size)
+        self._map[place : place + _NAME.size] = _NAME.pack(queue_id, len(name), name)
+        self.offsets[number] = next_offset
+        self.numbers[QUEUES] = number + 1
+        return int(number)
+
+    def queue_at(self, number: int) -> tuple[str, int]:
+        """Return topic and id of a queue."""
+        queue_id, size, name = _NAME.unpack_from(self._map, _NAMES_AT + number * _NAME.size)
+        return name[:size].decode(), queue_id
+
+    def drop_queues(self) -> None:
+        """Let no peer append until queues are added again."""
+        self.numbers[EPOCH] += 1
+        self.numbers[QUEUES] = 0
+
+    def after_fork(self) -> None:
+        """Close a forked child's copy: it would hold the lock of a parent that is killed."""
+        self.mutex, self.thread, self.holds = Lock(), 0, False  # a thread of the parent may hold it
+        self.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process has closed the page, or inherited it."""
+        return self._descriptor < 0
+
+    def close(self) -> None:
+        """Close this process's descriptor; the mapping ends with its last reference."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _process() -> int:
+    """Return this process's number, and that of the space of processes in which it is one."""
+    with suppress(OSError):
+        return (os.stat("/proc/self/ns/pid").st_ino & 0x7FFFFFFF) << 32 | os.getpid()
+    return os.getpid()
+
+
+def _described(process: int) -> str:
+    own, number = _process(), process & 0xFFFFFFFF
+    return f"process {number}" if own >> 32 == process >> 32 else f"a process of another container, {number} there,"
+
+
+_pages: Final[Inherited[AppendPage]] = Inherited(AppendPage.after_fork)
+
+
+def close_page(path: str, wait_s: float) -> None:
+    """Close the page of a former owner, so that no process writes by it any more; its file goes.
+
+    Raises:
+        BrokerUnreachableError: A process writes by it, and does not end.
+    """
+    page = AppendPage.open(path)
+    if page is None:
+        return
+    try:
+        with page.mutex:
+            try:
+                page.take(wait_s)
+                page.numbers[STATE] = CLOSED
+            finally:
+                page.release()
+    finally:
+        page.close()
+    with suppress(FileNotFoundError):
+        os.unlink(path)

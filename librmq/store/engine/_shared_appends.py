@@ -1,0 +1,397 @@
+"""Appends of the owner of a shared store beside those of its peers, and the thread that follows theirs.
+
+The owner has its turn within an append, under the append lock: it takes the lock of the page, follows what peers have
+written, writes, and shows them where the log ends. The log asks for the turn, because it has no room outside of one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from threading import Thread, get_ident
+from typing import Any, Final
+
+from librmq.errors import BrokerUnreachableError, RmqError, StoreError
+from librmq.runtime import critical
+from librmq.runtime.event_log import EventLog
+from librmq.store.engine import _append_page as page_format
+from librmq.store.engine._append import Appender
+from librmq.store.engine._append_page import IS_ORDERED, AppendPage
+from librmq.store.engine.copies import AdoptedRecords, LogCopier
+from librmq.store.engine.dispatch import Lane
+
+_log = EventLog("librmq.store")
+
+_WAIT_S: Final = 3.0
+"""Time for another process to end its append."""
+_NAP_S: Final = 0.0002
+"""Pause between two looks at what peers append."""
+_LONG_NAP_S: Final = 0.002
+"""The same where they append much, so that a look finds enough for a block."""
+_MUCH: Final = 8 << 10
+"""Bytes between two looks."""
+_AHEAD: Final = 256 << 10
+"""Bytes that peers can write without a send by this process."""
+_QUIET_S: Final = 1.0
+"""After this time without an append of a peer the owner appends alone again."""
+
+
+class SharedAppends:
+    """The page of a store that this process owns. Thread-safe.
+
+    While no peer appends, the store is written as one that is not shared.
+    """
+
+    SETTINGS: Final = ("commitlog_file_size", "compress_from", "max_message_size", "store_host")
+    """Settings of the store that a peer needs."""
+
+    def __init__(
+        self,
+        appender: Appender,
+        path: str,
+        settings: Mapping[str, Any],
+        check_room: Callable[[], object],
+        arrived: Callable[[AdoptedRecords], object],
+    ) -> None:
+        """Make the page at ``path``; ``arrived(records)`` is told of what peers have appended.
+
+        ``check_room()`` raises if the store has no room for messages. ``settings["bell"]`` is the path of a new socket,
+        by which peers wake the thread that follows them.
+        """
+        self._appender, self._check_room, self._arrived = appender, check_room, arrived
+        self._lock = appender.lock
+        self._ended, self._end = socket.socketpair()
+        self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._bell.setblocking(False)
+        self._bell.bind(settings["bell"])
+        self._page = AppendPage.make(path, settings)
+        self.offered: dict[str, int] = {}
+        """Topics that take messages as they come, and their numbers of queues."""
+        self._numbers: dict[Lane, int] = {}
+        self._adopted: AdoptedRecords = {}
+        self._sure = -1
+        self._has_turn = self._ends = self._is_closed = self._drops = False
+        self._copier: LogCopier | None = None
+        self.is_open: bool = False
+        """Whether peers may append."""
+        self._thread = Thread(target=self._follow_peers, name="librmq share follow", daemon=True)
+        self._thread.start()
+
+    # ---- the turn of this process, under the append lock
+
+    def begin_turn(self) -> None:
+        """Do as `take_turn` where no turn can be running, in a block that calls `end_turn` at its end."""
+        if self._has_turn:  # a signal has interrupted its end
+            self.end_turn()
+        self.take_turn()
+
+    def take_turn(self) -> bool:
+        """Take the lock of the page, unless this process has it, follow the peers, and let the log take a record.
+
+        Return whether a turn has begun, which ends by `end_turn`.
+
+        Raises:
+            BrokerUnreachableError: Another process does not end its append; the error names it.
+        """
+        page, log = self._page, self._appender.log
+        if self._has_turn or not self.is_open:
+            return False
+        self._has_turn = True
+        try:
+            page.take(_WAIT_S)
+        except BrokerUnreachableError:
+            self._has_turn = False
+            raise
+        numbers = page.numbers
+        if self._drops:
+            self._drop()
+        if (
+            numbers[page_format.WRITING]
+            or numbers[page_format.TAIL] != log.end
+            or numbers[page_format.STATE] == page_format.BROKEN
+            or self._appender.dispatcher.writing_at >= 0
+        ):
+            with critical:
+                self._tidy()
+        numbers[page_format.WRITING] = page_format.OWNERS
+        log.open_to_writes(self._sure)
+        return True
+
+    def end_turn(self) -> None:
+        """Show peers what was written, and leave the lock of the page, if this process has it."""
+        if not self._has_turn:
+            return
+        page, appender = self._page, self._appender
+        try:
+            if page.holds and page.numbers[page_format.WRITING] == page_format.OWNERS:
+                if appender.dispatcher.writing_at >= 0:  # a signal has interrupted the append
+                    with critical:
+                        self._repair()
+                else:
+                    self._sure = appender.log.close_to_writes()
+                    self._show()
+                page.numbers[page_format.WRITING] = 0
+        finally:
+            page.release()
+            self._has_turn = False
+
+    def _tidy(self) -> None:
+        """Complete or undo what a writer has left, and follow the peers; in a turn and a critical block."""
+        page, appender = self._page, self._appender
+        numbers = page.numbers
+        # A signal has interrupted the end of a turn, and a peer may have found that.
+        if numbers[page_format.WRITING] == page_format.OWNERS or numbers[page_format.STATE] == page_format.BROKEN:
+            self._repair()
+            numbers[page_format.STATE] = page_format.OPEN
+        elif numbers[page_format.WRITING]:
+            end = appender.log.end  # records before the tail may wait to be adopted
+            page.end_write(appender.log)
+            appender.log.close_to_writes()
+            appender.log.end = end
+        numbers[page_format.WRITING] = 0
+        self._adopt()
+
+    def _repair(self) -> None:
+        """Repair what a signal has interrupted, and show all of it; a repair can replace a file of the log."""
+        self._appender.repair()
+        self._sure = self._appender.log.close_to_writes()
+        self._offer_all()
+
+    def _adopt(self) -> None:
+        """Derive what peers have written, in a critical block."""
+        if self._copier is None:
+            self._copier = LogCopier(self._appender.open_parts())
+        self._copier.adopt(self._page.numbers[page_format.TAIL], self._adopted)
+
+    def _show(self) -> None:
+        """Write the end of the log, the room behind it and the offsets of queues to the page."""
+        page, appender = self._page, self._appender
+        log, numbers, offsets = appender.log, page.numbers, page.offsets
+        for lane in appender.dispatcher.lanes or list(self._numbers):  # without any, a drain may have come since
+            number = self._numbers.get(lane)
+            if number is not None:
+                offsets[number] = lane.next_queue_offset
+        numbers[page_format.FILE_START] = log.file_start
+        numbers[page_format.ROOM] = min(self._sure, appender.room_until)
+        if self._drops or not appender.accepts:  # after it, because another thread sets these, then withdraws the room
+            numbers[page_format.ROOM] = -1
+        numbers[page_format.TAIL] = log.end
+
+    def refuse(self) -> None:
+        """Let no peer append until this process has appended again, because the store refuses messages."""
+        self._page.numbers[page_format.ROOM] = -1
+
+    def _in_turn(self, change: Callable[[], object]) -> None:
+        """Call ``change()`` under the append lock, in a turn if peers may append, without an interruption."""
+        lock = self._lock
+        lock.check_reentry()
+        thread = get_ident()
+        with lock.mutex:
+            try:
+                lock.owner = thread
+                self.begin_turn()
+                with critical:
+                    change()
+            finally:
+                self.end_turn()
+                lock.owner = 0
+
+    # ---- what peers have written
+
+    def follow(self) -> bool:
+        """Take note of what peers have written before this call; return False, after a comparison, if it is nothing."""
+        if not self.is_open or self._page.numbers[page_format.TAIL] == self._appender.log.end:
+            return False
+        lock = self._lock
+        lock.check_reentry()
+        thread = get_ident()
+        with lock.mutex:
+            try:
+                lock.owner = thread
+                if not IS_ORDERED or self._is_interrupted():
+                    self.begin_turn()
+                elif self.is_open:  # without the lock of the page, so that a reader waits for no other process
+                    with critical:
+                        self._adopt()
+            finally:
+                self.end_turn()
+                lock.owner = 0
+        return self._tell()
+
+    def _is_interrupted(self) -> bool:
+        """Return whether a signal may have interrupted an append of this process, or the end of its turn."""
+        return (
+            self._has_turn
+            or self._appender.dispatcher.writing_at >= 0
+            or self._page.numbers[page_format.STATE] == page_format.BROKEN
+        )
+
+    def _tell(self) -> bool:
+        """Tell of the messages of peers, without a lock; return whether there were some."""
+        with critical, self._lock.mutex:
+            adopted, self._adopted = self._adopted, {}
+        if adopted:
+            self._appender.finish_append(self._appender.log.end, wait=False)
+            self._arrived(adopted)
+        return bool(adopted)
+
+    def _follow_peers(self) -> None:
+        """Follow the peers, in a thread of its own."""
+        numbers, bells = self._page.numbers, (self._bell, self._ended)
+        while not self._ends:
+            numbers[page_format.ASLEEP] = 1
+            # The system call orders the store above before the load below, as that of a peer's release does.
+            rings, _, _ = select.select(bells, (), (), 0)
+            if not rings and (not self.is_open or numbers[page_format.TAIL] == self._appender.log.end):
+                rings, _, _ = select.select(bells, (), (), _QUIET_S if self.is_open else None)
+            numbers[page_format.ASLEEP] = 0
+            if rings:
+                with suppress(BlockingIOError):
+                    while self._bell.recv(1):
+                        pass
+            try:
+                self._follow_while_they_append(has_rung=bool(rings))
+            except RmqError as error:
+                _log.warning(
+                    "%(path)s: what peers append can't be followed: %(error)s", path=self._page.path, error=error
+                )
+                select.select((), (), (), _QUIET_S)
+
+    def _follow_while_they_append(self, *, has_rung: bool) -> None:
+        """Follow the peers until they pause. They need not wake this thread meanwhile."""
+        numbers = self._page.numbers
+        if self._ends:
+            return
+        if self._has_turn:  # if a signal has interrupted its end, peers wait for that
+            self._in_turn(lambda: None)
+        if numbers[page_format.WISHED]:
+            numbers[page_format.WISHED] = 0
+            self._in_turn(self._open)
+        has_followed = False
+        begin = self._appender.log.end
+        while self.follow():
+            end = self._appender.log.end
+            select.select((), (), (), _LONG_NAP_S if end - begin >= _MUCH else _NAP_S)
+            has_followed, begin = True, end
+            self._extend_room()
+        if self.is_open and not has_rung and not has_followed:
+            self._in_turn(self.shut)
+            self._tell()
+
+    def _extend_room(self) -> None:
+        """Look for room before peers lack it, because each would ask this process by a send."""
+        numbers, log = self._page.numbers, self._appender.log
+        if numbers[page_format.ROOM] - numbers[page_format.TAIL] >= _AHEAD:
+            return
+
+        def extend() -> None:
+            if self.is_open and log.end + _AHEAD <= log.fits:
+                log.make_room(_AHEAD)
+
+        with suppress(StoreError):  # the next send by this process raises it
+            self._check_room()
+            self._in_turn(extend)
+
+    # ---- who may append
+
+    def _open(self) -> None:
+        """Let peers append; under the append lock."""
+        page, log = self._page, self._appender.log
+        if self.is_open or self._is_closed or log.file_start < 0:
+            return
+        try:
+            page.take(_WAIT_S)
+            self.is_open = True
+            log.check_turn = self.take_turn
+            self._sure = log.close_to_writes()
+            self._copier = None
+            self._offer_all()
+            page.numbers[page_format.STATE] = page_format.OPEN
+        finally:
+            page.release()
+
+    def _offer_all(self) -> None:
+        """Show peers the log and the queues, after they may have changed."""
+        offered = {} if self._drops else self.offered
+        self._drop()
+        self._show()
+        for topic, queues in offered.items():
+            self.offered[topic] = queues
+            self._add(topic, queues)
+
+    def shut(self) -> None:
+        """Let this process append alone, after all that peers have written; under the append lock."""
+        if not self.is_open:
+            return
+        self.take_turn()
+        with critical:
+            self._page.numbers[page_format.STATE] = page_format.IDLE
+            self.end_turn()
+            self.is_open = False
+            log = self._appender.log
+            log.check_turn = lambda: None
+            log.open_to_writes(self._sure)
+            self._numbers.clear()
+
+    def offer(self, topic: str, queues: int, is_current: Callable[[], bool]) -> None:
+        """Let peers append to the queues of a topic that takes messages as they come, and has not changed since."""
+
+        def add() -> None:
+            if is_current():
+                if self._drops:
+                    self._drop()
+                self.offered[topic] = queues
+                if self.is_open:
+                    self._add(topic, queues)
+
+        self._in_turn(add)
+
+    def _add(self, topic: str, queues: int) -> None:
+        parts = self._appender.open_parts()
+        for queue_id in range(queues):
+            lane = parts.lane(topic, queue_id)
+            number = self._page.add_queue(topic, queue_id, lane.next_queue_offset)
+            if number is not None:
+                self._numbers[lane] = number
+
+    def withdraw(self) -> None:
+        """Let peers append to no queue until it is offered again, because topics have changed.
+
+        This waits for no other process. An append that is running counts as one that came before.
+        """
+        self._drops = True
+        self.refuse()
+
+    def _drop(self) -> None:
+        self.offered = {}
+        self._numbers.clear()
+        self._page.drop_queues()
+        self._drops = False
+
+    def close(self) -> None:
+        """Let no process append by this page any more; a repetition does nothing.
+
+        Raises:
+            BrokerUnreachableError: Another process does not end its append, so that the store must stay open.
+        """
+        if self._is_closed:
+            return
+
+        def end() -> None:
+            self.shut()
+            self._page.numbers[page_format.STATE] = page_format.CLOSED
+            self._is_closed = True
+
+        self._in_turn(end)
+        self._tell()
+        self._ends = True
+        self._end.send(b".")
+        self._thread.join()
+        for bell in (self._bell, self._ended, self._end):
+            bell.close()
+        self._page.close()
+        with suppress(FileNotFoundError):
+            os.unlink(self._page.path)

@@ -1,0 +1,86 @@
+"""Sends of a peer that need no answer of the owner: it appends to the log by itself."""
+
+from __future__ import annotations
+
+import os
+
+from librmq.message import Message
+from librmq.message.ids import Host, encode_host, parse_host
+from librmq.message.properties import PropertyName
+from librmq.protocol import SendResponse, SendStatus
+from librmq.runtime.locks import Lock
+from librmq.store.peer_appends import PeerAppender
+from librmq.wire._unix_sockets import share_folder
+
+
+def appends_path(path: str) -> str:
+    """Return the path of the page of a shared store."""
+    return os.path.join(share_folder(path), "appends")
+
+
+class PeerSends:
+    """Appends to a store by the page of its owner. Thread-safe."""
+
+    def __init__(self, path: str, wait_s: float) -> None:
+        """Send to the store in ``path``; wait at most ``wait_s`` for another process that writes."""
+        self._path, self._wait_s = path, wait_s
+        self._guard = Lock()
+        self._appender: PeerAppender | None = None
+        self._is_closed = False
+        self._id_prefix = ""
+
+    def send(
+        self,
+        message: Message,
+        queue_id: int,
+        born_timestamp_ms: int,
+        born_host: Host,
+        sys_flag: int = 0,
+        default_queues: int = 4,
+        timeout_ms: float | None = None,
+        is_one_way: bool = False,
+    ) -> SendResponse | None:
+        """Append a message as a broker stores it; None if the owner has to do it."""
+        appender = self._appender or self._open()
+        properties = message.properties
+        if appender is None or message._delays is not None or not appender.held_properties.isdisjoint(properties):
+            return None
+        properties = properties.copy()
+        properties[PropertyName.CLUSTER] = appender.cluster_name
+        properties.pop(PropertyName.WAIT, None)
+        stored = Message.from_parts(message.topic, message.body, message.flag, properties)
+        result = appender.append(
+            stored,
+            queue_id,
+            self._wait_s if timeout_ms is None else timeout_ms / 1000,
+            born_timestamp_ms=born_timestamp_ms,
+            born_host=born_host,
+            sys_flag=sys_flag,
+        )
+        if result is None:
+            return None
+        place = result.physical_offset
+        offset_id = self._id_prefix + place.to_bytes(8).hex().upper()
+        return SendResponse(SendStatus.SEND_OK, queue_id, result.queue_offset, place, (offset_id,))
+
+    def _open(self) -> PeerAppender | None:
+        """Open the page; None if there is none, which stays so as long as the owner is the same."""
+        if self._is_closed:
+            return None
+        with self._guard:
+            if self._appender is None and not self._is_closed:
+                appender = PeerAppender.open(self._path, appends_path(self._path), self._wait_s)
+                if appender is None:
+                    self._is_closed = True
+                    return None
+                self._id_prefix = encode_host(parse_host(appender.store_host)).hex().upper()
+                self._appender = appender
+            return self._appender
+
+    def close(self) -> None:
+        """Append no more."""
+        with self._guard:
+            self._is_closed = True
+            appender, self._appender = self._appender, None
+            if appender is not None:
+                appender.close()

@@ -1,0 +1,343 @@
+"""Appends of several processes to one log, by the page of its owner. Here all of them are in this process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from librmq import Message, MessageStore, StoreConfig
+from librmq.errors import BrokerUnreachableError, MessageIllegalError, StoreError
+from librmq.files import DiskFiles
+from librmq.store import verify
+from librmq.store.engine import _append_page as page_format
+from librmq.store.engine._append_page import AppendPage
+from librmq.store.engine.copies import AdoptedRecords, CopyTarget, Prepared
+from librmq.store.peer_appends import PeerAppender
+from tests.interrupting import at_each_call
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves")
+
+CONFIG = StoreConfig.tiny(commitlog_file_size=128 << 10, max_message_size=32 << 10)
+
+
+class Shared:
+    """A store, and two peers that append to it by its page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.page = str(folder / "store"), str(folder / "appends")
+        self.told = threading.Semaphore(0)
+        self.store = MessageStore.open(self.path, CONFIG, files=DiskFiles(has_peers=True))
+        self.store.append(Message("orders", b"first"))
+        settings = {"cluster_name": "c", "bell": str(folder / "bell"), "held": ["DELAY"]}
+        self.appends = self.store.writer.share_appends(self.page, settings, self._arrived)
+        self.appends.offer("orders", 2, lambda: True)
+        self.peers = [self.peer(), self.peer()]
+
+    def _arrived(self, records: AdoptedRecords) -> None:
+        for count, _ in records.values():
+            for _ in range(count):
+                self.told.release()
+
+    def peer(self, wait_s: float = 20) -> PeerAppender:
+        peer = PeerAppender.open(self.path, self.page, wait_s)
+        assert peer is not None
+        return peer
+
+    def append(self, body: bytes, queue_id: int = 0, *, peer: int = 0) -> None:
+        """Append as a peer does, and as the owner where it has to."""
+        message = Message("orders", body, keys="k")
+        if self.peers[peer].append(message, queue_id) is None:
+            self.send(message, queue_id)
+
+    def send(self, message: Message, queue_id: int = 0) -> None:
+        """Append as a broker does in the process of the owner."""
+        self.store.check_room()
+        self.store.append(message, queue_id)
+
+    def direct(self, body: bytes, queue_id: int = 0, *, peer: int = 0) -> None:
+        """Append as a peer does by itself, once the owner lets it: it does not after a second without an append."""
+        self.direct_message(Message("orders", body, keys="k"), queue_id, peer=peer)
+
+    def direct_message(self, message: Message, queue_id: int = 0, *, peer: int = 0) -> None:
+        while self.peers[peer].append(message, queue_id) is None:
+            self.send(Message("orders", b"by the owner"), 1)
+
+    def bodies(self, queue_id: int = 0) -> list[bytes]:
+        messages = self.store.topic_messages("orders")
+        return [message.body for message in messages if message.queue_id == queue_id]
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.store.close()
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Shared]:
+    shared = Shared(tmp_path)
+    shared.direct(b"first of a peer", 1)
+    yield shared
+    shared.close()
+    assert verify(shared.path).sound
+
+
+def test_peers_and_the_owner_append_to_one_log(shared: Shared) -> None:
+    bodies = [b"%d" % number for number in range(600)]
+    for number, body in enumerate(bodies):
+        if number % 3 == 2:
+            shared.send(Message("orders", body, keys="k"))
+        else:
+            shared.append(body, peer=number % 3)
+    assert shared.bodies() == [b"first", *bodies]
+    assert len(shared.store.find_by_key("orders", "k", max_messages=1000)) == 601  # with the fixture's
+
+
+def test_a_reader_sees_what_a_peer_has_appended_before(shared: Shared) -> None:
+    for number in range(50):
+        shared.direct(b"%d" % number)
+        assert shared.bodies()[-1] == b"%d" % number
+
+
+def test_the_owner_is_told_of_messages(shared: Shared) -> None:
+    for _ in range(20):
+        shared.direct(b"x", peer=1)
+    for _ in range(20):
+        assert shared.told.acquire(timeout=20)
+
+
+def test_the_log_goes_on_in_the_next_file(shared: Shared) -> None:
+    bodies = [b"%06d" % number * 300 for number in range(400)]
+    for body in bodies:
+        shared.append(body)
+    assert shared.bodies() == [b"first", *bodies]
+    assert len(shared.store.log.sequence.starts) > 4
+
+
+def test_the_bytes_are_those_of_one_process(shared: Shared, tmp_path: Path) -> None:
+    for number in range(20):
+        shared.append(b"%d" % number)
+    messages = sorted(shared.store.topic_messages("orders"), key=lambda message: message.physical_offset)
+    with MessageStore.open(tmp_path / "alone", CONFIG) as alone:
+        for message in messages:
+            alone.log.append(message.raw)
+        size = shared.store.log.end
+        assert alone.log.end == size
+        assert alone.log.data_at(0, size) == shared.store.log.data_at(0, size)
+
+
+def test_other_topics_are_for_the_owner(shared: Shared) -> None:
+    assert shared.peers[0].append(Message("payments", b"x"), 0) is None
+    assert shared.peers[0].append(Message("orders", b"x"), 2) is None
+    assert shared.peers[0].append(Message("orders", bytes(129 << 10)), 0) is None
+    shared.appends.withdraw()
+    assert shared.peers[0].append(Message("orders", b"x"), 0) is None
+    shared.appends.offer("orders", 2, lambda: False)
+    assert shared.peers[0].append(Message("orders", b"x"), 0) is None
+    shared.appends.offer("orders", 2, lambda: True)
+    shared.direct(b"x")
+
+
+def test_a_store_that_refuses_messages_takes_none_of_peers(shared: Shared) -> None:
+    shared.appends.refuse()
+    assert shared.peers[0].append(Message("orders", b"x"), 0) is None
+    shared.direct(b"z")
+
+
+def test_what_is_refused_leaves_nothing(shared: Shared) -> None:
+    end = shared.store.log.end
+    with pytest.raises(MessageIllegalError):
+        shared.direct_message(Message("orders", bytes(33 << 10)))
+    shared.append(b"next")
+    assert shared.bodies() == [b"first", b"next"]
+    assert shared.store.log.end > end
+
+
+def died(shared: Shared, *, at: str) -> None:
+    """Let a peer die within an append."""
+    page = AppendPage.open(shared.page)
+    assert page is not None
+    with page.mutex:
+        page.take(1)
+        tail, start = page.numbers[page_format.TAIL], page.numbers[page_format.FILE_START]
+        page.begin_write(0, tail + 200)
+        with open(Path(shared.path, "commitlog", f"{start:020}"), "r+b") as file:
+            file.seek(tail - start)
+            file.write(b"lost" * 10)
+        if at == "offset":
+            page.offsets[0] += 1
+        page.close()  # which ends the lock as the end of a process does
+    page.thread = 0
+
+
+@pytest.mark.parametrize("at", ["record", "offset"])
+@pytest.mark.parametrize("finder", ["peer", "owner"])
+def test_a_write_that_its_process_did_not_end_is_undone(shared: Shared, at: str, finder: str) -> None:
+    shared.append(b"before")
+    died(shared, at=at)
+    if finder == "peer":
+        shared.direct(b"after", peer=1)
+    else:
+        shared.send(Message("orders", b"after"))
+    assert shared.bodies() == [b"first", b"before", b"after"]
+    shared.append(b"last")
+    assert shared.bodies()[-1] == b"last"
+
+
+def test_a_writer_that_is_stopped_is_named(shared: Shared) -> None:
+    impatient = shared.peer(0.05)
+    page = AppendPage.open(shared.page)
+    assert page is not None
+    with page.mutex:
+        page.take(1)
+        with pytest.raises(BrokerUnreachableError, match=r"process \d+ has written to the log for 0.05 s"):
+            impatient.append(Message("orders", b"x"), 0)
+        page.release()
+    impatient.close()
+    page.close()
+    shared.direct(b"x")
+
+
+def test_a_page_that_is_closed_takes_nothing(shared: Shared) -> None:
+    before = shared.bodies()
+    PeerAppender.end_all(shared.page, 1)
+    assert shared.peers[0].append(Message("orders", b"x"), 0) is None
+    assert shared.bodies() == before
+
+
+def test_a_handler_within_an_append_is_refused(shared: Shared) -> None:
+    class Interrupting(dict[str, str]):
+        def values(self) -> Any:
+            with pytest.raises(StoreError, match="signal handler"):
+                shared.peers[0].append(Message("orders", b"inner"), 0)
+            refused.append(True)
+            return super().values()
+
+    refused: list[bool] = []
+    message = Message("orders", b"outer")
+    message.properties = Interrupting(message.properties)
+    shared.direct_message(message)
+    assert refused
+    assert shared.bodies() == [b"first", b"outer"]
+
+
+@pytest.mark.parametrize("change", [MessageStore.recover, lambda store: store.writer.verify()])
+def test_a_look_at_the_whole_store_has_it_alone(shared: Shared, change: Callable[[MessageStore], object]) -> None:
+    shared.append(b"before")
+    change(shared.store)
+    assert not shared.appends.is_open
+    shared.append(b"between")
+    shared.direct(b"after")
+    assert shared.bodies() == [b"first", b"before", b"between", b"after"]
+
+
+def test_threads_of_peers_and_of_the_owner(shared: Shared) -> None:
+    def run(peer: int) -> None:
+        for number in range(300):
+            message = Message("orders", b"%d:%d" % (peer, number))
+            if peer == 2 or shared.peers[peer].append(message, 0) is None:
+                shared.send(message)
+
+    threads = [threading.Thread(target=run, args=(number % 3,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    bodies = shared.bodies()[1:]
+    assert len(bodies) == 1800
+    for peer in range(3):
+        for number in range(300):
+            assert bodies.count(b"%d:%d" % (peer, number)) == 2
+
+
+def test_a_peer_follows_a_file_that_a_recovery_has_made_again(shared: Shared) -> None:
+    store, number = shared.store, 0
+    size = store.log.file_size
+    while store.log.end < size:
+        shared.append(b"%06d" % number * 300)
+        number += 1
+    shared.direct(b"in the second file")
+    damaged = [message for message in store.topic_messages("orders") if message.physical_offset < size][-3]
+    with open(Path(shared.path, "commitlog", f"{0:020}"), "r+b") as file:
+        file.seek(damaged.physical_offset + 100)
+        file.write(b"\xff\xff\xff")
+    assert store.recover()
+    while store.log.end < size:
+        shared.send(Message("orders", b"%06d" % number * 300))
+    for number in range(5):
+        shared.direct(b"acknowledged %d" % number)
+        assert shared.bodies()[-1] == b"acknowledged %d" % number
+
+
+def test_an_owner_can_not_close_while_a_writer_is_stopped(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("librmq.store.engine._shared_appends._WAIT_S", 0.05)
+    page = AppendPage.open(shared.page)
+    assert page is not None
+    with page.mutex:
+        page.take(1)
+        for _ in range(2):
+            with pytest.raises(BrokerUnreachableError, match="has written to the log"):
+                shared.store.close()
+        shared.appends.withdraw()  # which waits for no process
+        page.release()
+    page.close()
+    assert shared.peers[0].append(Message("orders", b"x"), 0) is None
+    shared.store.close()
+    assert shared.peers[1].append(Message("orders", b"late"), 0) is None
+
+
+def test_a_signal_at_any_call_of_a_peer_leaves_the_lock(shared: Shared) -> None:
+    for _ in at_each_call(lambda: shared.direct(b"interrupted")):
+        shared.direct(b"of another", peer=1)
+        shared.direct(b"of the same")
+
+
+def test_a_signal_at_any_call_of_the_owner_leaves_the_lock(shared: Shared) -> None:
+    sent = 0
+    for _ in at_each_call(lambda: shared.send(Message("orders", b"interrupted"))):
+        shared.direct(b"of a peer")
+        sent += 1
+    assert shared.bodies().count(b"of a peer") == sent
+
+
+def test_copies_that_go_on_in_the_next_file_show_all_queues(shared: Shared) -> None:
+    store, copies = shared.store, shared.store.writer.copies
+    (record, *_) = store.messages("orders", 0)
+
+    def prepared(queue_id: int, count: int) -> list[Prepared]:
+        target = CopyTarget("orders", queue_id, b"", None, None, None)
+        return [copies.prepare_again(record, target) for _ in range(count)]
+
+    room = store.log.file_size // prepared(0, 1)[0].size
+    copies.append(prepared(0, 300) + prepared(1, room - 280))
+    shared.direct(b"in the first queue")
+    shared.direct(b"in the second queue", 1)
+    assert [message.queue_offset for message in store.messages("orders", 0)] == list(range(302))
+
+
+def test_a_whole_record_stays_although_its_writer_died(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader beside the store may have seen it."""
+
+    class DiedError(Exception):
+        pass
+
+    def die(*_: object) -> None:
+        raise DiedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(AppendPage, "commit", die)
+        with pytest.raises(DiedError):
+            shared.direct(b"whole")
+    shared.direct(b"after", peer=1)
+    assert shared.bodies() == [b"first", b"whole", b"after"]
+
+
+def test_a_message_is_found_by_its_place_at_once(shared: Shared) -> None:
+    for _ in range(20):
+        result = shared.peers[0].append(Message("orders", b"x"), 0)
+        if result is not None:
+            assert shared.store.message_at(result.physical_offset) is not None
