@@ -314,7 +314,7 @@ class Run:
         for thread in threads:
             thread.join()
 
-    STEPS: tuple[tuple[Callable[[Run], None], int], ...] = (
+    STEPS: tuple[tuple[Callable[[Any], None], int], ...] = (
         (submit, 10),
         (append, 10),
         (burst, 2),

@@ -29,6 +29,9 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent.parent / "librmq"
 SHARES = "shares"
 """The program of bugs that only processes which share a store have: the simulation of them."""
+WRITERS = "writers"
+"""The program of bugs of writers that append to a shared log by themselves: the simulation of them."""
+MOST_WORLDS = 40
 
 
 class Edit(NamedTuple):
@@ -122,6 +125,8 @@ def run_program(bug: Bug) -> list[str]:
     """Run the program of a planted bug; return the kinds of anomalies, or the lines of what processes have broken."""
     if bug.program == SHARES:
         return simulate_shares(60)[1]
+    if bug.program == WRITERS:
+        return simulate_writers()
     from tests.mutation.programs import anomalies_of
 
     anomalies = anomalies_of(bug.program)
@@ -160,6 +165,21 @@ def simulate_shares(seconds: float) -> tuple[str, list[str]]:
                 return f"found in run {number} after {spent_s:.0f} s", str(error).splitlines()
         number += 1
     return f"not found in {number} runs of {spent_s:.0f} s", []
+
+
+def simulate_writers() -> list[str]:
+    """Let writers with the planted bug append to logs until a promise is broken; return which."""
+    from tests.simulation.writers import WritersWorld
+
+    for number in range(MOST_WORLDS):
+        with tempfile.TemporaryDirectory(prefix="librmq-writers-") as folder:
+            try:
+                WritersWorld(f"planted {number}", Path(folder)).run()
+            except AssertionError as error:
+                return [str(error).partition(":")[0]]
+            except Exception as error:
+                return [type(error).__name__]
+    return []
 
 
 if __name__ == "__main__":

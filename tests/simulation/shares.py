@@ -105,10 +105,13 @@ class SharedWorld:
         """Draw the settings; ``folder`` is empty, and keeps the store and the histories."""
         self.seed, self.rng = seed, random.Random(f"shares {seed}")
         self.store, self.folder = folder / "store", folder
-        self.drops_resends = self.rng.random() < 0.5
+        self.drops_resends = self.rng.random() < 0.25
         """Whether the first member lets the store keep one record of each message, which later owners keep up."""
-        self.waits = self.rng.random() < 0.5
-        """Whether each send waits for the disk, so that owners die between a record and its acknowledgement."""
+        self.waits = self.rng.random() < 0.25
+        """Whether each send waits for the disk, so that owners die between a record and its acknowledgement.
+
+        Without this and the drops of resends members append by themselves.
+        """
         self.has_heirs = self.rng.random() < 0.5
         """Whether the members that remain consume what is left, or a new one that no former owner knew."""
         self.counts: Counter[str] = Counter()
@@ -276,9 +279,16 @@ class SharedWorld:
         _pass(self.rng.choice((0.01, 0.2)))
         owner.signal(signal.SIGCONT)
 
+    def pause_any(self) -> None:
+        """Stop a member for a moment, perhaps while it appends to the log."""
+        member = self.rng.choice(self._members)
+        member.signal(signal.SIGSTOP)
+        _pass(self.rng.choice((0.01, 0.2)))
+        member.signal(signal.SIGCONT)
+
     FAULTS: Final = (
-        (kill_owner, 4), (kill_any, 2), (kill_heirs, 2), (let_go, 3), (kill_leaving, 2), (stop_owner, 1),
-        (pause_owner, 1),
+        (kill_owner, 4), (kill_any, 4), (kill_heirs, 2), (let_go, 3), (kill_leaving, 2), (stop_owner, 1),
+        (pause_owner, 1), (pause_any, 1),
     )  # fmt: skip
 
     def run(self, changes: int = CHANGES) -> None:

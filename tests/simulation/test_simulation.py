@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +86,34 @@ def test_a_share_changes_hands() -> None:
 def test_shares_change_hands(slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(100, "stores with eight changes of their owner"):
         run_shares(f"share {number}")
+
+
+# ---- writers that append to one log by themselves
+
+
+LINUX = pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
+
+
+@LINUX
+def test_writers_die_and_others_go_on(tmp_path: Path) -> None:
+    from tests.simulation.writers import WritersWorld
+
+    world = WritersWorld("quick", tmp_path)
+    world.run(40)
+    assert world.alone
+    assert world.deaths
+
+
+@LINUX
+@pytest.mark.slow
+def test_many_writers_die_and_others_go_on(tmp_path: Path, slow_budget: SlowBudget) -> None:
+    from tests.simulation.writers import WritersWorld
+
+    for number in slow_budget.rounds(2_000, "logs with several writers, some of which die"):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        WritersWorld(f"writers {number}", folder).run()
+        shutil.rmtree(folder)
 
 
 # ---- the second judge

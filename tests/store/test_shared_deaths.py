@@ -1,0 +1,235 @@
+"""Processes that die or stop while they append to a shared log: at each line of an append, and with the lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import librmq
+from librmq import Message, MessageStore
+from librmq.errors import BrokerUnreachableError
+from librmq.store import verify
+from librmq.store.peer_appends import PeerAppender
+from tests.budget import run
+from tests.store.test_shared_appends import CONFIG, Shared
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves"),
+    pytest.mark.platform,
+]
+
+FOLDER = os.path.dirname(librmq.__file__ or "")
+REFUSED = 2
+"""Exit status of a peer that may not append at this moment, because the owner has to send first."""
+STEP = 12
+"""The quick check lets a process die at each line of this many."""
+
+
+def run_until(line: int, act: Callable[[], object]) -> None:
+    """Call ``act()``, and end this process by SIGKILL at a line of librmq, counted from 0."""
+    left = line
+
+    def look(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return look
+
+    sys.settrace(look)
+    act()
+    sys.settrace(None)
+
+
+@contextmanager
+def child(work: Callable[[Callable[[], object], Callable[[], object]], int | None]) -> Iterator[Child]:
+    """Fork a process that calls ``work(tell, wait)``: tell its parent of a step, and wait for a word of it.
+
+    ``work`` returns the exit status, None for 0.
+    """
+    (reading, telling), (waiting, writing) = os.pipe(), os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            status = work(lambda: os.write(telling, b"."), lambda: os.read(waiting, 1))
+        except BaseException:
+            status = 1
+        os._exit(status or 0)
+    os.close(telling)
+    os.close(waiting)
+    made = Child(process, reading, writing)
+    try:
+        yield made
+    finally:
+        made.end(signal.SIGKILL)
+
+
+class Child:
+    """A forked process, and the pipes to it."""
+
+    def __init__(self, process: int, reading: int, writing: int) -> None:
+        self.process, self._reading, self._writing = process, reading, writing
+        self._status: int | None = None
+
+    def step(self) -> bool:
+        """Wait until it tells of a step; return False if it has ended before."""
+        return os.read(self._reading, 1) == b"."
+
+    def let_on(self) -> None:
+        """Let it go on."""
+        os.write(self._writing, b".")
+
+    def end(self, number: int = 0) -> int:
+        """Wait for its end, after a signal; return its exit status, or its signal as a negative number."""
+        if self._status is None:
+            os.kill(self.process, number)
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+            os.close(self._reading)
+            os.close(self._writing)
+        return self._status
+
+
+class _Interrupted(dict[str, str]):
+    """Properties of a message that call a function when their record is made, under the lock."""
+
+    call: Callable[[], object]
+
+    def get(self, *words: Any) -> Any:
+        call, self.call = self.call, bool
+        call()
+        return super().get(*words)
+
+
+def interrupted_message(body: bytes, call: Callable[[], object]) -> Message:
+    """Return a message in whose append ``call()`` is called, under the lock, before its record is copied."""
+    message = Message("orders", body)
+    message.properties = properties = _Interrupted(message.properties)
+    properties.call = call
+    return message
+
+
+def lines() -> Iterator[int]:
+    """Yield lines until the caller breaks."""
+    return iter(range(0, 1 << 20, STEP if run.quick else 1))
+
+
+@pytest.mark.parametrize("finder", ["peer", "owner"])
+def test_a_peer_dies_at_each_line_of_an_append(tmp_path: Path, finder: str) -> None:
+    shared = Shared(tmp_path)
+    expected = [b"first"]
+    for line in lines():
+        status = REFUSED
+        while status == REFUSED:
+            shared.direct(before := b"before %d" % line)
+            expected.append(before)
+
+            def die(*_: object, line: int = line) -> int:
+                peer = shared.peer()
+                if peer.append(Message("orders", b"elsewhere"), 1) is None:
+                    return REFUSED
+                run_until(line, lambda: peer.append(Message("orders", b"dying %d" % line, keys="k"), 0))
+                return 0
+
+            with child(die) as dying:
+                status = dying.end()
+        assert status in (0, -signal.SIGKILL)
+        if finder == "peer":
+            shared.direct(b"after %d" % line, peer=1)
+        else:
+            shared.send(Message("orders", b"after %d" % line))
+        expected.append(b"after %d" % line)
+        if not status:
+            break
+    bodies = shared.bodies()
+    assert [body for body in bodies if not body.startswith(b"dying")] == expected
+    dying_bodies = [body for body in bodies if body.startswith(b"dying")]
+    assert len(dying_bodies) == len({*dying_bodies})
+    shared.close()
+    assert verify(shared.path).sound
+
+
+@pytest.mark.slow
+def test_an_owner_dies_at_each_line_of_an_append(tmp_path: Path) -> None:
+    """A peer goes on by the page of an owner that has died, until the next one has closed it."""
+    for line in lines():
+        folder = tmp_path / f"{line}"
+        folder.mkdir()
+
+        def own(
+            tell: Callable[[], object], wait: Callable[[], object], folder: Path = folder, line: int = line
+        ) -> None:
+            shared = Shared(folder)
+            shared.direct(b"first of a peer", 1)
+            tell()
+            wait()
+            shared.direct(b"second of a peer", 1)
+            run_until(line, lambda: shared.store.append(Message("orders", b"own"), 0))
+            tell()
+
+        with child(own) as owner:
+            assert owner.step()
+            peer = PeerAppender.open(str(folder / "store"), str(folder / "appends"), 20)
+            assert peer is not None
+            mapped = peer.append(Message("orders", b"mapped"), 0)
+            owner.let_on()
+            is_acknowledged = owner.step()
+            status = owner.end()
+        late = peer.append(Message("orders", b"late"), 0)
+        PeerAppender.end_all(str(folder / "appends"), 20)
+        assert peer.append(Message("orders", b"too late"), 0) is None
+        with MessageStore.open(folder / "store", CONFIG) as store:
+            bodies = [message.body for message in store.messages("orders", 0)]
+        sent = {b"first": True, b"mapped": mapped, b"own": is_acknowledged, b"late": late}
+        assert all(bodies.count(body) == 1 for body, was_sent in sent.items() if was_sent), bodies
+        assert {*bodies} <= sent.keys()
+        peer.close()
+        assert verify(str(folder / "store")).sound
+        if not status:
+            break
+
+
+@pytest.mark.parametrize("way", ["goes on", "is killed"])
+def test_a_peer_is_stopped_with_the_lock(tmp_path: Path, way: str) -> None:
+    """Others fail within their limit and name it; they go on as soon as it has ended its append, or itself."""
+    shared = Shared(tmp_path)
+    shared.direct(b"before")
+
+    def stop(tell: Callable[[], object], _: Callable[[], object]) -> int:
+        def stop_here() -> None:
+            tell()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        return REFUSED if shared.peer().append(interrupted_message(b"stopped", stop_here), 0) is None else 0
+
+    with ExitStack() as ending:
+        stopped = ending.enter_context(child(stop))
+        while not stopped.step():
+            assert stopped.end() == REFUSED
+            shared.direct(b"before")
+            stopped = ending.enter_context(child(stop))
+        os.waitid(os.P_PID, stopped.process, os.WSTOPPED)
+        for _ in range(2):
+            impatient = shared.peer(0.05)
+            with pytest.raises(BrokerUnreachableError, match=f"process {stopped.process} "):
+                impatient.append(Message("orders", b"refused"), 0)
+            impatient.close()
+        if way == "goes on":
+            assert stopped.end(signal.SIGCONT) == 0
+        else:
+            assert stopped.end(signal.SIGKILL) == -signal.SIGKILL
+        shared.direct(b"after")
+        bodies = [body for body in shared.bodies() if body != b"before"]
+        assert bodies == [b"first", *[b"stopped"] * (way == "goes on"), b"after"]
+    shared.close()
+    assert verify(shared.path).sound

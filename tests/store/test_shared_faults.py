@@ -1,0 +1,250 @@
+"""What can go wrong between an owner and peers that append to its log: signals, stops, recoveries, other topics."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from librmq import Message, MessageStore
+from librmq.clock import ManualClock
+from librmq.errors import BrokerUnreachableError
+from librmq.store import AppendResult, verify
+from librmq.store.engine import _shared_appends
+from librmq.store.engine._append_page import AppendPage
+from librmq.store.engine.copies import CopyTarget, Prepared
+from tests.interrupting import at_each_call
+from tests.store.test_shared_appends import Shared
+from tests.store.test_shared_deaths import REFUSED, child, interrupted_message
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Shared]:
+    shared = Shared(tmp_path)
+    shared.direct(b"first of a peer", 1)
+    yield shared
+    shared.close()
+    assert verify(shared.path).sound
+
+
+@contextmanager
+def a_stopped_writer(shared: Shared, wait_s: float = 0.01) -> Iterator[None]:
+    """Hold the lock of the page, as a process that is stopped; others wait as long for it."""
+    page = AppendPage.open(shared.page)
+    assert page is not None
+    with mock.patch.object(_shared_appends, "_WAIT_S", wait_s), page.mutex:
+        page.take(20)
+        try:
+            yield
+        finally:
+            page.release()
+            page.close()
+
+
+# ---- signals
+
+
+def test_a_signal_in_an_append_of_a_peer_leaves_the_lock_free(shared: Shared) -> None:
+    """Wherever Ctrl-C comes, others can append at once, and so can its own process."""
+    peer, sent = shared.peers[0], 0
+
+    def act() -> None:
+        nonlocal sent
+        sent += 1
+        while peer.append(Message("orders", b"interrupted %d" % sent), 0) is None:
+            shared.send(Message("orders", b"by the owner"), 1)
+
+    impatient = shared.peer(0.01)
+    for number, _ in enumerate(at_each_call(act)):
+        for writer in (impatient, peer):
+            while writer.append(Message("orders", b"%d" % number), 1) is None:
+                shared.send(Message("orders", b"by the owner"), 1)
+    impatient.close()
+    bodies = shared.bodies()
+    assert len(bodies) == len({*bodies})
+    assert b"interrupted %d" % sent in bodies
+
+
+def test_a_signal_in_an_append_of_the_owner_keeps_peers_appending(shared: Shared) -> None:
+    acknowledged: list[bytes] = []
+    sent = 0
+
+    def act() -> None:
+        nonlocal sent
+        sent += 1
+        shared.store.append(Message("orders", b"own %d" % sent), 0)
+        acknowledged.append(b"own %d" % sent)
+
+    for number, _ in enumerate(at_each_call(act)):
+        shared.direct(b"of a peer %d" % number)
+        acknowledged.append(b"of a peer %d" % number)
+    bodies = shared.bodies()
+    assert len(bodies) == len({*bodies})
+    assert [body for body in bodies if body in acknowledged] == acknowledged
+
+
+# ---- a process that is stopped with the lock
+
+
+def test_a_store_stays_open_until_no_process_appends(shared: Shared) -> None:
+    shared.append(b"before")
+    with a_stopped_writer(shared), pytest.raises(BrokerUnreachableError, match="has written to the log"):
+        shared.store.close()
+    shared.append(b"after")
+    assert shared.bodies() == [b"first", b"before", b"after"]
+    shared.store.close()
+    assert shared.peers[0].append(Message("orders", b"late"), 0) is None
+
+
+def test_a_changed_topic_waits_for_no_process(shared: Shared) -> None:
+    with a_stopped_writer(shared):
+        shared.appends.withdraw()
+    assert shared.peers[0].append(Message("orders", b"late"), 0) is None
+    shared.send(Message("orders", b"by the owner"))
+    assert shared.peers[0].append(Message("orders", b"late"), 0) is None
+    shared.appends.offer("orders", 2, lambda: True)
+    shared.direct(b"next")
+
+
+def test_only_the_first_thread_waits_for_a_stopped_process(shared: Shared) -> None:
+    with a_stopped_writer(shared):
+        with pytest.raises(BrokerUnreachableError):
+            shared.store.append(Message("orders", b"refused"), 0)
+        with mock.patch.object(_shared_appends, "_WAIT_S", 3600), pytest.raises(BrokerUnreachableError):
+            shared.store.append(Message("orders", b"refused"), 0)
+    shared.direct(b"next")
+
+
+# ---- what the owner does besides
+
+
+def test_a_recovery_that_makes_a_file_again_loses_nothing_of_peers(shared: Shared) -> None:
+    """A peer has the deleted file mapped, at the same place of the log."""
+    store = shared.store
+    size = store.log.file_size
+    while store.log.end < size:
+        shared.append(bytes(3000))
+    shared.direct(b"in the second file")
+    damaged = [message for message in store.topic_messages("orders") if message.physical_offset < size][-3]
+    with open(store.log.sequence.path(0), "r+b") as file:
+        file.seek(damaged.physical_offset + 100)
+        file.write(b"\xff\xff\xff")
+    assert store.recover()
+    while store.log.end < size:
+        shared.send(Message("orders", bytes(3000)))
+    for number in range(5):
+        shared.direct(b"%d" % number)
+    assert shared.bodies()[-5:] == [b"%d" % number for number in range(5)]
+
+
+def test_copies_that_go_on_in_the_next_file_leave_no_number_twice(shared: Shared) -> None:
+    """Entries of the first part are written before the second part, which adds to other queues."""
+    writer = shared.store.writer.copies
+    (record, *_) = shared.store.messages("orders", 0)
+
+    def copies(queue_id: int, count: int) -> list[Prepared]:
+        target = CopyTarget("orders", queue_id, b"", None, None, None)
+        return [writer.prepare_again(record, target) for _ in range(count)]
+
+    size = writer.prepare_again(record, CopyTarget("orders", 0, b"", None, None, None)).size
+    left = (shared.store.log.file_size - shared.store.log.end) // size
+    writer.append([*copies(0, 300), *copies(1, left - 300 + 20)])
+    end = shared.store.queue_range("orders", 0)[1]
+    shared.direct(b"next")
+    assert shared.store.queue_range("orders", 0)[1] == end + 1
+    assert shared.bodies()[-1] == b"next"
+
+
+def test_all_ways_to_a_message_find_that_of_a_peer(shared: Shared, tmp_path: Path) -> None:
+    """As soon as it is acknowledged, as one of the owner."""
+    store = shared.store
+
+    def append(key: str) -> AppendResult:
+        while (result := shared.peers[0].append(Message("orders", key.encode(), keys=key), 0)) is None:
+            shared.send(Message("orders", b"by the owner"), 1)
+        return result
+
+    result = append("place")
+    message = store.message_at(result.physical_offset)
+    assert message is not None
+    assert message.body == b"place"
+    result = append("id")
+    assert [message.body for message in store.find_by_id(result.offset_id)] == [b"id"]
+    append("key")
+    assert [message.body for message in store.find_by_key("orders", "key")] == [b"key"]
+    result = append("flushed")
+    assert store.flush() >= result.physical_offset + result.size
+    append("snapshot")
+    store.snapshot(tmp_path / "copy")
+    with MessageStore.open(tmp_path / "copy", read_only=True) as copy:
+        assert [*copy.messages("orders", 0)][-1].body == b"snapshot"
+
+
+def test_the_time_of_an_append_is_that_under_the_lock(shared: Shared) -> None:
+    clock = ManualClock(shared.store.clock.now_ms() + 3_600_000)
+    shared.store.appender.now_ms = clock.now_ms
+    take, thread = AppendPage.take, threading.get_ident()
+
+    def take_late(page: AppendPage, *words: Any) -> None:
+        take(page, *words)
+        if threading.get_ident() == thread:
+            clock.advance(minutes=1)  # while another process had it
+
+    before_ms = clock.now_ms()
+    with mock.patch.object(AppendPage, "take", take_late):
+        result = shared.store.append(Message("orders", b"x"), 0)
+    assert result.store_timestamp_ms == before_ms + 60_000
+
+
+def test_a_record_that_its_writer_has_not_committed_is_the_same_to_readers(shared: Shared) -> None:
+    """A reader beside the store sees it, so it must stay."""
+
+    def die(*_: object) -> int:
+        with mock.patch.object(AppendPage, "commit", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+            shared.peer().append(Message("orders", b"whole"), 0)
+        return REFUSED
+
+    status = REFUSED
+    while status == REFUSED:
+        shared.direct(b"before", 1)
+        with child(die) as dying:
+            status = dying.end()
+    assert status == -signal.SIGKILL
+    with MessageStore.open(shared.path, read_only=True) as reader:
+        bodies = [message.body for message in reader.messages("orders", 0)]
+        assert bodies == [b"first", b"whole"]
+        shared.direct(b"after")
+        assert shared.bodies() == [*bodies, b"after"]
+
+
+def test_a_child_that_is_forked_within_an_append_keeps_no_lock(shared: Shared) -> None:
+    children = list[tuple[int, int]]()
+
+    def fork() -> None:
+        waiting, writing = os.pipe()
+        process = os.fork()
+        if not process:
+            os.close(writing)
+            os.read(waiting, 1)
+            os._exit(0)
+        os.close(waiting)
+        children.append((process, writing))
+
+    shared.direct(b"before")
+    assert shared.peers[0].append(interrupted_message(b"forked", fork), 0) is not None
+    shared.direct(b"after", peer=1)
+    for process, writing in children:
+        os.close(writing)
+        os.waitpid(process, 0)
+    assert children
+    assert shared.bodies() == [b"first", b"before", b"forked", b"after"]
