@@ -310,9 +310,10 @@ class SharedBroker(AdministeredRoute):
         except StoreLockedError as error:
             # Another process is opening the store, or has ended and its lock is about to go. The caller tries again.
             raise BrokerUnreachableError(f"{error}, which does not answer yet: {unreachable}") from error
-        with ExitStack() as undo, SystemCall("share", self.path):
+        with ExitStack() as undo:
             undo.callback(lock.release)
             PeerAppender.end_all(appends_path(self.path), settings.timeout_s)  # those of a former owner
+            undo.enter_context(SystemCall("share", self.path))
             promises = self._promises()
             opened = promises.over(settings.promises, opens=True)
             broker = Broker.open(

@@ -150,7 +150,8 @@ class StoreOwner:
     def close(self) -> None:
         """Hand the store over: end the connections first, so that no request is refused meanwhile.
 
-        After Ctrl-C another call does the rest; until then the store stays this process's.
+        After Ctrl-C another call does the rest; until then the store stays this process's, as it does while a peer is
+        stopped within an append.
         """
         try:
             if not self._has_ended:  # else another process may own the store, whose socket must stay
@@ -158,6 +159,8 @@ class StoreOwner:
                 self.server.close()
                 delete_place(self._files)  # late: a peer that finds no socket under the lock expects it to be lost
                 self.route.close()
+        except BrokerUnreachableError:  # a peer is stopped within an append, so the store stays open until another call
+            raise
         except Exception:
             self._has_ended = True
             self._lock.release()

@@ -64,7 +64,10 @@ from librmq.protocol import (
     SetGroup,
     Unregister,
 )
+from librmq.store.engine import _append_page as append_page
+from librmq.store.engine._append_page import AppendPage
 from librmq.testing import check_history
+from librmq.wire._peer_sends import appends_path
 from librmq.wire._unix_sockets import (
     connect_to,
     credentials_of,
@@ -542,6 +545,29 @@ def test_a_second_close_completes_one_that_was_interrupted(
         Broker.open(tmp_path / "store")
     owner.close()
     Broker.open(tmp_path / "store").close()
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
+def test_a_share_stays_open_while_a_peer_is_stopped_within_an_append(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another close completes it, and until then no other process owns the store."""
+    owner = librmq.share(tmp_path)
+    with librmq.share(tmp_path) as peer, Producer(peer, "shop") as producer:
+        page = AppendPage.open(appends_path(str(tmp_path)))
+        assert page is not None
+        while page.numbers[append_page.STATE] != append_page.OPEN:
+            producer.send("orders", b"x")
+        monkeypatch.setattr("librmq.store.engine._shared_appends._WAIT_S", 0.01)
+        page.take(20)
+        with pytest.raises(BrokerUnreachableError, match="has written to the log for"):
+            owner.close()
+        with pytest.raises(BrokerUnreachableError, match="locked by this process"):
+            librmq.share(tmp_path, timeout=0.05, wait=0)
+        page.release()
+        page.close()
+        owner.close()
+        producer.send("orders", b"y")
 
 
 def test_a_second_close_leaves_the_next_owner_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
