@@ -481,22 +481,21 @@ class Broker(StoreRoute, Endpoint):
         """Answer pulls that wait for messages of these queues, which `Writer.copy_log` has added to a replica."""
         self._deliveries.arrivals.copied(queues)
 
-    def share_appends(self, path: str, bell: str) -> None:
+    def share_appends(self, path: str, bell: str, wait_s: float) -> None:
         """Let peers of a share append by a page at ``path``, where no promise of the store needs this process.
 
-        They wake it by a socket at the path ``bell``.
+        They wake it by a socket at the path ``bell``. It waits at most ``wait_s`` for one that writes.
         """
         store, config = self.store, self.config
         if (
-            store.config.durability == "sync"
-            or store.config.enable_consumequeue_ext
+            store.config.enable_consumequeue_ext
             or config.drop_resends_within is not None
             or config.replication != "async"
             or config.replica_of is not None
         ):
             return
         settings = {"cluster_name": self._context.cluster_name, "bell": bell, "held": sorted(HELD_PROPERTIES)}
-        self.watch(store.writer.share_appends(path, settings, self._followed).withdraw)
+        self.watch(store.writer.share_appends(path, settings, self._followed, wait_s).withdraw)
 
     def _followed(self, records: Mapping[tuple[str, int], tuple[int, int]]) -> None:
         """Note messages that peers have appended: their number in each queue, and the bytes of their records."""

@@ -96,7 +96,7 @@ class DiskLock:
         except OSError as error:
             if error.errno not in _CONFLICTS:
                 raise
-            holder = _conflict(descriptor, os.fstat(descriptor)) or 0
+            holder = _conflict(descriptor, os.fstat(descriptor), path) or 0
             raise StoreLockedError(f"{path}: locked by {_described(holder)}") from None
 
     def hold_folder(self) -> None:
@@ -208,8 +208,11 @@ def lock_holder(path: str) -> str | None:
     return None if process is None else _described(process)
 
 
-def lock_process(path: str) -> int | None:
-    """Return the process that holds the lock of the file ``path``, 0 if it is not visible, None if the lock is free."""
+def lock_process(path: str, *, is_whole: bool = False) -> int | None:
+    """Return the process that holds the lock of the file ``path``, 0 if it is not visible, None if the lock is free.
+
+    ``is_whole`` asks for a lock by ``flock``, and returns 0 if that is free too.
+    """
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -217,6 +220,8 @@ def lock_process(path: str) -> int | None:
     except OSError as error:
         raise StoreIOError("look at the lock", path, error) from error
     with _held_guard:
+        if is_whole:
+            return _find_holder(_key_of(status))
         if _key_of(status) in _held:
             return os.getpid()
         if sys.platform == "win32":
@@ -227,7 +232,7 @@ def lock_process(path: str) -> int | None:
             except FileNotFoundError:  # deleted since the look
                 return None
             try:
-                return _conflict(descriptor, status)
+                return _conflict(descriptor, status, path)
             finally:
                 os.close(descriptor)
 
@@ -273,14 +278,20 @@ def _described(process: int) -> str:
     return f"process {process}" if process else "another process"
 
 
-def _conflict(descriptor: int, status: os.stat_result) -> int | None:
-    """Return the process that holds a lock of the first byte, 0 if it is not visible, None if the lock is free."""
+def _conflict(descriptor: int, status: os.stat_result, path: str) -> int | None:
+    """Return the process that holds a lock of the first byte, 0 if it is not visible, None if the lock is free.
+
+    Of an owner and its peers, which hold it together, it is the owner, which holds the folder too.
+    """
     fields = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, _flock(fcntl.F_WRLCK)))
     pid: int
     kind: int
     pid, kind = (fields[2], fields[3]) if sys.platform == "darwin" else (fields[4], fields[0])
     if kind == fcntl.F_UNLCK:
         return None
+    if pid <= 0 and kind == fcntl.F_RDLCK:
+        with suppress(OSError):
+            pid = _find_holder(_key_of(os.stat(os.path.dirname(os.path.abspath(path)))))
     if pid <= 0:  # a lock of an open file description, which has no process
         pid = _find_holder(_key_of(status))
     return pid

@@ -191,11 +191,11 @@ class Writer(StoreHandle):
         self._copier = LogCopier(parts)
 
     def share_appends(
-        self, path: str, settings: Mapping[str, Any], arrived: Callable[[AdoptedRecords], object]
+        self, path: str, settings: Mapping[str, Any], arrived: Callable[[AdoptedRecords], object], wait_s: float
     ) -> SharedAppends:
         """Let other processes append too, by a page at ``path``; see `SharedAppends`."""
         fields = {name: getattr(self.config, name) for name in SharedAppends.SETTINGS}
-        shared = SharedAppends(self.appender, path, {**fields, **settings}, self.check_room, arrived)
+        shared = SharedAppends(self.appender, path, {**fields, **settings}, self.check_room, arrived, wait_s)
         self.appender.shared = shared
         return shared
 

@@ -68,6 +68,8 @@ class PeerAppender:
         """Name of the owner's cluster, which each message gets as a property."""
         self.store_host: str = settings["store_host"]
         """Address and port in each record."""
+        self.is_sync: bool = settings["durability"] == "sync"
+        """Whether senders wait for `reach`."""
         self.held_properties: frozenset[str] = frozenset(settings["held"])
         """Properties of messages that only the owner stores."""
         config = StoreConfig(
@@ -165,6 +167,15 @@ class PeerAppender:
             if numbers[page_format.ASLEEP]:
                 self._ring()
         return result
+
+    def reach(self, end: int, wait_s: float) -> bool:
+        """Wait until the owner has flushed the log up to ``end``; return False if it can't, because a flush has failed.
+
+        Raises:
+            LostAnswerError: The owner has ended before, so the message may be stored.
+            BrokerUnreachableError: It has not flushed within ``wait_s``, so the message may be stored.
+        """
+        return self._page.wait_for_flush(end, wait_s)
 
     def _append_in_turn(self, message: Message, queue_id: int, fields: Mapping[str, Any]) -> AppendResult | None:
         page, log = self._page, self._log

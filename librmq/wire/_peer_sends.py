@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
+from librmq.clock import SystemClock
+from librmq.errors import BrokerUnreachableError, LostAnswerError
 from librmq.message import Message
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.properties import PropertyName
@@ -21,9 +24,12 @@ def appends_path(path: str) -> str:
 class PeerSends:
     """Appends to a store by the page of its owner. Thread-safe."""
 
-    def __init__(self, path: str, wait_s: float) -> None:
-        """Send to the store in ``path``; wait at most ``wait_s`` for another process that writes."""
-        self._path, self._wait_s = path, wait_s
+    def __init__(self, path: str, wait_s: float, stopped_error: Callable[[], Exception | None]) -> None:
+        """Send to the store in ``path``; wait at most ``wait_s`` for another process that writes.
+
+        ``stopped_error()`` returns the error of a request to the owner if that is stopped.
+        """
+        self._path, self._wait_s, self._stopped_error = path, wait_s, stopped_error
         self._guard = Lock()
         self._appender: PeerAppender | None = None
         self._is_closed = False
@@ -47,21 +53,37 @@ class PeerSends:
             return None
         properties = properties.copy()
         properties[PropertyName.CLUSTER] = appender.cluster_name
-        properties.pop(PropertyName.WAIT, None)
+        waits = properties.pop(PropertyName.WAIT, "true").lower() == "true" and appender.is_sync and not is_one_way
         stored = Message.from_parts(message.topic, message.body, message.flag, properties)
+        wait_s = self._wait_s if timeout_ms is None else timeout_ms / 1000
+        begin_s = SystemClock().monotonic() if waits else 0.0
         result = appender.append(
             stored,
             queue_id,
-            self._wait_s if timeout_ms is None else timeout_ms / 1000,
+            wait_s,
             born_timestamp_ms=born_timestamp_ms,
             born_host=born_host,
             sys_flag=sys_flag,
         )
         if result is None:
             return None
-        place = result.physical_offset
+        place, status = result.physical_offset, SendStatus.SEND_OK
+        if waits:
+            status = self._reach(appender, place + result.size, wait_s - (SystemClock().monotonic() - begin_s))
         offset_id = self._id_prefix + place.to_bytes(8).hex().upper()
-        return SendResponse(SendStatus.SEND_OK, queue_id, result.queue_offset, place, (offset_id,))
+        return SendResponse(status, queue_id, result.queue_offset, place, (offset_id,))
+
+    def _reach(self, appender: PeerAppender, end: int, wait_s: float) -> SendStatus:
+        """Wait for a flush; the error says that the message may be stored."""
+        try:
+            return SendStatus.SEND_OK if appender.reach(end, wait_s) else SendStatus.FLUSH_DISK_TIMEOUT
+        except LostAnswerError:
+            raise
+        except BrokerUnreachableError as error:
+            stopped = self._stopped_error()
+            if stopped is None:
+                raise
+            raise BrokerUnreachableError(f"{error}; {stopped}") from error
 
     def _open(self) -> PeerAppender | None:
         """Open the page; None if there is none, which stays so as long as the owner is the same."""

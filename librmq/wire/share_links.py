@@ -123,8 +123,11 @@ class _PeerEndpoint(SharedEndpoint, SendsLater):
 class StoreOwner:
     """The broker of this process, and the server through which the others reach it."""
 
-    def __init__(self, lock: FileLock, broker: Broker, *, has_peers: bool) -> None:
-        """Serve a broker; ``lock`` is the one of the shared folder. ``has_peers`` lets peers append by themselves."""
+    def __init__(self, lock: FileLock, broker: Broker, wait_s: float | None) -> None:
+        """Serve a broker; ``lock`` is the one of the shared folder.
+
+        It waits at most ``wait_s`` for a peer that appends; None: none does by itself.
+        """
         self.route = broker
         self.name: str = broker.name
         listening, self._files = listen_as_owner(broker.store.path, broker.store.files)
@@ -133,10 +136,10 @@ class StoreOwner:
         self.server: RemotingServer = RemotingServer(broker, listening=listening, advertise=address)
         self.endpoint: SharedEndpoint = SharedEndpoint(broker.call)
         self._has_ended = False
-        if has_peers:
+        if wait_s is not None:
             bell = bell_beside(self._files[0])
             self._files.insert(0, bell)
-            broker.share_appends(appends_path(broker.store.path), bell)
+            broker.share_appends(appends_path(broker.store.path), bell, wait_s)
 
     def endpoint_of(self, name: str) -> SharedEndpoint:
         """Return the broker; `NoRouteError` for another name."""
@@ -194,7 +197,7 @@ class StorePeer:
         self.is_silent: bool = False
         """Whether a request had no answer, and the owner was not seen to run since."""
         self._link: tuple[Endpoint, SharedEndpoint] | None = None
-        self._appends = PeerSends(path, timeout_s)
+        self._appends = PeerSends(path, timeout_s, self.stopped_error)
         with ExitStack() as undo:
             try:
                 self._sentinel = undo.enter_context(connect_to(address, timeout_s))

@@ -67,7 +67,7 @@ class SharedRun(Run):
         place = tempfile.mkdtemp(dir=self.folder)
         page, bell = os.path.join(place, "appends"), os.path.join(place, "bell")
         shared = self.store.writer.share_appends(
-            page, {"cluster_name": "c", "bell": bell, "held": []}, lambda records: None
+            page, {"cluster_name": "c", "bell": bell, "held": []}, lambda records: None, 20
         )
         for topic in TOPICS:
             shared.offer(topic, 2, lambda: True)

@@ -477,6 +477,23 @@ def test_a_lock_held_by_another_process_names_it(tmp_path: Path) -> None:
     files.lock(path).release()
 
 
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers hold locks beside an owner's")
+def test_a_lock_that_peers_hold_too_names_its_owner(tmp_path: Path) -> None:
+    path, files = str(tmp_path / "lock"), DiskFiles(has_peers=True)
+    program = HOLD.replace("DiskFiles()", "DiskFiles(has_peers=True)").replace("print(", "held.hold_folder(); print(")
+    with start_program(program, path) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        peer = files.lock_as_peer(path)
+        assert files.lock_holder(path) == f"process {other.pid}"
+        with pytest.raises(StoreLockedError, match=str(other.pid)):
+            DiskFiles().lock(path)
+        other.communicate()
+    assert files.lock_holder(path) == f"process {os.getpid()}"  # a peer's, until the next owner comes
+    peer.release()
+    assert files.lock_holder(path) is None
+
+
 def test_querying_a_lock_does_not_release_it(tmp_path: Path) -> None:
     path, files = str(tmp_path / "lock"), DiskFiles()
     held = files.lock(path)

@@ -71,7 +71,7 @@ class WritersWorld:
         (self.folder / "bell").unlink(missing_ok=True)
         self.store = MessageStore.open(self.path, CONFIG, files=DiskFiles(has_peers=True))
         self.appends = self.store.writer.share_appends(
-            self.page, {"cluster_name": "c", "bell": str(self.folder / "bell"), "held": []}, self._note_records
+            self.page, {"cluster_name": "c", "bell": str(self.folder / "bell"), "held": []}, self._note_records, 20
         )
         self.appends.offer("orders", QUEUES, lambda: True)
         self._writers = [self._writer() for _ in range(WRITERS)]

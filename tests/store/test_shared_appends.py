@@ -16,9 +16,8 @@ from librmq.files import DiskFiles
 from librmq.store import verify
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append_page import AppendPage
-from librmq.store.engine.copies import AdoptedRecords, CopyTarget, Prepared
+from librmq.store.engine.copies import AdoptedRecords
 from librmq.store.peer_appends import PeerAppender
-from tests.interrupting import at_each_call
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves")
 
@@ -28,13 +27,13 @@ CONFIG = StoreConfig.tiny(commitlog_file_size=128 << 10, max_message_size=32 << 
 class Shared:
     """A store, and two peers that append to it by its page."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: StoreConfig = CONFIG) -> None:
         self.path, self.page = str(folder / "store"), str(folder / "appends")
         self.told = threading.Semaphore(0)
-        self.store = MessageStore.open(self.path, CONFIG, files=DiskFiles(has_peers=True))
+        self.store = MessageStore.open(self.path, config, files=DiskFiles(has_peers=True))
         self.store.append(Message("orders", b"first"))
         settings = {"cluster_name": "c", "bell": str(folder / "bell"), "held": ["DELAY"]}
-        self.appends = self.store.writer.share_appends(self.page, settings, self._arrived)
+        self.appends = self.store.writer.share_appends(self.page, settings, self._arrived, 3)
         self.appends.offer("orders", 2, lambda: True)
         self.peers = [self.peer(), self.peer()]
 
@@ -273,52 +272,6 @@ def test_a_peer_follows_a_file_that_a_recovery_has_made_again(shared: Shared) ->
         assert shared.bodies()[-1] == b"acknowledged %d" % number
 
 
-def test_an_owner_can_not_close_while_a_writer_is_stopped(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("librmq.store.engine._shared_appends._WAIT_S", 0.05)
-    page = AppendPage.open(shared.page)
-    assert page is not None
-    with page.mutex:
-        page.take(1)
-        for _ in range(2):
-            with pytest.raises(BrokerUnreachableError, match="has written to the log"):
-                shared.store.close()
-        shared.appends.withdraw()  # which waits for no process
-        page.release()
-    page.close()
-    assert shared.peers[0].append(Message("orders", b"x"), 0) is None
-    shared.store.close()
-    assert shared.peers[1].append(Message("orders", b"late"), 0) is None
-
-
-def test_a_signal_at_any_call_of_a_peer_leaves_the_lock(shared: Shared) -> None:
-    for _ in at_each_call(lambda: shared.direct(b"interrupted")):
-        shared.direct(b"of another", peer=1)
-        shared.direct(b"of the same")
-
-
-def test_a_signal_at_any_call_of_the_owner_leaves_the_lock(shared: Shared) -> None:
-    sent = 0
-    for _ in at_each_call(lambda: shared.send(Message("orders", b"interrupted"))):
-        shared.direct(b"of a peer")
-        sent += 1
-    assert shared.bodies().count(b"of a peer") == sent
-
-
-def test_copies_that_go_on_in_the_next_file_show_all_queues(shared: Shared) -> None:
-    store, copies = shared.store, shared.store.writer.copies
-    (record, *_) = store.messages("orders", 0)
-
-    def prepared(queue_id: int, count: int) -> list[Prepared]:
-        target = CopyTarget("orders", queue_id, b"", None, None, None)
-        return [copies.prepare_again(record, target) for _ in range(count)]
-
-    room = store.log.file_size // prepared(0, 1)[0].size
-    copies.append(prepared(0, 300) + prepared(1, room - 280))
-    shared.direct(b"in the first queue")
-    shared.direct(b"in the second queue", 1)
-    assert [message.queue_offset for message in store.messages("orders", 0)] == list(range(302))
-
-
 def test_a_whole_record_stays_although_its_writer_died(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader beside the store may have seen it."""
 
@@ -334,10 +287,3 @@ def test_a_whole_record_stays_although_its_writer_died(shared: Shared, monkeypat
             shared.direct(b"whole")
     shared.direct(b"after", peer=1)
     assert shared.bodies() == [b"first", b"whole", b"after"]
-
-
-def test_a_message_is_found_by_its_place_at_once(shared: Shared) -> None:
-    for _ in range(20):
-        result = shared.peers[0].append(Message("orders", b"x"), 0)
-        if result is not None:
-            assert shared.store.message_at(result.physical_offset) is not None

@@ -18,6 +18,7 @@ from librmq import Message, MessageStore
 from librmq.errors import BrokerUnreachableError
 from librmq.files import DiskFiles
 from librmq.store import verify
+from librmq.store.engine._append_page import AppendPage
 from librmq.store.peer_appends import PeerAppender
 from tests.budget import run
 from tests.conftest import SlowBudget
@@ -27,6 +28,9 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves"),
     pytest.mark.platform,
 ]
+
+if sys.platform != "win32":
+    import fcntl
 
 FOLDER = os.path.dirname(librmq.__file__ or "")
 REFUSED = 2
@@ -237,3 +241,64 @@ def test_a_peer_is_stopped_with_the_lock(tmp_path: Path, way: str) -> None:
         assert bodies == [b"first", *[b"stopped"] * (way == "goes on"), b"after"]
     shared.close()
     assert verify(shared.path).sound
+
+
+def test_an_owner_is_stopped_with_the_lock(tmp_path: Path) -> None:
+    """Its peers fail within their limit and name it; they go on as soon as it has ended its append."""
+
+    def own(tell: Callable[[], object], wait: Callable[[], object]) -> None:
+        shared = Shared(tmp_path)
+        shared.direct(b"before", 1)
+        take = AppendPage.take
+
+        def take_and_stop(page: AppendPage, *words: Any) -> None:
+            take(page, *words)
+            AppendPage.take = take  # type: ignore[method-assign]
+            tell()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        while not shared.appends.is_open:
+            shared.direct(b"before", 1)
+        AppendPage.take = take_and_stop  # type: ignore[method-assign]
+        shared.store.append(Message("orders", b"own"), 0)
+        tell()
+        wait()
+        shared.close()
+
+    with child(own) as owner:
+        assert owner.step()
+        os.waitid(os.P_PID, owner.process, os.WSTOPPED)
+        peer = PeerAppender.open(str(tmp_path / "store"), str(tmp_path / "appends"), 0.05)
+        assert peer is not None
+        with pytest.raises(BrokerUnreachableError, match=f"process {owner.process} "):
+            peer.append(Message("orders", b"refused"), 0)
+        os.kill(owner.process, signal.SIGCONT)
+        assert owner.step()
+        peer.append(Message("orders", b"after"), 0)
+        peer.close()
+        owner.let_on()
+        assert owner.end() == 0
+    assert verify(str(tmp_path / "store")).sound
+
+
+def test_a_process_that_is_stopped_as_it_takes_the_lock_is_named(tmp_path: Path) -> None:
+    """The page does not name it yet."""
+    shared = Shared(tmp_path)
+
+    def lock(tell: Callable[[], object], wait: Callable[[], object]) -> None:
+        with open(shared.page, "rb") as page:
+            fcntl.flock(page, fcntl.LOCK_EX)
+            tell()
+            wait()
+
+    shared.direct(b"before")
+    with child(lock) as stopped:
+        assert stopped.step()
+        impatient = shared.peer(0.05)
+        with pytest.raises(BrokerUnreachableError, match=f"process {stopped.process} "):
+            impatient.append(Message("orders", b"refused"), 0)
+        impatient.close()
+        stopped.let_on()
+        assert stopped.end() == 0
+    shared.direct(b"after")
+    shared.close()

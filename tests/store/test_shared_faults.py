@@ -18,7 +18,6 @@ from librmq import Message, MessageStore
 from librmq.clock import ManualClock
 from librmq.errors import BrokerUnreachableError
 from librmq.store import AppendResult, verify
-from librmq.store.engine import _shared_appends
 from librmq.store.engine._append_page import AppendPage
 from librmq.store.engine.copies import CopyTarget, Prepared
 from tests.interrupting import at_each_call
@@ -42,7 +41,7 @@ def a_stopped_writer(shared: Shared, wait_s: float = 0.01) -> Iterator[None]:
     """Hold the lock of the page, as a process that is stopped; others wait as long for it."""
     page = AppendPage.open(shared.page)
     assert page is not None
-    with mock.patch.object(_shared_appends, "_WAIT_S", wait_s), page.mutex:
+    with mock.patch.object(shared.appends, "wait_s", wait_s), page.mutex:
         page.take(20)
         try:
             yield
@@ -120,31 +119,12 @@ def test_only_the_first_thread_waits_for_a_stopped_process(shared: Shared) -> No
     with a_stopped_writer(shared):
         with pytest.raises(BrokerUnreachableError):
             shared.store.append(Message("orders", b"refused"), 0)
-        with mock.patch.object(_shared_appends, "_WAIT_S", 3600), pytest.raises(BrokerUnreachableError):
+        with mock.patch.object(shared.appends, "wait_s", 3600), pytest.raises(BrokerUnreachableError):
             shared.store.append(Message("orders", b"refused"), 0)
     shared.direct(b"next")
 
 
 # ---- what the owner does besides
-
-
-def test_a_recovery_that_makes_a_file_again_loses_nothing_of_peers(shared: Shared) -> None:
-    """A peer has the deleted file mapped, at the same place of the log."""
-    store = shared.store
-    size = store.log.file_size
-    while store.log.end < size:
-        shared.append(bytes(3000))
-    shared.direct(b"in the second file")
-    damaged = [message for message in store.topic_messages("orders") if message.physical_offset < size][-3]
-    with open(store.log.sequence.path(0), "r+b") as file:
-        file.seek(damaged.physical_offset + 100)
-        file.write(b"\xff\xff\xff")
-    assert store.recover()
-    while store.log.end < size:
-        shared.send(Message("orders", bytes(3000)))
-    for number in range(5):
-        shared.direct(b"%d" % number)
-    assert shared.bodies()[-5:] == [b"%d" % number for number in range(5)]
 
 
 def test_copies_that_go_on_in_the_next_file_leave_no_number_twice(shared: Shared) -> None:

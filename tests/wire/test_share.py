@@ -553,12 +553,13 @@ def test_a_share_stays_open_while_a_peer_is_stopped_within_an_append(
 ) -> None:
     """Another close completes it, and until then no other process owns the store."""
     owner = librmq.share(tmp_path)
+    assert isinstance(owner.link, StoreOwner)
     with librmq.share(tmp_path) as peer, Producer(peer, "shop") as producer:
         page = AppendPage.open(appends_path(str(tmp_path)))
         assert page is not None
         while page.numbers[append_page.STATE] != append_page.OPEN:
             producer.send("orders", b"x")
-        monkeypatch.setattr("librmq.store.engine._shared_appends._WAIT_S", 0.01)
+        monkeypatch.setattr(owner.link.route.store.appender.shared, "wait_s", 0.01)
         page.take(20)
         with pytest.raises(BrokerUnreachableError, match="has written to the log for"):
             owner.close()

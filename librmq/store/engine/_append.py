@@ -535,6 +535,11 @@ class Appender(AppendState):
         if wait:
             self._commit.reach(end)
 
+    @property
+    def flushed(self) -> int:
+        """Physical offset below which everything is on the device."""
+        return self._commit.flushed
+
     def finish_append(self, end: int, wait: bool = True) -> None:
         """Do for records up to ``end`` what `append` does inline: wait for the device, wake threads."""
         if self._sync or end >= self._housekeeping.alarm:

@@ -35,8 +35,9 @@ from typing import Any, Final
 
 from librmq.clock import SystemClock
 from librmq.commitlog import CommitLog
-from librmq.errors import BrokerUnreachableError, CorruptionError, StoreError
+from librmq.errors import BrokerUnreachableError, CorruptionError, LostAnswerError, StoreError
 from librmq.files.interface import SystemCall
+from librmq.files.lock import lock_process
 from librmq.files.regular import open_regular
 from librmq.runtime.locks import Inherited, Lock
 
@@ -52,12 +53,14 @@ _NAME: Final = struct.Struct("=IB251s")
 _SIZE: Final = _NAMES_AT + _NAME.size * _MOST_QUEUES
 
 (
-    MAGIC, STATE, TAIL, ROOM, FILE_START, WRITING, REPLACED, OFFSET, HOLDER, TAKES, EPOCH, QUEUES, ASLEEP, WISHED, BEGIN
-) = range(15)  # fmt: skip
+    MAGIC, STATE, TAIL, ROOM, FILE_START, WRITING, REPLACED, OFFSET, HOLDER, TAKES, EPOCH, QUEUES, ASLEEP, WISHED,
+    BEGIN, FLUSHED,
+) = range(16)  # fmt: skip
 """Places of the numbers: state, the log's end, how far peers may write, the start of the file with the end, the end of
 the running write (0: none, -1: the owner's), its queue and the offset that it replaces, the process that took the lock
 last, how often it was taken, the number of times that the queues have changed, how many there are, whether the owner
-waits to be woken, whether a peer wants to append, and where the running write begins."""
+waits to be woken, whether a peer wants to append, where the running write begins, and up to where the owner has flushed
+for senders that wait for it (-1: a flush has failed)."""
 
 CLOSED: Final = 0
 """State: nothing may be written by this page any more."""
@@ -75,6 +78,8 @@ IS_ORDERED: Final = platform.machine() in ("x86_64", "AMD64")
 """Whether what another process has stored before the tail is seen with the tail, without the lock."""
 _TRIES: Final = 64
 _PAUSE_S: Final = 0.0002
+_LONG_PAUSE_S: Final = 0.005
+_UNSURE: Final = "the message is in the log, and may be stored"
 
 
 class AppendPage:
@@ -184,8 +189,8 @@ class AppendPage:
             if number >= _TRIES and (clock.monotonic() >= end or takes == self._stuck_at):
                 self._stuck_at = takes
                 raise BrokerUnreachableError(
-                    f"{self.path}: {_described(self.numbers[HOLDER])} has written to the log for {wait_s:g} s: it is "
-                    "stopped, by Ctrl-Z or a debugger, or waits for its disk: let it run again, or end it"
+                    f"{self.path}: {self._holder()} has written to the log for {wait_s:g} s: it is stopped, by Ctrl-Z "
+                    "or a debugger, or waits for its disk: let it run again, or end it"
                 )
 
     def _try(self) -> bool:
@@ -198,6 +203,36 @@ class AppendPage:
         numbers[HOLDER] = self._process
         numbers[TAKES] += 1
         return True
+
+    def _holder(self) -> str:
+        """Describe the process that has the lock of the file: `HOLDER` is late if that was stopped as it took it."""
+        number = lock_process(self.path, is_whole=True)
+        return f"process {number}" if number else _described(self.numbers[HOLDER])
+
+    def wait_for_flush(self, end: int, wait_s: float) -> bool:
+        """Wait until the owner has flushed the log up to ``end``; return False if it can't.
+
+        A look comes after an eighth of the time that has passed, so there are few.
+
+        Raises:
+            LostAnswerError: The owner has ended before.
+            BrokerUnreachableError: It has not flushed within ``wait_s``.
+        """
+        numbers, clock = self.numbers, SystemClock()
+        begin = clock.monotonic()
+        while True:
+            is_closed = numbers[STATE] == CLOSED  # before the look, because an owner that ends flushes first
+            flushed = numbers[FLUSHED]
+            if flushed < 0 or flushed >= end:
+                return bool(flushed >= end)
+            waited_s = clock.monotonic() - begin
+            if is_closed:
+                raise LostAnswerError(f"{self.path}: the owner of the store has ended before it flushed: {_UNSURE}")
+            if waited_s >= wait_s:
+                raise BrokerUnreachableError(
+                    f"{self.path}: the owner of the store has not flushed within {wait_s:g} s: {_UNSURE}"
+                )
+            clock.wait(self._never, min(max(waited_s / 8, _PAUSE_S / 2), _LONG_PAUSE_S))
 
     def release(self) -> None:
         """Release the lock of the file; without it, do nothing."""

@@ -25,8 +25,6 @@ from librmq.store.engine.dispatch import Lane
 
 _log = EventLog("librmq.store")
 
-_WAIT_S: Final = 3.0
-"""Time for another process to end its append."""
 _NAP_S: Final = 0.0002
 """Pause between two looks at what peers append."""
 _LONG_NAP_S: Final = 0.002
@@ -45,7 +43,7 @@ class SharedAppends:
     While no peer appends, the store is written as one that is not shared.
     """
 
-    SETTINGS: Final = ("commitlog_file_size", "compress_from", "max_message_size", "store_host")
+    SETTINGS: Final = ("commitlog_file_size", "compress_from", "durability", "max_message_size", "store_host")
     """Settings of the store that a peer needs."""
 
     def __init__(
@@ -55,13 +53,15 @@ class SharedAppends:
         settings: Mapping[str, Any],
         check_room: Callable[[], object],
         arrived: Callable[[AdoptedRecords], object],
+        wait_s: float,
     ) -> None:
         """Make the page at ``path``; ``arrived(records)`` is told of what peers have appended.
 
         ``check_room()`` raises if the store has no room for messages. ``settings["bell"]`` is the path of a new socket,
-        by which peers wake the thread that follows them.
+        by which peers wake the thread that follows them. ``wait_s`` is the time for another process to end its append.
         """
         self._appender, self._check_room, self._arrived = appender, check_room, arrived
+        self.wait_s: float = wait_s
         self._lock = appender.lock
         self._ended, self._end = socket.socketpair()
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -72,7 +72,7 @@ class SharedAppends:
         """Topics that take messages as they come, and their numbers of queues."""
         self._numbers: dict[Lane, int] = {}
         self._adopted: AdoptedRecords = {}
-        self._sure = -1
+        self._sure = self._adopted_end = -1
         self._has_turn = self._ends = self._is_closed = self._drops = False
         self._copier: LogCopier | None = None
         self.is_open: bool = False
@@ -101,7 +101,7 @@ class SharedAppends:
             return False
         self._has_turn = True
         try:
-            page.take(_WAIT_S)
+            page.take(self.wait_s)
         except BrokerUnreachableError:
             self._has_turn = False
             raise
@@ -165,6 +165,7 @@ class SharedAppends:
         if self._copier is None:
             self._copier = LogCopier(self._appender.open_parts())
         self._copier.adopt(self._page.numbers[page_format.TAIL], self._adopted)
+        self._adopted_end = self._appender.log.end
 
     def _show(self) -> None:
         """Write the end of the log, the room behind it and the offsets of queues to the page."""
@@ -238,6 +239,21 @@ class SharedAppends:
             self._arrived(adopted)
         return bool(adopted)
 
+    def _is_unflushed(self) -> bool:
+        """Return whether senders of peers wait for a flush."""
+        flushed = self._page.numbers[page_format.FLUSHED]
+        return not self._appender.is_usual and 0 <= flushed < self._adopted_end
+
+    def _flush(self) -> None:
+        """Flush with the next group what peers have written, and let their senders know."""
+        numbers = self._page.numbers
+        end = self._adopted_end = min(self._adopted_end, self._appender.log.end)  # a recovery can have cut the log
+        try:
+            self._appender.finish_append(end)
+            numbers[page_format.FLUSHED] = min(end, self._appender.flushed)
+        except RmqError:  # the store refuses messages from now on, and says why
+            numbers[page_format.FLUSHED] = -1
+
     def _follow_peers(self) -> None:
         """Follow the peers, in a thread of its own."""
         numbers, bells = self._page.numbers, (self._bell, self._ended)
@@ -245,7 +261,8 @@ class SharedAppends:
             numbers[page_format.ASLEEP] = 1
             # The system call orders the store above before the load below, as that of a peer's release does.
             rings, _, _ = select.select(bells, (), (), 0)
-            if not rings and (not self.is_open or numbers[page_format.TAIL] == self._appender.log.end):
+            is_level = not self.is_open or numbers[page_format.TAIL] == self._appender.log.end
+            if not rings and is_level and not self._is_unflushed():
                 rings, _, _ = select.select(bells, (), (), _QUIET_S if self.is_open else None)
             numbers[page_format.ASLEEP] = 0
             if rings:
@@ -272,9 +289,12 @@ class SharedAppends:
             self._in_turn(self._open)
         has_followed = False
         begin = self._appender.log.end
-        while self.follow():
+        while self.follow() or self._is_unflushed():
             end = self._appender.log.end
-            select.select((), (), (), _LONG_NAP_S if end - begin >= _MUCH else _NAP_S)
+            if self._is_unflushed():
+                self._flush()  # in place of a pause: others append meanwhile
+            else:
+                select.select((), (), (), _LONG_NAP_S if end - begin >= _MUCH else _NAP_S)
             has_followed, begin = True, end
             self._extend_room()
         if self.is_open and not has_rung and not has_followed:
@@ -303,12 +323,13 @@ class SharedAppends:
         if self.is_open or self._is_closed or log.file_start < 0:
             return
         try:
-            page.take(_WAIT_S)
+            page.take(self.wait_s)
             self.is_open = True
             log.check_turn = self.take_turn
             self._sure = log.close_to_writes()
             self._copier = None
             self._offer_all()
+            page.numbers[page_format.FLUSHED] = self._appender.flushed
             page.numbers[page_format.STATE] = page_format.OPEN
         finally:
             page.release()
@@ -382,7 +403,6 @@ class SharedAppends:
 
         def end() -> None:
             self.shut()
-            self._page.numbers[page_format.STATE] = page_format.CLOSED
             self._is_closed = True
 
         self._in_turn(end)
@@ -390,6 +410,9 @@ class SharedAppends:
         self._ends = True
         self._end.send(b".")
         self._thread.join()
+        if self._is_unflushed():
+            self._flush()
+        self._page.numbers[page_format.STATE] = page_format.CLOSED
         for bell in (self._bell, self._ended, self._end):
             bell.close()
         self._page.close()

@@ -1,0 +1,121 @@
+"""Sends of peers to a store whose senders wait for the device: the owner flushes for them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from librmq import Message
+from librmq.errors import BrokerUnreachableError, LostAnswerError, StoreIOError
+from librmq.store import AppendResult, verify
+from librmq.store.peer_appends import PeerAppender
+from tests.store.test_shared_appends import CONFIG, Shared
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Shared]:
+    shared = Shared(tmp_path, replace(CONFIG, durability="sync"))
+    yield shared
+    shared.close()
+    assert verify(shared.path).sound
+
+
+def appended(shared: Shared, peer: int = 0) -> AppendResult:
+    """Append a message by a peer itself."""
+    while (result := shared.peers[peer].append(Message("orders", b"x"), 0)) is None:
+        shared.store.append(Message("orders", b"by the owner"), 1, wait=False)
+    return result
+
+
+def end_of(result: AppendResult) -> int:
+    return result.physical_offset + result.size
+
+
+@contextmanager
+def a_slow_device(shared: Shared) -> Iterator[None]:
+    """Let no flush end."""
+    log, goes_on = shared.store.log, threading.Event()
+    flush = log.flush
+
+    def wait() -> int:
+        goes_on.wait()
+        return flush()
+
+    with mock.patch.object(log, "flush", wait):
+        try:
+            yield
+        finally:
+            goes_on.set()
+
+
+def test_a_peer_waits_until_the_owner_has_flushed(shared: Shared) -> None:
+    for peer in (0, 1, 0):
+        assert shared.peers[peer].is_sync
+        end = end_of(appended(shared, peer))
+        assert shared.peers[peer].reach(end, 20)
+        assert shared.store.appender.flushed >= end
+
+
+def test_what_a_reader_of_the_owner_has_followed_is_flushed_too(shared: Shared) -> None:
+    for _ in range(20):
+        end = end_of(appended(shared))
+        shared.store.queue_range("orders", 0)
+        assert shared.peers[0].reach(end, 20)
+
+
+def test_threads_of_peers_share_flushes(shared: Shared) -> None:
+    reached: list[bool] = []
+
+    def run(peer: int) -> None:
+        for _ in range(20):
+            reached.append(shared.peers[peer].reach(end_of(appended(shared, peer)), 20))
+
+    threads = [threading.Thread(target=run, args=(number % 2,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert reached == [True] * 120
+
+
+def test_an_owner_that_does_not_flush_in_time(shared: Shared) -> None:
+    appended(shared)
+    with a_slow_device(shared):
+        end = end_of(appended(shared))
+        with pytest.raises(BrokerUnreachableError, match=r"not flushed within 0.01 s: .* may be stored"):
+            shared.peers[0].reach(end, 0.01)
+    assert shared.peers[0].reach(end, 20)
+
+
+def test_an_owner_that_ends_before_it_has_flushed(shared: Shared) -> None:
+    appended(shared)
+    with a_slow_device(shared):
+        end = end_of(appended(shared))
+        PeerAppender.end_all(shared.page, 20)  # as the next owner does
+        with pytest.raises(LostAnswerError, match="may be stored"):
+            shared.peers[0].reach(end, 20)
+
+
+def test_an_owner_that_closes_flushes_first(shared: Shared) -> None:
+    end = end_of(appended(shared))
+    shared.store.close()
+    assert shared.peers[0].reach(end, 20)
+
+
+def test_a_flush_that_fails_is_known_to_peers(shared: Shared) -> None:
+    appended(shared)
+    with mock.patch.object(shared.store.log, "flush", side_effect=StoreIOError("flush", "log", OSError(5, "broken"))):
+        end = end_of(appended(shared))
+        assert not shared.peers[0].reach(end, 20)
+    assert shared.peers[0].append(Message("orders", b"refused"), 0) is None
+    shared.store.recover()
+    assert shared.peers[0].reach(end_of(appended(shared)), 20)
