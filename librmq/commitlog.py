@@ -275,16 +275,18 @@ class CommitLog(LogReader, Closing):
         self._file_start = self._file_end = -1
         self._buffer = None
 
-    def keep_or_clear(self, begin: int, end: int) -> int:
+    def keep_or_clear(self, begin: int, end: int, queue_offset: int) -> int:
         """Return where the record ends that a writer has copied to ``begin`` before it died.
 
-        If it is not whole, write zeros up to ``end``, and return ``begin``.
+        If it is not whole, or has another ``queue_offset``, write zeros up to ``end``, and return ``begin``.
         """
         assert self._buffer is not None
         at, limit = begin - self._file_start, end - self._file_start
         try:
             size = record.check_record(self._buffer, at, limit, check_body=True)
-            if size and frames.is_whole(self._buffer[at : at + size], begin):
+            raw = self._buffer[at : at + size]
+            number = raw[record.QUEUE_OFFSET_AT : record.QUEUE_OFFSET_AT + 8]
+            if size and frames.is_whole(raw, begin) and int.from_bytes(number) == queue_offset:
                 return begin + size
         except RecordError:
             pass

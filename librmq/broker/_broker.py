@@ -495,7 +495,16 @@ class Broker(StoreRoute, Endpoint):
         ):
             return
         settings = {"cluster_name": self._context.cluster_name, "bell": bell, "held": sorted(HELD_PROPERTIES)}
-        self.watch(store.writer.share_appends(path, settings, self._followed, wait_s).withdraw)
+        try:
+            shared = store.writer.share_appends(path, settings, self._followed, wait_s)
+        except (StoreError, OSError) as error:
+            _log.warning(
+                "%(path)s: peers of the share send by its owner, and can't append by themselves: %(error)s",
+                path=store.path,
+                error=error,
+            )
+        else:
+            self.watch(shared.withdraw)
 
     def _followed(self, records: Mapping[tuple[str, int], tuple[int, int]]) -> None:
         """Note messages that peers have appended: their number in each queue, and the bytes of their records."""

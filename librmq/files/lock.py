@@ -112,9 +112,8 @@ class DiskLock:
                 pid = _find_holder(_key_of(os.fstat(descriptor)))
                 os.close(descriptor)
                 if error.errno in _CONFLICTS:
-                    raise StoreLockedError(
-                        f"{self._path}: locked by {_described(pid)}, whose lock file was deleted"
-                    ) from None
+                    why = "" if self._has_peers else ", whose lock file was deleted"
+                    raise StoreLockedError(f"{self._path}: locked by {_described(pid)}{why}") from None
                 return
             self._folder = descriptor
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from librmq.clock import SystemClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
-from librmq.errors import StoreError, StoreLockedError
+from librmq.errors import StoreError
 from librmq.files import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import DelayLevels, Message
@@ -100,13 +100,23 @@ class PeerAppender:
         self._append, _ = appender.append_methods()
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._bell.setblocking(False)
-        self._bell.connect(settings["bell"])
+        try:
+            # With the lock beside the owner's held: an owner that listens has lived since, so no other has written.
+            self._bell.connect(settings["bell"])
+        except BaseException:
+            self._bell.close()
+            self._log.close()
+            raise
 
     @classmethod
     def open(cls, path: str, page_path: str, wait_s: float) -> PeerAppender | None:
         """Return the appender of the store in ``path`` by the page at ``page_path``; None if there is none.
 
         ``wait_s`` is how long `append` waits for other writers at most.
+
+        Raises:
+            OSError: It can't be opened now, or the owner has ended meanwhile.
+            StoreLockedError: The owner has ended, and another writer has the store.
         """
         files = DiskFiles(has_peers=True)
         page = AppendPage.open(page_path) if files.has_peers else None
@@ -114,11 +124,8 @@ class PeerAppender:
             return None
         with ExitStack() as undo:
             undo.callback(page.close)
-            try:
-                unlock = undo.callback(files.lock_as_peer(directory.lock_path(path)).release)
-                appender = cls(path, page, unlock, wait_s)
-            except (OSError, StoreLockedError):  # the owner has ended meanwhile
-                return None
+            unlock = undo.callback(files.lock_as_peer(directory.lock_path(path)).release)
+            appender = cls(path, page, unlock, wait_s)
             undo.pop_all()
         return appender
 

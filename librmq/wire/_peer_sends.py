@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from librmq.clock import SystemClock
-from librmq.errors import BrokerUnreachableError, LostAnswerError
+from librmq.errors import BrokerUnreachableError, LostAnswerError, StoreLockedError
 from librmq.message import Message
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.properties import PropertyName
@@ -91,7 +91,10 @@ class PeerSends:
             return None
         with self._guard:
             if self._appender is None and not self._is_closed:
-                appender = PeerAppender.open(self._path, appends_path(self._path), self._wait_s)
+                try:
+                    appender = PeerAppender.open(self._path, appends_path(self._path), self._wait_s)
+                except (OSError, StoreLockedError):  # the next send tries again, if the owner lives
+                    return None
                 if appender is None:
                     self._is_closed = True
                     return None

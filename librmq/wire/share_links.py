@@ -132,14 +132,14 @@ class StoreOwner:
         self.name: str = broker.name
         listening, self._files = listen_as_owner(broker.store.path, broker.store.files)
         self._lock = lock
-        address = format_host(parse_host(broker.store.config.store_host))
-        self.server: RemotingServer = RemotingServer(broker, listening=listening, advertise=address)
         self.endpoint: SharedEndpoint = SharedEndpoint(broker.call)
         self._has_ended = False
-        if wait_s is not None:
+        if wait_s is not None:  # before a peer gets an answer, because each looks once for the page
             bell = bell_beside(self._files[0])
             self._files.insert(0, bell)
             broker.share_appends(appends_path(broker.store.path), bell, wait_s)
+        address = format_host(parse_host(broker.store.config.store_host))
+        self.server: RemotingServer = RemotingServer(broker, listening=listening, advertise=address)
 
     def endpoint_of(self, name: str) -> SharedEndpoint:
         """Return the broker; `NoRouteError` for another name."""

@@ -489,7 +489,7 @@ def test_a_lock_that_peers_hold_too_names_its_owner(tmp_path: Path) -> None:
         with pytest.raises(StoreLockedError, match=str(other.pid)):
             DiskFiles().lock(path)
         other.communicate()
-    assert files.lock_holder(path) == f"process {os.getpid()}"  # a peer's, until the next owner comes
+    assert files.lock_holder(path) == f"this process (pid {os.getpid()})"  # a peer's, until the next owner comes
     peer.release()
     assert files.lock_holder(path) is None
 

@@ -162,7 +162,8 @@ def died(shared: Shared, *, at: str) -> None:
     assert page is not None
     with page.mutex:
         page.take(1)
-        tail, start = page.numbers[page_format.TAIL], page.numbers[page_format.FILE_START]
+        tail = page.numbers[page_format.TAIL]
+        start = tail - tail % CONFIG.commitlog_file_size
         page.begin_write(0, tail + 200)
         with open(Path(shared.path, "commitlog", f"{start:020}"), "r+b") as file:
             file.seek(tail - start)

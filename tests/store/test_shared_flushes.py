@@ -32,6 +32,7 @@ def shared(tmp_path: Path) -> Iterator[Shared]:
 def appended(shared: Shared, peer: int = 0) -> AppendResult:
     """Append a message by a peer itself."""
     while (result := shared.peers[peer].append(Message("orders", b"x"), 0)) is None:
+        shared.store.check_room()
         shared.store.append(Message("orders", b"by the owner"), 1, wait=False)
     return result
 

@@ -39,6 +39,7 @@ from librmq import (
     PushConsumer,
     ReceiptError,
     ReceivedMessage,
+    SendStatus,
     SimpleConsumer,
     StoreConfig,
     StoreLockedError,
@@ -66,6 +67,7 @@ from librmq.protocol import (
 )
 from librmq.store.engine import _append_page as append_page
 from librmq.store.engine._append_page import AppendPage
+from librmq.store.peer_appends import PeerAppender
 from librmq.testing import check_history
 from librmq.wire._peer_sends import appends_path
 from librmq.wire._unix_sockets import (
@@ -569,6 +571,26 @@ def test_a_share_stays_open_while_a_peer_is_stopped_within_an_append(
         page.close()
         owner.close()
         producer.send("orders", b"y")
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
+def test_a_peer_waits_for_the_flush_that_the_store_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[tuple[int, int]] = []
+    reach = PeerAppender.reach
+
+    def noted(appender: PeerAppender, end: int, wait_s: float) -> bool:
+        is_flushed = reach(appender, end, wait_s)
+        flushed.append((end, store.appender.flushed))
+        return is_flushed
+
+    with librmq.share(tmp_path, store_config=StoreConfig(durability="sync")) as owner:
+        assert isinstance(owner.link, StoreOwner)
+        store = owner.link.route.store
+        monkeypatch.setattr(PeerAppender, "reach", noted)
+        with librmq.share(tmp_path) as peer, Producer(peer, "shop") as producer:
+            while len(flushed) < 3:
+                assert producer.send("orders", b"x").status is SendStatus.SEND_OK
+    assert all(device >= end for end, device in flushed)
 
 
 def test_a_second_close_leaves_the_next_owner_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

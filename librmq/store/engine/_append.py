@@ -153,6 +153,8 @@ class Appender(AppendState):
 
     def after_fork(self) -> None:
         """Leave the store to the parent, in a child process after a fork."""
+        if self.shared is not None:
+            self.shared.after_fork()
         self.parts, self.accepts, self.shared = None, False, None
         self._watchers, self._watching = [], Lock()
         self.lock.make_locks()

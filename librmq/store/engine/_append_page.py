@@ -7,7 +7,7 @@ nobody, and it is never taken from a writer that lives, however long that is sto
 
 ::
 
-    numbers   state, tail, room, start of the file, end of the running write, and what the write replaces
+    numbers   state, tail, room, end of the running write, and what the write replaces
     settings  JSON: the settings of the store that shape a record
     offsets   the next offset of each queue, 8 bytes each
     names     topic and id of each queue
@@ -53,10 +53,10 @@ _NAME: Final = struct.Struct("=IB251s")
 _SIZE: Final = _NAMES_AT + _NAME.size * _MOST_QUEUES
 
 (
-    MAGIC, STATE, TAIL, ROOM, FILE_START, WRITING, REPLACED, OFFSET, HOLDER, TAKES, EPOCH, QUEUES, ASLEEP, WISHED,
+    MAGIC, STATE, TAIL, ROOM, WRITING, REPLACED, OFFSET, HOLDER, TAKES, EPOCH, QUEUES, ASLEEP, WISHED,
     BEGIN, FLUSHED,
-) = range(16)  # fmt: skip
-"""Places of the numbers: state, the log's end, how far peers may write, the start of the file with the end, the end of
+) = range(15)  # fmt: skip
+"""Places of the numbers: state, the log's end, how far peers may write, the end of
 the running write (0: none, -1: the owner's), its queue and the offset that it replaces, the process that took the lock
 last, how often it was taken, the number of times that the queues have changed, how many there are, whether the owner
 waits to be woken, whether a peer wants to append, where the running write begins, and up to where the owner has flushed
@@ -120,9 +120,12 @@ class AppendPage:
             try:
                 os.ftruncate(descriptor, _SIZE)
                 os.posix_fallocate(descriptor, 0, _NAMES_AT)  # a full disk would end a process that writes to it
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # some file systems have no such locks
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
                 page = cls(path, descriptor)
             except BaseException:
                 os.close(descriptor)
+                os.unlink(new)
                 raise
             page._map[_SETTINGS_AT : _SETTINGS_AT + 4 + len(text)] = len(text).to_bytes(4, "little") + text
             page.numbers[STATE], page.numbers[MAGIC] = IDLE, _MAGIC
@@ -131,10 +134,14 @@ class AppendPage:
 
     @classmethod
     def open(cls, path: str) -> AppendPage | None:
-        """Return the page of a file, None if there is none or it is none of this version."""
+        """Return the page of a file, None if there is none or it is none of this version.
+
+        Raises:
+            OSError: It can't be opened now.
+        """
         try:
             descriptor = open_regular(path, os.O_RDWR)
-        except (OSError, CorruptionError):
+        except (FileNotFoundError, CorruptionError):
             return None
         try:
             if os.fstat(descriptor).st_size != _SIZE:
@@ -236,9 +243,10 @@ class AppendPage:
 
     def release(self) -> None:
         """Release the lock of the file; without it, do nothing."""
+        self.holds = False  # before it is free: a signal can come in between, and what others write then is not ours
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        self.holds, self.thread = False, 0
+        self.thread = 0
 
     # ---- a write, under the lock
 
@@ -264,7 +272,7 @@ class AppendPage:
             numbers[STATE] = BROKEN
         elif tail == numbers[BEGIN]:
             log.continue_at(tail, end)
-            record_end = log.keep_or_clear(tail, end)
+            record_end = log.keep_or_clear(tail, end, numbers[OFFSET])
             self.offsets[numbers[REPLACED]] = numbers[OFFSET] + (record_end > tail)
             numbers[TAIL] = record_end
         numbers[WRITING] = 0

@@ -66,8 +66,12 @@ class SharedAppends:
         self._ended, self._end = socket.socketpair()
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._bell.setblocking(False)
-        self._bell.bind(settings["bell"])
-        self._page = AppendPage.make(path, settings)
+        try:
+            self._bell.bind(settings["bell"])
+            self._page = AppendPage.make(path, settings)
+        except BaseException:
+            self._close_bells()
+            raise
         self.offered: dict[str, int] = {}
         """Topics that take messages as they come, and their numbers of queues."""
         self._numbers: dict[Lane, int] = {}
@@ -175,7 +179,6 @@ class SharedAppends:
             number = self._numbers.get(lane)
             if number is not None:
                 offsets[number] = lane.next_queue_offset
-        numbers[page_format.FILE_START] = log.file_start
         numbers[page_format.ROOM] = min(self._sure, appender.room_until)
         if self._drops or not appender.accepts:  # after it, because another thread sets these, then withdraws the room
             numbers[page_format.ROOM] = -1
@@ -271,7 +274,7 @@ class SharedAppends:
                         pass
             try:
                 self._follow_while_they_append(has_rung=bool(rings))
-            except RmqError as error:
+            except Exception as error:  # without this thread peers would send by the owner, and wake no consumer
                 _log.warning(
                     "%(path)s: what peers append can't be followed: %(error)s", path=self._page.path, error=error
                 )
@@ -324,6 +327,7 @@ class SharedAppends:
             return
         try:
             page.take(self.wait_s)
+            self._appender.repair()
             self.is_open = True
             log.check_turn = self.take_turn
             self._sure = log.close_to_writes()
@@ -336,8 +340,10 @@ class SharedAppends:
 
     def _offer_all(self) -> None:
         """Show peers the log and the queues, after they may have changed."""
-        offered = {} if self._drops else self.offered
-        self._drop()
+        offered = self.offered
+        if self._drops:
+            self._drops, offered = False, {}
+        self._clear()
         self._show()
         for topic, queues in offered.items():
             self.offered[topic] = queues
@@ -361,9 +367,9 @@ class SharedAppends:
         """Let peers append to the queues of a topic that takes messages as they come, and has not changed since."""
 
         def add() -> None:
+            if self._drops:  # before the look at the topic: one that changes behind the look stays withdrawn
+                self._drop()
             if is_current():
-                if self._drops:
-                    self._drop()
                 self.offered[topic] = queues
                 if self.is_open:
                     self._add(topic, queues)
@@ -387,10 +393,21 @@ class SharedAppends:
         self.refuse()
 
     def _drop(self) -> None:
+        self._drops = False
+        self._clear()
+
+    def _clear(self) -> None:
         self.offered = {}
         self._numbers.clear()
         self._page.drop_queues()
-        self._drops = False
+
+    def _close_bells(self) -> None:
+        for bell in (self._bell, self._ended, self._end):
+            bell.close()
+
+    def after_fork(self) -> None:
+        """Close a forked child's copies: peers would find the bell of an owner that has ended."""
+        self._close_bells()
 
     def close(self) -> None:
         """Let no process append by this page any more; a repetition does nothing.
@@ -413,8 +430,7 @@ class SharedAppends:
         if self._is_unflushed():
             self._flush()
         self._page.numbers[page_format.STATE] = page_format.CLOSED
-        for bell in (self._bell, self._ended, self._end):
-            bell.close()
+        self._close_bells()
         self._page.close()
         with suppress(FileNotFoundError):
             os.unlink(self._page.path)
