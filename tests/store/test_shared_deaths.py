@@ -259,7 +259,7 @@ def test_an_owner_is_stopped_with_the_lock(tmp_path: Path) -> None:
 
         while not shared.appends.is_open:
             shared.direct(b"before", 1)
-        AppendPage.take = take_and_stop  # type: ignore[method-assign]
+        AppendPage.take = take_and_stop  # type: ignore[assignment, method-assign]
         shared.store.append(Message("orders", b"own"), 0)
         tell()
         wait()
