@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,18 +42,24 @@ def end_of(result: AppendResult) -> int:
 
 
 @contextmanager
-def a_slow_device(shared: Shared) -> Iterator[None]:
-    """Let no flush end."""
+def a_slow_device(shared: Shared) -> Iterator[Callable[[], None]]:
+    """Let no flush end until the device breaks, by a call of the function that this yields."""
     log, goes_on = shared.store.log, threading.Event()
-    flush = log.flush
+    flush, broken = log.flush, threading.Event()
 
     def wait() -> int:
         goes_on.wait()
+        if broken.is_set():
+            raise StoreIOError("flush", "log", OSError(5, "broken"))
         return flush()
+
+    def break_it() -> None:
+        broken.set()
+        goes_on.set()
 
     with mock.patch.object(log, "flush", wait):
         try:
-            yield
+            yield break_it
         finally:
             goes_on.set()
 
@@ -114,8 +120,9 @@ def test_an_owner_that_closes_flushes_first(shared: Shared) -> None:
 
 def test_a_flush_that_fails_is_known_to_peers(shared: Shared) -> None:
     appended(shared)
-    with mock.patch.object(shared.store.log, "flush", side_effect=StoreIOError("flush", "log", OSError(5, "broken"))):
+    with a_slow_device(shared) as break_it:
         end = end_of(appended(shared))
+        break_it()
         assert not shared.peers[0].reach(end, 20)
     assert shared.peers[0].append(Message("orders", b"refused"), 0) is None
     shared.store.recover()

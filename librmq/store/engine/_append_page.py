@@ -340,7 +340,8 @@ def close_page(path: str, wait_s: float) -> None:
     Raises:
         BrokerUnreachableError: A process writes by it, and does not end.
     """
-    page = AppendPage.open(path)
+    with SystemCall("share", path):
+        page = AppendPage.open(path)
     if page is None:
         return
     try:

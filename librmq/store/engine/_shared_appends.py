@@ -264,24 +264,26 @@ class SharedAppends:
             numbers[page_format.ASLEEP] = 1
             # The system call orders the store above before the load below, as that of a peer's release does.
             rings, _, _ = select.select(bells, (), (), 0)
+            is_quiet = False
             is_level = not self.is_open or numbers[page_format.TAIL] == self._appender.log.end
             if not rings and is_level and not self._is_unflushed():
                 rings, _, _ = select.select(bells, (), (), _QUIET_S if self.is_open else None)
+                is_quiet = not rings
             numbers[page_format.ASLEEP] = 0
             if rings:
                 with suppress(BlockingIOError):
                     while self._bell.recv(1):
                         pass
             try:
-                self._follow_while_they_append(has_rung=bool(rings))
+                self._follow_while_they_append(is_quiet=is_quiet)
             except Exception as error:  # without this thread peers would send by the owner, and wake no consumer
                 _log.warning(
                     "%(path)s: what peers append can't be followed: %(error)s", path=self._page.path, error=error
                 )
                 select.select((), (), (), _QUIET_S)
 
-    def _follow_while_they_append(self, *, has_rung: bool) -> None:
-        """Follow the peers until they pause. They need not wake this thread meanwhile."""
+    def _follow_while_they_append(self, *, is_quiet: bool) -> None:
+        """Follow the peers until they pause, and need not wake this thread; with ``is_quiet`` shut them out."""
         numbers = self._page.numbers
         if self._ends:
             return
@@ -300,7 +302,7 @@ class SharedAppends:
                 select.select((), (), (), _LONG_NAP_S if end - begin >= _MUCH else _NAP_S)
             has_followed, begin = True, end
             self._extend_room()
-        if self.is_open and not has_rung and not has_followed:
+        if self.is_open and is_quiet and not has_followed:
             self._in_turn(self.shut)
             self._tell()
 
@@ -323,7 +325,7 @@ class SharedAppends:
     def _open(self) -> None:
         """Let peers append; under the append lock."""
         page, log = self._page, self._appender.log
-        if self.is_open or self._is_closed or log.file_start < 0:
+        if self.is_open or self._ends or log.file_start < 0:
             return
         try:
             page.take(self.wait_s)
@@ -409,6 +411,10 @@ class SharedAppends:
         """Close a forked child's copies: peers would find the bell of an owner that has ended."""
         self._close_bells()
 
+    def _end_appends(self) -> None:
+        self.shut()
+        self._ends = True
+
     def close(self) -> None:
         """Let no process append by this page any more; a repetition does nothing.
 
@@ -417,20 +423,17 @@ class SharedAppends:
         """
         if self._is_closed:
             return
-
-        def end() -> None:
-            self.shut()
-            self._is_closed = True
-
-        self._in_turn(end)
+        if not self._ends:
+            self._in_turn(self._end_appends)
         self._tell()
-        self._ends = True
-        self._end.send(b".")
-        self._thread.join()
+        if self._thread.is_alive():
+            self._end.send(b".")
+            self._thread.join()
         if self._is_unflushed():
             self._flush()
         self._page.numbers[page_format.STATE] = page_format.CLOSED
         self._close_bells()
         self._page.close()
+        self._is_closed = True
         with suppress(FileNotFoundError):
             os.unlink(self._page.path)
