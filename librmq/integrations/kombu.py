@@ -257,7 +257,7 @@ class Channel(virtual.Channel):
         if requeue:
             self._transport.requeue(delivery)
         else:
-            self._transport.receiver.acknowledge(delivery, waits=self._transport.is_in_hub())
+            self._transport.receiver.acknowledge(delivery, waits=self._transport.is_receiving)
 
     def signal_room(self) -> None:
         """Let callers that wait for room look again. Thread-safe."""
@@ -343,6 +343,7 @@ class Transport(virtual.Transport):
         """Queues without messages, of which the receiver calls `wake`."""
         self._signal: _Signal | None = None
         self._changed = Event()  # set when there may be messages, or room for them
+        self._is_draining = False
 
     def driver_version(self) -> str:
         """Return the version of librmq."""
@@ -444,7 +445,11 @@ class Transport(virtual.Transport):
             left = _LONGEST_WAIT_S if deadline is None else min(deadline - _clock.monotonic(), _LONGEST_WAIT_S)
             if left <= 0:
                 raise TimeoutError
-            _clock.wait(self._changed, left)
+            self._is_draining = True
+            try:
+                _clock.wait(self._changed, left)
+            finally:
+                self._is_draining = False
 
     def _take(self) -> int:
         """Receive what the channels have room for, and deliver it; return the number of messages."""
@@ -514,16 +519,16 @@ class Transport(virtual.Transport):
         # An idle hub turns once a second, so that its worker looks whether it is to stop.
         idle = loop.call_repeatedly(_LONGEST_WAIT_S, self._quiet.clear)
 
-    def is_in_hub(self) -> bool:
-        """Return whether this thread is that of a hub, whose next turn receives."""
-        signal = self._signal
-        return signal is not None and signal.hub_thread == threading.get_ident()
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a hub, or a thread that waits for events, receives once `wake` is called."""
+        return self._signal is not None or self._is_draining
 
     def wake(self, *, but_hub: bool = False) -> None:
         """Let callers that wait look again; ``but_hub`` leaves out the hub's thread, which looks. Thread-safe."""
         self._changed.set()
         signal = self._signal
-        if signal is not None and not (but_hub and self.is_in_hub()):
+        if signal is not None and not (but_hub and signal.hub_thread == threading.get_ident()):
             signal.set()
 
     def close_connection(self, connection: Any) -> None:

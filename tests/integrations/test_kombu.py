@@ -265,10 +265,28 @@ def test_a_hub_keeps_no_acknowledgement_back(connect: Connect, ends: str) -> Non
             taken[0].ack()
             while ends == "goes on" and len(taken) < 2:
                 hub.run_once()
-            size = queue(sending.channel()).queue_declare(passive=True).message_count
-            while ends == "is busy" and size > 1:
-                size = queue(sending.channel()).queue_declare(passive=True).message_count
+            bound = queue(sending.channel())
+            while ends == "is busy" and bound.queue_declare(passive=True).message_count > 1:
+                pass
         assert queue(sending.channel()).queue_declare(passive=True).message_count == 1
+
+
+def test_an_acknowledgement_of_another_thread_ends_a_wait_for_events(connect: Connect) -> None:
+    taken: list[Any] = []
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with (
+        connect() as connection,
+        kombu.Consumer(connection, [queue], on_message=taken.append, prefetch_count=1),
+    ):
+        send(connection, queue, *range(5))
+        for number in range(5):
+            while len(taken) == number:
+                connection.drain_events(timeout=20)
+            threading.Thread(target=taken[number].ack).start()
+        bound = queue(connection.channel())
+        while bound.queue_declare(passive=True).message_count:
+            pass
+    assert sorted(message.payload for message in taken) == list(range(5))
 
 
 def test_connections_of_one_hub_do_not_take_their_turns_within_each_other(connect: Connect) -> None:
