@@ -187,6 +187,8 @@ def _entries(queue: ConsumeQueue, log_end: int) -> int:
 
 # ---- the view
 
+_LOOKS: Final = 512
+"""Messages read after which the pages of the log are released."""
 _NOTHING_MORE: Final = (GetStatus.NO_MATCHED_MESSAGE, GetStatus.OFFSET_TOO_SMALL)
 
 
@@ -222,6 +224,7 @@ class ReadOnlyView(StoreHandle):
         self._marks: tuple[object, ...] = ()
         self._inferred: tuple[bool, ...] = ()
         self._noted_order: TimeOrder | None = None
+        self._looks = 0
         self.version = 0
 
     def open(self, config: StoreConfig | None = None) -> None:
@@ -325,6 +328,10 @@ class ReadOnlyView(StoreHandle):
                     raise
                 continue
             if is_refreshed or result.messages or result.status in _NOTHING_MORE:
+                self._looks += len(result.messages)
+                if self._looks >= _LOOKS:  # Linux maps 64 KiB for each, so many would take as much memory as the log
+                    self._looks = 0
+                    parts.log.release_read_pages(parts.log.begin, parts.log.end)
                 return result
             is_refreshed = True
             self.refresh()
@@ -411,10 +418,12 @@ class ReadOnlyView(StoreHandle):
                 path, config, levels, overlay, self.clock, mode=RecoveryMode.PREVIEW, bitmap_of=bitmap_of,
                 is_brief=is_brief, rebuilt=rebuilt,
             )  # fmt: skip
-            changed = overlay.changed_folders()
+            queues = os.path.join(path, directory.CONSUMEQUEUE)
+            changed = {folder for folder in overlay.changed_folders() if folder.startswith(queues)}
             # Mark the log as read-only from here on, so that scans release the pages that they have read.
             parts.log.sequence.writable = False
-            parts.queues.differs = lambda name: directory.queue_folder(path, *name) in changed
+            if changed:  # callers ask about each queue several times
+                parts.queues.differs = lambda name: directory.queue_folder(path, *name) in changed
             if not config.enable_consumequeue_ext:
                 parts.queues.read_short = partial(_read_short, parts, path, config, files)
             return parts
@@ -456,7 +465,7 @@ class ReadOnlyView(StoreHandle):
     def _inferable(self) -> tuple[bool, ...]:
         """Return whether log, index and queues have files from which their settings can be inferred."""
         files, path = self.files, self.path
-        names = [] if self.derives_queues else directory.list_queues(path, files)
+        names = () if self.derives_queues else directory.iter_queues(path, files)
         queues = (directory.queue_folder(path, *name) for name in names)
         folders = [os.path.join(path, directory.COMMITLOG)], [os.path.join(path, directory.INDEX)], queues
         return tuple(any(entry.size for folder in kind for entry in files.list(folder)) for kind in folders)

@@ -194,9 +194,10 @@ def survey_store(
     """
     count = view.message_count()
     part = survey_findings(view, name, scope, limits=limits, check=is_verified(view, check, VERIFIED))
-    if view.store.read_only:  # the findings' pages of queues would add to those of this pass
+    if view.store.read_only:  # the findings' pages of queues and log would add to those of this pass
         for queue_name in view.ranges:
             view.store.queues[queue_name].unmap_all()
+        view.store.log.release_read_pages(view.store.log.begin, view.store.log.end)
     traffic = Traffic(axis, KeyCounts(count, window_s))
     unreadable = read_messages(view, name, scope, traffic)
     damage = part.damage if part.damage else tuple(unreadable)

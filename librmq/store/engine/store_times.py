@@ -220,6 +220,9 @@ class StoreTimes:
 
     def extent(self, queue: TimedQueue, offsets: range) -> tuple[int, int] | None:
         """Return the least and the greatest store time of some messages of a queue; None if none is readable."""
+        ends = None if self._setback_ms else self._times_of_ends(queue, offsets)
+        if ends is not None:
+            return min(ends), max(ends)
         times: list[int] = []
         for part, is_ordered in self._parts(queue, offsets):
             pieces = [part]
@@ -247,12 +250,20 @@ class StoreTimes:
 
         None if the order of their times is not known.
         """
-        parts = self._parts(queue, offsets)
-        if len(parts) == 1 and parts[0][1]:
-            first, last = self.stored_at(queue, offsets.start), self.stored_at(queue, offsets.stop - 1)
-            if first is not None and last is not None:
-                return first - self._setback_ms, last + self._setback_ms
-        return None
+        ends = self._times_of_ends(queue, offsets)
+        return None if ends is None else (ends[0] - self._setback_ms, ends[1] + self._setback_ms)
+
+    def _times_of_ends(self, queue: TimedQueue, offsets: range) -> tuple[int, int] | None:
+        """Return the times of the first and the last message of a run whose order is known, if both are readable."""
+        if not (offsets and self._ordered):
+            return None
+        first, last = queue.entry(offsets.start), queue.entry(offsets.stop - 1)
+        if first is None or last is None or first.physical_offset not in self._ordered:
+            return None
+        if last.physical_offset not in self._ordered:
+            return None
+        first_ms, last_ms = self._time_of(first), self._time_of(last)
+        return None if first_ms is None or last_ms is None else (first_ms, last_ms)
 
     def before(self, queue: TimedQueue, time_ms: int, offsets: range) -> int:
         """Return an end of some offsets: all records of the log up to the one before it were stored before a time.
@@ -339,7 +350,9 @@ class StoreTimes:
 
     def stored_at(self, queue: TimedQueue, queue_offset: int) -> int | None:
         """Return the store time of a message; None if it can't be read."""
-        entry = queue.entry(queue_offset)
+        return self._time_of(queue.entry(queue_offset))
+
+    def _time_of(self, entry: QueueEntry | None) -> int | None:
         if entry is None or entry.size == HOLE_SIZE:
             return None
         if self._fetch is not None:

@@ -30,6 +30,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
+from functools import lru_cache
 from typing import Any, Final
 
 from librmq.config import ENTRY_SIZE, StoreConfig
@@ -317,7 +318,12 @@ def _refuse_part_of_log(path: str, files: Files) -> None:
 
 def queue_folder(path: str, topic: str, queue_id: int, *, ext: bool = False) -> str:
     """Return the folder of a queue's files, or with ``ext`` of its extension units."""
-    return f"{os.path.join(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE)}{os.sep}{topic}{os.sep}{queue_id}"
+    return f"{_queues_folder(path, ext)}{os.sep}{topic}{os.sep}{queue_id}"
+
+
+@lru_cache(maxsize=8)  # a store can have many thousands of queues
+def _queues_folder(path: str, ext: bool) -> str:
+    return os.path.join(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE)
 
 
 def list_queues(path: str, files: Files, *, ext: bool = False) -> list[tuple[str, int]]:
@@ -328,13 +334,15 @@ def list_queues(path: str, files: Files, *, ext: bool = False) -> list[tuple[str
     Raises:
         CorruptionError: The name of a folder can't be a topic or a queue id (kind ``name``).
     """
-    queues = []
+    return sorted(iter_queues(path, files, ext=ext))
+
+
+def iter_queues(path: str, files: Files, *, ext: bool = False) -> Iterator[tuple[str, int]]:
+    """Yield what `list_queues` returns, in the order of the disk, and list the next topic only when it is asked for."""
     for topic, folder in _topics(path, CONSUMEQUEUE_EXT if ext else CONSUMEQUEUE, files):
         for entry in files.list(folder):
             if entry.is_folder:
-                queues.append((topic, _queue_id(folder, entry)))
-    queues.sort()
-    return queues
+                yield topic, _queue_id(folder, entry)
 
 
 def known_topics(path: str, files: Files) -> set[str]:

@@ -228,9 +228,11 @@ class QueueChecks(dict[tuple[bytes, int], QueueCheck]):
             first = ENTRY.unpack_from(entries)[0]
             check = self.get((topic, queue_id)) or self._make(topic, queue_id, first)
             # Records from before the scope of their queue are in most blocks where one queue alone lacks its files.
-            excluded = check.count_excluded(entries)
-            entries = entries[excluded * ENTRY_SIZE :]
-            if entries and not check.continues(queue_offset + excluded, ENTRY.unpack_from(entries)[0]):
+            excluded = check.count_excluded(first, entries)
+            if excluded:
+                entries = entries[excluded * ENTRY_SIZE :]
+                first = ENTRY.unpack_from(entries)[0] if entries else -1
+            if entries and not check.continues(queue_offset + excluded, first):
                 return False
             continued.append((check, excluded, entries))
         if keys is not None and not keys.take_block(block.keys):

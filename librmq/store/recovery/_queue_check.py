@@ -248,14 +248,18 @@ class QueueCheck:
         """Return whether a record is the next one in the count, or begins it: `claim`."""
         return queue_offset == self.expected or self.claim(queue_offset, physical_offset)
 
-    def count_excluded(self, entries: bytes) -> int:
-        """Return how many of a block's entries belong to records that the scope excludes from this queue."""
-        if ENTRY.unpack_from(entries)[0] >= self._begin:  # nearly always so
+    def count_excluded(self, first_place: int, entries: bytes) -> int:
+        """Return how many of a block's entries, the first of which is given, the scope excludes from this queue."""
+        if first_place >= self._begin:  # nearly always so
             return 0
         return int(np.searchsorted(np.frombuffer(entries, entry_dtype())["physical_offset"], self._begin))
 
     def take_entries(self, entries: bytes) -> None:
         """Take the next records of the queue, which continue its count, together."""
+        if len(entries) == ENTRY_SIZE and len(self.entries) < COMPARED - 1:  # as in a store of many queues
+            self.entries.append(entries)
+            self.expected += 1
+            return
         packed = [entries[at : at + ENTRY_SIZE] for at in range(0, len(entries), ENTRY_SIZE)]
         queue_offset, end = self.expected, self.expected + len(packed)
         while queue_offset == self.expected and queue_offset < end:
