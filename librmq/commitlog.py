@@ -37,6 +37,9 @@ _BLANK_SIZE: Final = record.BLANK_SIZE
 _SMALLEST_FILE: Final = 256
 _MAPPED_FILES: Final = 32
 _MAX_TOUCHED: Final = 32 << 20
+_PAGED: Final = 256 << 10
+_MAX_PAGED: Final = 16 << 20
+"""Bytes ahead up to which pages are prepared one by one: the store writes at most some 16 MiB a second."""
 _WORTH_UNMAPPING: Final = 1 << 20
 """Number of bytes to flush from which it is faster to unmap their pages first."""
 
@@ -368,14 +371,15 @@ class CommitLog(LogReader, Closing):
         start = sequence.start_of(end)
         if start is None:
             return
-        # In few large parts, because after each part this thread waits for the interpreter of a busy producer. During
-        # a part, however, no thread of the process gets new memory.
+        # During a part no thread of the process gets new memory, and perhaps none this core. After each, however, this
+        # thread waits for the interpreter of a busy producer, so where much is written the parts are large.
+        part = _PAGED if ahead <= _MAX_PAGED else _MAX_TOUCHED
         at, ready_end = max(end, self._prepared), min(end + ahead, end + 2 * self.file_size)
         while at < ready_end:
             start = at - at % self.file_size
             if start not in sequence.starts and not self._make(start):
                 return
-            step = min(ready_end, at + _MAX_TOUCHED, start + self.file_size)
+            step = min(ready_end, at + part, start + self.file_size)
             sequence.touch(start, at - start, step - start)
             at = self._prepared = step
 

@@ -46,9 +46,11 @@ _NOT_RENAMED: Final = (errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
 _NOT_NAMELESS: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR, errno.EINVAL, errno.ENOENT, *_NOT_RENAMED)
 """Errors where the file system has no files without a name, or the system does not let them get one."""
 _GENERATION: Final = 0x80087601  # FS_IOC_GETVERSION, which ext4, XFS, Btrfs and others have, and tmpfs has not
+_MADV_NORMAL: Final = 0
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_MUCH: Final = 1 << 20
 
 
 def _generation(path: str) -> str:
@@ -100,7 +102,10 @@ class DiskFile(File):
 
     def advise(self, begin: int, end: int, advice: Advice) -> None:
         if advice is Advice.WRITES:
-            self._advise(begin - begin % mmap.PAGESIZE, end, _MADV_POPULATE_WRITE)
+            is_paged = end - begin < _MUCH  # otherwise the kernel reads ahead, and zeros what it finds no data for
+            begin -= begin % mmap.PAGESIZE
+            for step in (_MADV_RANDOM, _MADV_POPULATE_WRITE, _MADV_NORMAL) if is_paged else (_MADV_POPULATE_WRITE,):
+                self._advise(begin, end, step)
             return
         begin += -begin % mmap.PAGESIZE  # because the page before it may be in use
         if advice is Advice.RANDOM_READS:

@@ -413,13 +413,21 @@ def test_pages_are_prepared_ahead_of_the_producer(subject: Subject) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("waiting", "ahead"), [(1 << 20, 4 << 20), (6 << 20, 12 << 20), (100 << 20, 64 << 20)])
-def test_more_appends_between_flushes_prepare_more_pages(subject: Subject, waiting: int, ahead: int) -> None:
+@pytest.mark.parametrize(
+    ("waiting", "ahead", "part"),
+    [
+        (1 << 20, 4 << 20, 256 << 10),
+        (6 << 20, 12 << 20, 256 << 10),
+        (9 << 20, 18 << 20, 32 << 20),
+        (100 << 20, 64 << 20, 32 << 20),
+    ],
+)
+def test_more_appends_between_flushes_prepare_more_pages(subject: Subject, waiting: int, ahead: int, part: int) -> None:
     subject.append(waiting)
     subject.run()
     assert max(end for _, _, end in subject.files.touched) == waiting + ahead
-    assert len(subject.files.touched) <= 2, "in few parts, because a busy producer lets nothing in between"
-    assert all(end - begin <= 32 << 20 for _, begin, end in subject.files.touched), "too much at a time"
+    assert len(subject.files.touched) == -(-ahead // part), "in few parts, because a busy producer lets nothing in"
+    assert all(end - begin <= part for _, begin, end in subject.files.touched), "too much at a time"
     assert subject.append(ahead // 2)
 
 

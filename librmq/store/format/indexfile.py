@@ -439,7 +439,7 @@ class IndexFile(Closing):
                 self.path, min(file.size, length), "size", f"expected {length} bytes, found {file.size}"
             )
         self._file = file
-        file.advise(self.entry_position(0), length, Advice.RANDOM_READS)
+        file.advise(0, length, Advice.RANDOM_READS)
         if self._on_map:
             self._on_map(self)
 
