@@ -21,7 +21,7 @@ from librmq.protocol import Endpoint, Request, ResponseCode, SendMessage, SendTo
 from librmq.runtime.runner import ManualRunner
 from librmq.wire.remoting._channels import Channel, answer_of, answering, tried
 from librmq.wire.remoting._codec import send_frame
-from librmq.wire.remoting._frames import Frame, FrameReader, encode, to_fields
+from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode, to_fields
 from librmq.wire.remoting._headers import REQUESTS, SendHeader
 from librmq.wire.remoting._headers import RequestCode as Code
 from librmq.wire.remoting._known_headers import KnownHeaders
@@ -316,16 +316,16 @@ def test_the_body_of_a_send_is_not_taken_for_another_send(
     """Its body is a frame, and comes in a read of its own."""
     inner = usual_send(b"x", 7, broker.runner.now_ms())
     outer = usual_send(inner, 8, broker.runner.now_ms())
-    receive, parts = Channel.receive, list[bytes]()
+    receive, parts = FrameSocket.receive, list[bytes]()
 
-    def receive_parts(channel: Channel, size: int) -> bytes:
+    def receive_parts(stream: FrameSocket, size: int, flags: int = 0) -> bytes:
         if not parts:
-            head, *rest = receive(channel, size).partition(inner)
+            head, *rest = receive(stream, size, flags).partition(inner)
             parts.extend(filter(None, (head, b"".join(rest))))
         return parts.pop(0) if parts else b""
 
     client.put("t", b"first")  # so that the topic is there
-    monkeypatch.setattr(Channel, "receive", receive_parts)
+    monkeypatch.setattr(FrameSocket, "receive", receive_parts)
     client.write(usual_send(b"second", 6, broker.runner.now_ms()))
     assert client.answer().opaque == 6  # the server's next read is by parts
     client.write(outer)
