@@ -27,6 +27,7 @@ MESSAGES: Final = 25
 _LOOKED_AT: Final = 20_000
 """Messages that one search reads."""
 _SEARCH_S: Final = 2.0
+"""Seconds after which a search stops, because a browser waits for its page."""
 BODY_SIZE: Final = 64 << 10
 """The most bytes of a body that are shown."""
 _MOODS: Final = {"dead": "bad", "given_up": "bad", "retried": "warn", "not_passed": "warn", "passed": "good"}
@@ -42,8 +43,8 @@ def selected(place: Place, view: View[Any], topic: str, query: Query) -> tuple[l
     if sum(map(bool, (key, tag, sql))) > 1:
         raise ConfigError("expected one of key, tag and SQL")
     if key and isinstance(view, StoreView):
-        found = view.store.find_by_key(topic, key, max_messages=MESSAGES)
-        return _newest_first(_within(found, since, until)), ""
+        messages = view.store.find_by_key(topic, key, max_messages=MESSAGES)
+        return _newest_first(_within(messages, since, until)), ""
     if key:
         return _newest_first(_within(place.acting().find_by_key(topic, key), since, until)), ""
     matches: Callable[[StoredMessage], bool] = lambda message: True  # noqa: E731
@@ -54,25 +55,25 @@ def selected(place: Place, view: View[Any], topic: str, query: Query) -> tuple[l
         by_sql = SqlFilter(sql, strict=True)
         matches = lambda message: by_sql.matches(message.properties)  # noqa: E731
     is_plain = not (tag or sql or since is not None or until is not None)
-    most = MESSAGES if is_plain else _LOOKED_AT
+    limit = MESSAGES if is_plain else _LOOKED_AT
     deadline = query.clock.monotonic() + _SEARCH_S
-    found, looked_at, is_cut = [], 0, False
-    for message in _backwards(view, topic, most):
+    messages, looked_at, is_cut = [], 0, False
+    for message in _backwards(view, topic, limit):
         looked_at += 1
         if matches(message) and _within((message,), since, until):
-            found.append(message)
-        if len(found) >= MESSAGES:
+            messages.append(message)
+        if len(messages) >= MESSAGES:
             break
-        if looked_at >= most or query.clock.monotonic() > deadline:
+        if looked_at >= limit or query.clock.monotonic() > deadline:
             is_cut = not is_plain
             break
     note = f"The search looked at the newest {number(looked_at)} messages: librmq show reads all." if is_cut else ""
-    return found, note
+    return messages, note
 
 
-def newest_letters(view: View[Any], group: str, most: int) -> list[tuple[StoredMessage, GivenUpMessage]]:
+def newest_letters(view: View[Any], group: str, limit: int) -> list[tuple[StoredMessage, GivenUpMessage]]:
     """Return the newest dead letters of a group, the last one first."""
-    times, newest = view.resent_times, islice(_backwards(view, dead_letter_topic(group), most), most)
+    times, newest = view.resent_times, islice(_backwards(view, dead_letter_topic(group), limit), limit)
     return [
         (
             message,
@@ -82,20 +83,20 @@ def newest_letters(view: View[Any], group: str, most: int) -> list[tuple[StoredM
     ]
 
 
-def _backwards(view: View[Any], topic: str, most: int) -> Iterator[StoredMessage]:
-    """Yield the messages of a topic, the newest first; of each queue at most ``most``, of many queues the freshest."""
+def _backwards(view: View[Any], topic: str, limit: int) -> Iterator[StoredMessage]:
+    """Yield the messages of a topic, the newest first; of each queue at most ``limit``, of many queues the freshest."""
     filled = [(queue, ids) for queue, ids in view.queues(topic).items() if ids]
     if len(filled) > MESSAGES:
         filled = heapq.nlargest(MESSAGES, filled, key=lambda entry: view.stored_at(entry[0], entry[1].stop - 1) or 0)
-    queues = (queue_backwards(view, queue, ids, most) for queue, ids in filled)
+    queues = (queue_backwards(view, queue, ids, limit) for queue, ids in filled)
     return heapq.merge(*queues, key=lambda message: -message.store_timestamp_ms)
 
 
-def queue_backwards(view: View[Any], queue: Any, ids: range, most: int) -> Iterator[StoredMessage]:
-    """Yield the messages of a queue, the newest first, about ``most`` of them."""
+def queue_backwards(view: View[Any], queue: Any, ids: range, limit: int) -> Iterator[StoredMessage]:
+    """Yield the messages of a queue, the newest first, about ``limit`` of them."""
     end = ids.stop
-    while end > ids.start and ids.stop - end < most:
-        begin = max(ids.start, end - min(most, 32))
+    while end > ids.start and ids.stop - end < limit:
+        begin = max(ids.start, end - min(limit, 32))
         yield from reversed(list(view.messages(queue, range(begin, end))))
         end = begin
 
@@ -146,8 +147,8 @@ def retention_of(place: Place, view: View[Any]) -> Fact:
         if not log.is_live and not is_made_by_librmq(store.path, store.files):
             return Fact("kept", UNKNOWN, "the settings of the broker say it")
         config = store.config
-    hours, most = config.file_reserved_hours, config.max_total_size
-    limit = "no limit of size" if most is None else f"at most {size(most)} of log"
+    hours, log_size = config.file_reserved_hours, config.max_total_size
+    limit = "no limit of size" if log_size is None else f"at most {size(log_size)} of log"
     unread = "what a group has not consumed stays" if config.keep_unconsumed else "unconsumed messages go as well"
     return Fact("kept", "at any age" if hours is None else f"{number(hours)} hours", f"{limit}; {unread}")
 
@@ -211,7 +212,7 @@ def _indented(message: StoredMessage) -> str:
 def as_test(message: StoredMessage) -> str:
     """Return the lines that make a test begin with a message like this one."""
     body = message.decompressed_body(BODY_SIZE)
-    own = {
+    properties = {
         name: value
         for name, value in message.properties.items()
         if name not in ("TAGS", "KEYS", "UNIQ_KEY", "WAIT", "CLUSTER") and name.islower()
@@ -219,5 +220,5 @@ def as_test(message: StoredMessage) -> str:
     arguments = [repr(message.topic), repr(body[:2048])]
     arguments += [f"tags={message.tags!r}"] if message.tags else []
     arguments += [f"keys={' '.join(message.keys)!r}"] if message.keys else []
-    arguments += [f"properties={own!r}"] if own else []
+    arguments += [f"properties={properties!r}"] if properties else []
     return f"def test_this_message(rmq):\n    rmq.producer().send({', '.join(arguments)})\n    rmq.advance(seconds=1)"
