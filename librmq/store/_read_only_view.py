@@ -187,7 +187,7 @@ def _entries(queue: ConsumeQueue, log_end: int) -> int:
 
 # ---- the view
 
-_LOOKS: Final = 512
+_LOOKS: Final = 1024
 """Messages read after which the pages of the log are released."""
 _NOTHING_MORE: Final = (GetStatus.NO_MATCHED_MESSAGE, GetStatus.OFFSET_TOO_SMALL)
 

@@ -997,10 +997,10 @@ def test_damage_among_covered_records_is_found_on_demand(tmp_path: Path) -> None
 def test_reads_of_many_messages_release_the_pages_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise messages of many queues, far apart in the log, map as much memory as the log has."""
     with MessageStore.open(tmp_path / "s", StoreConfig.tiny(), background=False) as writer:
-        for number in range(700):
+        for number in range(1_200):
             writer.append(Message("T", b"x"), number % 7)
     released: list[tuple[int, int]] = []
     with MessageStore.open(tmp_path / "s", read_only=True) as store:
         monkeypatch.setattr(CommitLog, "release_read_pages", lambda _, begin, end: released.append((begin, end)))
-        assert sum(1 for queue_id in range(7) for _ in store.messages("T", queue_id)) == 700
+        assert sum(1 for queue_id in range(7) for _ in store.messages("T", queue_id)) == 1_200
         assert released == [(store.log.begin, store.log.end)]
