@@ -30,14 +30,15 @@ class Shared:
     def __init__(self, folder: Path, config: StoreConfig = CONFIG) -> None:
         self.path, self.page = str(folder / "store"), str(folder / "appends")
         self.told = threading.Semaphore(0)
+        self.arrived: Callable[[AdoptedRecords], object] = self._count
         self.store = MessageStore.open(self.path, config, files=DiskFiles(has_peers=True))
         self.store.append(Message("orders", b"first"))
         settings = {"cluster_name": "c", "bell": str(folder / "bell"), "held": ["DELAY"]}
-        self.appends = self.store.writer.share_appends(self.page, settings, self._arrived, 3)
+        self.appends = self.store.writer.share_appends(self.page, settings, lambda records: self.arrived(records), 3)
         self.appends.offer("orders", 2, lambda: True)
         self.peers = [self.peer(), self.peer()]
 
-    def _arrived(self, records: AdoptedRecords) -> None:
+    def _count(self, records: AdoptedRecords) -> None:
         for count, _ in records.values():
             for _ in range(count):
                 self.told.release()

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,16 @@ from librmq import Message, MessageStore
 from librmq.clock import ManualClock
 from librmq.errors import BrokerUnreachableError
 from librmq.store import AppendResult, verify
+from librmq.store.engine import _append_page as append_page
 from librmq.store.engine._append_page import AppendPage
 from librmq.store.engine.copies import CopyTarget, Prepared
+from librmq.store.peer_appends import PeerAppender
 from tests.interrupting import at_each_call
-from tests.store.test_shared_appends import Shared
+from tests.store.test_shared_appends import CONFIG, Shared
 from tests.store.test_shared_deaths import REFUSED, child, interrupted_message
+
+if sys.platform != "win32":
+    import fcntl
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves")
 
@@ -92,6 +97,32 @@ def test_a_signal_in_an_append_of_the_owner_keeps_peers_appending(shared: Shared
     assert [body for body in bodies if body in acknowledged] == acknowledged
 
 
+def test_a_signal_behind_the_unlock_leaves_the_write_of_another_alone(shared: Shared) -> None:
+    """The second end of a turn must not take the mark of a process that has the lock by then for its own."""
+    page = AppendPage.open(shared.page)
+    assert page is not None
+    flock, unlocks = fcntl.flock, 0
+
+    def interrupted(descriptor: int, operation: int) -> None:
+        nonlocal unlocks
+        flock(descriptor, operation)
+        if operation == fcntl.LOCK_UN and threading.current_thread() is threading.main_thread():
+            unlocks += 1
+            if unlocks == 1:
+                page.take(20)
+                page.begin_write(0, page.numbers[append_page.TAIL] + 300)
+                raise KeyboardInterrupt
+
+    with page.mutex:
+        with mock.patch.object(fcntl, "flock", interrupted), pytest.raises(KeyboardInterrupt):
+            shared.peers[0].append(Message("orders", b"x"), 0)
+        assert page.numbers[append_page.WRITING]
+        page.numbers[append_page.WRITING] = 0
+        page.release()
+    page.close()
+    shared.direct(b"next")
+
+
 # ---- a process that is stopped with the lock
 
 
@@ -124,7 +155,68 @@ def test_only_the_first_thread_waits_for_a_stopped_process(shared: Shared) -> No
     shared.direct(b"next")
 
 
+def test_a_topic_that_changes_during_its_offer_stays_withdrawn(shared: Shared) -> None:
+    def changes_now() -> bool:
+        shared.appends.withdraw()
+        return True
+
+    shared.appends.offer("orders", 2, changes_now)
+    assert shared.peers[0].append(Message("orders", b"x"), 0) is None
+    shared.send(Message("orders", b"by the owner"))
+    assert shared.peers[0].append(Message("orders", b"x"), 0) is None
+    shared.appends.offer("orders", 2, lambda: True)
+    shared.direct(b"next")
+
+
 # ---- what the owner does besides
+
+
+def test_a_message_is_told_although_a_send_of_the_owner_has_followed_it(shared: Shared) -> None:
+    """The follower may find nothing more to follow, and tells of what was."""
+    for _ in range(5):
+        shared.direct(b"of a peer")
+        shared.send(Message("orders", b"by the owner"))
+        assert shared.told.acquire(timeout=20)
+
+
+def test_an_error_of_the_application_ends_no_following(shared: Shared) -> None:
+    def fail(_: object) -> None:
+        failed.set()
+        raise ZeroDivisionError
+
+    failed, arrived = threading.Event(), shared.arrived
+    shared.arrived = fail
+    while not failed.is_set():
+        shared.direct(b"x")
+    shared.arrived = arrived
+    while not shared.told.acquire(blocking=False):
+        shared.direct(b"x")
+
+
+def test_a_page_that_a_killed_owner_left_is_not_used_beside_its_worker(tmp_path: Path) -> None:
+    """A worker that the owner has forked lives on, and another writer has had the store since."""
+
+    def own(tell: Callable[[], object], wait: Callable[[], object]) -> None:
+        shared = Shared(tmp_path)
+        shared.direct(b"of a peer")
+        if not os.fork():
+            wait()
+            os._exit(0)
+        tell()
+        signal.pause()
+
+    with child(own) as owner:
+        assert owner.step()
+        os.kill(owner.process, signal.SIGKILL)
+        os.waitid(os.P_PID, owner.process, os.WEXITED | os.WNOWAIT)
+        with MessageStore.open(tmp_path / "store", CONFIG) as store:
+            store.append(Message("orders", b"of another writer"), 0)
+            end = store.log.end
+        with pytest.raises(ConnectionRefusedError):
+            PeerAppender.open(str(tmp_path / "store"), str(tmp_path / "appends"), 20)
+        with MessageStore.open(tmp_path / "store", CONFIG) as store:
+            assert store.log.end == end
+        owner.let_on()  # the worker ends
 
 
 def test_copies_that_go_on_in_the_next_file_leave_no_number_twice(shared: Shared) -> None:

@@ -574,6 +574,26 @@ def test_a_share_stays_open_while_a_peer_is_stopped_within_an_append(
 
 
 @pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
+@pytest.mark.parametrize("call", ["os.posix_fallocate", "fcntl.flock"])
+def test_a_folder_that_takes_no_page_is_shared_by_the_owner_alone(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real: Callable[..., object] = getattr(append_page, call.partition(".")[0]).__dict__[call.partition(".")[2]]
+
+    def refuse(descriptor: int, *words: int) -> object:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("appends.new"):
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        return real(descriptor, *words)
+
+    monkeypatch.setattr(call, refuse)
+    with librmq.share(tmp_path) as owner, librmq.share(tmp_path) as peer, Producer(peer, "shop") as producer:
+        producer.send("orders", b"x")
+        assert [message.body for message in owner.messages("orders")] == [b"x"]
+        assert not os.path.exists(appends_path(str(tmp_path)))
+    assert "peers of the share send by its owner" in caplog.text
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
 def test_a_peer_waits_for_the_flush_that_the_store_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[tuple[int, int]] = []
     reach = PeerAppender.reach

@@ -15,7 +15,7 @@ from threading import Thread, get_ident
 from typing import Any, Final
 
 from librmq.errors import BrokerUnreachableError, RmqError, StoreError
-from librmq.runtime import critical
+from librmq.runtime import StateLog, critical
 from librmq.runtime.event_log import EventLog
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append import Appender
@@ -207,7 +207,8 @@ class SharedAppends:
 
     def follow(self) -> bool:
         """Take note of what peers have written before this call; return False, after a comparison, if it is nothing."""
-        if not self.is_open or self._page.numbers[page_format.TAIL] == self._appender.log.end:
+        is_level = not self.is_open or self._page.numbers[page_format.TAIL] == self._appender.log.end
+        if is_level and not self._adopted:  # an append of this process may have followed without telling
             return False
         lock = self._lock
         lock.check_reentry()
@@ -260,13 +261,14 @@ class SharedAppends:
     def _follow_peers(self) -> None:
         """Follow the peers, in a thread of its own."""
         numbers, bells = self._page.numbers, (self._bell, self._ended)
+        states = StateLog(_log, self._page.path)
         while not self._ends:
             numbers[page_format.ASLEEP] = 1
             # The system call orders the store above before the load below, as that of a peer's release does.
             rings, _, _ = select.select(bells, (), (), 0)
             is_quiet = False
             is_level = not self.is_open or numbers[page_format.TAIL] == self._appender.log.end
-            if not rings and is_level and not self._is_unflushed():
+            if not rings and is_level and not self._adopted and not self._is_unflushed():
                 rings, _, _ = select.select(bells, (), (), _QUIET_S if self.is_open else None)
                 is_quiet = not rings
             numbers[page_format.ASLEEP] = 0
@@ -276,10 +278,9 @@ class SharedAppends:
                         pass
             try:
                 self._follow_while_they_append(is_quiet=is_quiet)
+                states.works((), "following what peers append")
             except Exception as error:  # without this thread peers would send by the owner, and wake no consumer
-                _log.warning(
-                    "%(path)s: what peers append can't be followed: %(error)s", path=self._page.path, error=error
-                )
+                states.failing((), "following what peers append", error)
                 select.select((), (), (), _QUIET_S)
 
     def _follow_while_they_append(self, *, is_quiet: bool) -> None:
