@@ -200,9 +200,9 @@ def test_a_page_that_a_killed_owner_left_is_not_used_beside_its_worker(tmp_path:
         shared = Shared(tmp_path)
         shared.direct(b"of a peer")
         if not os.fork():
+            tell()  # with the parent's locks closed, which takes a moment after the fork
             wait()
             os._exit(0)
-        tell()
         signal.pause()
 
     with child(own) as owner:
