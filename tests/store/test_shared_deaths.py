@@ -243,6 +243,32 @@ def test_a_peer_is_stopped_with_the_lock(tmp_path: Path, way: str) -> None:
     assert verify(shared.path).sound
 
 
+def test_a_fork_does_not_keep_the_lock_of_a_writer_that_is_killed(tmp_path: Path) -> None:
+    shared = Shared(tmp_path)
+
+    def fork_and_die(tell: Callable[[], object], wait: Callable[[], object]) -> int:
+        def fork_here() -> None:
+            if os.fork() == 0:
+                tell()
+                wait()
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return REFUSED if shared.peer().append(interrupted_message(b"killed", fork_here), 0) is None else 0
+
+    with ExitStack() as ending:
+        killed = ending.enter_context(child(fork_and_die))
+        while not killed.step():
+            assert killed.end() == REFUSED
+            shared.direct(b"before")
+            killed = ending.enter_context(child(fork_and_die))
+        ending.callback(killed.let_on)
+        shared.direct(b"after")
+    assert shared.bodies()[-1] == b"after"
+    shared.close()
+    assert verify(shared.path).sound
+
+
 def test_an_owner_is_stopped_with_the_lock(tmp_path: Path) -> None:
     """Its peers fail within their limit and name it; they go on as soon as it has ended its append."""
 

@@ -21,6 +21,7 @@ writes by it any more, and makes another.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -88,16 +89,24 @@ class AppendPage:
     Code takes ``mutex``, then `take` in a ``try`` whose ``finally`` calls `release`.
     """
 
-    def __init__(self, path: str, descriptor: int) -> None:
-        """Map the page of an open file, whose descriptor this owns."""
+    def __init__(self, path: str, descriptor: int, place: str) -> None:
+        """Map the page of an open file, whose descriptor this owns; ``place`` is its path at this moment."""
         self.path = path
         self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, _SIZE)
+        # A mapping keeps a duplicate of its descriptor, also in a forked child, where that would keep the lock.
+        mapped = open_regular(place, os.O_RDWR)
+        try:
+            if not os.path.sameopenfile(mapped, descriptor):
+                raise FileNotFoundError(errno.ENOENT, "another owner has replaced the page", path)
+            self._map = mmap.mmap(mapped, _SIZE)
+        finally:
+            os.close(mapped)
         self.numbers: memoryview = memoryview(self._map)[:_SETTINGS_AT].cast("q")
         self.offsets: memoryview = memoryview(self._map)[_OFFSETS_AT:_NAMES_AT].cast("q")
         self.mutex: Lock = Lock()
         """Keeps the threads of this process apart, which have one lock of the file together."""
-        self.thread = 0
+        self.thread: int = 0
+        """The thread of a peer that appends."""
         self.holds: bool = False
         """Whether this process has the lock of the file."""
         self._process = _process()
@@ -122,7 +131,7 @@ class AppendPage:
                 os.posix_fallocate(descriptor, 0, _NAMES_AT)  # a full disk would end a process that writes to it
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # some file systems have no such locks
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
-                page = cls(path, descriptor)
+                page = cls(path, descriptor, new)
             except BaseException:
                 os.close(descriptor)
                 os.unlink(new)
@@ -147,7 +156,7 @@ class AppendPage:
             if os.fstat(descriptor).st_size != _SIZE:
                 os.close(descriptor)
                 return None
-            page = cls(path, descriptor)
+            page = cls(path, descriptor, path)
         except BaseException:
             os.close(descriptor)
             raise
@@ -177,7 +186,6 @@ class AppendPage:
         Raises:
             BrokerUnreachableError: Another process has it, and did not release it while this process waited so long.
         """
-        self.thread = get_ident()
         if self._try():
             return
         clock = SystemClock()
@@ -246,7 +254,6 @@ class AppendPage:
         self.holds = False  # before it is free: a signal can come in between, and what others write then is not ours
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        self.thread = 0
 
     # ---- a write, under the lock
 
