@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from threading import get_ident
 from typing import Any, Final
 
 from librmq.clock import SystemClock
@@ -156,23 +157,34 @@ class PeerAppender:
             StoreError: A signal handler called this within another append of its thread.
         """
         page = self._page
-        numbers = page.numbers
         page.check_reentry()
+        thread = get_ident()
         with page.mutex:
-            result, is_released = None, False
+            page.thread = thread  # before any call, because a signal handler can come at one
             try:
-                try:
-                    if not page.is_closed:
-                        page.take(min(self._wait_s, wait_s), self._ring)
-                        result = self._append_in_turn(message, queue_id, fields)
-                finally:
-                    self._end_turn()
-                    is_released = True
-            finally:  # again, because a signal can interrupt the first: while this process lived, no other could append
-                if not is_released:
-                    self._end_turn()
-            if numbers[page_format.ASLEEP]:
-                self._ring()
+                return self._append_alone(message, queue_id, wait_s, fields)
+            finally:
+                page.thread = 0
+
+    def _append_alone(
+        self, message: Message, queue_id: int, wait_s: float, fields: Mapping[str, Any]
+    ) -> AppendResult | None:
+        """Do as `append`, with ``mutex`` held."""
+        page = self._page
+        result, is_released = None, False
+        try:
+            try:
+                if not page.is_closed:
+                    page.take(min(self._wait_s, wait_s), self._ring)
+                    result = self._append_in_turn(message, queue_id, fields)
+            finally:
+                self._end_turn()
+                is_released = True
+        finally:  # again, because a signal can interrupt the first: while this process lived, no other could append
+            if not is_released:
+                self._end_turn()
+        if page.numbers[page_format.ASLEEP]:
+            self._ring()
         return result
 
     def reach(self, end: int, wait_s: float) -> bool:

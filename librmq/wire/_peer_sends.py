@@ -11,6 +11,7 @@ from librmq.message import Message
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.properties import PropertyName
 from librmq.protocol import SendResponse, SendStatus
+from librmq.runtime import critical
 from librmq.runtime.locks import Lock
 from librmq.store.peer_appends import PeerAppender
 from librmq.wire._unix_sockets import share_folder
@@ -47,7 +48,7 @@ class PeerSends:
         is_one_way: bool = False,
     ) -> SendResponse | None:
         """Append a message as a broker stores it; None if the owner has to do it."""
-        appender = self._appender or self._open()
+        appender = None if self._is_closed else self._appender or self._open()
         properties = message.properties
         if appender is None or message._delays is not None or not appender.held_properties.isdisjoint(properties):
             return None
@@ -89,7 +90,7 @@ class PeerSends:
         """Open the page; None if there is none, which stays so as long as the owner is the same."""
         if self._is_closed:
             return None
-        with self._guard:
+        with critical, self._guard:  # a signal handler can send too, or close the share
             if self._appender is None and not self._is_closed:
                 try:
                     appender = PeerAppender.open(self._path, appends_path(self._path), self._wait_s)
@@ -101,6 +102,14 @@ class PeerSends:
                 self._id_prefix = encode_host(parse_host(appender.store_host)).hex().upper()
                 self._appender = appender
             return self._appender
+
+    def end(self) -> None:
+        """Leave later sends to the owner, as a signal handler can do within a send, before another thread closes."""
+        self._is_closed = True
+
+    def after_fork(self) -> None:
+        """Leave the page to the parent, in a forked child, which connects to the owner by itself."""
+        self._guard, self._is_closed, self._appender = Lock(), True, None
 
     def close(self) -> None:
         """Append no more."""

@@ -595,7 +595,7 @@ class SharedBroker(AdministeredRoute):
     def _endpoint_at(self, link: StoreOwner | StorePeer, broker_name: str) -> SharedEndpoint:
         if isinstance(link, StoreOwner):
             return link.endpoint_of(broker_name)
-        return link.endpoint_of(broker_name, partial(self._call_owner, link))
+        return link.endpoint_of(broker_name, partial(self._call_owner, link), self._callers)
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Call ``changed``, under the runner's lock, when topics change, and when the store has another owner.
@@ -656,6 +656,8 @@ class SharedBroker(AdministeredRoute):
             # Producers that the parent made keep its endpoint, whose broker the child must not use: the parent owns the
             # store.
             link.endpoint.ask = self._call_next
+        elif link is not None:
+            link.appends.after_fork()
         self.runner.restart_after_fork()
 
     def close(self) -> None:
@@ -668,6 +670,8 @@ class SharedBroker(AdministeredRoute):
             self._closing.set()
             self._left, self.link = self.link or self._left, None
             self._settled.set()
+            if isinstance(self._left, StorePeer):
+                self._left.appends.end()
         if threading.get_ident() in self._callers or is_held_here(self.runner.lock):
             # The threads that end the share may need what the interrupted call has locked. The process does not end
             # before they have, since this thread is not a daemon.

@@ -105,18 +105,25 @@ class SharedEndpoint(Endpoint):
 class _PeerEndpoint(SharedEndpoint, SendsLater):
     """The owner in another process, which is reached through a connection."""
 
-    __slots__ = ("_appends",)
+    __slots__ = ("_appends", "_callers")
 
-    def __init__(self, call: Callable[[Request[Any]], Any], appends: PeerSends | None) -> None:
+    def __init__(self, call: Callable[[Request[Any]], Any], appends: PeerSends, callers: set[int]) -> None:
+        """Pass requests on by ``call``; ``callers`` gets the threads that append, as the share has to know."""
         super().__init__(call)
-        self._appends = appends
+        self._appends, self._callers = appends, callers
 
     def send(self, group: str, message: Message, queue_id: int, *place: Any, **fields: Any) -> SendResponse:  # noqa: ANN401
         """Append to the log, if the message is stored as it comes; otherwise ask the owner, as `Endpoint.send` does."""
-        if self._appends is not None:
+        thread, callers = threading.get_ident(), self._callers
+        is_first = thread not in callers
+        try:
+            callers.add(thread)
             sent = self._appends.send(message, queue_id, *place, **fields)
-            if sent is not None:
-                return sent
+        finally:
+            if is_first:
+                callers.discard(thread)
+        if sent is not None:
+            return sent
         return super().send(group, message, queue_id, *place, **fields)
 
 
@@ -197,7 +204,8 @@ class StorePeer:
         self.is_silent: bool = False
         """Whether a request had no answer, and the owner was not seen to run since."""
         self._link: tuple[Endpoint, SharedEndpoint] | None = None
-        self._appends = PeerSends(path, timeout_s, self.stopped_error)
+        self.appends: PeerSends = PeerSends(path, timeout_s, self.stopped_error)
+        """The sends that need no answer of the owner."""
         with ExitStack() as undo:
             try:
                 self._sentinel = undo.enter_context(connect_to(address, timeout_s))
@@ -279,12 +287,14 @@ class StorePeer:
             "end it by librmq.share(…, take_over_stopped=…)"
         )
 
-    def endpoint_of(self, name: str, call: Callable[[Endpoint, Request[Any]], Any]) -> SharedEndpoint:
-        """Return the owner, asked through ``call``."""
+    def endpoint_of(
+        self, name: str, call: Callable[[Endpoint, Request[Any]], Any], callers: set[int]
+    ) -> SharedEndpoint:
+        """Return the owner, asked through ``call``; ``callers`` gets the threads that append by themselves."""
         link = self.route.endpoint(name)
         known_link = self._link
         if known_link is None or known_link[0] is not link:
-            known_link = self._link = link, _PeerEndpoint(partial(call, link), self._appends)
+            known_link = self._link = link, _PeerEndpoint(partial(call, link), self.appends, callers)
         return known_link[1]
 
     def register(self, beats: dict[str, Heartbeat], gives_up: Callable[[], bool]) -> None:
@@ -375,7 +385,7 @@ class StorePeer:
     def close(self) -> None:
         """Close all connections."""
         self.wake()
-        self._appends.close()
+        self.appends.close()
         self.route.close()
 
 

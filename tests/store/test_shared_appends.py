@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append_page import AppendPage
 from librmq.store.engine.copies import AdoptedRecords
 from librmq.store.peer_appends import PeerAppender
+from tests.interrupting import at_each_call
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves")
 
@@ -224,6 +227,20 @@ def test_a_handler_within_an_append_is_refused(shared: Shared) -> None:
     shared.direct_message(message)
     assert refused
     assert shared.bodies() == [b"first", b"outer"]
+
+
+def test_a_handler_at_any_call_of_an_append_is_refused_or_appends(shared: Shared) -> None:
+    def append_too(number: int, frame: object) -> None:
+        with suppress(StoreError):
+            shared.append(b"inner")
+
+    before = signal.signal(signal.SIGUSR1, append_too)
+    try:
+        number = sum(at_each_call(lambda: shared.append(b"outer"), signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert number > 20
+    assert shared.bodies().count(b"outer") == number + 1
 
 
 @pytest.mark.parametrize("change", [MessageStore.recover, lambda store: store.writer.verify()])

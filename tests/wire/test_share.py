@@ -657,6 +657,31 @@ def test_a_signal_handler_closes_a_share_within_its_call(tmp_path: Path) -> None
                 peer.call(QueryOffset("g", "orders", 0))
 
 
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
+def test_a_signal_handler_closes_a_share_within_an_append_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, is_sent = AppendPage.commit, threading.Event()
+
+    def commit_and_signal(page: AppendPage, *words: int) -> None:
+        commit(page, *words)
+        is_sent.set()
+        signal.raise_signal(signal.SIGUSR1)
+
+    with librmq.share(tmp_path / "store") as owner, librmq.share(tmp_path / "store") as peer:
+        owner.create_topic("orders", 1)
+        before = signal.signal(signal.SIGUSR1, lambda number, frame: peer.close())
+        monkeypatch.setattr(AppendPage, "commit", commit_and_signal)
+        try:
+            with Producer(peer, "shop") as producer:
+                while not is_sent.is_set():
+                    assert producer.send("orders", b"x").status is SendStatus.SEND_OK
+                with pytest.raises(BrokerUnreachableError, match="was closed"):
+                    producer.send("orders", b"late")
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+
 def test_the_last_one_hands_over_to_none(tmp_path: Path) -> None:
     with librmq.share(tmp_path / "store") as first:
         with Producer(first, "shop") as producer:
