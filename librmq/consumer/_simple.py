@@ -381,9 +381,14 @@ class SimpleConsumer(Member):
         if subscription is None:
             raise ClientStateError(f"{self._life.what} has no subscription of {topic}: call subscribe(topic) first")
         self._end_notice(topic)
-        only = (topic, *self.route.broker_names())
-        if self.client.observer is not None or any((message.topic, message.broker_name) != only for message in done):
-            self.ack_one_way(*done)
+        only, now_ms = (topic, *self.route.broker_names()), self.runner.now_ms()
+        if self.client.observer is not None or any(
+            (message.topic, message.broker_name) != only or message.visible_timestamp_ms <= now_ms for message in done
+        ):
+            try:
+                self.ack_one_way(*done)
+            except ReceiptError as error:  # An error would end a caller's loop, and another call could change nothing.
+                _log.warning("group %(group)s: %(error)s", group=self.group, error=error)
             done = ()
 
         def arrived() -> None:

@@ -17,7 +17,7 @@ from librmq.clock import SystemClock
 from librmq.integrations._kombu_bindings import KombuRoute, topic_of
 from librmq.protocol import ResponseCode
 from librmq.runtime import critical
-from librmq.runtime.event_log import EventLog
+from librmq.runtime.event_log import EventLog, counted
 from librmq.runtime.locks import Event, Lock
 
 _log = EventLog("librmq.integrations")
@@ -31,6 +31,8 @@ QUEUE: Final = "KOMBU_QUEUE"
 AT_ONCE: Final = 32
 _LATEST_S: Final = 0.05
 """Longest time for which an acknowledgement waits for the next receive."""
+_PAUSE_S: Final = 1.0
+"""Between two tries of an acknowledgement that failed."""
 _POLL_S: Final = 0.05
 """Between two polls of the queues of a cluster."""
 
@@ -160,6 +162,7 @@ class ShareReceiver:
                     self.flush()
                 except librmq.RmqError as error:
                     _log.warning("kombu: a message is not acknowledged, trying again: %(error)s", error=error)
+                    _clock.wait(self._closed, _PAUSE_S)
             if _clock.monotonic() >= renew_s:
                 self._renew()
                 renew_s = _clock.monotonic() + self._visibility_s / 3
@@ -230,11 +233,15 @@ class ShareReceiver:
     def close(self) -> None:
         self._closed.set()
         self._has_done.set()
-        with suppress(librmq.RmqError):  # what is not acknowledged comes again
-            self.flush()
-        self._consumer.shutdown()
         if self._keeping is not None:
-            self._keeping.join()
+            self._keeping.join()  # First, because it can have taken acknowledgements, which it puts back if they fail.
+        try:
+            self.flush()
+        except librmq.RmqError as error:
+            _log.warning(
+                "kombu: %(many)s come again: %(error)s", many=counted(len(self._done), "processed message"), error=error
+            )
+        self._consumer.shutdown()
 
 
 def _deleted(topic: str) -> ConsumerCancelled:

@@ -586,6 +586,32 @@ def test_a_receive_acknowledges_before_it_looks_for_messages(broker: Broker) -> 
         assert broker.lag("g", "t") == 0
 
 
+@pytest.mark.parametrize("topic", ["t", "u"])
+def test_a_receive_warns_of_what_it_acknowledges_too_late(
+    rmq: Kit, broker: Broker, caplog: pytest.LogCaptureFixture, topic: str
+) -> None:
+    """It receives all the same: the messages are done, and a second try would be late too."""
+    broker.create_topic("u", 1)
+    send(broker, "a", "b")
+    with SimpleConsumer(broker, "g") as consumer:
+        consumer.subscribe("t")
+        consumer.subscribe("u")
+        late, done = consumer.receive(2, invisible=10)
+        consumer.extend(done, 100)
+        rmq.advance(seconds=10)
+        rmq.producer().send(topic, b"next")
+        messages = consumer.receive_or_notify(topic, 32, lambda: None, acknowledge=[late, done])
+        assert b"next" in [message.body for message in messages]
+        assert (
+            f"1 of 2 messages were acknowledged too late and are delivered again, first {late.message_id}"
+            in caplog.text
+        )
+        rmq.advance(seconds=100)
+        again = [message.body for message in consumer.receive_or_notify("t", 32, lambda: None)]
+        assert b"a" in again
+        assert b"b" not in again
+
+
 def test_a_renewed_message_can_be_acknowledged_by_its_first_receipt(rmq: Kit, broker: Broker) -> None:
     send(broker, "a")
     with SimpleConsumer(broker, "g") as consumer:

@@ -271,6 +271,26 @@ def test_a_hub_keeps_no_acknowledgement_back(connect: Connect, ends: str) -> Non
         assert queue(sending.channel()).queue_declare(passive=True).message_count == 1
 
 
+def test_the_end_of_a_connection_says_what_it_can_not_acknowledge(
+    share: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken: list[Any] = []
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    failing = Mock(side_effect=librmq.BrokerUnreachableError("the owner has gone"))
+    with closing(Hub()) as hub, share(visibility_timeout=60) as connection:
+        with kombu.Consumer(connection, [queue], on_message=taken.append):
+            connection.register_with_event_loop(hub)
+            send(connection, queue, "first", "second")
+            while len(taken) < 2:
+                hub.run_once()
+        monkeypatch.setattr(librmq.SimpleConsumer, "ack_one_way", failing)
+        for message in taken:
+            message.ack()
+        while not failing.called:
+            pass
+    assert "kombu: 2 processed messages come again: the owner has gone" in caplog.text
+
+
 def test_an_acknowledgement_of_another_thread_ends_a_wait_for_events(connect: Connect) -> None:
     taken: list[Any] = []
     queue = kombu.Queue("tasks", routing_key="tasks")
