@@ -38,7 +38,7 @@ from librmq.message.topics import SystemTopic, TopicPrefix, is_user_topic
 from librmq.runtime.event_log import counted
 from librmq.scheduling.half_messages import QUEUE, EndedHalves, halves_of, is_copy, progress, transaction_of
 from librmq.scheduling.relay import HOP_GROUP
-from librmq.scheduling.timer_wheel import waiting_timers
+from librmq.scheduling.timer_slots import waiting_timers
 from librmq.scheduling.waiting import Cancellations, destination_of, own_time_ms
 from librmq.store import BrokerTables, MessageStore
 from librmq.store.engine.derivation import derived_tags_code

@@ -11,7 +11,7 @@ A message with TIMER_DEL_UNIQKEY, whose value is ``topic+uniqueKey`` or ``unique
 the same slot, so it must name the same time. It delivers nothing itself.
 
 Mirrors 5.3.3's ``TimerMessageStore``. `librmq.scheduling.timer_config` reads a message's time,
-`librmq.scheduling.timer_wheel` has wheel and log, and `librmq.store.format.timerfiles` their formats. The first message
+`librmq.scheduling.timer_slots` has wheel and log, and `librmq.store.format.timerfiles` their formats. The first message
 that waits makes the files, so a 4.9 store without timers stays as it is.
 """
 
@@ -42,7 +42,7 @@ from librmq.runtime.event_log import EventLog
 from librmq.runtime.runner import Aside
 from librmq.scheduling.earlier_copies import EarlierCopies
 from librmq.scheduling.timer_config import TimerConfig, deleted_before, deletion_end, out_time_ms
-from librmq.scheduling.timer_wheel import TimerProgress, TimerSlots
+from librmq.scheduling.timer_slots import TimerProgress, TimerSlots
 from librmq.store import AppendResult, MessageStore
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerLog
 
