@@ -112,7 +112,7 @@ TESTS = {
     "txn": _ENDS,
     "broker._transactions": ("broker/test_transactions.py", "client/test_transactions.py", "broker/test_life.py"),
     "broker.retries": (
-        *("broker/test_receives.py", "consumer/test_push.py", "broker/test_resends.py", "consumer"),
+        *("broker/test_receives.py", "consumer/test_push.py", "broker/test_repeated_sends.py", "consumer"),
         *("broker/test_administered_routes.py", "cluster/test_cluster.py"),
     ),
     "broker.handlers._receive": (

@@ -14,7 +14,7 @@ from librmq.broker._context import BrokerContext
 from librmq.broker._delayed_messages import Deliveries
 from librmq.broker._replication import Replication, refused_by_replica
 from librmq.broker._topics import Topic
-from librmq.broker.handlers._resends import FirstSend, Name, RecentSends, is_half, name_of_send
+from librmq.broker.handlers._repeated_sends import FirstSend, Name, RecentSends, is_half, name_of_send
 from librmq.broker.retries import FailedMessages
 from librmq.config import to_seconds
 from librmq.errors import (

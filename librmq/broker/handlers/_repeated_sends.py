@@ -1,4 +1,4 @@
-"""Resends: sends that repeat an earlier one, and are dropped if the settings say so."""
+"""Resends: sends of producers that repeat an earlier one, and are dropped if the settings say so."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from librmq.broker import Broker, BrokerConfig
-from librmq.broker.handlers import _resends
+from librmq.broker.handlers import _repeated_sends
 from librmq.client import TransactionProducer
 from librmq.client.producer import Producer
 from librmq.config import StoreConfig
@@ -224,7 +224,7 @@ def test_window_ends() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_resends, "_MOST_IDS", 20)
+    monkeypatch.setattr(_repeated_sends, "_MOST_IDS", 20)
     metrics = Metrics()
     with Broker.open(
         "/b", BrokerConfig(drop_resends_within=10), files=MemoryFiles(), runner=ManualRunner(), metrics=metrics
