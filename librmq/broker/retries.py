@@ -15,7 +15,7 @@ from typing import Final
 from librmq.broker._context import BrokerContext
 from librmq.broker.handlers._in_flight import Flight, QueueKey, is_receive_retry
 from librmq.errors import BrokerError, ConfigError, CorruptionError
-from librmq.message import Message, StoredMessage, dead_letter_topic, retry_topic
+from librmq.message import Message, StoredMessage, dead_letter_topic, retry_level, retry_topic
 from librmq.message.dead_letter_cause import record_cause
 from librmq.message.delays import parse_level
 from librmq.message.ids import parse_host
@@ -47,7 +47,6 @@ _log = EventLog("librmq.broker")
 _WAIT: Final = PropertyName.WAIT
 _DELAY: Final = PropertyName.DELAY
 _RETRY_TOPIC: Final = PropertyName.RETRY_TOPIC
-_FIRST_RETRY_LEVEL: Final = 3
 _SENT_TOGETHER: Final = 64
 """Dead letters that are in memory at once while they are sent again."""
 _FIRST_POP_TIME: Final = "1ST_POP_TIME"
@@ -127,7 +126,7 @@ class FailedMessages:
             properties[_DELAY] = "0"
             record_cause(properties, request.cause, len(message.properties_raw))
         else:
-            properties[_DELAY] = str(request.delay_level or _FIRST_RETRY_LEVEL + times)
+            properties[_DELAY] = str(request.delay_level or retry_level(times))
         properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.offset_id)
         if self._earlier is not None and self._was_sent_back(self._earlier, message, group.name, name, properties):
             return SentBack(is_dead, max_retries)

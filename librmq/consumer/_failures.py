@@ -29,7 +29,7 @@ from librmq.consumer._instance import ConsumerCounts, Instance
 from librmq.consumer._listeners import DeliveredMessage, Listener
 from librmq.errors import RmqError
 from librmq.listener import DownstreamDown, ReconsumeLater, SuspendQueue
-from librmq.message import Message, MessageQueue, retry_topic
+from librmq.message import Message, MessageQueue, retry_level, retry_topic
 from librmq.message.dead_letter_cause import record_cause
 from librmq.message.properties import PropertyName
 from librmq.protocol import (
@@ -187,8 +187,9 @@ class Retries:
         copy.properties[PropertyName.MAX_RECONSUME_TIMES] = str(limit)
         copy.properties.pop(PropertyName.TRANSACTION_PREPARED, None)
         copy.properties.pop(PropertyName.DELAY, None)
+        level = 0 if at_once else retry_level(times)
         if not at_once:
-            copy.properties[PropertyName.DELAY] = str(3 + times)
+            copy.properties[PropertyName.DELAY] = str(level)
         record_cause(copy.properties, cause_of(error), len(message.properties_raw))
         request = SendMessage(
             INNER_PRODUCER,
@@ -201,7 +202,7 @@ class Retries:
         )
         if self._send(assigned.queue.broker_name, request, "dead letters") is False:
             return False
-        self.log_dead_letter(assigned, message, error, delay_level=0 if at_once else 3 + times)
+        self.log_dead_letter(assigned, message, error, delay_level=level)
         return True
 
     def _send(self, broker_name: str, request: Request[R], what: str) -> R | Literal[False]:

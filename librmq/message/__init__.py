@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from librmq.message.batch import split_batch as split_batch
     from librmq.message.delays import DEFAULT_LEVELS as DEFAULT_LEVELS
     from librmq.message.delays import DelayLevels as DelayLevels
+    from librmq.message.delays import retry_level as retry_level
     from librmq.message.ids import UniqueIds as UniqueIds
     from librmq.message.ids import decode_unique_id as decode_unique_id
     from librmq.message.message import Message as Message
@@ -29,6 +30,7 @@ else:
             "librmq.message.delays": (
                 "DEFAULT_LEVELS",
                 "DelayLevels",
+                "retry_level",
             ),
             "librmq.message.ids": ("UniqueIds", "decode_unique_id"),
             "librmq.message.message": ("Message", "MessageQueue", "StoredMessage"),

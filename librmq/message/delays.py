@@ -95,6 +95,11 @@ NO_LEVELS = DelayLevels(())
 DEFAULT_LEVELS = DelayLevels.parse("1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h")
 
 
+def retry_level(reconsume_times: int) -> int:
+    """Return the delay level before the next redelivery of a message that has had so many; brokers cap it."""
+    return 3 + reconsume_times
+
+
 def queue_id_of_level(level: int) -> int:
     """Return the queue of ``SCHEDULE_TOPIC_XXXX`` in which messages of ``level`` wait."""
     return level - 1

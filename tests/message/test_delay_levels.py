@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from librmq.errors import ConfigError
+from librmq.message import retry_level
 from librmq.message.delays import DEFAULT_LEVELS, DelayLevels, level_of_queue_id, queue_id_of_level
 
 
@@ -33,6 +34,12 @@ def test_a_nonexistent_level_waits_a_second(level: int) -> None:
 @pytest.mark.parametrize(("level", "capped"), [(-3, -3), (0, 0), (1, 1), (18, 18), (19, 18), (1000, 18)])
 def test_cap(level: int, capped: int) -> None:
     assert DEFAULT_LEVELS.cap(level) == capped
+
+
+def test_the_pause_before_a_retry_grows_with_each_failure() -> None:
+    """As 4.9 has it: 10 s, 30 s, 1 min, and so on up to the highest level."""
+    assert [DEFAULT_LEVELS.delay_ms(retry_level(times)) for times in range(3)] == [10_000, 30_000, 60_000]
+    assert DEFAULT_LEVELS.cap(retry_level(16)) == DEFAULT_LEVELS.max_level
 
 
 @pytest.mark.parametrize(

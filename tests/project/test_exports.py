@@ -83,7 +83,7 @@ EXPORTS = {
     ),
     "librmq.message": (
         "DEFAULT_LEVELS DelayLevels Message MessageQueue StoredMessage StoredRecords UniqueIds dead_letter_topic "
-        "decode_unique_id retry_topic split_batch"
+        "decode_unique_id retry_level retry_topic split_batch"
     ),
     "librmq.testing": (
         "Anomaly DeliveryAttempt Drill DrillReport Elapsed Exploration Faults History HistoryAnomalyError HistoryLine "

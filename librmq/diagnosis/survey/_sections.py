@@ -19,7 +19,7 @@ from librmq.diagnosis.survey.model import (
     StoredTopic,
 )
 from librmq.formatting import duration, moment, number, percent, rate, short, size, span
-from librmq.message import DEFAULT_LEVELS
+from librmq.message import DEFAULT_LEVELS, retry_level
 from librmq.message.topics import is_user_topic
 from librmq.runtime.event_log import counted
 
@@ -278,7 +278,7 @@ def _retries(report: Report, several: bool) -> Section:
         return Section("retries", "Retries", "No message was written again for a group.")
     levels = DEFAULT_LEVELS
     last_attempt = max(at for row in rows for at, count in enumerate(row.attempts, 1) if count)
-    delays = (levels.delay_ms(min(attempt + 2, levels.max_level)) / 1000 for attempt in range(1, last_attempt + 1))
+    delays = (levels.delay_ms(levels.cap(retry_level(times))) / 1000 for times in range(last_attempt))
     axis = [duration(delay_s).replace(" min", "m").replace(" ", "") for delay_s in delays]
 
     def text(attempts: Sequence[int]) -> str:
