@@ -262,13 +262,12 @@ class Recorder:
     ) -> None:
         if isinstance(request, Receive):
             response: ReceiveResponse = answer
+            if request.acknowledged:
+                self._acknowledged(request.acknowledged)
             for received in response.messages:
                 self._received(process, broker_name, request.group, received)
         elif isinstance(request, Acknowledge):
-            self.end_invisible_times()  # a broker can take an acknowledgement after it has given the message back
-            for receipt, is_acknowledged in zip(request.receipts, answer, strict=True):
-                if is_acknowledged:
-                    self._end_flight(receipt, "ok")
+            self._acknowledged(receipt for receipt, is_valid in zip(request.receipts, answer, strict=True) if is_valid)
         elif isinstance(request, ChangeInvisible):
             flight = self._flights.pop(request.receipt, None)
             if flight is not None:
@@ -278,6 +277,11 @@ class Recorder:
             self._end_flight(request.receipt, "retry")
             if flight is not None:
                 self.dead_letter(request.group, flight[0]["id"])
+
+    def _acknowledged(self, receipts: Iterable[str]) -> None:
+        self.end_invisible_times()  # a broker can take an acknowledgement after it has given the message back
+        for receipt in receipts:
+            self._end_flight(receipt, "ok")
 
     def _received(self, process: str, broker_name: str, group: str, received: Received) -> None:
         message = received.message

@@ -141,6 +141,17 @@ def test_polls_and_receives(rmq: Kit) -> None:
     assert len(rmq.delivered("receiver")) >= 2
 
 
+def test_a_receive_acknowledges(rmq: Kit) -> None:
+    with SimpleConsumer(rmq.route, "receiver") as receiver:
+        receiver.subscribe("orders")
+        rmq.producer().send("orders", b"a")
+        (message,) = receiver.receive(1, wait=0)
+        rmq.producer().send("orders", b"b")
+        (other,) = receiver.receive_or_notify("orders", 1, lambda: None, acknowledge=[message])
+        receiver.ack(other)
+    assert [event.get("outcome") for event in events(rmq, "deliver", group="receiver")] == ["ok", "ok"]
+
+
 def test_a_reset_is_an_event(rmq: Kit) -> None:
     @rmq.consumer("billing").subscribe("orders")
     def listener(message: DeliveredMessage) -> None:
