@@ -49,10 +49,9 @@ class PeerSends:
     ) -> SendResponse | None:
         """Append a message as a broker stores it; None if the owner has to do it."""
         appender = None if self._is_closed else self._appender or self._open()
-        properties = message.properties
-        if appender is None or message._delays is not None or not appender.held_properties.isdisjoint(properties):
+        if appender is None or not self.may_append(message):
             return None
-        properties = properties.copy()
+        properties = message.properties.copy()
         properties[PropertyName.CLUSTER] = appender.cluster_name
         waits = properties.pop(PropertyName.WAIT, "true").lower() == "true" and appender.is_sync and not is_one_way
         stored = Message.from_parts(message.topic, message.body, message.flag, properties)
@@ -73,6 +72,13 @@ class PeerSends:
             status = self._reach(appender, place + result.size, wait_s - (SystemClock().monotonic() - begin_s))
         offset_id = self._id_prefix + place.to_bytes(8).hex().upper()
         return SendResponse(status, queue_id, result.queue_offset, place, (offset_id,))
+
+    def may_append(self, message: Message) -> bool:
+        """Return whether the owner can let this process append a message, at another moment if not now."""
+        appender = self._appender
+        if appender is None or message._delays is not None:
+            return False
+        return appender.held_properties.isdisjoint(message.properties)
 
     def _reach(self, appender: PeerAppender, end: int, wait_s: float) -> SendStatus:
         """Wait for a flush; the error says that the message may be stored."""

@@ -21,7 +21,7 @@ from librmq.errors import BrokerUnreachableError, RmqError
 from librmq.files import FileLock, Files
 from librmq.files.lock import lock_process
 from librmq.message import Message
-from librmq.message.ids import format_host, parse_host
+from librmq.message.ids import Host, format_host, parse_host
 from librmq.protocol import (
     ConsumerOffsets,
     Endpoint,
@@ -112,19 +112,33 @@ class _PeerEndpoint(SharedEndpoint, SendsLater):
         super().__init__(call)
         self._appends, self._callers = appends, callers
 
-    def send(self, group: str, message: Message, queue_id: int, *place: Any, **fields: Any) -> SendResponse:  # noqa: ANN401
+    def send(  # noqa: PLR0913 (what a client says of a message)
+        self,
+        group: str,
+        message: Message,
+        queue_id: int,
+        born_timestamp_ms: int,
+        born_host: Host,
+        sys_flag: int = 0,
+        default_queues: int = 4,
+        timeout_ms: float | None = None,
+        is_one_way: bool = False,
+    ) -> SendResponse:
         """Append to the log, if the message is stored as it comes; otherwise ask the owner, as `Endpoint.send` does."""
         thread, callers = threading.get_ident(), self._callers
         is_first = thread not in callers
+        place = born_timestamp_ms, born_host, sys_flag, default_queues, timeout_ms
         try:
             callers.add(thread)
-            sent = self._appends.send(message, queue_id, *place, **fields)
+            sent = self._appends.send(message, queue_id, *place, is_one_way)
         finally:
             if is_first:
                 callers.discard(thread)
         if sent is not None:
             return sent
-        return super().send(group, message, queue_id, *place, **fields)
+        # The owner has to answer, because the next message may be appended here, and overtake this one.
+        is_one_way = is_one_way and not self._appends.may_append(message)
+        return super().send(group, message, queue_id, *place, is_one_way)
 
 
 class StoreOwner:

@@ -682,6 +682,17 @@ def test_a_signal_handler_closes_a_share_within_an_append_of_its_own(
             signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
+def test_a_one_way_message_is_stored_before_the_next_one_of_its_peer(tmp_path: Path) -> None:
+    """Whether the owner stores it, as after each change of a topic, or the peer."""
+    with librmq.share(tmp_path) as owner, librmq.share(tmp_path) as peer, Producer(peer, "shop") as producer:
+        for topic in map("orders-{}".format, range(8)):
+            owner.create_topic(topic, 1)
+            for body in (b"1", b"2", b"3"):
+                producer.send_oneway(topic, body)
+                assert [message.body for message in owner.messages(topic)][-1:] == [body]
+
+
 def test_the_last_one_hands_over_to_none(tmp_path: Path) -> None:
     with librmq.share(tmp_path / "store") as first:
         with Producer(first, "shop") as producer:
