@@ -1,9 +1,10 @@
 """The page through which processes that share a store append to one log, and the lock of its writers.
 
 The owner of the store makes the page, and keeps in it what a peer needs to append by itself: where the log ends, up to
-where a peer may write, and the next offset of each queue whose topic takes plain messages. All who append hold the lock
-of the page, a lock of the open file description by ``flock``. It ends with its process, so a killed writer blocks
-nobody, and it is never taken from a writer that lives, however long that is stopped: it would continue to write.
+where a peer may write, and the next offset of each queue whose topic takes plain messages. Every process that appends
+holds the lock of the page, a lock of the open file description by ``flock``. It ends with its process, so a killed
+writer blocks no other, and it is never taken from a writer that lives, however long that is stopped: it would continue
+to write.
 
 ::
 
@@ -13,7 +14,7 @@ nobody, and it is never taken from a writer that lives, however long that is sto
     names     topic and id of each queue
 
 A write sets `WRITING` first, then copies the record, sets the offset of the queue, and commits by the tail: one aligned
-store of eight bytes. Who takes the lock and finds `WRITING` set ends that write, because its writer has died.
+store of eight bytes. A process that takes the lock and finds `WRITING` set ends that write, whose writer has died.
 
 The log is the truth: no opening trusts a page that it finds. It closes that page, so that no peer of a former owner
 writes by it any more, and makes another.

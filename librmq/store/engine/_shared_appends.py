@@ -55,7 +55,7 @@ class SharedAppends:
         arrived: Callable[[AdoptedRecords], object],
         wait_s: float,
     ) -> None:
-        """Make the page at ``path``; ``arrived(records)`` is told of what peers have appended.
+        """Make the page at ``path``, and call ``arrived(records)`` for what peers have appended.
 
         ``check_room()`` raises if the store has no room for messages. ``settings["bell"]`` is the path of a new socket,
         by which peers wake the thread that follows them. ``wait_s`` is the time for another process to end its append.

@@ -35,9 +35,9 @@ from librmq.store.recovery._index_check import IndexCheck, rebuild_index
 from librmq.store.recovery._queue_check import QueueCheck
 
 _pack_entry: Final = ENTRY.pack
+
 # A small queue that is as the log says is read without a mapping, and left unopened. Mapping takes most of the time
 # that an opened queue costs, and a store can have many thousands.
-
 _LARGEST: Final = 1 << 16  # a file with more bytes is mapped, not read at once
 _LARGEST_KEPT: Final = 1 << 10  # at most so many bytes of a file are kept from its listing
 

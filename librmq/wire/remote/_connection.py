@@ -460,8 +460,7 @@ class Answers:
         self.is_left = False
         """Whether the reader's thread leaves reading to callers."""
         self.is_needed: Event = Event()
-        """Lets the reader's thread look whether it has to read again, or the connection has ended."""
-        """Set to let the reader's thread read before its time."""
+        """Set to let the reader's thread read before its time, or see that the connection has ended."""
         self._own_reads = 0
         """Answers that callers have read."""
 
