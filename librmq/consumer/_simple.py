@@ -355,7 +355,8 @@ class SimpleConsumer(Member):
 
         For event loops of their own: ``notify`` runs in any thread, and must only wake the loop. The next call for the
         topic, `unsubscribe` and `shutdown` end the wait. ``acknowledge`` are processed messages: those of the topic are
-        acknowledged by the same request, others as by `ack_one_way`; after an error, acknowledge them again.
+        acknowledged by the same request, others as by `ack_one_way`; after an error, acknowledge them again. Those that
+        are too late are not refused: a warning in the log names the first.
 
         Raises:
             BrokerError: The broker refuses the request.
