@@ -508,12 +508,13 @@ class Broker(StoreRoute, Endpoint):
 
     def _followed(self, records: Mapping[tuple[str, int], tuple[int, int]]) -> None:
         """Note messages that peers have appended: their number in each queue, and the bytes of their records."""
+        # First, because an error in a subclass of `Metrics` must not leave pulls waiting.
+        self._deliveries.arrivals.copied(records)
         metrics = self._context.metrics
         if metrics is not None:
             for (topic, _), (count, size) in records.items():
                 metrics.count("messages_in", count, topic=topic)
                 metrics.count("bytes_in", size, topic=topic)
-        self._deliveries.arrivals.copied(records)
 
     def copy_topics(self, rows: Mapping[str, Any]) -> None:
         """Replace a replica's topics by its master's, durable when it returns. `copy_tables` must be called later."""
