@@ -74,6 +74,7 @@ class CommitLog(LogReader, Closing):
     everything below ``end`` is complete. A deleted file stays readable for running reads.
     """
 
+    end: int  # It is declared again, because pyright takes no type from a base for what a method assigns.
     found_end: LogEnd
     """The end of the log when it was opened, and the bytes there."""
 

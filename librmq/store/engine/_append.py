@@ -119,7 +119,7 @@ class Appender(AppendState):
         self.is_locked: Callable[[], bool] = self.lock.mutex.locked
         self.accepts: bool = False
         """Whether appends are accepted."""
-        self.room_until = -1
+        self.room_until: int = -1
         """While the log ends before this physical offset, a send has room, and need not call `MessageStore.check_room`.
 
         It is -1 when a send has to look: at a disk that was not seen for a while, or is too full."""
