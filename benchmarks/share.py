@@ -325,15 +325,17 @@ def latency(given: Any, _: Path, *, way: str, count: int) -> float:
 
 def cases() -> Iterator[Case]:
     def sends(way: str, senders: int = 1, kind: str = "send") -> Run:
-        return partial(rate_of, way=way, kind=kind, count=4_000 if kind == "send" else 19_200, senders=senders)
+        # Many, because peers append by themselves only after their first sends; few where that takes seconds.
+        count = 4_000 if kind == "send" and way in ("connect", "huey") else 19_200
+        return partial(rate_of, way=way, kind=kind, count=count, senders=senders)
 
     one, two, lite = sends("share"), sends("share", 2), sends("litequeue", 2)
     case = partial(Case, "a peer's sends", setup=processes)
     yield case(one, "one by one", target=Target(10_000), unit="/s")
     yield case(one, "one by one", sends("connect"), "TCP", Target(1), limit=True)
     yield case(one, "one by one", sends("echo"), "an echo over the socket", limit=True)
-    yield case(two, "by two peers", target=Target(reach=60_000), unit="/s")
-    yield case(two, "by two peers", sends("echo", 2), "an echo over the socket", limit=True)
+    yield case(two, "by two peers", target=Target(120_000, pure=Target(60_000)), unit="/s")
+    yield case(two, "by two peers", sends("echo", 2), "an echo over the socket", Target(0.8), limit=True)
     yield case(two, "by two peers", sends("connect", 2), "TCP", limit=True)
     yield case(two, "by two peers", lite, "litequeue from two", Target(2), needs=("litequeue",))
     yield case(two, "by two peers", sends("huey", 2), "huey from two", Target(2), needs=("huey",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import cache
 
 from tests.reference import CHECKOUT
 
@@ -31,9 +31,11 @@ def is_package(module: str) -> bool:
     return (LIBRARY.parent / module.replace(".", "/")).is_dir()
 
 
-def imports() -> Iterator[tuple[str, str, str]]:
-    """Yield each module of librmq with each module that it imports, and the name that it imports from that."""
+@cache
+def imports() -> list[tuple[str, str, str]]:
+    """Return each module of librmq with each module that it imports, and the name that it imports from that."""
     names = {}
+    imported = []
     for path in LIBRARY.rglob("*.py"):
         parts = path.relative_to(CHECKOUT).with_suffix("").parts
         names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -42,9 +44,10 @@ def imports() -> Iterator[tuple[str, str, str]]:
             if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "librmq":
                 for alias in node.names:
                     inner = f"{node.module}.{alias.name}"
-                    yield name, inner if inner in names else node.module, alias.name
+                    imported.append((name, inner if inner in names else node.module, alias.name))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names:
-                yield name, node.value, ""
+                imported.append((name, node.value, ""))
+    return imported
 
 
 def test_a_room_imports_only_the_faces_of_others() -> None:
