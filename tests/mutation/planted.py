@@ -31,7 +31,10 @@ SHARES = "shares"
 """The program of bugs that only processes which share a store have: the simulation of them."""
 WRITERS = "writers"
 """The program of bugs of writers that append to a shared log by themselves: the simulation of them."""
-MOST_WORLDS = 40
+MOST_WORLDS = 500
+"""Some twenty are needed for a bug that shows only where a writer dies within its append."""
+BROKEN = "broken"
+"""The anomaly of all bugs of writers."""
 
 
 class Edit(NamedTuple):
@@ -126,7 +129,7 @@ def run_program(bug: Bug) -> list[str]:
     if bug.program == SHARES:
         return simulate_shares(60)[1]
     if bug.program == WRITERS:
-        return simulate_writers(bug.anomaly)
+        return simulate_writers()
     from tests.mutation.programs import anomalies_of
 
     anomalies = anomalies_of(bug.program)
@@ -167,25 +170,22 @@ def simulate_shares(seconds: float) -> tuple[str, list[str]]:
     return f"not found in {number} runs of {spent_s:.0f} s", []
 
 
-def simulate_writers(anomaly: str) -> list[str]:
-    """Let writers with the planted bug append to logs until it breaks this promise; return all that it breaks.
+def simulate_writers() -> list[str]:
+    """Let writers with the planted bug append to logs until they break a promise; return `BROKEN` and which.
 
-    Which of two it breaks first depends on how far the owner is with its following.
+    Which of several it is depends on how far the owner is with its following.
     """
     from tests.simulation.writers import WritersWorld
 
-    broken: list[str] = []
     for number in range(MOST_WORLDS):
         with tempfile.TemporaryDirectory(prefix="librmq-writers-") as folder:
             try:
                 WritersWorld(f"planted {number}", Path(folder)).run()
             except AssertionError as error:
-                broken.append(str(error).partition(":")[0])
+                return [BROKEN, str(error).partition(":")[0]]
             except Exception as error:
-                broken.append(type(error).__name__)
-        if anomaly in broken:
-            break
-    return broken
+                return [BROKEN, type(error).__name__]
+    return []
 
 
 if __name__ == "__main__":
