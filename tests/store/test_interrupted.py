@@ -92,6 +92,17 @@ def test_an_interrupted_call_leaves_the_store_sound(name: str) -> None:
         number += 1 + number // 10
 
 
+@pytest.mark.parametrize("name", ["append", "append_batch", "append copies"])
+def test_no_interrupt_keeps_its_thread_from_appending(name: str) -> None:
+    """Whichever call it comes at, also the last before the lock is free."""
+    with MessageStore.open("/s", StoreConfig.tiny(), files=MemoryFiles(), background=False) as store:
+        for _ in range(5):
+            store.append(message())
+        for _ in at_each_call(partial(CALLS[name], store)):
+            store.append(message(), next(numbers))  # a new queue asks whose the lock is
+        assert store.verify().sound
+
+
 def test_an_interrupted_open_leaves_no_lock() -> None:
     files = MemoryFiles()
     opened: list[MessageStore] = []

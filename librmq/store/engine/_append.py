@@ -351,9 +351,11 @@ class Appender(AppendState):
                     records.append((physical_offset, now, lane.prefix_hash, unique_key, keys))
                     dispatcher.writing_at = -1
                 finally:
-                    if self.shared is not None:
-                        self.shared.end_turn()
-                    lock.owner = 0
+                    try:
+                        if self.shared is not None:
+                            self.shared.end_turn()
+                    finally:
+                        lock.owner = 0
         except TypeError:
             check_fields(queue_id, sys_flag)
             raise
@@ -478,8 +480,10 @@ class Appender(AppendState):
                     )
                     self.write(data, {lane: entries}, records)
                 finally:
-                    self.end_turn()
-                    self.lock.owner = 0
+                    try:
+                        self.end_turn()
+                    finally:
+                        self.lock.owner = 0
         except struct.error as error:
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         self.finish_append(end, wait)

@@ -200,8 +200,10 @@ class SharedAppends:
                 with critical:
                     change()
             finally:
-                self.end_turn()
-                lock.owner = 0
+                try:
+                    self.end_turn()
+                finally:
+                    lock.owner = 0
 
     # ---- what peers have written
 
@@ -222,8 +224,10 @@ class SharedAppends:
                     with critical:
                         self._adopt()
             finally:
-                self.end_turn()
-                lock.owner = 0
+                try:
+                    self.end_turn()
+                finally:
+                    lock.owner = 0
         return self._tell()
 
     def _is_interrupted(self) -> bool:

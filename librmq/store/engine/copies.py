@@ -205,8 +205,10 @@ class CopyWriter:
                             raise
                         break
             finally:
-                self._appender.end_turn()
-                lock.owner = 0
+                try:
+                    self._appender.end_turn()
+                finally:
+                    lock.owner = 0
         if results:
             self._appender.finish_append(results[-1].physical_offset + results[-1].size, wait=False)
         return results

@@ -449,9 +449,10 @@ class AppendLock:
 
     Code that takes ``mutex`` outside a critical block calls `check_reentry` before, and has its thread in ``owner``
     while it holds it. It asks for the thread before it takes the lock, and clears ``owner`` before it releases it:
-    Python runs a handler after a call, and none comes between those assignments and the lock. Each caller writes these
-    statements itself, because Ctrl-C could end the ``__enter__`` of a helper after it has taken the lock, and leave the
-    lock taken. As a context manager the lock is taken for a deletion by retention.
+    Python runs a handler after a call, and none comes between those assignments and the lock. What a block calls at its
+    end stands in a ``try`` whose ``finally`` clears ``owner``, because a handler can raise there too. Each caller has
+    these statements itself, because Ctrl-C could end the ``__enter__`` of a helper after it has taken the lock, and
+    leave the lock taken. As a context manager the lock is taken for a deletion by retention.
     """
 
     def __init__(self, clock: Clock) -> None:
