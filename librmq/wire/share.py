@@ -232,13 +232,15 @@ class SharedBroker(AdministeredRoute):
         """
         clock = SystemClock()
         begin = clock.monotonic()
+        locked_s: float | None = None
         while (error := self._try_to_join(lambda: clock.monotonic() - begin >= wait_s)) is not None:
-            patience_s = 0.0
-            if isinstance(error, BrokerUnreachableError):
-                patience_s = wait_s
-            elif isinstance(error, StoreLockedError):
-                patience_s = _RELEASED_S
-            if clock.monotonic() - begin >= patience_s:
+            now = clock.monotonic()
+            if isinstance(error, StoreLockedError):  # an owner that was killed can keep it for a moment
+                locked_s = now if locked_s is None else locked_s
+                end = locked_s + _RELEASED_S
+            else:
+                locked_s, end = None, begin + (wait_s if isinstance(error, BrokerUnreachableError) else 0.0)
+            if now >= end:
                 raise error
             clock.wait(self._closing, _AGAIN_S)
         self._begin_watching()
