@@ -1,4 +1,4 @@
-"""Real signals at any place: run an action repeatedly, and send a signal one call later each time."""
+"""Real signals at any place: run an action repeatedly, and send a signal one call later each time; or die at a line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import librmq
 
-__all__ = ["at_each_call", "interrupted_at_call"]
+__all__ = ["at_each_call", "interrupted_at_call", "killed_at_line"]
 
 
 def interrupted_at_call(number: int, act: Callable[[], object]) -> bool:
@@ -57,3 +58,22 @@ def at_each_call(
         yield came
         if not came:
             return
+
+
+def killed_at_line(line: int, act: Callable[[], object]) -> None:
+    """Call ``act()``, and end this process by SIGKILL at a line of librmq, counted from 0, if there are that many."""
+    folder, left = os.path.dirname(librmq.__file__), line
+
+    def look(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return look
+
+    sys.settrace(look)
+    act()
+    sys.settrace(None)

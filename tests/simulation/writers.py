@@ -8,13 +8,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from typing import Final
 
-import librmq
 from librmq import Message, MessageStore, StoreConfig
 from librmq.files import DiskFiles
 from librmq.store import verify
@@ -22,32 +18,13 @@ from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append_page import AppendPage
 from librmq.store.engine.copies import AdoptedRecords
 from librmq.store.peer_appends import PeerAppender
+from tests.interrupting import killed_at_line
 
 CONFIG: Final = StoreConfig.tiny(commitlog_file_size=16 << 10, max_message_size=4 << 10)
 WRITERS: Final = 3
 QUEUES: Final = 2
 LINES: Final = 150
 """A few more than an append of a writer has, once it has mapped the log's file."""
-_FOLDER: Final = os.path.dirname(librmq.__file__ or "")
-
-
-def run_until(line: int, act: Callable[[], object]) -> None:
-    """Call ``act()``, and kill this process at a line of librmq, counted from 0."""
-    left = line
-
-    def look(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(_FOLDER):
-            return None
-        if event == "line":
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return look
-
-    sys.settrace(look)
-    act()
-    sys.settrace(None)
 
 
 class WritersWorld:
@@ -126,7 +103,7 @@ class WritersWorld:
             try:
                 writer = self._writer()
                 writer.append(first, first_queue)
-                run_until(line, lambda: writer.append(message, queue_id))
+                killed_at_line(line, lambda: writer.append(message, queue_id))
             except BaseException:
                 os._exit(1)
             os._exit(0)

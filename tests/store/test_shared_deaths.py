@@ -8,12 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
-import librmq
 from librmq import Message, MessageStore
 from librmq.errors import BrokerUnreachableError
 from librmq.files import DiskFiles
@@ -22,7 +20,8 @@ from librmq.store.engine._append_page import AppendPage
 from librmq.store.peer_appends import PeerAppender
 from tests.budget import run
 from tests.conftest import SlowBudget
-from tests.store.test_shared_appends import CONFIG, Shared
+from tests.interrupting import killed_at_line
+from tests.store.shared_store import CONFIG, Shared
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves"),
@@ -32,32 +31,12 @@ pytestmark = [
 if sys.platform != "win32":
     import fcntl
 
-FOLDER = os.path.dirname(librmq.__file__ or "")
 REFUSED = 2
 """Exit status of a peer that may not append at this moment, because the owner has to send first."""
 STEP = 12
 """The quick check lets a peer die at one line in this many, the whole check at four times as many."""
 LINES = 160
 """A few more than an append of an owner has."""
-
-
-def run_until(line: int, act: Callable[[], object]) -> None:
-    """Call ``act()``, and end this process by SIGKILL at a line of librmq, counted from 0."""
-    left = line
-
-    def look(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(FOLDER):
-            return None
-        if event == "line":
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return look
-
-    sys.settrace(look)
-    act()
-    sys.settrace(None)
 
 
 @contextmanager
@@ -146,7 +125,7 @@ def test_a_peer_dies_at_each_line_of_an_append(tmp_path: Path, finder: str) -> N
                 peer = shared.peer()
                 if peer.append(Message("orders", b"elsewhere"), 1) is None:
                     return REFUSED
-                run_until(line, lambda: peer.append(Message("orders", b"dying %d" % line, keys="k"), 0))
+                killed_at_line(line, lambda: peer.append(Message("orders", b"dying %d" % line, keys="k"), 0))
                 return 0
 
             with child(die) as dying:
@@ -183,7 +162,7 @@ def test_an_owner_dies_at_each_line_of_an_append(tmp_path: Path, slow_budget: Sl
             tell()
             wait()
             shared.direct(b"second of a peer", 1)
-            run_until(line, lambda: shared.store.append(Message("orders", b"own"), 0))
+            killed_at_line(line, lambda: shared.store.append(Message("orders", b"own"), 0))
             tell()
 
         with child(own) as owner:

@@ -17,28 +17,19 @@ import pytest
 from librmq import Message, MessageStore
 from librmq.clock import ManualClock
 from librmq.errors import BrokerUnreachableError
-from librmq.store import AppendResult, verify
+from librmq.store import AppendResult
 from librmq.store.engine import _append_page as append_page
 from librmq.store.engine._append_page import AppendPage
 from librmq.store.engine.copies import CopyTarget, Prepared
 from librmq.store.peer_appends import PeerAppender
 from tests.interrupting import at_each_call
-from tests.store.test_shared_appends import CONFIG, Shared
+from tests.store.shared_store import CONFIG, Shared
 from tests.store.test_shared_deaths import REFUSED, child, interrupted_message
 
 if sys.platform != "win32":
     import fcntl
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves")
-
-
-@pytest.fixture
-def shared(tmp_path: Path) -> Iterator[Shared]:
-    shared = Shared(tmp_path)
-    shared.direct(b"first of a peer", 1)
-    yield shared
-    shared.close()
-    assert verify(shared.path).sound
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from librmq import Message
 from librmq.errors import BrokerUnreachableError, LostAnswerError, StoreIOError
 from librmq.store import AppendResult, verify
 from librmq.store.peer_appends import PeerAppender
-from tests.store.test_shared_appends import CONFIG, Shared
+from tests.store.shared_store import CONFIG, Shared
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves")
 
