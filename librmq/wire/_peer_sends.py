@@ -43,7 +43,6 @@ class PeerSends:
         born_timestamp_ms: int,
         born_host: Host,
         sys_flag: int = 0,
-        default_queues: int = 4,
         timeout_ms: float | None = None,
         is_one_way: bool = False,
     ) -> SendResponse | None:
