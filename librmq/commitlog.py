@@ -36,6 +36,8 @@ __all__ = ["CommitLog", "LogEnd"]
 _BLANK_SIZE: Final = record.BLANK_SIZE
 _SMALLEST_FILE: Final = 256
 _MAPPED_FILES: Final = 32
+_FIRST_PAGES: Final = 64 << 10
+"""Bytes of a new file that are prepared for the producer that begins it."""
 _MAX_TOUCHED: Final = 32 << 20
 _PAGED: Final = 256 << 10
 _MAX_PAGED: Final = 16 << 20
@@ -353,6 +355,8 @@ class CommitLog(LogReader, Closing):
         # First the steps that can fail, so that a full disk leaves the log unchanged.
         self._make(following)
         sequence.reserve(following, 0, size)
+        if size <= _FIRST_PAGES:  # the first write to other pages takes 2 ms: the kernel zeros 2 MiB around it
+            sequence.touch(following, 0, min(_FIRST_PAGES, self.file_size))
         if self._file_start >= 0 and end < self._file_end:
             at, remaining = end - self._file_start, self._file_end - end
             if at + _BLANK_SIZE > self._reserved:

@@ -308,7 +308,8 @@ class Durability:
 
 _log = EventLog("librmq.store")
 
-_MIN_AHEAD: Final = 4 << 20
+_FIRST_AHEAD: Final = 1 << 20
+_USUAL_AHEAD: Final = 4 << 20
 _MAX_AHEAD: Final = 64 << 20
 _ENTRIES_WORTH_A_FLUSH: Final = 400  # so many fill two pages of a queue
 _AGAIN_MS: Final = 10_000  # a step that failed is tried again after this time
@@ -338,6 +339,7 @@ class Housekeeping(AlarmState):
         """
         self._config = config
         self._log = log
+        self._begin = log.end
         self._commit = commit
         self._flush_derived = flush_derived
         self._entries = entries
@@ -397,8 +399,13 @@ class Housekeeping(AlarmState):
         return min((due for due in (log_due, queues_due, self._expire_at_ms) if due is not None), default=None)
 
     def _ahead(self) -> int:
-        """Return how many bytes behind the log's end to make ready: twice what came between two flushes."""
-        return min(max(2 * (self._log.end - self._commit.flushed), _MIN_AHEAD), _MAX_AHEAD)
+        """Return how many bytes behind the log's end to make ready: twice what came between two flushes.
+
+        At first they are few: pages that a short-lived store never writes would take most of its time.
+        """
+        end = self._log.end
+        usual = min(max(end - self._begin, _FIRST_AHEAD), _USUAL_AHEAD)
+        return min(max(2 * (end - self._commit.flushed), usual), _MAX_AHEAD)
 
     def _flush_log(self, now_ms: int) -> tuple[int | None, int]:
         """Flush the log if due; return the next time, and the physical offset of an append that advances it."""
