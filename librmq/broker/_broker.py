@@ -290,7 +290,8 @@ class Broker(StoreRoute, Endpoint):
     ) -> Self:
         """Open a new broker in a new directory that is deleted on closing.
 
-        Its files are small by default. The largest batch that clients send, 4 MiB, fits into one.
+        Its files are small by default. The largest batch that clients send, 4 MiB, fits into one. No call waits for the
+        device: what is there outlives the process at most, also with ``durability="sync"``.
         """
         folder = TemporaryFolder()
         try:
@@ -300,6 +301,7 @@ class Broker(StoreRoute, Endpoint):
                 name=name,
                 store_config=store_config or StoreConfig(commitlog_file_size=16 << 20, max_total_size=1 << 30),
                 runner=runner,
+                files=folder.files,
                 metrics=metrics,
             )
         except BaseException:

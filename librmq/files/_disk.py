@@ -10,7 +10,7 @@ import stat
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -165,16 +165,15 @@ class DiskFiles:
         if self._follows:
             self._check_below(os.path.join(store, own))
             return
-        for folder in {own: None, **dict.fromkeys(folders)}:
-            if os.path.islink(os.path.join(store, folder)):
-                raise self._link_refused(os.path.join(store, folder))
-            self._check_below(os.path.join(store, folder))
+        self._check_below(store, {own, *folders})
 
-    def _check_below(self, folder: str) -> None:
-        """Refuse a link anywhere below a folder, before a write elsewhere has changed anything."""
+    def _check_below(self, folder: str, names: Container[str] | None = None) -> None:
+        """Refuse a link below a folder, or in what it has of ``names``, before a write elsewhere has changed anything."""
         try:
             with os.scandir(folder) as entries:  # kept out of `list`, which follows links, as readers do
                 for entry in entries:
+                    if names is not None and entry.name not in names:
+                        continue
                     if entry.is_symlink():
                         raise self._link_refused(entry.path)
                     if entry.is_dir(follow_symlinks=False):
@@ -309,7 +308,11 @@ class DiskFiles:
         with self._descriptor(file, "flush") as descriptor:
             if sys.platform != "linux" and file.writable:  # elsewhere a file may not have the changes of its mapping
                 file.buffer.flush()
-            (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
+            self._wait_for_device(descriptor, is_data=True)
+
+    def _wait_for_device(self, descriptor: int, *, is_data: bool = False) -> None:
+        """Return when a file or a folder is on the device; ``is_data`` leaves out what no reader of a file needs."""
+        (os.fdatasync if is_data and hasattr(os, "fdatasync") else os.fsync)(descriptor)
 
     @contextmanager
     def _descriptor(self, file: File | str, call: str) -> Iterator[int]:
@@ -332,7 +335,7 @@ class DiskFiles:
         with SystemCall("flush the folder", path):
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                os.fsync(descriptor)
+                self._wait_for_device(descriptor)
             finally:
                 os.close(descriptor)
 
@@ -476,7 +479,7 @@ class DiskFiles:
                 with _new_file(new) as file:
                     file.writelines((data,) if isinstance(data, bytes) else data)
                     file.flush()
-                    os.fsync(file.fileno())
+                    self._wait_for_device(file.fileno())
                 os.replace(new.name, target.name, src_dir_fd=new.folder, dst_dir_fd=target.folder)
             except BaseException:  # ``data`` can raise anything, and Ctrl-C comes at any time
                 with suppress(OSError):
@@ -661,11 +664,23 @@ def _new_file(place: _Place) -> BinaryIO:
     return os.fdopen(descriptor, "wb")
 
 
+class _TemporaryFiles(DiskFiles):
+    """Files that are deleted again, so that no call waits for the device: they outlive the process, not the machine."""
+
+    def flush_folder(self, path: str) -> None:
+        pass
+
+    def _wait_for_device(self, descriptor: int, *, is_data: bool = False) -> None:
+        pass
+
+
 class TemporaryFolder:
     """A new folder, deleted by `delete` or at the end of the process that made it, but not by a forked child."""
 
     def __init__(self) -> None:
         self.name: str = tempfile.mkdtemp(prefix="librmq-")
+        self.files: DiskFiles = _TemporaryFiles()
+        """Opens what is in the folder, without flushes to the device."""
         self.delete: Callable[[], object] = weakref.finalize(self, _delete_folder, self.name, os.getpid())
 
 

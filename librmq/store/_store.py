@@ -207,10 +207,11 @@ class MessageStore(Closing):
     def temporary(cls, config: StoreConfig | None = None, *, clock: Clock | None = None) -> Self:
         """Open a new store in a new directory that is deleted on closing, by default with tiny files.
 
+        As with `Broker.temporary`, no call waits for the device.
         For a store without a disk use ``MessageStore.open("/store", files=MemoryFiles())``.
         """
         folder = TemporaryFolder()
-        store = cls.open(folder.name, config or StoreConfig.tiny(), clock=clock)
+        store = cls.open(folder.name, config or StoreConfig.tiny(), files=folder.files, clock=clock)
         store.writer.temporary = folder
         return store
 

@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
+from librmq.broker import Broker
+from librmq.client import Producer
+from librmq.config import StoreConfig
 from librmq.files._disk import DiskFiles
 from librmq.files.interface import break_links, copy_file, make_folders
+from librmq.message import Message
+from librmq.protocol import SendStatus
+from librmq.runtime import ManualRunner
+from librmq.store import MessageStore
 
 pytestmark = [pytest.mark.platform, pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="needs fdatasync")]
 
@@ -85,3 +92,16 @@ def test_a_linked_file_is_replaced_by_a_durable_copy(tmp_path: Path, calls: list
     assert break_links(files, str(path))
     assert calls == ["link f g", "fsync f.tmp of 5", "replace f.tmp f", "fsync folder"]
     assert path.read_bytes() == other.read_bytes() == b"12345"
+
+
+def test_what_is_deleted_on_closing_waits_for_no_device(calls: list[str]) -> None:
+    """A temporary broker or store flushes nothing, also where each send says when it is on the device."""
+    config = StoreConfig.tiny(durability="sync")
+    with Broker.temporary(runner=ManualRunner(), store_config=config) as broker, Producer(broker, "p") as producer:
+        assert producer.send("T", b"1").status is SendStatus.SEND_OK
+        broker.store.flush()
+    with MessageStore.temporary(config) as store:
+        store.append(Message("T", b"1"))
+        assert store.flush() == store.log.end
+    assert calls
+    assert [call for call in calls if call.startswith(("fsync", "fdatasync"))] == []
