@@ -17,6 +17,7 @@ Mirrors 4.9.4's ``TransactionalMessageServiceImpl``, ``TransactionalMessageBridg
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from librmq.errors import (
@@ -144,9 +145,6 @@ class Transactions:
         self._store = store
         self._delivered = delivered
         self._waits = waits
-        is_of_5 = directory.is_of_5(store.path, store.files)
-        # 4.9 can't read the form of 5.x, which can read both, so the longer form is for stores of 5.x alone.
-        self._op_body = f"%d{HALF_SEPARATOR}".encode() if is_of_5 else b"%d"
         self._ended = EndedHalves(store, offsets)
         self.check: HalfCheck = HalfCheck(
             store,
@@ -404,6 +402,12 @@ class Transactions:
             self._append_op(half.physical_offset, half.queue_offset)
 
     # ---- final and op messages
+
+    @cached_property
+    def _op_body(self) -> bytes:
+        # 4.9 can't read the form of 5.x, which can read both, so the longer form is for stores of 5.x alone.
+        is_of_5 = directory.is_of_5(self._store.path, self._store.files)
+        return f"%d{HALF_SEPARATOR}".encode() if is_of_5 else b"%d"
 
     def _write_final(self, half: StoredMessage, flag: int) -> AppendResult:
         properties = dict(half.properties)

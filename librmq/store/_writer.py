@@ -103,7 +103,7 @@ class Writer(StoreHandle):
             self._load_parts(RecoveryMode.WHOLE_LOG if thorough else RecoveryMode.LAST_EXIT)
             # The file is marked only now, because a recovery withdraws notes that a broker's retention has made wrong.
             self._file_lock.mark_untouched()
-            if config is not None:
+            if config is not None and kind is not directory.StoreKind.NEW:
                 write_kept_config(path, self.config, files, is_own=self.is_own)
             write_retention(path, self.config, files, default=directory.default_retention(path, files))
             if was_killed:

@@ -594,11 +594,10 @@ class ConfigTable:
     def _load(self) -> dict[str, Any]:
         """Return the file's document, or its backup's, or an empty one."""
         damage: CorruptionError | None = None
-        wrong = "is missing"
+        wrong = ""
         for path in (self.path, self.path + _BACKUP):
             data = read_replaced(self._files, path)
             if not data:
-                wrong = "is empty" if file_size(self._files, path) == 0 else wrong
                 continue
             try:
                 document = self._complete(java_json.loads(data, rows_of=self._rows_of))
@@ -609,6 +608,7 @@ class ConfigTable:
             if path == self.path:
                 self._stored = data
             else:
+                wrong = wrong or ("is missing" if file_size(self._files, self.path) is None else "is empty")
                 name = os.path.basename(path)
                 self.replaced = f"{self.path} {wrong}, so {name} was read, as a broker does: it can be a save older"
             self.is_stored = True

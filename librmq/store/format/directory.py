@@ -180,8 +180,7 @@ def _recognise_without_log(path: str, name: str, files: Files) -> StoreKind:
 def _has_any(path: str, names: Iterable[str], files: Files) -> bool:
     """Return whether a store has tables in RocksDB, or any file or folder of these names."""
     return tables_database(os.path.join(path, CONFIG), files) is not None or any(
-        is_folder(files, place) or file_size(files, place) is not None
-        for place in (os.path.join(path, name) for name in names)
+        files.status(os.path.join(path, name)) is not None for name in names
     )
 
 
@@ -263,7 +262,7 @@ def check_kind(path: str, files: Files, *, writable: bool = False) -> StoreKind:
         foreign = sorted(names - _MAY_PRECEDE)
         if foreign:
             raise NotAStoreError(f"{path}: expected an empty folder or a store, found {foreign[0]}")
-    if writable:
+    elif writable:
         refuse_several_paths(path, log_paths(path, files))
     if kind.derives_queues and writable:
         raise NotAStoreError(
