@@ -67,6 +67,7 @@ __attribute__((target("vpclmulqdq,avx2"))) static size_t rmq_fold_wide(void *sta
 __attribute__((target("pclmul,sse4.1"))) static uint32_t rmq_crc32_folded(uint32_t code, const uint8_t *data, size_t size,
                                                                            int wide) {
     const __m128i by_64 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4), by_16 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
+    const __m128i by_48 = _mm_set_epi64x(0x0174359406, 0x003db1ecdc), by_32 = _mm_set_epi64x(0x015a546366, 0x00f1da05aa);
     const __m128i last = _mm_set_epi64x(0, 0x0163cd6124), barrett = _mm_set_epi64x(0x01f7011641, 0x01db710641);
     const __m128i low = _mm_set_epi32(0, -1, 0, -1);
     __m128i a = _mm_xor_si128(LOAD(data), _mm_cvtsi32_si128((int)code)), b = LOAD(data + 16), c = LOAD(data + 32),
@@ -88,9 +89,7 @@ __attribute__((target("pclmul,sse4.1"))) static uint32_t rmq_crc32_folded(uint32
         c = FOLD(c, by_64, LOAD(data + 32));
         d = FOLD(d, by_64, LOAD(data + 48));
     }
-    a = FOLD(a, by_16, b);
-    a = FOLD(a, by_16, c);
-    a = FOLD(a, by_16, d);
+    a = FOLD(a, by_48, FOLD(b, by_32, FOLD(c, by_16, d)));  /* of which none waits for another */
     for (; size >= 16; data += 16, size -= 16)
         a = FOLD(a, by_16, LOAD(data));
     a = _mm_xor_si128(_mm_clmulepi64_si128(a, by_16, 0x10), _mm_srli_si128(a, 8));

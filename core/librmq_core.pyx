@@ -12,10 +12,10 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_CheckExact, PyDict_GetItem, PyDict_Next, PyDict_Size
 from cpython.exc cimport PyErr_Clear
-from cpython.list cimport PyList_GET_SIZE
+from cpython.list cimport PyList_GET_SIZE, PyList_New, PyList_SET_ITEM
 from cpython.long cimport PyLong_CheckExact
 from cpython.object cimport PyObject
-from cpython.ref cimport Py_DECREF, Py_INCREF
+from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF
 from cpython.tuple cimport PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_CheckExact, PyUnicode_GET_LENGTH
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -64,6 +64,16 @@ cdef extern from *:
         PyTuple_SET_ITEM(made, at, value);
         Py_XDECREF(before);
     }
+    static inline PyObject *rmq_dropped_bytes(PyObject *item, Py_ssize_t size) {  /* to be filled again, if none has them */
+        PyObject *raw = PyTuple_GET_ITEM(item, 2);
+        if (Py_REFCNT(item) != 1 || Py_REFCNT(raw) != 1 || PyBytes_GET_SIZE(raw) != size)
+            return NULL;
+        _Py_COMP_DIAG_PUSH
+        _Py_COMP_DIAG_IGNORE_DEPR_DECLS
+        ((PyBytesObject *)raw)->ob_shash = -1;
+        _Py_COMP_DIAG_POP
+        return raw;
+    }
     static inline void rmq_fetch(const uint8_t *at, int64_t size) {  /* into the cache, while other work is done */
     #if defined(__GNUC__)
         const uint8_t *end = at + (size > 4096 ? 4096 : size < 0 ? 0 : size);
@@ -89,6 +99,7 @@ cdef extern from *:
     void in_order "IN_ORDER" ()  # the compiler moves or drops no store across it
     void rmq_forget_hash(object made)
     void rmq_put_item(object made, Py_ssize_t at, object value)
+    PyObject *rmq_dropped_bytes(PyObject *item, Py_ssize_t size) noexcept
     Py_ssize_t rmq_slot(object descriptor)
 
 cdef extern from "crc32.h":
@@ -96,7 +107,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 11
+API = 12
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -115,6 +126,7 @@ cdef enum:
     AT_ONCE = 16
     AHEAD = 2048  # bytes behind the next record that a scan fetches
     FETCHED = 4  # number of the record after this one that a pull fetches
+    REPORTED = 1 << 16  # bytes after which a scan reports them
     SKIPPED = 1 << 24
     HEADER = 88
     MOST_TAIL = 32897
@@ -180,9 +192,9 @@ cdef class Items:
     """
 
     cdef object buffer, unusual, advance
-    cdef int64_t start, place, end, file_size
+    cdef int64_t start, place, end, file_size, reported
     cdef bint check_body
-    cdef PyObject *found[AT_ONCE]  # the items from ``at`` up to ``count`` are owned here
+    cdef PyObject *found[AT_ONCE]  # owned here: those up to ``at`` serve again, if the caller has dropped them
     cdef int at, count
 
     def __init__(
@@ -192,11 +204,12 @@ cdef class Items:
             raise ValueError("place: expected one in the file")
         self.buffer, self.unusual, self.advance = buffer, unusual, advance
         self.start, self.place, self.end, self.file_size, self.check_body = start, place, end, file_size, check_body
+        self.reported = place
 
     def __dealloc__(self):
-        while self.at < self.count:
-            Py_DECREF(<object>self.found[self.at])
-            self.at += 1
+        cdef int number
+        for number in range(AT_ONCE):
+            Py_XDECREF(self.found[number])
 
     def __iter__(self):
         return self
@@ -205,17 +218,18 @@ cdef class Items:
         cdef int64_t begin
         while self.at >= self.count:
             begin = self.place
-            if begin >= self.end:
-                raise StopIteration
+            if begin - self.reported >= REPORTED or begin >= self.end:
+                if begin > self.reported:
+                    self.advance(begin - self.reported)
+                    self.reported = begin
+                if begin >= self.end:
+                    raise StopIteration
             if self.find():
-                self.advance(self.place - begin)
                 continue
             item = self.unusual(begin)
             self.place = self.file_size if item[2] is None else begin + <int64_t>item[1]
-            self.advance(self.place - begin)
             return item
         item = <object>self.found[self.at]
-        Py_DECREF(item)  # the caller owns it now
         self.at += 1
         return item
 
@@ -241,7 +255,8 @@ cdef class Items:
                 scanned += 1
         finally:
             PyBuffer_Release(&view)
-        self.advance(self.place - begin)
+        self.advance(self.place - self.reported)
+        self.reported = self.place
         return last, self.place
 
     cdef int find(self) except -1:
@@ -249,6 +264,7 @@ cdef class Items:
         cdef Py_buffer view
         cdef const uint8_t *at
         cdef uint64_t size, limit
+        cdef PyObject *dropped
         cdef bytes raw
         cdef uint64_t last_size = 0  # as an object, because many records have one size
         cdef int count = 0
@@ -265,16 +281,29 @@ cdef class Items:
                 if size < FIXED or size > limit - self.place or big32(at + 4) != MAGIC:
                     break
                 # The copy is checked, because another process can change the mapping.
-                raw = PyBytes_FromStringAndSize(<const char *>at, size)
+                dropped = NULL if self.found[count] == NULL else rmq_dropped_bytes(self.found[count], size)
+                if dropped == NULL:
+                    raw = PyBytes_FromStringAndSize(<const char *>at, size)
+                else:
+                    raw = <bytes>dropped
+                    memcpy(PyBytes_AS_STRING(raw), at, size)
                 if limit - self.place > 2 * size + AHEAD:
                     rmq_fetch(at + size + AHEAD, size)
                 if not is_sound(<const uint8_t *>PyBytes_AS_STRING(raw), size, self.check_body):
                     break
                 if size != last_size:
                     py_size, last_size = size, size
-                item = (self.start + self.place, py_size, raw)
-                Py_INCREF(item)
-                self.found[count] = <PyObject *>item
+                if self.found[count] != NULL and Py_REFCNT(self.found[count]) == 1:
+                    item = <object>self.found[count]
+                    rmq_forget_hash(item)
+                    rmq_put_item(item, 0, self.start + self.place)
+                    rmq_put_item(item, 1, py_size)
+                    rmq_put_item(item, 2, raw)
+                else:
+                    item = (self.start + self.place, py_size, raw)
+                    Py_XDECREF(self.found[count])
+                    Py_INCREF(item)
+                    self.found[count] = <PyObject *>item
                 count += 1
                 self.count = count
                 self.place += size
@@ -356,7 +385,7 @@ cdef list kept = [None] * 8
 cdef class LogState:
     """What appends need of a `CommitLog`, which inherits from it."""
 
-    cdef public int64_t end, sure, _file_start
+    cdef public int64_t end, sure, _file_start, looks, looked_at
     cdef public object _buffer, last_write
 
 
@@ -1450,6 +1479,119 @@ cdef class StoredState:
         return self.decompressed_body(body_limit)
 
 
+def use_read_results(type made not None, status):
+    """Take the class of the results of reads, whose fields are slots, and the status of one with messages."""
+    global result_class, found_status
+    for number, name in enumerate(("status", "messages", "next_offset", "min_offset", "max_offset", "total_size")):
+        result_slots[number] = rmq_slot(getattr(made, name))
+        if not result_slots[number]:
+            return
+    result_class, found_status = made, status
+
+
+cdef object result_class = None, found_status = None
+cdef Py_ssize_t result_slots[6]
+
+
+def read(LogState log not None, bytes entries not None, int64_t queue_offset, transfer, low, high):
+    """Return the result of a read whose queue has these entries, or None if anything is unusual.
+
+    ``transfer`` has the limits of a read, ``low`` and ``high`` are the queue's first and next offset.
+    """
+    cdef const uint8_t *entry = <const uint8_t *>PyBytes_AS_STRING(entries)
+    cdef Py_ssize_t count = PyBytes_GET_SIZE(entries) // 20
+    cdef int64_t file_size = log.file_size, memory = transfer.memory, begin, last, start, total
+    if result_class is None or not count:
+        return None
+    begin, last = big64(entry), big64(entry + 20 * (count - 1))
+    if begin < 0:
+        return None
+    most, file = transfer.most[log.end - begin > memory], (<dict>log._mapped).get(begin - begin % file_size)
+    if file is None or (log.end - begin > memory) != (log.end - last > memory):
+        return None  # messages in memory have other limits
+    count, start = min(count, <Py_ssize_t>most[0]), begin - begin % file_size
+    messages = cut_out(entry, &count, file.buffer, start, min(log.end, start + file_size), most[1], &total)
+    if messages is None:
+        return None
+    last = big64(entry + 20 * (count - 1)) >> 16
+    log.looks += (begin >> 16 != log.looked_at) + min(count - 1, last - (begin >> 16))  # as `LogReader.note_looks` does
+    log.looked_at = last
+    result = (<PyTypeObject *>result_class).tp_alloc(<type>result_class, 0)
+    put_slot(result, 0, found_status)
+    put_slot(result, 1, messages)
+    put_slot(result, 2, queue_offset + count)
+    put_slot(result, 3, low)
+    put_slot(result, 4, high)
+    put_slot(result, 5, total)
+    return result
+
+
+cdef inline void put_slot(object result, int number, object value):
+    Py_INCREF(value)  # a new result has nothing in its slots
+    (<PyObject **>(<char *><PyObject *>result + result_slots[number]))[0] = <PyObject *>value
+
+
+cdef int64_t size_of(
+    const uint8_t *entry, Py_ssize_t *count, int64_t start, int64_t end, int64_t max_bytes
+) noexcept:
+    """Return the bytes of the records of the first entries, -1 if one is unusual; ``count`` becomes their number."""
+    cdef int64_t place, size, total = 0, last = -1
+    cdef Py_ssize_t number
+    for number in range(count[0]):
+        place, size = big64(entry + 20 * number), <int32_t>big32(entry + 20 * number + 8)
+        if place < start or place <= last or size < FIXED or size > end - place:
+            return -1
+        last = place
+        if number and total + size > max_bytes:
+            count[0] = number
+            break
+        total += size
+    return total
+
+
+cdef list cut_out(
+    const uint8_t *entry, Py_ssize_t *count, object buffer, int64_t start, int64_t end, int64_t max_bytes,
+    int64_t *total
+):
+    """Return the messages of the first entries, None if one is unusual; see `size_of`."""
+    cdef const uint8_t *next_entry
+    cdef Py_ssize_t number
+    cdef int64_t place, size
+    cdef Py_buffer view
+    cdef list found
+    cdef bytes raw
+    global pulled
+    total[0] = size_of(entry, count, start, end, max_bytes)
+    if total[0] < 0 or stored_class is None or not isinstance(buffer, _mmap):
+        return None
+    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)  # first, because it fails for a mapping that was closed
+    cdef int collects = PyGC_Disable()  # it could run Python code, while the mapping must not be closed
+    try:
+        if end - start > view.len:
+            return None
+        found = PyList_New(count[0])
+        for number in range(count[0]):
+            place, size = big64(entry + 20 * number), <int32_t>big32(entry + 20 * number + 8)
+            raw = PyBytes_FromStringAndSize(<const char *>view.buf + (place - start), size)
+            if number + FETCHED < count[0]:
+                next_entry = entry + 20 * (number + FETCHED)
+                rmq_fetch(<const uint8_t *>view.buf + (big64(next_entry) - start), <int32_t>big32(next_entry + 8))
+            # The copy is checked, because another process can change the mapping.
+            if big32(<const uint8_t *>PyBytes_AS_STRING(raw)) != size or (
+                big32(<const uint8_t *>PyBytes_AS_STRING(raw) + 4) != MAGIC
+            ):
+                return None
+            message = new_stored(raw)
+            Py_INCREF(message)
+            PyList_SET_ITEM(found, number, message)
+    finally:
+        PyBuffer_Release(&view)
+        if collects:
+            PyGC_Enable()
+    pulled += count[0]
+    return found
+
+
 def pull(
     bytes entries, buffer, int64_t start, int64_t end, Py_ssize_t max_count, int64_t max_bytes, bint joined=False
 ):
@@ -1459,57 +1601,34 @@ def pull(
     records one after the other, and their number.
     """
     cdef const uint8_t *entry = <const uint8_t *>PyBytes_AS_STRING(entries)
-    cdef const uint8_t *next_entry
     cdef Py_ssize_t count = min(PyBytes_GET_SIZE(entries) // 20, max_count), number
-    cdef int64_t place, size, total = 0, last = -1
+    cdef int64_t place, size, total
     cdef Py_buffer view
-    cdef list found = []
     cdef bytes raw
     cdef uint8_t *at
     global pulled
-    if not isinstance(buffer, _mmap) or stored_class is None:
+    if not joined:
+        found = cut_out(entry, &count, buffer, start, end, max_bytes, &total)
+        return None if found is None else (found, total)
+    total = size_of(entry, &count, start, end, max_bytes)
+    if total < 0 or not isinstance(buffer, _mmap):
         return None
-    for number in range(count):
-        place, size = big64(entry + 20 * number), <int32_t>big32(entry + 20 * number + 8)
-        if place < start or place <= last or size < FIXED or size > end - place:
-            return None
-        last = place
-        if number and total + size > max_bytes:
-            count = number
-            break
-        total += size
-    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)  # first, because it fails for a mapping that was closed
-    cdef int collects = PyGC_Disable()  # it could run Python code, while the mapping must not be closed
+    PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
     try:
         if end - start > view.len:
             return None
-        if joined:
-            raw = PyBytes_FromStringAndSize(NULL, total)
-            at = <uint8_t *>PyBytes_AS_STRING(raw)
+        raw = PyBytes_FromStringAndSize(NULL, total)
+        at = <uint8_t *>PyBytes_AS_STRING(raw)
         for number in range(count):
             place, size = big64(entry + 20 * number), <int32_t>big32(entry + 20 * number + 8)
-            if joined:
-                memcpy(at, <const uint8_t *>view.buf + (place - start), size)
-                if big32(at) != size or big32(at + 4) != MAGIC:
-                    return None
-                at += size
-                continue
-            raw = PyBytes_FromStringAndSize(<const char *>view.buf + (place - start), size)
-            if number + FETCHED < count:
-                next_entry = entry + 20 * (number + FETCHED)
-                rmq_fetch(<const uint8_t *>view.buf + (big64(next_entry) - start), <int32_t>big32(next_entry + 8))
-            # The copy is checked, because another process can change the mapping.
-            if big32(<const uint8_t *>PyBytes_AS_STRING(raw)) != size or (
-                big32(<const uint8_t *>PyBytes_AS_STRING(raw) + 4) != MAGIC
-            ):
+            memcpy(at, <const uint8_t *>view.buf + (place - start), size)
+            if big32(at) != size or big32(at + 4) != MAGIC:
                 return None
-            found.append(new_stored(raw))
+            at += size
     finally:
         PyBuffer_Release(&view)
-        if collects:
-            PyGC_Enable()
     pulled += count
-    return (raw, count) if joined else (found, total)
+    return raw, count
 
 
 cdef object new_stored(bytes raw):

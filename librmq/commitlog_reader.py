@@ -20,6 +20,8 @@ from librmq.runtime.compiled_core import LogState
 _BLANK_SIZE: Final = record.BLANK_SIZE
 _MOST_HELD: Final = 32 << 20
 """Bytes of a file whose pages a walk holds at most."""
+_MOST_LOOKS: Final = 1024
+"""Reads apart after which `LogReader.bound_pages` releases their pages."""
 
 
 class LogEnd(NamedTuple):
@@ -44,6 +46,10 @@ class LogReader(LogState):
         """Physical offset after the last record."""
         self._file_start = -1
         self._buffer: Buffer | None = None
+        self.looks: int = 0
+        """How many stretches of 64 KiB reads may have mapped, as Linux does at a first touch."""
+        self.looked_at: int = -1
+        """The stretch that was read last."""
         self.unreadable: CorruptionError | None = None
         """The first place that was left out because no record is there, as a caller knew of one."""
 
@@ -91,6 +97,7 @@ class LogReader(LogState):
         file = self._mapped.get(start) or self._sequence.file_at(start)
         if file is None:
             return None  # deleted since the file was looked up
+        self.note_looks(physical_offset, physical_offset, 1)
         if at + _BLANK_SIZE > self.file_size:
             raise CorruptionError(file.path, physical_offset, "record", "expected a record, found the end of the file")
         length, magic = SIZE_AND_MAGIC.unpack_from(file.buffer, at)
@@ -252,6 +259,21 @@ class LogReader(LogState):
             sequence.unmap_pages(start, start + self.file_size)
             at = released = start + self.file_size
         return LogEnd(at, None, last)
+
+    def note_looks(self, first: int, last: int, count: int) -> None:
+        """Count the stretches of the log that ``count`` records map, the first and last of which begin here."""
+        stretch = first >> 16
+        self.looks += (stretch != self.looked_at) + min(count - 1, abs((last >> 16) - stretch))
+        self.looked_at = last >> 16
+
+    def bound_pages(self) -> None:
+        """Release the mapped pages if reads may have mapped 64 MiB since this was done last.
+
+        Reads of single records, far apart, would otherwise map as much memory as the log has.
+        """
+        if self.looks >= _MOST_LOOKS:
+            self.looks = 0
+            self.release_read_pages(self.begin, self.end)
 
     def release_read_pages(self, begin: int, end: int) -> None:
         """Release mapped pages that a scan has read, so that it does not hold those of the whole log."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import ConfigError
 
-_API: Final = 11
+_API: Final = 12
 _SWITCH: Final = "LIBRMQ_CORE"
 _ADVICE: Final = "install librmq again, with a C compiler where no wheel fits (docs/performance.md)"
 
@@ -32,6 +32,10 @@ class Core:
     """Takes the class of which `pull` makes messages (`librmq.message._stored_message`)."""
     shapes: dict[tuple[str, ...], object] = field(default_factory=dict)
     """How appends encode properties, by their names (`librmq.message.properties`)."""
+    use_read_results: Callable[..., None] | None = None
+    """Takes the class of the results of `read`, and the status of one with messages (`librmq.store.engine.read`)."""
+    read: Callable[..., Any] | None = None
+    """The result of a read of a queue (`librmq.store.engine.read`)."""
     pull: Callable[..., Any] | None = None
     """The messages of queue entries (`librmq.store.engine.read`)."""
     key_hashes: Callable[..., Any] | None = None

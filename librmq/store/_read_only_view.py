@@ -187,8 +187,6 @@ def _entries(queue: ConsumeQueue, log_end: int) -> int:
 
 # ---- the view
 
-_LOOKS: Final = 1024
-"""Messages read after which the pages of the log are released."""
 _NOTHING_MORE: Final = (GetStatus.NO_MATCHED_MESSAGE, GetStatus.OFFSET_TOO_SMALL)
 
 
@@ -224,7 +222,6 @@ class ReadOnlyView(StoreHandle):
         self._marks: tuple[object, ...] = ()
         self._inferred: tuple[bool, ...] = ()
         self._noted_order: TimeOrder | None = None
-        self._looks = 0
         self.version = 0
 
     def open(self, config: StoreConfig | None = None) -> None:
@@ -328,10 +325,7 @@ class ReadOnlyView(StoreHandle):
                     raise
                 continue
             if is_refreshed or result.messages or result.status in _NOTHING_MORE:
-                self._looks += len(result.messages)
-                if self._looks >= _LOOKS:  # Linux maps 64 KiB for each, so many would take as much memory as the log
-                    self._looks = 0
-                    parts.log.release_read_pages(parts.log.begin, parts.log.end)
+                parts.log.bound_pages()
                 return result
             is_refreshed = True
             self.refresh()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -256,7 +257,8 @@ def test_pulls_are_equal(sizes: list[int], flips: list[tuple[int, int]], most: i
     if not flips:
         assert CORE.counts()["pull"] > before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("librmq.store.engine.read.CORE", compiled_core.PURE)
+        patch.setattr("librmq.store.engine.read._read", None)
+        patch.setattr("librmq.store.engine.read._pull", None)
         assert pulled_damaged(sizes, flips, most) == compiled
 
 
@@ -294,6 +296,34 @@ def test_pulls_stay_within_the_file(entries: list[tuple[int, int]], start: int) 
             assert end <= start + 4096
         joined = None if found is None else (b"".join(message.raw for message in found[0]), len(entries))
         assert CORE.pull(raw, buffer, start, end, len(entries), 1 << 20, True) == joined
+        if start == 0:
+            log = Log(end, 4096, {0: SimpleNamespace(buffer=buffer)})
+            result = CORE.read(log, raw, 7, SimpleNamespace(memory=1 << 40, most=((32, 1 << 20),) * 2), 0, 99)
+            within = CORE.pull(raw, buffer, 0, min(end, 4096), len(entries), 1 << 20)
+            assert (None if result is None else (result.messages, result.total_size)) == within
+            assert result is None or (result.next_offset, result.max_offset) == (7 + len(entries), 99)
+
+
+class Log(compiled_core.LogState):
+    """What a compiled read needs of a log."""
+
+    def __init__(self, end: int, file_size: int, mapped: dict[int, Any]) -> None:
+        self.end, self.file_size, self._mapped, self.looks, self.looked_at = end, file_size, mapped, 0, -1
+
+
+def test_a_scan_changes_no_item_that_is_kept() -> None:
+    """Although items, and the bytes of records, that the caller has dropped can serve again."""
+    files, config = filled([40] * 70)
+    with MessageStore.open("/store", config, files=files) as store:
+        expected = [(place, size, bytes(bytearray(raw or b""))) for place, size, raw in store.log.scan()]
+        kept = dict[int, Any]()
+        for number, item in enumerate(store.log.scan()):
+            assert item[2] is None or hash(item[2]) == hash(expected[number][2])
+            if number % 3:
+                kept[number] = item if number % 3 == 1 else item[2]
+        for number, value in kept.items():
+            place, size, raw = expected[number]
+            assert value in ((place, size, raw or None), raw or None)
 
 
 @needs_core

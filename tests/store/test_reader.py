@@ -998,9 +998,12 @@ def test_reads_of_many_messages_release_the_pages_of_the_log(tmp_path: Path, mon
     """Otherwise messages of many queues, far apart in the log, map as much memory as the log has."""
     with MessageStore.open(tmp_path / "s", StoreConfig.tiny(), background=False) as writer:
         for number in range(1_200):
-            writer.append(Message("T", b"x"), number % 7)
+            writer.append(Message("T", bytes(150)), number % 7)
     released: list[tuple[int, int]] = []
     with MessageStore.open(tmp_path / "s", read_only=True) as store:
         monkeypatch.setattr(CommitLog, "release_read_pages", lambda _, begin, end: released.append((begin, end)))
         assert sum(1 for queue_id in range(7) for _ in store.messages("T", queue_id)) == 1_200
+        assert not released  # neighbours share their pages
+        for number in range(1_100):
+            store.read("T", 0, 0 if number % 2 else 160, 1)
         assert released == [(store.log.begin, store.log.end)]

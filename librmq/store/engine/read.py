@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _MIN_LOOKED_AT: Final = 16_000  # bytes of entries that a read examines, or 20 for each wanted message
 _pull: Final = CORE.pull
+_read: Final = CORE.read
 _PLACE: Final = struct.Struct(">q")  # the first field of an entry
 _UNKNOWN_MEMORY: Final = 8 << 30
 
@@ -83,6 +84,10 @@ class ReadResult:
     """The offset of the queue's next message."""
     total_size: int = 0
     """Bytes of the returned records."""
+
+
+if CORE.use_read_results is not None:
+    CORE.use_read_results(ReadResult, GetStatus.FOUND)
 
 
 class MessageFilter(Protocol):
@@ -153,9 +158,15 @@ def read_queue(
     if has_batches:
         return _read_batches(log, queue, queue_offset, max_messages, matching, transfer, low, high)
     if matching is None:
-        result = _read_all(log, queue, queue_offset, max_messages, transfer, low, high, joined)
-        if result is not None:
-            return result
+        # The path of every pull, in which each call counts.
+        raw = queue.read(queue_offset, max_messages if max_messages > 1 else 1)
+        usual: ReadResult | None = (
+            None if _read is None or joined else _read(log, raw, queue_offset, transfer, low, high)
+        )
+        if usual is None and raw:
+            usual = _read_all(log, raw, queue_offset, transfer, low, high, joined)
+        if usual is not None:
+            return usual
     limit = max(_MIN_LOOKED_AT // ENTRY_SIZE, max_messages)
     raw = queue.read(queue_offset, limit)
     if not raw:
@@ -187,31 +198,18 @@ def wrong_argument(queue_offset: object, max_messages: object, matching: object)
 
 
 def _read_all(
-    log: CommitLog,
-    queue: ConsumeQueue,
-    queue_offset: int,
-    max_messages: int,
-    transfer: Transfer,
-    low: int,
-    high: int,
-    joined: bool,
+    log: CommitLog, raw_entries: bytes, queue_offset: int, transfer: Transfer, low: int, high: int, joined: bool
 ) -> ReadResult | None:
     """Read without a filter on a fast path; None if anything is unusual, for which the caller takes the general path.
 
     The fast path needs entries that all point into one file, at records of the usual magic.
     """
-    # Hot path of every pull, in which each call counts: so neither `max` nor `Transfer.limits`.
-    raw_entries = queue.read(queue_offset, max_messages if max_messages > 1 else 1)
-    if not raw_entries:
-        return None
     log_end = log.end
     (begin,) = _PLACE.unpack_from(raw_entries)
     on_disk = log_end - begin > transfer.memory
     if on_disk and log_end - _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)[0] <= transfer.memory:
         return None  # messages in memory have other limits
     max_count, max_bytes = transfer.most[on_disk]
-    if max_messages < max_count:
-        max_count = max_messages if max_messages > 1 else 1
     batch = _records_from(log, raw_entries, begin, max_count, max_bytes, joined)
     if batch is None:
         return None
@@ -241,6 +239,8 @@ def _records_from(
     limit = log.end
     if limit > start + file_size:
         limit = start + file_size
+    (last,) = _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)
+    log.note_looks(begin, last, len(raw_entries) // ENTRY_SIZE)
     if _pull is not None:
         batch: Any = _pull(raw_entries, file.buffer, start, limit, max_count, max_bytes, joined)
         if batch is not None:
