@@ -129,6 +129,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")  # else lines of two processes would be written in parts
     monkeypatch.chdir(work)
     return work
 
