@@ -266,6 +266,16 @@ class SlowTime:
         os.replace(beside, self.folder / name)  # so that other processes never read half of it
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without garbage collections, each of which would scan all modules and tests so far."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 _slow_tests = 0
 
 

@@ -410,6 +410,7 @@ def check(arguments: Sequence[str]) -> int:
                 programs["site"] = beside("site", *site_command(VENV / "site"))
         if not is_linted:
             step("tests", *python, "pytest", *pytest_words(words, paths, options))
+            programs |= {"coverage": beside("coverage", *python, "coverage", "report")} if options.coverage else {}
         for name, program in programs.items():
             print(f"\n== {name}", flush=True)
             failed += [name] if program.wait() else []
@@ -423,7 +424,7 @@ def pytest_words(words: Sequence[str], paths: Sequence[str], options: argparse.N
     chosen = [*IN_PARALLEL, *(["-m", "not slow and not spark"] if options.quick else [])]
     chosen += ["-n", "0"] if paths and all(".py" in path for path in paths) else []
     chosen += ["-x"] if options.quick and not options.keep_going else []
-    chosen += ["--cov", "--cov-report=term"] if options.coverage else []
+    chosen += ["--cov", "--cov-report="] if options.coverage else []
     return [*chosen, *(words or ["-q"])]
 
 
