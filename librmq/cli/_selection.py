@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import heapq
 import re
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli._options import UNIT_MS
@@ -224,7 +225,9 @@ class MessageQuery:
         if self.grep is not None:
             pattern = self.grep
             tests.append(lambda message: pattern.search(_text(message)) is not None)
-        return lambda message: all(test(message) for test in tests)
+        if len(tests) > 1:
+            return lambda message: all(test(message) for test in tests)
+        return tests[0] if tests else lambda _: True
 
     def _is_in_queue(self, message: StoredMessage) -> bool:
         """Return whether a message is in a selected queue of the topic, by its record or as a light queue's."""
@@ -248,6 +251,13 @@ class MessageQuery:
             yield from filter(test, store)
         else:
             yield from filter(test, self._in_queues(store, reads_on=reads_on))
+
+    def places(self, store: MessageStore, limit: int | None) -> array[int]:
+        """Return the physical offsets of the selected messages, at most ``limit``; a batch of 5.x has several."""
+        if limit is None and self == MessageQuery():
+            store.refresh()
+            return array("q", (place for place, _, raw in store.log.scan() if raw is not None))
+        return array("q", (message.physical_offset for message in islice(self.select_from(store), limit)))
 
     def select_at(self, view: ClusterView) -> Iterator[StoredMessage]:
         """Yield the selected messages of a cluster, oldest first."""

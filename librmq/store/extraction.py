@@ -13,14 +13,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
-from functools import cache
-from typing import Final, Literal, NamedTuple, get_args
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from librmq.clock import SystemClock
 from librmq.config import StoreConfig, check_path
-from librmq.consumequeue import ENTRY_SIZE
+from librmq.consumequeue import ENTRY_SIZE, entry_dtype
 from librmq.errors import (
     ConfigError,
     CorruptionError,
@@ -29,13 +29,14 @@ from librmq.errors import (
 )
 from librmq.files import DiskFiles, Files, file_size
 from librmq.files.interface import make_folders
+from librmq.java.lang import java_decode
 from librmq.message import StoredMessage, record
 from librmq.message.batch import inner_messages
 from librmq.message.delays import queue_id_of_level
 from librmq.message.properties import RESERVED_PROPERTIES, PropertyName
 from librmq.message.topics import SystemTopic, TopicPrefix, validate_queue
 from librmq.store._snapshots import KEPT_CONFIG, check_outside, copy_config, growing_store
-from librmq.store.engine.derivation import has_queue_entry
+from librmq.store.engine.derivation import DerivedBlock, has_queue_entry
 from librmq.store.engine.store_parts import PartFiles
 from librmq.store.format import directory
 from librmq.store.format.broker_tables import BrokerTables
@@ -48,8 +49,11 @@ from librmq.store.format.documents import (
     write_kept_config,
 )
 from librmq.store.recovery import salvage
-from librmq.store.recovery.open import settle, settle_copy
-from librmq.store.recovery.salvage import Gap
+from librmq.store.recovery.open import CopiedParts, settle
+from librmq.store.recovery.salvage import Gap, LogPart, RecordBlock
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _TIMER_CHECK: Final = re.compile("timercheck")
 _MAX_DIGITS: Final = 20  # a queue offset has no more
@@ -99,9 +103,14 @@ def rescue(
     config = config or directory.infer_config(path, files)
     count = gaps = 0
     with growing_store(target, files) as part, closing(_Copies(PartFiles(part, config, files))) as copies:
-        numbers, jobs = copies.numbers, MovedJobs(_sound_notes(path, files, tell))
+        notes = _sound_notes(path, files, tell)
+        numbers, jobs = copies.numbers, MovedJobs(notes)
         valid_queue = cache(validate_queue)
-        for item in _records(path, files, numbers.end_log):
+        for item in _records(path, files, numbers.end_log, in_blocks=not notes):
+            if isinstance(item, RecordBlock):
+                copies.append_block(item)
+                count += len(item.sizes)
+                continue
             if isinstance(item, StoredMessage):
                 try:
                     valid_queue(item.topic, item.queue_id)
@@ -174,12 +183,12 @@ def extract(
     chosen = _Chosen(path, files)
     config = small_config(directory.infer_config(path, files), chosen.choose(keep))
     tables = BrokerTables.open(os.path.join(path, directory.CONFIG), files=files)
-    return make_store(target, chosen.messages(), tables, config, redact=redact, files=files)
+    return make_store(target, chosen.read(in_blocks=not redact), tables, config, redact=redact, files=files)
 
 
 def make_store(
     target: str,
-    messages: Iterable[StoredMessage],
+    messages: Iterable[StoredMessage | RecordBlock],
     tables: BrokerTables,
     config: StoreConfig,
     *,
@@ -195,6 +204,10 @@ def make_store(
     places: dict[int, int] = {}
     with growing_store(target, files) as part, closing(_Copies(PartFiles(part, config, files), places)) as copies:
         for message in messages:
+            if isinstance(message, RecordBlock):
+                copies.append_block(message)
+                count, size = count + len(message.sizes), size + len(message.data)
+                continue
             copied = StoredMessage(_redacted(message.raw, message.topic, redact)) if redact else message
             place, raw = copies.append(copied)
             if message.sys_flag & record.TRANSACTION_MASK or message.topic == SystemTopic.HALF:
@@ -214,32 +227,89 @@ class _Chosen:
     def __init__(self, path: str, files: Files) -> None:
         self._path = path
         self._files = files
+        self._wanted = np.empty(0, np.int64)
+        """Their places, without those that a function has chosen."""
         self._places = array("q")
+        self._sizes = array("q")  # of a block, 0 for a record
         self._numbers = array("q")  # within the record, which can be a batch of 5.x
 
-    def choose(self, keep: Callable[[StoredMessage], bool] | Collection[int]) -> Iterator[StoredMessage]:
+    def choose(self, keep: Callable[[StoredMessage], bool] | Collection[int]) -> Iterator[StoredMessage | RecordBlock]:
         """Yield each chosen message, and note where it is."""
-        for message in _sound(self._path, self._files, None if callable(keep) else keep):
-            for number, inner in enumerate(_inner(self._path, message)):
+        if not callable(keep):
+            self._wanted = np.sort(np.fromiter(keep, np.int64, len(keep)))
+        for item in _sound(self._path, self._files, self._wanted_parts(is_all=callable(keep))):
+            if isinstance(item, RecordBlock):
+                yield item
+                continue
+            for number, inner in enumerate(_inner(self._path, item)):
                 if not callable(keep) or keep(inner):
-                    self._places.append(message.physical_offset)
-                    self._numbers.append(number)
+                    self._note(item.physical_offset, 0, number)
                     yield inner
 
-    def messages(self) -> Iterator[StoredMessage]:
+    def _wanted_parts(self, *, is_all: bool) -> Iterator[LogPart]:
+        """Yield the gaps, and all records or those at the wanted places."""
+        for part in _plain_blocks(salvage.log_parts(self._path, self._files, in_blocks=not is_all)):
+            if isinstance(part, RecordBlock):
+                block = part.at(self._wanted)
+                if block is not None:
+                    self._note(int(part.derived.keys.physical_offsets[0]), len(part.data), 0)
+                    yield block
+            elif is_all or isinstance(part, Gap) or _contains(self._wanted, part.physical_offset):
+                yield part
+
+    def _note(self, place: int, size: int, number: int) -> None:
+        self._places.append(place)
+        self._sizes.append(size)
+        self._numbers.append(number)
+
+    def read(self, *, in_blocks: bool) -> Iterator[StoredMessage | RecordBlock]:
         """Yield them again."""
         last, messages = -1, list[StoredMessage]()
-        for record_, number in zip(
-            salvage.records_at(self._path, self._files, self._places), self._numbers, strict=True
-        ):
-            if record_.physical_offset != last:
-                last, messages = record_.physical_offset, _inner(self._path, record_)
+        parts = salvage.parts_at(self._path, self._files, zip(self._places, self._sizes, strict=True))
+        for part, number in zip(parts, self._numbers, strict=True):
+            if isinstance(part, RecordBlock):
+                block = part.at(self._wanted)
+                assert block is not None
+                yield from (block,) if in_blocks else block.messages()
+                continue
+            if part.physical_offset != last:
+                last, messages = part.physical_offset, _inner(self._path, part)
             yield messages[number]
 
 
-def _sound(path: str, files: Files, places: Collection[int] | None) -> Iterator[StoredMessage]:
+def _contains(places: NDArray[np.int64], place: int) -> bool:
+    at = int(np.searchsorted(places, place))
+    return at < len(places) and int(places[at]) == place
+
+
+def _is_plain(block: RecordBlock) -> bool:
+    """Return whether no record of a block takes part in a transaction, and all of its queues can be."""
+    raw = np.frombuffer(block.data, np.uint8)
+    has_prepared = record.headers_at(raw, np.cumsum(block.sizes) - block.sizes)["prepared_offset"].any()
+    return not has_prepared and all(_is_plain_queue(topic, queue_id) for topic, queue_id, *_ in block.derived.queues)
+
+
+@lru_cache(1 << 16)
+def _is_plain_queue(topic: bytes, queue_id: int) -> bool:
+    name = java_decode(topic)
+    with suppress(MessageIllegalError):
+        validate_queue(name, queue_id)
+        return name not in (SystemTopic.HALF, SystemTopic.OP)
+    return False
+
+
+def _plain_blocks(parts: Iterable[LogPart]) -> Iterator[LogPart]:
+    """Yield the records of each block that is not plain one by one."""
+    for part in parts:
+        if isinstance(part, RecordBlock) and not _is_plain(part):
+            yield from part.messages()
+        else:
+            yield part
+
+
+def _sound(path: str, files: Files, parts: Iterable[LogPart]) -> Iterator[StoredMessage | RecordBlock]:
     gap, is_killed = None, has_abort(files, path)
-    for item in salvage.log_records(path, files, places):
+    for item in parts:
         is_end = is_killed and gap is None  # a recovery cuts what a kill leaves if no record follows
         if isinstance(item, Gap):
             gap = item
@@ -257,11 +327,17 @@ def _inner(path: str, message: StoredMessage) -> list[StoredMessage]:
         raise CorruptionError(path, at, "record", f"{error.reason}: run librmq salvage first") from None
 
 
-def small_config(config: StoreConfig, messages: Iterable[StoredMessage]) -> StoreConfig:
+def small_config(config: StoreConfig, messages: Iterable[StoredMessage | RecordBlock]) -> StoreConfig:
     """Return the settings with the smallest files that hold the messages, and a few more."""
     size = largest = keys = 0
     entries: Counter[tuple[str, int]] = Counter()
     for message in messages:
+        if isinstance(message, RecordBlock):
+            size, largest = size + len(message.data), max(largest, int(message.sizes.max()))
+            for topic, queue_id, _, raw in message.derived.queues:
+                entries[java_decode(topic), queue_id] += len(raw) // ENTRY_SIZE
+            keys += message.count_keys()
+            continue
         size, largest = size + message.size, max(largest, message.size)
         entries[message.topic, message.queue_id] += 1
         keys += 1 + len(message.keys)
@@ -330,9 +406,9 @@ def _copy_tables(tables: BrokerTables, part: str, numbers: Renumbering, topics: 
             files.delete(table.path)
 
 
-def _records(path: str, files: Files, end_log: Callable[[], None]) -> Iterator[StoredMessage | Gap]:
+def _records(path: str, files: Files, end_log: Callable[[], None], *, in_blocks: bool) -> Iterator[LogPart]:
     directory.check_kind(path, files)
-    yield from salvage.log_records(path, files)
+    yield from _plain_blocks(salvage.log_parts(path, files, in_blocks=in_blocks))
     end_log()
     yield from salvage.cut_records(path, files)
 
@@ -362,6 +438,12 @@ class Renumbering:
         if topic == SystemTopic.HALF:
             self._halves[queue_id, old] = new
         return new
+
+    def next_of_many(self, topic: str, queue_id: int, old: NDArray[np.int64]) -> int:
+        """Return the queue offset of the first of adjacent records; their old queue offsets ascend."""
+        first, *_ = (self.next(topic, queue_id, number) for number in old[:2].tolist())
+        self._old[topic, queue_id].frombytes(old[2:].tobytes())
+        return first
 
     def end_log(self) -> None:
         """Note that the following records were cut from the log, so no progress passes them."""
@@ -410,6 +492,8 @@ class _Copies:
         self._block = bytearray()
         self._end = log.end
         self._fits = log.fits
+        # Extension units are made by a recovery, which reads the log again.
+        self._parts = None if part.config.enable_consumequeue_ext else CopiedParts(part, log)
 
     def append(self, message: StoredMessage) -> tuple[int, bytes]:
         """Append a record, and return its place and bytes.
@@ -427,18 +511,66 @@ class _Copies:
         if self._places is not None and message.prepared_transaction_offset:
             at = record.host_ends(sys_flag)[1] + 4
             raw[at : at + 8] = _LONG.pack(self._places.get(message.prepared_transaction_offset, 0))
-        size = len(raw)
-        if self._end + size > self._fits:
-            self.write()
-            self._end = self._log.claim(size)
-            self._fits = self._end - self._end % self._log.file_size + self._log.file_size - record.BLANK_SIZE
+        if self._end + len(raw) > self._fits:
+            self._claim(len(raw))
         place = self._end
         raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8] = _LONG.pack(place)
+        self._add(raw)
+        copy = bytes(raw)
+        if self._parts is not None:
+            self._parts.add_record(place, copy)
+        return place, copy
+
+    def append_block(self, block: RecordBlock) -> None:
+        """Append records that take part in no transaction."""
+        raw, own = np.frombuffer(bytearray(block.data), np.uint8), block.derived.keys.physical_offsets
+        ends = np.cumsum(block.sizes)
+        begins = ends - block.sizes
+        old = record.gather(raw, begins + record.QUEUE_OFFSET_AT, ">i8").astype(np.int64)
+        queues = block.derived.queues
+        entries = np.frombuffer(bytearray(b"".join(packed for *_, packed in queues)), entry_dtype())
+        rows = np.searchsorted(own, entries["physical_offset"].astype(np.int64))
+        stops = np.cumsum([len(packed) // ENTRY_SIZE for *_, packed in queues])
+        firsts = [
+            self.numbers.next_of_many(java_decode(topic), queue_id, olds)
+            for (topic, queue_id, *_), olds in zip(queues, np.split(old[rows], stops[:-1]), strict=True)
+        ]
+        counts = np.diff(stops, prepend=0)
+        numbers = np.empty_like(old)
+        numbers[rows] = np.arange(len(old)) + np.repeat(firsts - stops + counts, counts)
+        places = np.empty(len(old), np.int64)
+        words = np.ndarray((len(raw) - 7,), ">i8", raw.data, strides=(1,))
+        words[begins + record.QUEUE_OFFSET_AT] = numbers
+        at = size = 0
+        while at < len(old):
+            end = int(np.searchsorted(ends, size + self._fits - self._end, "right"))
+            if end <= at:
+                self._claim(int(block.sizes[at]))
+                continue
+            places[at:end] = begins[at:end] + (self._end - size)
+            words[begins[at:end] + record.PHYSICAL_OFFSET_AT] = places[at:end]
+            self._add(raw.data[size : ends[end - 1]])
+            at, size = end, int(ends[end - 1])
+        if self._parts is not None:
+            entries["physical_offset"] = places[rows]
+            packs = np.split(entries, stops[:-1])
+            moved = [
+                (*queue[:2], first, pack.tobytes()) for queue, first, pack in zip(queues, firsts, packs, strict=True)
+            ]
+            keys = block.derived.keys._replace(physical_offsets=places)
+            self._parts.add_block(DerivedBlock(self._end, moved, keys))
+
+    def _claim(self, size: int) -> None:
+        """Go to the next file, if ``size`` bytes do not fit into this one."""
+        self.write()
+        self._end = self._log.claim(size)
+        self._fits = self._end - self._end % self._log.file_size + self._log.file_size - record.BLANK_SIZE
+
+    def _add(self, raw: bytes | bytearray | memoryview) -> None:
         self._block += raw
-        self._end = place + size
+        self._end += len(raw)
         if len(self._block) >= self._BLOCK:
             self.write()
-        return place, bytes(raw)
 
     def write(self) -> None:
         """Write the records that are collected."""
@@ -449,14 +581,16 @@ class _Copies:
     def settle(self) -> None:
         """Write what is left, make queues and index, and mark the store as closed."""
         self.write()
-        if not self._part.config.enable_consumequeue_ext:
-            settle_copy(self._part, self._log)
+        if self._parts is not None:
+            self._parts.settle()
             return
         self.close()
         settle(self._part.path, self._part.config, self._part.files, SystemClock())
 
     def close(self) -> None:
-        """Release the files of the log."""
+        """Release the files of the log and the index."""
+        if self._parts is not None:
+            self._parts.release()
         self._log.close()
 
 

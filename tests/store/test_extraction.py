@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import hashlib
 import shutil
 import sys
 from collections.abc import Callable
@@ -150,6 +151,70 @@ def test_a_log_that_loses_a_file_meanwhile_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CorruptionError, match="its file was deleted meanwhile"):
         extract(str(path), str(tmp_path / "small"), keep)
     assert sorted(tmp_path.iterdir()) == [path]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Return the checksums of all files; the name of the index is a time."""
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {
+        "index" if name.startswith("index") else name: hashlib.sha1(path.read_bytes()).hexdigest()
+        for name, path in files.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def long_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store whose log has many plain records, over several files, and a few of other kinds among them."""
+    folder = tmp_path_factory.mktemp("extraction") / "long"
+    config = StoreConfig(commitlog_file_size=1 << 20, consumequeue_file_size=20 * 8192)
+    with MessageStore.open(folder, config, clock=ManualClock(1_700_000_000_000), background=False) as store:
+        for number in range(90):
+            topic = SystemTopic.HALF if number == 40 else f"T{number % 3}"
+            keys = [str(number), "same"] if number % 5 else ()
+            store.append_batch(
+                [Message(topic, b"%d" % at, keys=keys, tags="ab"[at % 2]) for at in range(100)], number % 2
+            )
+    return folder
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_many_records_are_copied_like_single_ones(long_log: Path, tmp_path: Path, step: int) -> None:
+    places = [message.physical_offset for message in messages(long_log)][::step]
+    wanted = set(places)
+    together = extract(str(long_log), str(tmp_path / "together"), places)
+    one_by_one = extract(str(long_log), str(tmp_path / "singly"), lambda message: message.physical_offset in wanted)
+    assert contents(tmp_path / "together") == contents(tmp_path / "singly")
+    assert together[1:] == one_by_one[1:]
+    assert not verify(tmp_path / "together").damage
+
+
+def test_many_records_are_rescued_from_around_damage(long_log: Path, tmp_path: Path) -> None:
+    shutil.copytree(long_log, tmp_path / "damaged")
+    before = messages(long_log)
+    lost = before[5_000]
+    file = sorted((tmp_path / "damaged/commitlog").iterdir())[lost.physical_offset >> 20]
+    with file.open("r+b") as log:
+        log.seek((lost.physical_offset & (1 << 20) - 1) + record.BODY_AT)
+        log.write(b"x")
+    rescued = rescue(str(tmp_path / "damaged"), str(tmp_path / "new"))
+    assert (rescued.records, rescued.gaps) == (len(before) - 1, 1)
+    assert list(map(compared, messages(tmp_path / "new"))) == list(map(compared, before[:5_000] + before[5_001:]))
+    assert not verify(tmp_path / "new").damage
+
+
+def test_topics_that_are_read_alike_share_their_queues(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "damaged", StoreConfig.tiny()) as store:
+        places = [store.append(Message("Topic", b"%d" % number), 0).physical_offset for number in range(4)]
+    with (tmp_path / "damaged/commitlog" / f"{0:020d}").open("r+b") as log:
+        for place, byte in zip(places[1:3], (b"\x80", b"\x81"), strict=True):  # neither is UTF-8
+            log.seek(place + record.BODY_AT + 1 + len("1Topi"))
+            log.write(byte)
+    rescue(str(tmp_path / "damaged"), str(tmp_path / "new"))
+    with MessageStore.open(tmp_path / "new", read_only=True) as store:
+        assert {name: queue.max_offset for name, queue in store.queues.items()} == {
+            ("Topic", 0): 2,
+            ("Topi\ufffd", 0): 2,
+        }
 
 
 def test_bytes_behind_a_file_of_the_log_hide_no_record(tmp_path: Path) -> None:

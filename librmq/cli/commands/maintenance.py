@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from contextlib import suppress
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from librmq.cli._output import DAMAGED, INTERRUPTED, EndSignals, Output, ProgressBar, complain, end_signals, log_bar
@@ -170,18 +169,15 @@ def extract(arguments: argparse.Namespace, output: Output) -> int:
     from librmq.store import extract
 
     selection = select(arguments)
-    with open_store(arguments) as store:
-        note_tables(StoreView.over(store))
-        places = {message.physical_offset for message in islice(selection.select_from(store), arguments.limit)}
-    if not places:
-        raise InputError("expected at least one message to extract, found none: `librmq show` selects in the same way")
-    with log_bar("extract", arguments.store, 2):
-        small = extract(
-            arguments.store,
-            arguments.out,
-            places,
-            redact=arguments.redact or (),
-        )
+    with log_bar("extract", arguments.store, 3):
+        with open_store(arguments) as store:
+            note_tables(StoreView.over(store))
+            places = selection.places(store, arguments.limit)
+        if not places:
+            raise InputError(
+                "expected at least one message to extract, found none: `librmq show` selects in the same way"
+            )
+        small = extract(arguments.store, arguments.out, places, redact=arguments.redact or ())
     output.row({"type": "extract", "into": small.path, "messages": small.messages, "bytes": small.bytes})
     return 0
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from librmq.commitlog import CommitLog
 from librmq.consumequeue import ENTRY, ENTRY_SIZE, entry_dtype
 from librmq.errors import MessageIllegalError
+from librmq.files import Buffer
 from librmq.java.lang import (
     absolute_hashes,
     hash_append,
@@ -240,15 +241,36 @@ def derived_block(
     if file is None:
         return None
     start = begin - begin % log.file_size
-    place, limit = begin - start, min(end - start, log.file_size)
+    limit = min(end - start, log.file_size)
+    return block_of_file(file.buffer, start, begin - start, limit, max_records, check_body=check_body)
+
+
+def block_of_file(
+    buffer: Buffer, start: int, place: int, limit: int, max_records: int, *, check_body: bool
+) -> DerivedBlock | None:
+    """Do as `derived_block`, from ``place`` to ``limit`` of a file whose first byte is at ``start``."""
     if CORE.derive is None:
-        return _derive_in_arrays(file.buffer[place : min(place + _MOST_BYTES, limit)], begin, max_records, check_body)
+        data = buffer[place : min(place + _MOST_BYTES, limit)]
+        return _derive_in_arrays(data, start + place, max_records, check_body)
     place, queues, *columns = CORE.derive(
-        file.buffer, start, place, limit, max_records, _UNUSUAL | _IN_TRANSACTION, check_body
+        buffer, start, place, limit, max_records, _UNUSUAL | _IN_TRANSACTION, check_body
     )
     if not queues:
         return None
     return DerivedBlock(start + place, queues, KeyBlock(*(np.frombuffer(column, np.int64) for column in columns)))
+
+
+def block_of_records(records: Sequence[DerivedRecord]) -> DerivedBlock:
+    """Return what adjacent records define; one without an entry has an empty one."""
+    last = records[-1]
+    return DerivedBlock(
+        last.physical_offset + last.size,
+        [
+            (topic, queue_id, queue_offset, b"" if code is None else ENTRY.pack(place, size, code))
+            for place, size, _, topic, queue_id, queue_offset, code, *_ in records
+        ],
+        key_block([record.pending() for record in records]),
+    )
 
 
 def _derive_in_arrays(data: bytes, begin: int, max_records: int, check_body: bool) -> DerivedBlock | None:
@@ -522,8 +544,4 @@ def derived_blocks(log: CommitLog, levels: DelayLevels) -> Iterator[DerivedBlock
         if stretch.block is not None:
             yield stretch.block
         elif records := [derive(*item) for item in stretch.records()]:
-            queues = [
-                (topic, queue_id, queue_offset, b"" if code is None else ENTRY.pack(place, size, code))
-                for place, size, _, topic, queue_id, queue_offset, code, *_ in records
-            ]
-            yield DerivedBlock(stretch.end, queues, key_block([record.pending() for record in records]))
+            yield block_of_records(records)

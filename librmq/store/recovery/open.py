@@ -29,7 +29,14 @@ from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, record
 from librmq.message.topics import validate_queue
 from librmq.runtime.event_log import counted
-from librmq.store.engine.derivation import BitmapOf, DerivedBlock, derived_blocks
+from librmq.store.engine.derivation import (
+    COMPARED,
+    BitmapOf,
+    Derivation,
+    DerivedBlock,
+    DerivedRecord,
+    block_of_records,
+)
 from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.engine.saved_state import (
     Mark,
@@ -471,71 +478,93 @@ _MOST_COLLECTED: Final = 64 << 20
 """Bytes of entries to collect before they are written."""
 
 
-def settle_copy(part: PartFiles, log: CommitLog) -> None:
-    """Make queues, key index and checkpoint of a log that this process has just written, and mark the store as closed.
-
-    The caller closes the log.
+class CopiedParts:
+    """Queues, key index and checkpoint of a log that this process writes, from what its records define.
 
     There is nothing to recover: each record was checked when it was copied, and each queue counts from 0. As with
-    `settle`, no other process may know the store yet.
-
-    Raises:
-        CorruptionError: A record names a queue that can't be.
+    `settle`, no other process may know the store yet. The entries are collected so that one call makes most files.
     """
-    path, files = part.path, part.files
-    set_abort(files, path)  # a kill would leave queues that lack entries
-    log.flush()
-    make_folders(files, log.sequence.folder)  # a store is recognised by it
-    queues, index, stored = _CopiedQueues(part, log), part.open_index(writable=True), 0
-    try:
-        for block in derived_blocks(log, DelayLevels.parse(part.config.message_delay_level)):
-            queues.add(block)
-            index.append_block(*block.keys)
-            stored = max(int(block.keys.timestamps[-1]), 0)
-        queues.write()
-        index.flush()
-        checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files, writable=True)
-        checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = stored
-        checkpoint.index_timestamp_ms = min(index.full_timestamp_ms, stored)
-        checkpoint.flush()
-        checkpoint.close()
-    finally:  # a full disk must not keep the blocks of files that are deleted
-        index.release()
-    clear_abort(files, path)
-
-
-class _CopiedQueues:
-    """The queues of a new copy, whose entries are collected so that most files are made by one call."""
 
     def __init__(self, part: PartFiles, log: CommitLog) -> None:
+        set_abort(part.files, part.path)  # a kill would leave queues that lack entries
         self._part = part
         self._log = log
-        self._entries: dict[tuple[bytes, int], bytearray] = {}
+        self._derive = Derivation(DelayLevels.parse(part.config.message_delay_level)).derive
+        self._index = part.open_index(writable=True)
+        self._records: list[DerivedRecord] = []
+        self._entries: dict[QueueName, bytearray] = {}
         self._size = 0
-        self._ends: Counter[tuple[bytes, int]] = Counter()
+        self._ends: Counter[QueueName] = Counter()
+        self._stored_ms = 0
 
-    def add(self, block: DerivedBlock) -> None:
-        """Add the next entries."""
+    def add_record(self, physical_offset: int, raw: bytes) -> None:
+        """Add the next record.
+
+        Raises:
+            CorruptionError: It names a queue that can't be.
+        """
+        self._records.append(self._derive(physical_offset, len(raw), raw))
+        if len(self._records) == COMPARED:
+            self._add_records()
+
+    def _add_records(self) -> None:
+        if self._records:
+            self._add_block(block_of_records(self._records))
+            self._records = []
+
+    def add_block(self, block: DerivedBlock) -> None:
+        """Add what the next records define.
+
+        Raises:
+            CorruptionError: One names a queue that can't be.
+        """
+        self._add_records()
+        self._add_block(block)
+
+    def _add_block(self, block: DerivedBlock) -> None:
         for topic, queue_id, _, entries in block.queues:
-            collected = self._entries.get((topic, queue_id))
+            name = java_decode(topic), queue_id  # several damaged topics can be read as one
+            collected = self._entries.get(name)
             if collected is None:
                 try:
-                    validate_queue(java_decode(topic), queue_id)
+                    validate_queue(*name)
                 except MessageIllegalError as error:
                     place = ENTRY.unpack_from(entries)[0] if entries else int(block.keys.physical_offsets[0])
                     what = f"its queue is impossible: {error}"
                     raise CorruptionError(self._log.sequence.path_at(place), place, "record", what) from None
-                collected = self._entries[topic, queue_id] = bytearray()
+                collected = self._entries[name] = bytearray()
             collected += entries
             self._size += len(entries)
         if self._size >= _MOST_COLLECTED:
-            self.write()
+            self._write()
+        self._index.append_block(*block.keys)
+        self._stored_ms = max(int(block.keys.timestamps[-1]), 0)
 
-    def write(self) -> None:
+    def settle(self) -> None:
+        """Write what is collected and flush all, after the log, and mark the store as closed."""
+        path, files = self._part.path, self._part.files
+        self._log.flush()
+        make_folders(files, self._log.sequence.folder)  # a store is recognised by it
+        self._add_records()
+        self._write()
+        self._index.flush()
+        checkpoint = Checkpoint.open(os.path.join(path, directory.CHECKPOINT), files=files, writable=True)
+        checkpoint.physic_timestamp_ms = checkpoint.logics_timestamp_ms = self._stored_ms
+        checkpoint.index_timestamp_ms = min(self._index.full_timestamp_ms, self._stored_ms)
+        checkpoint.flush()
+        checkpoint.close()
+        self._index.release()
+        clear_abort(files, path)
+
+    def release(self) -> None:
+        """Release the index, because a full disk must not keep the blocks of files that are deleted."""
+        self._index.release()
+
+    def _write(self) -> None:
         """Write the collected entries, and flush the files that have them."""
         part, made = self._part, list[str]()
-        for topic_raw, queues in groupby(sorted(self._entries.items()), key=lambda item: item[0][0]):
-            topic, new = java_decode(topic_raw), list[tuple[str, bytearray]]()
+        for topic, queues in groupby(sorted(self._entries.items()), key=lambda item: item[0][0]):
+            new: list[tuple[str, bytearray]] = []
             folder = os.path.dirname(directory.queue_folder(part.path, topic, 0))
             for name, entries in queues:
                 end = self._ends[name]

@@ -18,22 +18,29 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import NoneType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from librmq import commitlog_frames as frames
 from librmq.commitlog import CommitLog
+from librmq.consumequeue import entry_dtype
 from librmq.errors import CorruptionError, RecordError, StoreError, StoreIOError
 from librmq.files import Advice, Buffer, DiskFiles, File, Files
 from librmq.files.interface import copy_file, link_file, numbered_files
 from librmq.files.rolling import MappedFileQueue, file_name
 from librmq.message import StoredMessage, record
+from librmq.message.properties import PropertyName
+from librmq.runtime import lazy_numpy as np
 from librmq.runtime.event_log import advance
+from librmq.store.engine.derivation import COMPARED, DerivedBlock, KeyBlock, block_of_file
 from librmq.store.format.directory import COMMITLOG, check_kind
 from librmq.store.format.documents import OWN_FOLDER, read_document, write_document
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MANIFEST: Final = "manifest.json"
 _PART: Final = ".part"  # a cut has it while it is copied
@@ -70,6 +77,69 @@ class KeptCut:
     records: int | None
     """Number of sound records in it."""
     why: str
+
+
+_UNIQUE: Final = PropertyName.UNIQUE_KEY.encode() + b"\1"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordBlock:
+    """Sound records of the log that are usual for `derived_block`, side by side in memory."""
+
+    data: bytes
+    sizes: NDArray[np.int64]
+    """Bytes of each record."""
+    derived: DerivedBlock
+    """What they define, at their places in the log."""
+
+    @classmethod
+    def of_file(cls, buffer: Buffer, start: int, place: int, end: int, *, check_body: bool) -> Self | None:
+        """Return the usual records between two places of a file; None if the first ones are unusual."""
+        derived = block_of_file(buffer, start, place, end, COMPARED, check_body=check_body)
+        if derived is None:
+            return None
+        sizes = np.diff(derived.keys.physical_offsets, append=derived.end)
+        return cls(buffer[place : derived.end - start], sizes, derived)
+
+    def messages(self) -> list[StoredMessage]:
+        """Return the records one by one."""
+        return [StoredMessage(raw) for _, _, raw in frames.split(self.data, 0) if raw is not None]
+
+    def count_keys(self) -> int:
+        """Return how many keys the records have, and an id for each record."""
+        count, keys = len(self.sizes), len(self.derived.keys.key_hashes)
+        if not keys:
+            return count
+        if self.data.count(_UNIQUE) == count:
+            return keys
+        return sum(1 + len(message.keys) for message in self.messages())
+
+    def at(self, places: NDArray[np.int64]) -> Self | None:
+        """Return those of the records that are at ``places``, which ascend; None without one."""
+        own, queues = self.derived.keys.physical_offsets, list[tuple[bytes, int, int, bytes]]()
+        places = places[np.searchsorted(places, own[0]) : np.searchsorted(places, own[-1], "right")]
+        rows, is_chosen = np.searchsorted(own, places), np.zeros(len(own), np.bool_)
+        is_chosen[rows[own[rows] == places]] = True
+        if is_chosen.all():
+            return self
+        if not is_chosen.any():
+            return None
+        for topic, queue_id, queue_offset, raw in self.derived.queues:
+            entries = np.frombuffer(raw, entry_dtype())
+            entries = entries[is_chosen[np.searchsorted(own, entries["physical_offset"].astype(np.int64))]]
+            if len(entries):
+                queues.append((topic, queue_id, queue_offset, entries.tobytes()))
+        keys, ends = self.derived.keys, np.cumsum(self.sizes)
+        of_chosen = is_chosen[keys.record_of_key]
+        block = KeyBlock(
+            own[is_chosen],
+            keys.timestamps[is_chosen],
+            (np.cumsum(is_chosen) - 1)[keys.record_of_key[of_chosen]],
+            keys.key_hashes[of_chosen],
+        )
+        parts = zip((ends - self.sizes)[is_chosen].tolist(), ends[is_chosen].tolist(), strict=True)
+        data = b"".join([self.data[begin:end] for begin, end in parts])
+        return type(self)(data, self.sizes[is_chosen], DerivedBlock(self.derived.end, queues, block))
 
 
 # ------------------------------------------------------------------------------------------------------- finding
@@ -113,6 +183,10 @@ def _find(
 
 _MOST_HELD: Final = 32 << 20
 """Bytes of a file whose pages a read holds at most."""
+_WORTH_BLOCK: Final = 64
+"""Number of usual records from which a block takes less time than one after the other."""
+_LEAST_APART: Final = 256
+_MOST_APART: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +201,30 @@ class _Source:
     def end(self) -> int:
         return self.start + self.size
 
-    def items(self, file: File) -> Iterator[tuple[int, int, bytes | str]]:
+    def parts(self, file: File) -> Iterator[tuple[int, int, RecordBlock | bytes | str]]:
+        """Yield what `items` does, and many usual records together."""
+        end, place, least = min(file.data_end(), self.size), 0, _LEAST_APART
+        while place < end:
+            block = RecordBlock.of_file(file.buffer, self.start, place, end, check_body=True)
+            if block is not None and len(block.sizes) >= _WORTH_BLOCK:
+                advance(len(block.data))
+                yield place, len(block.data), block
+                place, least = place + len(block.data), _LEAST_APART
+                continue
+            count = 0
+            for at, size, item in islice(self.items(file, place), least):
+                yield at, size, item
+                place, count = at + size, count + 1
+            if count < least:
+                return
+            least = min(2 * least, _MOST_APART)
+
+    def items(self, file: File, place: int = 0) -> Iterator[tuple[int, int, bytes | str]]:
         """Yield place, size and bytes of each record, and of each other stretch its description.
 
         Holes of the file are not read.
         """
-        buffer, data_end = file.buffer, min(file.data_end(), self.size)
-        place, used = 0, -1
+        buffer, data_end, used = file.buffer, min(file.data_end(), self.size), -1
         while place < data_end:
             what = None
             try:
@@ -177,31 +268,57 @@ def salvaged_records(path: str, files: Files | None = None) -> Iterator[StoredMe
     files = files or DiskFiles()
     check_kind(path, files)
     yield from log_records(path, files)
-    yield from cut_records(path, files)
+    yield from one_by_one(cut_records(path, files))
 
 
-def log_records(path: str, files: Files, only: Container[int] | None = None) -> Iterator[StoredMessage | Gap]:
-    """Yield the part of `records` that the log holds; with ``only`` the gaps, and the records at these places."""
+LogPart = RecordBlock | StoredMessage | Gap
+"""A part of a log: many sound records, one, or bytes that form none."""
+
+
+def log_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
+    """Yield the part of `salvaged_records` that the log holds."""
+    return one_by_one(log_parts(path, files, in_blocks=False))
+
+
+def one_by_one(parts: Iterable[LogPart]) -> Iterator[StoredMessage | Gap]:
+    """Yield the records of blocks one by one."""
+    for part in parts:
+        if isinstance(part, RecordBlock):
+            yield from part.messages()
+        else:
+            yield part
+
+
+def log_parts(path: str, files: Files, *, in_blocks: bool = True) -> Iterator[LogPart]:
+    """Yield the part of `salvaged_records` that the log holds; with ``in_blocks`` many usual records together."""
     end: int | None = None
-    for source in _sources(os.path.join(path, COMMITLOG), files):
+    sources = _sources(os.path.join(path, COMMITLOG), files)
+    in_blocks = in_blocks and not _overlap(sources)
+    for source in sources:
         if end is not None and source.start > end:
             yield Gap(end, source.start - end, os.path.dirname(source.path), "these bytes are in no log file")
         end = source.end
-        yield from _read(source, [], files, only)
+        yield from _read(source, [], files, in_blocks=in_blocks)
 
 
-def records_at(path: str, files: Files, places: Iterable[int]) -> Iterator[StoredMessage]:
-    """Yield the records at places of the log where `log_records` has found them, without another check.
+def _overlap(sources: Sequence[_Source]) -> bool:
+    return any(source.end > following.start for source, following in pairwise(sources))
+
+
+def parts_at(path: str, files: Files, places: Iterable[tuple[int, int]]) -> Iterator[RecordBlock | StoredMessage]:
+    """Yield what `log_parts` has found at places of the log, without another check.
+
+    The second number of each place is the size of a block, or 0 for a record.
 
     Raises:
         CorruptionError: A file of the log was deleted meanwhile.
     """
     sources = _sources(os.path.join(path, COMMITLOG), files)
-    if any(source.end > following.start for source, following in pairwise(sources)):
+    if _overlap(sources):
         yield from _searched(path, files, places)
         return
     source, file, released = None, None, 0
-    for place in places:
+    for place, size in places:
         if source is None or file is None or not source.start <= place < source.end:
             source = next((source for source in sources if source.start <= place < source.end), None)
             if source is None:
@@ -211,17 +328,22 @@ def records_at(path: str, files: Files, places: Iterable[int]) -> Iterator[Store
         if begin - released > _MOST_HELD:
             file.advise(released, begin, Advice.NO_USE)
             released = begin
-        size = int.from_bytes(file.buffer[begin : begin + 4], "big")
+        if not size:
+            size = int.from_bytes(file.buffer[begin : begin + 4], "big")
+            yield _message_at(place, file.buffer[begin : begin + size])
+        else:
+            block = RecordBlock.of_file(file.buffer, source.start, begin, begin + size, check_body=False)
+            if block is None or len(block.data) != size:
+                raise _deleted(path, place)
+            yield block
         advance(size)
-        yield _message_at(place, file.buffer[begin : begin + size])
 
 
-def _searched(path: str, files: Files, places: Iterable[int]) -> Iterator[StoredMessage]:
-    """Do as `records_at` where a file is too long: only the search tells which file has the record of a place."""
-    wanted = list(places)
-    records = (item for item in log_records(path, files, set(wanted)) if isinstance(item, StoredMessage))
+def _searched(path: str, files: Files, places: Iterable[tuple[int, int]]) -> Iterator[StoredMessage]:
+    """Do as `parts_at` where a file is too long: only the search tells which file has the record of a place."""
+    records = (item for item in log_records(path, files) if isinstance(item, StoredMessage))
     message = None
-    for place in wanted:
+    for place, _ in places:
         while message is None or message.physical_offset != place:
             message = next(records, None)
             if message is None:
@@ -234,8 +356,8 @@ def _deleted(path: str, place: int) -> CorruptionError:
     return CorruptionError(folder, place, "record", "its file was deleted meanwhile: run the command again")
 
 
-def cut_records(path: str, files: Files) -> Iterator[StoredMessage | Gap]:
-    """Yield the part of `records` that only cuts hold."""
+def cut_records(path: str, files: Files) -> Iterator[LogPart]:
+    """Yield the part of `salvaged_records` that only cuts hold."""
     earlier = _sources(os.path.join(path, COMMITLOG), files)
     for cut in kept_cuts(path, files):
         sources = _sources(cut.path, files)
@@ -252,9 +374,7 @@ def _sources(folder: str, files: Files) -> list[_Source]:
     ]
 
 
-def _read(
-    source: _Source, earlier: list[_Source], files: Files, only: Container[int] | None = None
-) -> Iterator[StoredMessage | Gap]:
+def _read(source: _Source, earlier: list[_Source], files: Files, *, in_blocks: bool = False) -> Iterator[LogPart]:
     """Yield the content of a file that no earlier one has at the same place."""
     if source.end >= 1 << 63:
         yield Gap(source.start, source.size, source.path, "expected a start whose file ends below 2^63")
@@ -268,14 +388,11 @@ def _read(
         (other, files.open(other.path)) for other in earlier if other.start < source.end and source.start < other.end
     ]
     data_ends, released = [other.data_end() for _, other in others], 0
-    for place, size, item in source.items(file):
+    for place, size, item in source.parts(file) if in_blocks else source.items(file):
         if place - released > _MOST_HELD:
             file.advise(released, place, Advice.NO_USE)
             released = place
         physical_offset = source.start + place
-        is_gap = isinstance(item, str)
-        if only is not None and not is_gap and physical_offset not in only:
-            continue
         if others:
             raw = file.buffer[place : place + size]
             if any(
@@ -283,10 +400,14 @@ def _read(
                 for (holder, other), data_end in zip(others, data_ends, strict=True)
             ):
                 continue
-        if isinstance(item, str):
-            yield Gap(physical_offset, size, source.path, item)
-            continue
-        yield _message_at(physical_offset, item)
+        if isinstance(item, RecordBlock):
+            yield item
+        else:
+            yield (
+                Gap(physical_offset, size, source.path, item)
+                if isinstance(item, str)
+                else _message_at(physical_offset, item)
+            )
 
 
 def _message_at(physical_offset: int, raw: bytes) -> StoredMessage:
