@@ -168,7 +168,7 @@ class DiskFiles:
         self._check_below(store, {own, *folders})
 
     def _check_below(self, folder: str, names: Container[str] | None = None) -> None:
-        """Refuse a link below a folder, or in what it has of ``names``, before a write elsewhere has changed anything."""
+        """Refuse a link anywhere below a folder, or in what it has of ``names``, before any write."""
         try:
             with os.scandir(folder) as entries:  # kept out of `list`, which follows links, as readers do
                 for entry in entries:
