@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import facts
@@ -35,16 +36,26 @@ def frame(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load(monkeypatch, "frame")
 
 
+def tried_cases(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """Return the cases of a benchmark that are tried here: those of ``figures`` that no other benchmark tries."""
+    cases = [case for case in load(monkeypatch, name).CASES if "pyspark" not in case.needs]
+    if name in ("growth", "kombu"):
+        # The smallest size of each, and one process instead of four.
+        cases = list({(case.name, case.against): case for case in reversed(cases)}.values())
+    if name == "figures":
+        subjects = importlib.import_module("benchmarks.figures").TITLES
+        others = {id(case) for subject in subjects for case in tried_cases(monkeypatch, subject)}
+        cases = [case for case in cases if id(case) not in others]
+    return cases
+
+
 @pytest.mark.slow
 @pytest.mark.platform
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_each_case_is_measured(monkeypatch: pytest.MonkeyPatch, frame: ModuleType, tmp_path: Path, name: str) -> None:
     if name == "timers" and sys.platform != "linux":
         pytest.skip("needs /proc/self/status")
-    cases = [case for case in load(monkeypatch, name).CASES if "pyspark" not in case.needs]
-    if name in ("growth", "kombu"):
-        # The smallest size of each, and one process instead of four.
-        cases = list({(case.name, case.against): case for case in reversed(cases)}.values())
+    cases = tried_cases(monkeypatch, name)
     rows, _ = frame.measure(cases, frame.Bench(rounds=1, scratch=tmp_path, scale=0.002, warm_up=0))
     assert rows or name == "core"
     for row in rows:
