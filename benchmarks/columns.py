@@ -6,6 +6,7 @@ of reading are messages per CPU second.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -69,9 +70,12 @@ def from_memory(given: Any, folder: Path) -> Timed:
     import pyarrow.parquet as pq
 
     yield
-    with pq.ParquetWriter(folder / "out.parquet", given.schema) as writer:
+    path = folder / "out.parquet"
+    with pq.ParquetWriter(path, given.schema) as writer:
         for batch in given.batches:
             writer.write_batch(batch)
+    with path.open("rb") as written:
+        os.fsync(written.fileno())  # as an export does
     yield given.count
 
 

@@ -18,7 +18,7 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF
 from cpython.tuple cimport PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_CheckExact, PyUnicode_GET_LENGTH
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy
 from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
 
@@ -33,6 +33,8 @@ cdef extern from "Python.h":
     int PyGC_Disable()
     int PyGC_Enable()
     char *PyByteArray_AS_STRING(object data)
+    object PyByteArray_FromStringAndSize(const char *data, Py_ssize_t size)
+    int PyByteArray_Resize(object data, Py_ssize_t size) except -1
     bint PyUnicode_IS_COMPACT_ASCII(object text)
     Py_ssize_t Py_REFCNT(PyObject *held)
     object PyObject_CallNoArgs(object called)
@@ -95,7 +97,7 @@ cdef extern from *:
     }
     """
     int rmq_put_text(uint8_t *at, const char *text, Py_ssize_t size) noexcept
-    void rmq_fetch(const uint8_t *at, int64_t size) noexcept
+    void rmq_fetch(const uint8_t *at, int64_t size) noexcept nogil
     void in_order "IN_ORDER" ()  # the compiler moves or drops no store across it
     void rmq_forget_hash(object made)
     void rmq_put_item(object made, Py_ssize_t at, object value)
@@ -125,9 +127,11 @@ cdef enum:
     HALF_TOPIC_SIZE = 24
     AT_ONCE = 16
     AHEAD = 2048  # bytes behind the next record that a scan fetches
+    GATHERED = 12  # the same for a gathering
     FETCHED = 4  # number of the record after this one that a pull fetches
     REPORTED = 1 << 16  # bytes after which a scan reports them
     SKIPPED = 1 << 24
+    SHORT = 32  # bytes of a part that are copied with what follows it
     HEADER = 88
     MOST_TAIL = 32897
     MOST_PROPERTIES = 64
@@ -174,6 +178,71 @@ def checksums(data, begins, ends):
         PyBuffer_Release(&begin_view)
     checked += count
     return made
+
+
+def gather(data, places, Py_ssize_t size):
+    """Return ``size`` bytes of ``data`` from each of ``places`` on, an array of 64-bit numbers, side by side."""
+    cdef Py_ssize_t count = len(places), number = 0
+    cdef const int64_t *place_at = numbers(places, count)
+    cdef bytearray made = PyByteArray_FromStringAndSize(NULL, size * count)
+    cdef uint8_t *at = <uint8_t *>PyByteArray_AS_STRING(made)
+    cdef const uint8_t *source
+    cdef Py_buffer view
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        with nogil:
+            while number < count and 0 <= place_at[number] <= view.len - size:
+                source = <const uint8_t *>view.buf + place_at[number]
+                if size == 8:
+                    memcpy(at, source, 8)
+                else:
+                    if number + GATHERED < count:
+                        rmq_fetch(<const uint8_t *>view.buf + place_at[number + GATHERED], size)
+                    memcpy(at, source, size)
+                at += size
+                number += 1
+    finally:
+        PyBuffer_Release(&view)
+    if number < count:
+        raise IndexError(f"places: expected ones of {size} bytes of the data, found {place_at[number]}")
+    return made
+
+
+def slices(data, begins, ends):
+    """Return the parts of ``data`` side by side: where each begins, and the last one ends, as 32-bit numbers; the bytes.
+
+    ``begins`` and ``ends`` are arrays of 64-bit numbers. Other threads run meanwhile.
+    """
+    cdef Py_ssize_t count = len(begins), number
+    cdef const int64_t *begin_at = numbers(begins, count)
+    cdef const int64_t *end_at = numbers(ends, count)
+    cdef bytearray offsets = PyByteArray_FromStringAndSize(NULL, 4 * count + 4), made
+    cdef int32_t *offset_at = <int32_t *>PyByteArray_AS_STRING(offsets)
+    cdef int64_t total = 0, begin, end
+    cdef Py_buffer view
+    cdef uint8_t *at
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        for number in range(count):
+            begin, end = begin_at[number], end_at[number]
+            if not 0 <= begin <= end <= view.len or total + (end - begin) > INT32_MAX:
+                raise ValueError("begins, ends: expected parts of the data, of 2 GiB at most")
+            offset_at[number] = total
+            total += end - begin
+        offset_at[count] = total
+        made = PyByteArray_FromStringAndSize(NULL, total + SHORT)
+        at = <uint8_t *>PyByteArray_AS_STRING(made)
+        with nogil:
+            for number in range(count):
+                begin, end = begin_at[number], end_at[number]
+                if end - begin <= SHORT and begin + SHORT <= view.len:
+                    memcpy(at + offset_at[number], <const uint8_t *>view.buf + begin, SHORT)  # quicker than its own size
+                else:
+                    memcpy(at + offset_at[number], <const uint8_t *>view.buf + begin, end - begin)
+    finally:
+        PyBuffer_Release(&view)
+    PyByteArray_Resize(made, total)
+    return offsets, made
 
 
 cdef inline uint32_t big32(const uint8_t *at) noexcept:

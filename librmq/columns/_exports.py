@@ -46,13 +46,13 @@ from librmq.store.format import directory
 ExportFormat = Literal["parquet", "csv", "jsonl"]
 
 _STEP_BYTES: Final = 256 << 20
-_UNIT_BYTES: Final = 8 << 20
+_UNIT_BYTES: Final = 4 << 20
 _AHEAD: Final = 16
-_AHEAD_BYTES: Final = 16 << 20
+_AHEAD_BYTES: Final = 8 << 20
 _NOT_WRITTEN: Final = ("arrow", "avro", "bz2", "feather", "gz", "json", "orc", "tsv", "txt", "xlsx", "xz", "zip", "zst")
 """Suffixes of files, which a folder of Parquet files would not be."""
 _GROUP_ROWS: Final = 1 << 16
-_GROUP_BYTES: Final = 32 << 20
+_GROUP_BYTES: Final = 16 << 20
 _DATE: Final = "date"
 """The name of the partition by day of storing."""
 # Scalars of Arrow: for a number of Python it would import pandas, which takes a second.

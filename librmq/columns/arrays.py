@@ -18,6 +18,7 @@ import numpy.typing as npt
 from librmq.errors import MissingExtraError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message import record
+from librmq.runtime.compiled_core import CORE
 
 try:
     import pyarrow as pa
@@ -83,6 +84,9 @@ def slices(raw: Bytes, begins: Ints, ends: Ints) -> pa.BinaryArray:
     count = len(begins)
     if not count:
         return pa.nulls(0, pa.binary())
+    if CORE.slices is not None:
+        parts = CORE.slices(raw, np.ascontiguousarray(begins, np.int64), np.ascontiguousarray(ends, np.int64))
+        return pa.Array.from_buffers(pa.binary(), count, [None, *map(pa.py_buffer, parts)])
     base, end = int(begins.min()), int(ends.max())
     pairs = np.empty(2 * count + 1, np.int32)
     pairs[:-1:2], pairs[1::2], pairs[-1] = begins - base, ends - base, end - base

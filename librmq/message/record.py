@@ -47,6 +47,7 @@ from librmq.message.ids import Host, decode_host, encode_host
 from librmq.message.properties import PropertyName, find_property
 from librmq.message.topics import SystemTopic
 from librmq.runtime import lazy_numpy as np
+from librmq.runtime.compiled_core import CORE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -208,6 +209,8 @@ def gather(raw: npt.NDArray[np.uint8], places: npt.NDArray[np.int64], dtype: str
     kind = np.dtype(dtype)
     if len(raw) < kind.itemsize:
         return np.zeros(len(places), kind)
+    if CORE.gather is not None:
+        return np.frombuffer(CORE.gather(raw, np.ascontiguousarray(places), kind.itemsize), kind)
     return np.ndarray((len(raw) - kind.itemsize + 1,), kind, raw, strides=(1,))[places]
 
 

@@ -48,6 +48,10 @@ class Core:
     """The entries and keys of many records (`librmq.store.engine.derivation`)."""
     checksums: Callable[..., Any] | None = None
     """The checksums of many bodies (`librmq.columns.decoding`)."""
+    gather: Callable[..., Any] | None = None
+    """Bytes at many places of a file side by side (`librmq.message.record`)."""
+    slices: Callable[..., Any] | None = None
+    """Many parts of a file side by side (`librmq.columns.arrays`)."""
 
 
 def _load() -> tuple[Core, str, bool]:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from librmq.clock import ManualClock
 from librmq.columns import reader
+from librmq.columns.arrays import slices
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError
@@ -51,6 +52,18 @@ def without_core(monkeypatch: pytest.MonkeyPatch) -> None:
         "store.engine.derivation",
     ):
         monkeypatch.setattr(f"librmq.{module}.CORE", compiled_core.PURE)
+
+
+@needs_core
+@given(st.binary(max_size=200), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200)), max_size=9))
+def test_parts_side_by_side_are_those_of_arrow(data: bytes, parts: list[tuple[int, int]]) -> None:
+    """Also empty ones, ones that overlap, and ones at the end of the data."""
+    pairs = [sorted(min(place, len(data)) for place in part) for part in parts]
+    begins, ends = np.array(pairs, np.int64).reshape(-1, 2).T
+    assert slices(np.frombuffer(data, np.uint8), begins, ends).to_pylist() == [data[a:b] for a, b in pairs]
+    for wrong in ([-1, 1], [1, 0], [0, len(data) + 1]):
+        with pytest.raises(ValueError, match="parts of the data"):
+            CORE.slices(data, *np.array([wrong], np.int64).T.copy())
 
 
 @needs_core
