@@ -23,8 +23,7 @@ allow_incomplete_defs = true
 allow_untyped_calls = true
 allow_untyped_decorators = true
 allow_redefinition_new = true
-disable_error_code = ["var-annotated", "import-untyped"]
-"""
+disable_error_code = ["var-annotated", "import-untyped"]"""
 """A short example may leave its own functions and empty lists untyped, reuse a name, and use packages without types.
 
 These are settings of the pages alone, so that librmq itself is taken from the cache of `./check`, which has checked it.
