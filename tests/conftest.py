@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, is_hypothesis_test, settings
+from hypothesis import HealthCheck, given, is_hypothesis_test, settings, strategies
 
 from librmq.clock import ManualClock
 from tests import budget
@@ -284,6 +284,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     _slow_tests = sum("slow_budget" in getattr(item, "fixturenames", ()) for item in session.items)
     gc.collect()
     gc.freeze()  # spares each garbage collection from scanning thousands of tests
+    if session.config.option.collectonly:
+        _fill_caches_of_hypothesis()
+
+
+def _fill_caches_of_hypothesis() -> None:
+    """Let Hypothesis note what it learns of all characters and of librmq's constants, which takes seconds.
+
+    `./check` collects in a new checkout before it starts several processes, each of which would learn it otherwise.
+    """
+
+    @settings(max_examples=100)
+    @given(strategies.lists(strategies.text()))
+    def draw(_: list[str]) -> None: ...
+
+    draw()
 
 
 @pytest.fixture(scope="session")
