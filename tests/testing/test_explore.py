@@ -276,6 +276,20 @@ def test_states_are_beginnings_of_histories() -> None:
     assert f"{many.states:,} states ({many.late_states:,} of them new" in many.summary()
 
 
+def test_few_schedules_run_twice() -> None:
+    """Random choices that make a schedule with one decision at most, which has run, give way to more of them."""
+
+    def consumes(rmq: Kit) -> None:
+        rmq.consumer("billing").subscribe("orders")(lambda message: rmq.checkpoint())
+        for _ in range(3):
+            with suppress(ConnectionError):
+                rmq.producer().send("orders", b"x")
+        rmq.run_until_idle()
+
+    result = explore(consumes, runs=60)
+    assert result.runs - result.schedules <= 2
+
+
 def test_schedules_are_written_and_read(tmp_path: Path) -> None:
     seed = encode_schedule(DECISIONS)
     assert decode_schedule(seed) == DECISIONS

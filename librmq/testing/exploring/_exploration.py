@@ -357,7 +357,8 @@ class _Search:
         self._seed = seed
         self._lines = lines
         self._most_stores = most_stores
-        self._seen: set[tuple[Decision, ...]] = set()
+        self._schedules: dict[tuple[Decision, ...], Sequence[tuple[Place, tuple[str, ...]]] | None] = {}
+        """The schedules that were run; of those with one decision at most, also the places with a choice."""
         self._states: set[int] = set()
         self._states_by_run = [0]
         self._failing: list[Trace] = []  # runs with one fault, to which a second decision is added
@@ -391,13 +392,14 @@ class _Search:
     def _counted(self, strategy: Strategy) -> Attempt:
         attempt = self._attempt(strategy)
         decisions = attempt.trace.decisions
-        self._seen.add(tuple(decisions))
+        is_short = len(decisions) < 2 and attempt.trace.replayable
+        self._schedules.setdefault(tuple(decisions), attempt.trace.reached if is_short else None)
         self._states |= attempt.states
         self._states_by_run.append(len(self._states))
         self.result.runs += 1
         self.result.states = len(self._states)
         self.result.late_states = len(self._states) - self._states_by_run[-1 - max(1, self.result.runs // 10)]
-        self.result.schedules = len(self._seen)
+        self.result.schedules = len(self._schedules)
         if len(decisions) == 1 and decisions[0].chosen.startswith(FAULT):
             self._failing.append(attempt.trace)
         return attempt
@@ -409,7 +411,23 @@ class _Search:
         for number in count():
             if (two := next(two_each, None)) is not None:
                 yield as_decided(two)
-            yield at_random(f"{self._seed}/{number}", _PROBABILITIES[number % len(_PROBABILITIES)])
+            likely = _PROBABILITIES[number % len(_PROBABILITIES) :]
+            drawn = [partial(at_random, f"{self._seed}/{number}", probability) for probability in likely]
+            yield next((draw for draw in drawn if not self._was_run(draw())), drawn[-1])()
+
+    def _was_run(self, strategy: Strategy) -> bool:
+        """Return whether a strategy makes a schedule that was run with one decision at most."""
+        decisions: tuple[Decision, ...] = ()
+        begin = 0
+        while (reached := self._schedules.get(decisions)) is not None:
+            for number in range(begin, len(reached)):
+                place, labels = reached[number]
+                if index := strategy.choose(place, labels):
+                    decisions, begin = (*decisions, Decision(place, labels[index])), number + 1
+                    break
+            else:
+                return True
+        return False
 
     def _failure(self, failed: Attempt, first_decisions: int = 0, *, is_replayed: bool = False) -> Found:
         trace, error = failed.trace, failed.error
