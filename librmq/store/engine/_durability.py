@@ -404,8 +404,8 @@ class Housekeeping(AlarmState):
         At first they are few: pages that a short-lived store never writes would take most of its time.
         """
         end = self._log.end
-        usual = min(max(end - self._begin, _FIRST_AHEAD), _USUAL_AHEAD)
-        return min(max(2 * (end - self._commit.flushed), usual), _MAX_AHEAD)
+        minimum = min(max(end - self._begin, _FIRST_AHEAD), _USUAL_AHEAD)
+        return min(max(2 * (end - self._commit.flushed), minimum), _MAX_AHEAD)
 
     def _flush_log(self, now_ms: int) -> tuple[int | None, int]:
         """Flush the log if due; return the next time, and the physical offset of an append that advances it."""

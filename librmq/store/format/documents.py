@@ -286,9 +286,6 @@ def _is_stricter(name: str, now: Any, before: Any) -> bool:  # noqa: ANN401 (set
 # ---- mark of a replica
 
 
-# ---- the clock of tests
-
-
 class ReplicaMark(NamedTuple):
     """The master of a copy."""
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from itertools import count, islice
 from pathlib import Path
@@ -241,12 +241,10 @@ def at_random(seed: str, probability: float) -> Strategy:
     The random choices depend only on the seed and the place, so they stay when the test is edited elsewhere.
     """
     faults = 0
-    kinds: dict[str, bool] = {}
 
+    @cache
     def is_met(kind: str) -> bool:
-        if kind not in kinds:
-            kinds[kind] = _drawn(seed, kind) % 2 == 0
-        return kinds[kind]
+        return _drawn(seed, kind) % 2 == 0
 
     def choose(place: Place, labels: Sequence[str]) -> int:
         nonlocal faults
