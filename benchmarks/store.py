@@ -24,9 +24,10 @@ import numpy as np
 from benchmarks import peers
 from benchmarks.frame import SIZES, Bench, Case, Part, Run, Target, Timed, last_line, main
 from benchmarks.peers import TAG, TOPIC, Load, make_load
-from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue, entry_dtype
+from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.message.message import Message
 from librmq.store import GetStatus, MessageStore
+from librmq.store.engine.read import _candidates
 
 PULL: Final = 32
 BATCH: Final = 256
@@ -208,15 +209,16 @@ def append_again(stored: tuple[Load, Path], folder: Path) -> Timed:
 
 
 def tagged(bench: Bench, count: int) -> Iterator[Any]:
-    """Yield a queue in which one entry in a hundred has a tag, and that tag's code."""
+    """Yield a queue in which one entry in a hundred has a tag, that tag's code, and the filter for it."""
     with bench.folder() as folder, MessageStore.open(folder / "store") as store:
         for number in range(count):
             store.append(Message(TOPIC, b"", tags="rare" if number % 100 == 0 else TAG))
         code = store.read(TOPIC, 0, 0, 1).messages[0].tags_code
-        yield SimpleNamespace(queue=store.queues[TOPIC, 0], code=code, times=bench.count(200_000) // count + 1)
+        yield SimpleNamespace(queue=store.queues[TOPIC, 0], code=code, matching=store.matching(tags="rare"),
+                              times=bench.count(200_000) // count + 1)  # fmt: skip
 
 
-def select(tags: Any, _: Path, *, places_of: Callable[[bytes, int], list[int]]) -> Timed:
+def select(tags: Any, _: Path, *, places_of: Callable[[Any, bytes], list[int]]) -> Timed:
     """Find the entries with the tag, again and again for long enough to measure."""
     queue, end = tags.queue, tags.queue.max_offset
     yield
@@ -224,21 +226,20 @@ def select(tags: Any, _: Path, *, places_of: Callable[[bytes, int], list[int]]) 
         count = at = 0
         while at < end:
             raw = queue.read(at, 65_536)
-            count += len(places_of(raw, tags.code))
+            count += len(places_of(tags, raw))
             at += len(raw) // ENTRY_SIZE
     yield end * tags.times
     assert count == end // 100
 
 
-def places_in_array(raw: bytes, code: int) -> list[int]:
-    """Find entries as a read with a filter does before it reads a message."""
-    places: list[int] = (np.frombuffer(raw, entry_dtype())["tags_code"] == code).nonzero()[0].tolist()
-    return places
+def places_in_array(tags: Any, raw: bytes) -> list[int]:
+    """Find entries by the code of a read with a filter, before it reads a message."""
+    return _candidates(tags.queue, raw, tags.matching)
 
 
-def places_in_loop(raw: bytes, code: int) -> list[int]:
+def places_in_loop(tags: Any, raw: bytes) -> list[int]:
     """Find the same in a loop over unpacked entries."""
-    return [at for at, (_, _, entry_code) in enumerate(struct.iter_unpack(">qiq", raw)) if entry_code == code]
+    return [at for at, (_, _, code) in enumerate(struct.iter_unpack(">qiq", raw)) if code == tags.code]
 
 
 # ------------------------------------------------------------------------------------------------------------ footprint

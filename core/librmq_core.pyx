@@ -18,7 +18,7 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF
 from cpython.tuple cimport PyTuple_GET_SIZE
 from cpython.unicode cimport PyUnicode_CheckExact, PyUnicode_GET_LENGTH
-from libc.stdint cimport INT32_MAX, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport INT32_MAX, INT32_MIN, INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy
 from posix.time cimport CLOCK_REALTIME, clock_gettime, timespec
 
@@ -1560,6 +1560,28 @@ def use_read_results(type made not None, status):
 
 cdef object result_class = None, found_status = None
 cdef Py_ssize_t result_slots[6]
+
+
+def with_codes(bytes entries not None, bytes codes not None):
+    """Return the numbers of the entries whose tags code has the 32 bits of one of ``codes``, which are such numbers.
+
+    The result is None if an entry has an address instead of a code.
+    """
+    cdef const uint8_t *entry = <const uint8_t *>PyBytes_AS_STRING(entries)
+    cdef const int32_t *wanted = <const int32_t *>PyBytes_AS_STRING(codes)
+    cdef Py_ssize_t number, at, count = PyBytes_GET_SIZE(codes) // 4
+    cdef int64_t code
+    cdef list found = []
+    for number in range(PyBytes_GET_SIZE(entries) // 20):
+        code = big64(entry + 20 * number + 12)
+        if code < INT32_MIN:
+            return None
+        at = 0
+        while at < count and wanted[at] != <int32_t>code:
+            at += 1
+        if at < count:
+            found.append(number)
+    return found
 
 
 def read(LogState log not None, bytes entries not None, int64_t queue_offset, transfer, low, high):

@@ -36,6 +36,8 @@ class Core:
     """Takes the class of the results of `read`, and the status of one with messages (`librmq.store.engine.read`)."""
     read: Callable[..., Any] | None = None
     """The result of a read of a queue (`librmq.store.engine.read`)."""
+    with_codes: Callable[..., Any] | None = None
+    """The entries with one of some tags codes (`librmq.store.engine.read`)."""
     pull: Callable[..., Any] | None = None
     """The messages of queue entries (`librmq.store.engine.read`)."""
     key_hashes: Callable[..., Any] | None = None

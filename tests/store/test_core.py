@@ -23,6 +23,7 @@ from librmq.columns import reader
 from librmq.columns.arrays import slices
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
+from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError
 from librmq.files._memory import MemoryFiles
 from librmq.message import StoredMessage, StoredRecords
@@ -64,6 +65,25 @@ def test_parts_side_by_side_are_those_of_arrow(data: bytes, parts: list[tuple[in
     for wrong in ([-1, 1], [1, 0], [0, len(data) + 1]):
         with pytest.raises(ValueError, match="parts of the data"):
             CORE.slices(data, *np.array([wrong], np.int64).T.copy())
+
+
+CODES = (
+    st.integers(-2, 2)
+    | st.integers(-(1 << 31) - 2, -(1 << 31))
+    | st.integers(1, 1 << 30).map(lambda high: high << 32 | 1)
+)
+
+
+@needs_core
+@given(st.lists(CODES, max_size=40), st.sets(st.integers(-2, 2), max_size=3))
+def test_entries_are_chosen_by_32_bits_of_their_codes(codes: list[int], wanted: set[int]) -> None:
+    """Unless one has an address in place of a code."""
+    entries = b"".join(struct.pack(">qiq", 0, 100, code) for code in codes)
+    found = CORE.with_codes(entries, np.array(sorted(wanted), np.int32).tobytes())
+    low = np.array(codes, np.int64).astype(np.int32).tolist()
+    assert found == (
+        None if any(map(is_ext_address, codes)) else [number for number, code in enumerate(low) if code in wanted]
+    )
 
 
 @needs_core
