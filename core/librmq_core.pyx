@@ -295,6 +295,9 @@ cdef class Items:
                     raise StopIteration
             if self.find():
                 continue
+            if begin > self.reported:  # a caller can end here
+                self.advance(begin - self.reported)
+                self.reported = begin
             item = self.unusual(begin)
             self.place = self.file_size if item[2] is None else begin + <int64_t>item[1]
             return item

@@ -280,6 +280,16 @@ def test_bytes_behind_the_end_of_a_killed_store_are_its_end(filled: Path, shell:
     assert {shell(words[0], path, *words[1:]).status for words in some(READS)} == {0}
 
 
+@pytest.mark.parametrize("command", ["dump", "show", "queues"])
+def test_a_killed_store_of_one_file_says_which_queue_lacks_its_file(shell: Shell, orders: Path, command: str) -> None:
+    kill(orders)
+    assert shell(command, orders).status == 0
+    file = min(path for path in (orders / "consumequeue").rglob("*") if path.is_file())
+    file.unlink()
+    answer = shell(command, orders)
+    assert (answer.status, "librmq recover makes the file again" in answer.said) == (1, True)
+
+
 @pytest.mark.parametrize("kind", ["consumequeue", "index"])
 def test_a_truncated_file_of_a_queue_or_index_is_made_again(shell: Shell, orders: Path, kind: str) -> None:
     whole = shell("lag", orders).rows

@@ -491,10 +491,9 @@ class Recovery:
 
     def _lacking_queues(self, scope: Scope) -> frozenset[QueueName]:
         """Return the queues that lack a file, which a comparison of this scope would not see."""
-        parts, whole = self._parts, (lambda _: False) if self._clean else self._unclean.has_begin_and_end
-        has_records = scope.begin > parts.log.begin
-        if self._mode.is_thorough or self._mark is not None or not has_records:  # the mark knows the files
+        if self._mode.is_thorough or self._mark is not None:  # the mark knows the files
             return frozenset()
+        parts, whole = self._parts, (lambda _: False) if self._clean else self._unclean.has_begin_and_end
         names = lacking_queues(self._path, self._files, parts.log, parts.queues, parts.levels, scope.begin, whole)
         return names - scope.all_of
 
