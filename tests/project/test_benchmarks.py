@@ -39,7 +39,7 @@ def frame(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def tried_cases(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     """Return the cases of a benchmark that are tried here: those of ``figures`` that no other benchmark tries."""
     cases = [case for case in load(monkeypatch, name).CASES if "pyspark" not in case.needs]
-    if name in ("growth", "kombu"):
+    if name in ("celery", "growth", "kombu"):
         # The smallest size of each, and one process instead of four.
         cases = list({(case.name, case.against): case for case in reversed(cases)}.values())
     if name == "figures":
