@@ -287,17 +287,13 @@ cdef class Items:
         cdef int64_t begin
         while self.at >= self.count:
             begin = self.place
-            if begin - self.reported >= REPORTED or begin >= self.end:
-                if begin > self.reported:
-                    self.advance(begin - self.reported)
-                    self.reported = begin
-                if begin >= self.end:
-                    raise StopIteration
-            if self.find():
+            if begin < self.end and self.find():
+                if self.count < AT_ONCE or self.place - self.reported >= REPORTED:
+                    self.report()  # here, because a caller can end behind any record
                 continue
-            if begin > self.reported:  # a caller can end here
-                self.advance(begin - self.reported)
-                self.reported = begin
+            self.report()
+            if begin >= self.end:
+                raise StopIteration
             item = self.unusual(begin)
             self.place = self.file_size if item[2] is None else begin + <int64_t>item[1]
             return item
@@ -327,9 +323,14 @@ cdef class Items:
                 scanned += 1
         finally:
             PyBuffer_Release(&view)
-        self.advance(self.place - self.reported)
-        self.reported = self.place
+        self.report()
         return last, self.place
+
+    cdef int report(self) except -1:
+        if self.place > self.reported:
+            self.advance(self.place - self.reported)
+            self.reported = self.place
+        return 0
 
     cdef int find(self) except -1:
         """Find the usual records that follow, up to one that is unusual, damaged or not whole; return their number."""
