@@ -293,6 +293,18 @@ def test_sync_flushes_unawaited_appends_immediately() -> None:
     assert subject.flushes == [(0, 100), (0, 200), (0, 250)]
 
 
+def test_a_caller_that_flushes_again_and_again_keeps_no_thread_busy() -> None:
+    """It has always appended when a flush ends, and flushes itself."""
+    subject = Subject(StoreConfig(durability="sync"))
+    for _ in range(5):
+        subject.append(100)
+        subject.appended_during_flush = 100
+        due = subject.run()
+        assert subject.log.end > subject.commit.flushed
+        assert due is not None
+        assert due > subject.at, "it runs again at once"
+
+
 def test_after_a_failed_flush_nothing_is_due(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
     subject.append(ENOUGH, MANY)
     subject.run()

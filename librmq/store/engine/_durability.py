@@ -425,7 +425,8 @@ class Housekeeping(AlarmState):
             except FlushFailedError as error:
                 _log.error("the store accepts no more messages: %(error)s", error=error, path=self._log.sequence.folder)
                 return None, sys.maxsize
-            if self._log.end > commit.flushed:
+            # With "sync" the next append either waits, and flushes, or wakes this step.
+            if self._log.end > commit.flushed and config.durability != "sync":
                 return now_ms + interval, sys.maxsize
         return None, commit.flushed + 1
 
