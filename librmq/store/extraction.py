@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import struct
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -106,7 +107,8 @@ def rescue(
         notes = _sound_notes(path, files, tell)
         numbers, jobs = copies.numbers, MovedJobs(notes)
         valid_queue = cache(validate_queue)
-        for item in _records(path, files, numbers.end_log, in_blocks=not notes):
+        largest = config.commitlog_file_size - record.BLANK_SIZE
+        for item in _records(path, files, numbers.end_log, largest, in_blocks=not notes):
             if isinstance(item, RecordBlock):
                 copies.append_block(item)
                 count += len(item.sizes)
@@ -282,8 +284,10 @@ def _contains(places: NDArray[np.int64], place: int) -> bool:
     return at < len(places) and int(places[at]) == place
 
 
-def _is_plain(block: RecordBlock) -> bool:
-    """Return whether no record of a block takes part in a transaction, and all of its queues can be."""
+def _is_plain(block: RecordBlock, largest: int) -> bool:
+    """Return whether no record of a block is too large or in a transaction, and all of its queues can be."""
+    if block.sizes.max() > largest:
+        return False
     raw = np.frombuffer(block.data, np.uint8)
     has_prepared = record.headers_at(raw, np.cumsum(block.sizes) - block.sizes)["prepared_offset"].any()
     return not has_prepared and all(_is_plain_queue(topic, queue_id) for topic, queue_id, *_ in block.derived.queues)
@@ -298,10 +302,10 @@ def _is_plain_queue(topic: bytes, queue_id: int) -> bool:
     return False
 
 
-def _plain_blocks(parts: Iterable[LogPart]) -> Iterator[LogPart]:
+def _plain_blocks(parts: Iterable[LogPart], largest: int = sys.maxsize) -> Iterator[LogPart]:
     """Yield the records of each block that is not plain one by one."""
     for part in parts:
-        if isinstance(part, RecordBlock) and not _is_plain(part):
+        if isinstance(part, RecordBlock) and not _is_plain(part, largest):
             yield from part.messages()
         else:
             yield part
@@ -406,9 +410,11 @@ def _copy_tables(tables: BrokerTables, part: str, numbers: Renumbering, topics: 
             files.delete(table.path)
 
 
-def _records(path: str, files: Files, end_log: Callable[[], None], *, in_blocks: bool) -> Iterator[LogPart]:
+def _records(
+    path: str, files: Files, end_log: Callable[[], None], largest: int, *, in_blocks: bool
+) -> Iterator[LogPart]:
     directory.check_kind(path, files)
-    yield from _plain_blocks(salvage.log_parts(path, files, in_blocks=in_blocks))
+    yield from _plain_blocks(salvage.log_parts(path, files, in_blocks=in_blocks), largest)
     end_log()
     yield from salvage.cut_records(path, files)
 
@@ -492,8 +498,12 @@ class _Copies:
         self._block = bytearray()
         self._end = log.end
         self._fits = log.fits
-        # Extension units are made by a recovery, which reads the log again.
-        self._parts = None if part.config.enable_consumequeue_ext else CopiedParts(part, log)
+        try:
+            # Extension units are made by a recovery, which reads the log again.
+            self._parts = None if part.config.enable_consumequeue_ext else CopiedParts(part, log)
+        except BaseException:
+            log.close()
+            raise
 
     def append(self, message: StoredMessage) -> tuple[int, bytes]:
         """Append a record, and return its place and bytes.

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import shutil
 import sys
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,29 @@ def test_many_records_are_rescued_from_around_damage(long_log: Path, tmp_path: P
     assert (rescued.records, rescued.gaps) == (len(before) - 1, 1)
     assert list(map(compared, messages(tmp_path / "new"))) == list(map(compared, before[:5_000] + before[5_001:]))
     assert not verify(tmp_path / "new").damage
+
+
+def test_large_records_are_copied_a_few_at_a_time(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "store", StoreConfig(commitlog_file_size=64 << 20)) as store:
+        for _ in range(80):
+            store.append(Message("Topic", bytes(400 << 10)), 0)
+    tracemalloc.start()
+    try:
+        copied = rescue(str(tmp_path / "store"), str(tmp_path / "new"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (copied.records, copied.gaps) == (80, 0)
+    assert peak < 80 << 20, "a read of a settings file reserves 64 MiB"
+
+
+def test_a_record_that_fits_into_no_file_is_left_out_alone(tmp_path: Path) -> None:
+    with MessageStore.open(tmp_path / "store", StoreConfig(commitlog_file_size=1 << 20)) as store:
+        for number in range(100):
+            store.append(Message("Topic", bytes(40_000 if number == 50 else 10)), 0)
+    copied = rescue(str(tmp_path / "store"), str(tmp_path / "new"), StoreConfig(commitlog_file_size=1 << 15))
+    assert (copied.records, copied.gaps) == (99, 1)
+    assert [len(message.body) for message in messages(tmp_path / "new")] == [10] * 99
 
 
 def test_topics_that_are_read_alike_share_their_queues(tmp_path: Path) -> None:
