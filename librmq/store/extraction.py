@@ -399,7 +399,7 @@ def _copy_tables(tables: BrokerTables, part: str, numbers: Renumbering, topics: 
         (tables.filter_table, kept.filter_table, topics),
         (tables.groups, kept.groups, groups),
     ):
-        for name in names & table.rows.keys():
+        for name in filter(names.__contains__, table.rows):
             copied.set(name, table.rows[name])
     if SystemTopic.SCHEDULE in topics:
         for level, offset in tables.delays.rows.items():

@@ -203,6 +203,16 @@ def test_many_records_are_rescued_from_around_damage(long_log: Path, tmp_path: P
     assert not verify(tmp_path / "new").damage
 
 
+def test_settings_of_topics_keep_their_order(tmp_path: Path) -> None:
+    names = [f"topic{number}" for number in range(12)]
+    with Broker.open(tmp_path / "store", runner=ManualRunner()) as broker, Producer(broker, "shop") as producer:
+        for name in names:
+            producer.send(name, b"body")
+    extract(str(tmp_path / "store"), str(tmp_path / "all"), lambda _: True)
+    copied = BrokerTables.open(str(tmp_path / "all/config")).topics.rows
+    assert [name for name in copied if name in names] == names
+
+
 def test_large_records_are_copied_a_few_at_a_time(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path / "store", StoreConfig(commitlog_file_size=64 << 20)) as store:
         for _ in range(80):
