@@ -9,9 +9,10 @@ from __future__ import annotations
 import atexit
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -288,6 +289,29 @@ def _name_server(url: str, address: str) -> str:
     if "/" in host or not host:
         raise librmq.ConfigError(f"{url}: a cluster has no path. Expected {allowed}")
     return host
+
+
+_OPTIONS: Final = ("delayed_delivery", "visibility_timeout")
+_OPTIONS_OF_KOMBU: Final = frozenset({
+    *("max_retries", "interval_start", "interval_step", "interval_max", "connect_retries_timeout"),
+    *("errback", "callback", "body_encoding", "deadletter_queue", "timeout", "retry_errors"),
+})  # fmt: skip
+
+
+def warn_of_options(names: Iterable[str]) -> None:
+    """Warn once of transport options that nothing reads: a misspelt one, or one of another transport."""
+    unknown = frozenset(names) - _OPTIONS_OF_KOMBU - {*_OPTIONS}
+    if unknown:
+        _warn_of_options(unknown)
+
+
+@cache
+def _warn_of_options(unknown: frozenset[str]) -> None:
+    _log.warning(
+        "kombu: broker_transport_options: %(unknown)s: no effect with librmq, which knows %(known)s",
+        unknown=", ".join(map(repr, sorted(map(str, unknown)))),
+        known=" and ".join(_OPTIONS),
+    )
 
 
 def check_visibility(seconds: Any) -> float | None:

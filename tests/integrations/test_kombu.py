@@ -589,6 +589,15 @@ def test_a_visibility_timeout_that_no_broker_takes_is_refused_by_senders_too(sha
         connection.connect()
 
 
+def test_an_option_without_effect_is_named_once(share: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with share(visibilty_timeout=60, sep=":", visibility_timeout=60, max_retries=3) as connection:
+            connection.connect()
+            connection.default_channel.queue_declare("tasks")
+    (warning,) = (record.getMessage() for record in caplog.records if "no effect" in record.getMessage())
+    assert "'sep', 'visibilty_timeout': no effect with librmq" in warning
+
+
 def test_a_cluster_ignores_a_visibility_timeout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The same ``tasks.py`` serves a folder and a cluster."""
     queue = kombu.Queue("tasks", routing_key="tasks")
