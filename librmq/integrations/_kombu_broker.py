@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -298,20 +298,16 @@ _OPTIONS_OF_KOMBU: Final = frozenset({
 })  # fmt: skip
 
 
-def warn_of_options(names: Iterable[str]) -> None:
-    """Warn once of transport options that nothing reads: a misspelt one, or one of another transport."""
-    unknown = frozenset(names) - _OPTIONS_OF_KOMBU - {*_OPTIONS}
-    if unknown:
-        _warn_of_options(unknown)
-
-
 @cache
-def _warn_of_options(unknown: frozenset[str]) -> None:
-    _log.warning(
-        "kombu: broker_transport_options: %(unknown)s: no effect with librmq, which knows %(known)s",
-        unknown=", ".join(map(repr, sorted(map(str, unknown)))),
-        known=" and ".join(_OPTIONS),
-    )
+def warn_of_options(names: frozenset[str]) -> None:
+    """Warn once of transport options that nothing reads: a misspelt one, or one of another transport."""
+    unknown = sorted(map(str, names - _OPTIONS_OF_KOMBU - {*_OPTIONS}))
+    if unknown:
+        _log.warning(
+            "kombu: broker_transport_options: %(unknown)s: no effect with librmq, which knows %(known)s",
+            unknown=", ".join(map(repr, unknown)),
+            known=" and ".join(_OPTIONS),
+        )
 
 
 def check_visibility(seconds: Any) -> float | None:

@@ -355,7 +355,7 @@ class Transport(virtual.Transport):
         if self._broker is None:
             options = self.client.transport_options
             check_visibility(options.get("visibility_timeout"))
-            warn_of_options(options)
+            warn_of_options(frozenset(options))
             self._broker = brokers.enter(self.client.hostname, bool(options.get("delayed_delivery")))
         return self._broker
 

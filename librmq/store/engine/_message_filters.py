@@ -25,7 +25,6 @@ class ByTags:
     def __init__(self, filter_: TagFilter, *, exact: bool = True) -> None:
         """Without ``exact`` the hash alone decides, as in a broker, whose consumers compare the tag."""
         self._filter = filter_
-        self._takes_all = filter_.takes_all
         self._exact = exact and not filter_.takes_all
         self._codes = np.array(sorted(filter_.codes), np.int32)
         self.packed_codes: bytes | None = None if filter_.takes_all else self._codes.tobytes()
@@ -35,7 +34,7 @@ class ByTags:
         self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
     ) -> npt.NDArray[np.bool_]:
         """Return which entries can match, by the hashes of their tags."""
-        if self._takes_all:
+        if self.packed_codes is None:
             return np.ones(len(tags_codes), np.bool_)
         codes = tags_codes.astype(np.int32)  # 4.9 compares 32 bits, of delivery times too
         return codes == self._codes if len(self._codes) == 1 else np.isin(codes, self._codes)

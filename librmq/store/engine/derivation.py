@@ -249,9 +249,9 @@ def block_of_file(
     buffer: Buffer, start: int, place: int, limit: int, max_records: int, *, check_body: bool
 ) -> DerivedBlock | None:
     """Do as `derived_block`, from ``place`` to ``limit`` of a file whose first byte is at ``start``."""
+    limit = min(place + _MOST_BYTES, limit)
     if CORE.derive is None:
-        data = buffer[place : min(place + _MOST_BYTES, limit)]
-        return _derive_in_arrays(data, start + place, max_records, check_body)
+        return _derive_in_arrays(buffer[place:limit], start + place, max_records, check_body)
     place, queues, *columns = CORE.derive(
         buffer, start, place, limit, max_records, _UNUSUAL | _IN_TRANSACTION, check_body
     )

@@ -553,7 +553,6 @@ class CopiedParts:
         checkpoint.index_timestamp_ms = min(self._index.full_timestamp_ms, self._stored_ms)
         checkpoint.flush()
         checkpoint.close()
-        self._index.release()
         clear_abort(files, path)
 
     def release(self) -> None:

@@ -80,8 +80,6 @@ class KeptCut:
 
 
 _UNIQUE: Final = PropertyName.UNIQUE_KEY.encode() + b"\1"
-_MOST_TOGETHER: Final = 4 << 20
-"""Bytes of the log that a block holds at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,6 @@ class RecordBlock:
     @classmethod
     def of_file(cls, buffer: Buffer, start: int, place: int, end: int, *, check_body: bool) -> Self | None:
         """Return usual records between two places of a file; None if the first ones are unusual."""
-        end = min(end, place + _MOST_TOGETHER)
         derived = block_of_file(buffer, start, place, end, COMPARED, check_body=check_body)
         if derived is None:
             return None
