@@ -76,34 +76,6 @@ class CopyTarget(NamedTuple):
     tags: str | None
 
 
-def prepare_again(record: StoredMessage, target: CopyTarget, lane: Lane, max_size: int) -> Prepared:
-    """Prepare the message of a record for the queue of ``lane``; see `CopyWriter.prepare_again`."""
-    _, _, raw, unique_key, keys, tags = target
-    try:
-        data = record.raw
-    except AttributeError:
-        raise wrong_kind("record", record, "a StoredMessage") from None
-    begin, end, _, _, _, _ = record.frame
-    body = data[begin:end]
-    raw_size = len(raw)
-    size = end + len(lane.topic_field) + 2 + raw_size
-    if raw_size > _MAX_PROPERTIES_SIZE or size > max_size:
-        raise MessageIllegalError(f"a record of {size} bytes, {raw_size} of them properties, can't be stored")
-    bits = data[39]
-    born_end = 68 if bits & record_format.BORN_HOST_V6 else 56
-    if bits & record_format.TRANSACTION_MASK and not is_indexed(bits):
-        unique_key = keys = None
-    return _new(
-        Prepared,
-        (
-            lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
-            record_format.crc32(body) & 0x7FFFFFFF, end - begin,
-            b"".join((body, lane.topic_field, _pack_short(raw_size), raw)), raw,
-            tags_code(tags) if tags else 0, unique_key, keys,
-        ),
-    )  # fmt: skip
-
-
 class PlacedCopies(NamedTuple):
     """Copies with their places in one file of the log, as the writer needs them."""
 
@@ -168,8 +140,31 @@ class CopyWriter:
             MessageIllegalError: The message can't be appended.
             RecordError: The bytes are not a record.
         """
-        lane = self._appender.lanes.get(target[:2]) or self._appender.lane(*target[:2])
-        return prepare_again(record, target, lane, self._appender.log.file_size - record_format.BLANK_SIZE)
+        topic, queue_id, raw, unique_key, keys, tags = target
+        lane = self._appender.lanes.get((topic, queue_id)) or self._appender.lane(topic, queue_id)
+        try:
+            data = record.raw
+        except AttributeError:
+            raise wrong_kind("record", record, "a StoredMessage") from None
+        begin, end, _, _, _, _ = record.frame
+        body = data[begin:end]
+        raw_size = len(raw)
+        size = end + len(lane.topic_field) + 2 + raw_size
+        if raw_size > _MAX_PROPERTIES_SIZE or size > self._appender.log.file_size - record_format.BLANK_SIZE:
+            raise MessageIllegalError(f"a record of {size} bytes, {raw_size} of them properties, can't be stored")
+        bits = data[39]
+        born_end = 68 if bits & record_format.BORN_HOST_V6 else 56
+        if bits & record_format.TRANSACTION_MASK and not is_indexed(bits):
+            unique_key = keys = None
+        return _new(
+            Prepared,
+            (
+                lane, size, data[16:20], data[36:born_end], data[born_end + 8 : begin - 4],
+                record_format.crc32(body) & 0x7FFFFFFF, end - begin,
+                b"".join((body, lane.topic_field, _pack_short(raw_size), raw)), raw,
+                tags_code(tags) if tags else 0, unique_key, keys,
+            ),
+        )  # fmt: skip
 
     def append_waiting(
         self, messages: Sequence[StoredMessage], befores: Sequence[bytes], places: tuple[int, ...]
