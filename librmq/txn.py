@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from librmq.errors import (
@@ -63,7 +64,10 @@ _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE: Final = 8192
 """The size of a half, in bytes, up to which it is remembered, so that all of them take a few megabytes at most."""
 _OP_PROPERTIES: Final = {PropertyName.TAGS: OP_TAG, PropertyName.WAIT: "true"}
-_SPECIAL: Final = frozenset((PropertyName.DELAY, PropertyName.TRANSACTION_CHECK_TIMES))
+_DELAY: Final = PropertyName.DELAY
+_CHECK_TIMES: Final = PropertyName.TRANSACTION_CHECK_TIMES
+_REAL_TOPIC: Final = PropertyName.REAL_TOPIC
+_REAL_QUEUE_ID: Final = PropertyName.REAL_QUEUE_ID
 
 
 class FinalMessage(NamedTuple):
@@ -84,7 +88,10 @@ class _Recent(NamedTuple):
     queue_offset: int
     half: Message
     queue_id: int
-    fields: dict[str, Any]
+    born_timestamp_ms: int
+
+
+_new = tuple.__new__  # in a third of the time
 
 
 class _Transaction(NamedTuple):
@@ -180,24 +187,30 @@ class Transactions:
             MessageIllegalError: The message is refused; nothing is written.
         """
         topic = message.topic
-        validate_topic(topic)
-        properties = {**message.properties, PropertyName.REAL_TOPIC: topic, PropertyName.REAL_QUEUE_ID: str(queue_id)}
+        if type(topic) is not str or (topic, queue_id) not in self._store.appender.lanes:
+            validate_topic(topic)
+        properties = message.properties.copy()
+        properties[_REAL_TOPIC], properties[_REAL_QUEUE_ID] = topic, str(queue_id)
         half = Message.from_parts(SystemTopic.HALF, message.body, message.flag, properties)
         if fields:
             fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
             result = self._store.append(half, QUEUE, **fields)
         else:
             result = self._store.append(half, QUEUE)
-        is_new = self.half_stored(properties.get(PropertyName.UNIQUE_KEY), result.physical_offset)
+        physical_offset, size, queue_offset, now_ms, _ = result
         # A record that is read has no empty properties, so a half with one is read before it is delivered.
-        is_plain = _SPECIAL.isdisjoint(properties) and all(properties.values())
-        if is_new and is_plain and result.size <= _REMEMBERED_SIZE:
-            if fields.get("born_timestamp_ms") is None:
-                fields["born_timestamp_ms"] = result.store_timestamp_ms
+        if (
+            self.half_stored(properties.get(PropertyName.UNIQUE_KEY), physical_offset)
+            and not fields
+            and _DELAY not in properties
+            and _CHECK_TIMES not in properties
+            and all(properties.values())
+            and size <= _REMEMBERED_SIZE
+        ):
             recent = self._recent
-            recent[result.physical_offset] = _Recent(result.queue_offset, half, queue_id, fields)
+            recent[physical_offset] = _new(_Recent, (queue_offset, half, queue_id, now_ms))
             if len(recent) > _REMEMBERED:
-                del recent[next(iter(recent))]
+                _drop_oldest(recent)
         return result
 
     def half_stored(self, unique_key: str | None, physical_offset: int) -> bool:
@@ -279,18 +292,23 @@ class Transactions:
 
     def _write_recent(self, physical_offset: int, recent: _Recent) -> AppendResult:
         """Return the final message of a half that need not be read again."""
-        half, fields = recent.half, recent.fields
+        _, half, queue_id, born_timestamp_ms = recent
         properties = half.properties
-        fields["sys_flag"] = fields.get("sys_flag", 0) | record.TRANSACTION_COMMIT
-        fields["prepared_transaction_offset"] = physical_offset
-        half.topic = properties[PropertyName.REAL_TOPIC]
+        half.topic = topic = properties[_REAL_TOPIC]
         try:
-            result = self._store.append(half, recent.queue_id, **fields, wait=False)
+            result = self._store.append(
+                half,
+                queue_id,
+                born_timestamp_ms=born_timestamp_ms,
+                sys_flag=record.TRANSACTION_COMMIT,
+                prepared_transaction_offset=physical_offset,
+                wait=False,
+            )
         except MessageIllegalError as error:
             raise TransactionRefusedError(_MESSAGE_ILLEGAL, str(error)) from None
         # Until its op message is written, this keeps the half from counting as one that was only prepared.
         self._without_op.add(physical_offset)
-        self._delivered(FinalMessage(half.topic, recent.queue_id, properties, result))
+        self._delivered(_new(FinalMessage, (topic, queue_id, properties, result)))
         return result
 
     def _half(self, physical_offset: int, queue_offset: int, group: str) -> StoredMessage:
@@ -444,10 +462,16 @@ class Transactions:
         self._ended.mark_ended(queue_offset, result.queue_offset)
 
 
+def _drop_oldest(entries: dict[Any, Any]) -> None:
+    """Drop the first eighth of a dict: one by one takes long, because each search passes the places of those before."""
+    for key in list(islice(entries, len(entries) >> 3)):
+        del entries[key]
+
+
 class _RepeatedHalves:
     """The latest unique ids that several halves share: a producer that got no answer sends its half again.
 
-    Thread-safe. It keeps the latest 32,768 ids; at its first half it reads the ids of the 4,096 halves before.
+    Thread-safe. Above 32,768 ids the oldest go. At its first half it reads the ids of the 4,096 halves before.
     """
 
     def __init__(self, store: MessageStore) -> None:
@@ -469,7 +493,7 @@ class _RepeatedHalves:
             if unique_key not in places:
                 places[unique_key] = physical_offset
                 if len(places) > _IDS:
-                    del places[next(iter(places))]
+                    _drop_oldest(places)
                 return None
             repeated = places.pop(unique_key)
             places[unique_key] = None

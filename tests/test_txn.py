@@ -184,6 +184,13 @@ def test_an_op_has_the_form_of_5_only_in_its_store(desk: Desk, files_of_5: tuple
     assert later.check() == []
 
 
+def test_of_many_open_halves_each_can_be_committed(desk: Desk) -> None:
+    halves = [desk.prepare(number) for number in range(1200)]
+    for half in halves:
+        desk.commit(half)
+    assert desk.bodies() == [b"%d" % number for number in range(1200)]
+
+
 def test_rollback_writes_only_an_op(desk: Desk) -> None:
     desk.rollback(desk.prepare())
     assert [message.topic for message in desk.store] == [SystemTopic.HALF, SystemTopic.OP]
