@@ -176,7 +176,9 @@ def _works() -> Iterator[tuple[str, Work, Target]]:
                 work = Work("librmq", concurrency, prefetch, late, is_peer=True)
                 yield f"{words}, another process owns", work, Target(1.5)
     for pool in ("threads", "gevent"):
-        yield f"-P {pool}, -c 2, prefetch 4, late", Work("librmq", 2, 4, True, pool), Target(1.5)
+        words, work = f"-P {pool}, -c 2, prefetch 4, late", Work("librmq", 2, 4, True, pool)
+        yield words, work, Target(1.5)
+        yield f"{words}, another process owns", work._replace(is_peer=True), Target(1.5)
 
 
 def _cases() -> Iterator[Case]:

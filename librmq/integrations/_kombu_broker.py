@@ -52,7 +52,8 @@ _SAVE_S: Final = 0.2
 """Between two saves of what is acknowledged."""
 _LONGEST_DELAY: Final = timedelta(days=3)
 """What the timer of a store takes by default; for longer ones the worker waits for the rest."""
-_MAX_PRIORITY: Final = 9
+_MAX_PRIORITY: Final = 10
+"""What Celery's pages recommend; each priority costs a queue of the topic."""
 _NO_LIMIT: Final = (1 << 31) - 1
 
 
@@ -110,6 +111,12 @@ class KombuBroker:
 
     def declare(self, queue: str, arguments: dict[str, Any], *, auto_delete: bool = False) -> None:
         """Make a queue's topic, and note its arguments."""
+        priorities = arguments.get("x-max-priority")
+        if priorities is not None and (type(priorities) is not int or not 0 <= priorities <= _MAX_PRIORITY):
+            raise ChannelError(
+                f"queue {queue!r}: x-max-priority: expected a whole number from 0 to {_MAX_PRIORITY}, "
+                f"found {priorities!r:.80}"
+            )
         with ExitStack() as held:
             if isinstance(self.bindings, FolderBindings):
                 is_temporary = auto_delete or "x-expires" in arguments
@@ -117,7 +124,7 @@ class KombuBroker:
                     held.callback(os.close, self.bindings.hold(queue))
                 self._make(self.bindings, queue, arguments, is_temporary=is_temporary)
                 return
-            if "x-max-priority" in arguments:
+            if priorities is not None:
                 raise ChannelError(
                     f"queue {queue!r}: x-max-priority: a cluster's messages have no priorities: leave it out"
                 )
@@ -154,7 +161,7 @@ class KombuBroker:
 
     def _create_topic(self, topic: str, priorities: int | None) -> None:
         """Create a topic of the store unless it exists, and let its group start at the beginning."""
-        queues = 1 if priorities is None else 1 + max(1, min(priorities, _MAX_PRIORITY))
+        queues = 1 if priorities is None else 1 + priorities
         former = len(self.route.queues(topic))
         if former < queues:
             self.route.create_topic(topic, queues, message_type=None if priorities is None else "PRIORITY")

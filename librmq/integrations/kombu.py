@@ -193,6 +193,12 @@ class Channel(virtual.Channel):
         if isinstance(bindings, FolderBindings) and is_temporary and queue not in self._held:
             self._held[queue] = bindings.hold(queue)
         super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
+        self.signal_room()
+
+    def basic_qos(self, prefetch_size: int = 0, prefetch_count: int = 0, apply_global: bool = False) -> None:
+        """Change how many messages the channel takes."""
+        super().basic_qos(prefetch_size, prefetch_count, apply_global)
+        self.signal_room()
 
     def basic_cancel(self, consumer_tag: str) -> None:
         """End a consumer; its messages in flight stay with the channel."""
@@ -287,6 +293,8 @@ class _Signal:
         self._lock = Lock()
         self._is_open = True
         self.hub_thread = threading.get_ident()
+        self.is_due = True
+        """Whether the hub's next turn looks for messages."""
         self.leave_loop: Callable[[], None]
 
     def set(self) -> None:
@@ -469,6 +477,10 @@ class Transport(virtual.Transport):
         queues = [queue for channel, _ in ready for queue in channel.queues]
         return ([], 0) if self._quiet.issuperset(queues) else (queues, min(room for _, room in ready))
 
+    def _is_half_free(self) -> bool:
+        """Return whether the channels have room for half of the messages that they take."""
+        return all(2 * channel.room() >= channel.qos.prefetch_count for channel in self.channels)
+
     def _deliver_arrived(self) -> int:
         delivered = 0
         while True:
@@ -490,24 +502,37 @@ class Transport(virtual.Transport):
 
         def woken() -> None:
             signal.clear()
-            self._quiet.clear()
+            self._look_again()
             self._take()
 
-        def turn() -> None:
-            nonlocal is_turning
-            signal.hub_thread = threading.get_ident()
-            if is_turning or not self._take():
-                return
+        def others() -> None:
             # The turns of a hub have no order, and a worker's pool passes its tasks on in its turn. The turn of another
             # connection comes back here.
+            nonlocal is_turning
             is_turning = True
             try:
                 for other in loop.on_tick - {turn}:
                     other()
             finally:
                 is_turning = False
-            if self._wanted()[0]:
-                signal.set()
+
+        def turn() -> None:
+            signal.hub_thread = threading.get_ident()
+            if is_turning or not signal.is_due:
+                return
+            if not self._is_half_free():
+                others()
+                if None in loop.writers.values():
+                    # The pool has a task for a process that is idle. The acknowledgements and the room of several tasks
+                    # then take one request.
+                    signal.is_due = False
+                    return
+            delivered = self._take()
+            signal.is_due = False
+            if delivered:
+                others()
+                if self._wanted()[0]:
+                    signal.set()
 
         def leave() -> None:
             loop.on_tick.discard(turn)
@@ -518,7 +543,13 @@ class Transport(virtual.Transport):
         loop.add_reader(signal.reader, woken)
         loop.on_tick.add(turn)
         # An idle hub turns once a second, so that its worker looks whether it is to stop.
-        idle = loop.call_repeatedly(_LONGEST_WAIT_S, self._quiet.clear)
+        idle = loop.call_repeatedly(_LONGEST_WAIT_S, self._look_again)
+
+    def _look_again(self) -> None:
+        """Let the hub's next turn look at all queues."""
+        self._quiet.clear()
+        if self._signal is not None:
+            self._signal.is_due = True
 
     @property
     def is_receiving(self) -> bool:
@@ -529,8 +560,10 @@ class Transport(virtual.Transport):
         """Let callers that wait look again; ``but_hub`` leaves out the hub's thread, which looks. Thread-safe."""
         self._changed.set()
         signal = self._signal
-        if signal is not None and not (but_hub and signal.hub_thread == threading.get_ident()):
-            signal.set()
+        if signal is not None:
+            signal.is_due = True
+            if not (but_hub and signal.hub_thread == threading.get_ident()):
+                signal.set()
 
     def close_connection(self, connection: Any) -> None:
         """Give back what is in flight, and close the broker if no other connection of the process uses it."""

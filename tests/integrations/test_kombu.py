@@ -217,7 +217,8 @@ def test_an_acknowledgement_and_a_message_wake_the_hub(connect: Connect) -> None
     assert {first, second} == {"first", "second"}
 
 
-def test_a_pool_has_its_turn_after_each_message_before_the_hub_waits(share: Connect) -> None:
+@pytest.mark.parametrize("prefetch", [2, 5])
+def test_a_pool_has_its_turn_after_each_message_before_the_hub_waits(share: Connect, prefetch: int) -> None:
     """A pool passes its tasks to its processes in a turn of the hub, whose turns have no order."""
     taken: list[Any] = []
     passed: list[Any] = []
@@ -225,7 +226,7 @@ def test_a_pool_has_its_turn_after_each_message_before_the_hub_waits(share: Conn
     with (
         closing(Hub()) as hub,
         share() as connection,
-        kombu.Consumer(connection, [queue], on_message=taken.append, prefetch_count=2),
+        kombu.Consumer(connection, [queue], on_message=taken.append, prefetch_count=prefetch),
     ):
         send(connection, queue, *messages)
         for _ in range(4):  # some have their turn before the one of the transport, and some after it
@@ -239,7 +240,7 @@ def test_a_pool_has_its_turn_after_each_message_before_the_hub_waits(share: Conn
                 acknowledged = next((message for message in passed if not message.acknowledged), None)
                 if acknowledged is not None:
                     acknowledged.ack()  # as what a process of the pool says lets a worker do, in the hub's thread
-            assert len(taken) - sum(message.acknowledged for message in taken) <= 2
+            assert len(taken) - sum(message.acknowledged for message in taken) <= prefetch
             return poll(0)
 
         hub.poller.poll = look_and_poll
@@ -249,6 +250,43 @@ def test_a_pool_has_its_turn_after_each_message_before_the_hub_waits(share: Conn
             turns += 1
         assert [message.payload for message in passed] == messages
         assert turns <= len(messages) + 3, "each acknowledgement brings the next message in the same turn"
+
+
+def test_one_receive_fills_the_room_of_several_tasks(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the pool has tasks for its process, which is idle: the hub waits until it can write one."""
+    receive = Mock(side_effect=librmq.SimpleConsumer.receive_or_notify)
+    monkeypatch.setattr(librmq.SimpleConsumer, "receive_or_notify", lambda *words, **more: receive(*words, **more))
+    waiting: list[Any] = []
+    done: list[Any] = []
+    queue, messages = kombu.Queue("tasks", routing_key="tasks"), list(range(16))
+    reader, writer = os.pipe()
+    with (
+        closing(Hub()) as hub,
+        share() as connection,
+        kombu.Consumer(connection, [queue], on_message=waiting.append, prefetch_count=4),
+    ):
+
+        def turn() -> None:
+            if waiting:
+                hub.add(writer, None, hub.WRITE | hub.ERR, consolidate=True)
+            else:
+                hub.remove_writer(writer)
+
+        def end_one(_: list[int]) -> None:
+            assert len(waiting) <= 4
+            done.append(waiting.pop(0))
+            done[-1].ack()
+
+        hub.on_tick.add(turn)
+        hub.consolidate_callback = end_one
+        send(connection, queue, *messages)
+        connection.register_with_event_loop(hub)
+        while len(done) < len(messages):
+            hub.run_once()
+        os.close(reader)
+        os.close(writer)
+    assert [message.payload for message in done] == messages
+    assert receive.call_count <= len(messages) // 2 + 1, "each brings two, and the last one nothing"
 
 
 @pytest.mark.parametrize("ends", ["closes", "is busy", "goes on"])
@@ -540,11 +578,18 @@ def test_messages_expire_by_their_queue(share: Connect) -> None:
 
 
 def test_the_highest_priority_first(share: Connect) -> None:
-    queue = kombu.Queue("tasks", routing_key="tasks", max_priority=9)
+    queue = kombu.Queue("tasks", routing_key="tasks", max_priority=10)
     with share() as connection:
-        for priority in (3, 9, 0, 6):
+        for priority in (3, 9, 0, 10, 6):
             send(connection, queue, priority, priority=priority)
-        assert drain(connection, queue, 4) == [9, 6, 3, 0]
+        assert drain(connection, queue, 5) == [10, 9, 6, 3, 0]
+
+
+@pytest.mark.parametrize("priorities", [255, 11, -1, "10", True])
+def test_other_numbers_of_priorities_are_refused(share: Connect, priorities: Any) -> None:
+    queue = kombu.Queue("tasks", queue_arguments={"x-max-priority": priorities})
+    with share() as connection, pytest.raises(ChannelError, match="whole number from 0 to 10, found"):
+        queue(connection.channel()).declare()
 
 
 def test_what_a_cluster_can_not_is_refused(tmp_path: Path) -> None:
