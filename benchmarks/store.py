@@ -27,7 +27,7 @@ from benchmarks.peers import TAG, TOPIC, Load, make_load
 from librmq.consumequeue import ENTRY_SIZE, ConsumeQueue
 from librmq.message.message import Message
 from librmq.store import GetStatus, MessageStore
-from librmq.store.engine.read import _candidates
+from librmq.store.engine.read import matching_entries
 
 PULL: Final = 32
 BATCH: Final = 256
@@ -234,7 +234,7 @@ def select(tags: Any, _: Path, *, places_of: Callable[[Any, bytes], list[int]]) 
 
 def places_in_array(tags: Any, raw: bytes) -> list[int]:
     """Find entries by the code of a read with a filter, before it reads a message."""
-    return _candidates(tags.queue, raw, tags.matching)
+    return matching_entries(tags.queue, raw, tags.matching)
 
 
 def places_in_loop(tags: Any, raw: bytes) -> list[int]:

@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = [
-    "Clock", "ManualClock", "SystemClock",
-    "moves_by_itself", "seconds_until", "wait_async", "was_set_back",
-]  # fmt: skip
+__all__ = ["Clock", "ManualClock", "SystemClock", "moves_by_itself"]
 
 _LONGEST_WAIT_S: Final = 0.5
 """After this time of sleep the clock is read again."""

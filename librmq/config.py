@@ -37,20 +37,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar, Union, cast, g
 
 from librmq.errors import ConfigError
 
-__all__ = [
-    "Between",
-    "Config",
-    "Seconds",
-    "StoreConfig",
-    "check_kind",
-    "check_now",
-    "check_path",
-    "nearest",
-    "parse_hours",
-    "suggest",
-    "to_seconds",
-    "to_timestamp_ms",
-]
+__all__ = ["Between", "Config", "Seconds", "StoreConfig"]
 
 ENTRY_SIZE: Final = 20  # bytes of an entry of a consume queue
 KIB: Final = 1024

@@ -25,15 +25,7 @@ from librmq.files import DiskFiles, Files
 from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.runtime.closing import Closing
 
-__all__ = [
-    "EXT_FILE_SIZE",
-    "LAST_EXT_ADDRESS",
-    "ConsumeQueueExt",
-    "ExtUnit",
-    "check_bitmap",
-    "is_ext_address",
-    "pack_unit",
-]
+__all__ = ["EXT_FILE_SIZE", "LAST_EXT_ADDRESS", "ConsumeQueueExt", "ExtUnit", "is_ext_address"]
 
 EXT_FILE_SIZE: Final = 48 << 20
 

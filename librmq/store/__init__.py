@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from librmq.store.engine._append import AppendFields as AppendFields
     from librmq.store.engine._append import AppendResult as AppendResult
     from librmq.store.engine._durability import Acknowledgement as Acknowledgement
-    from librmq.store.engine._message_filters import ByPredicate as ByPredicate
     from librmq.store.engine._message_filters import BySql as BySql
     from librmq.store.engine._message_filters import ByTags as ByTags
-    from librmq.store.engine._message_filters import message_filter as message_filter
     from librmq.store.engine.read import GetStatus as GetStatus
     from librmq.store.engine.read import MessageFilter as MessageFilter
     from librmq.store.engine.read import ReadResult as ReadResult
@@ -48,7 +46,7 @@ else:
             "librmq.store._condition": ("Condition", "Wholeness"),
             "librmq.store.engine._append": ("AppendFields", "AppendResult"),
             "librmq.store.engine._durability": ("Acknowledgement",),
-            "librmq.store.engine._message_filters": ("ByPredicate", "BySql", "ByTags", "message_filter"),
+            "librmq.store.engine._message_filters": ("BySql", "ByTags"),
             "librmq.store.engine.read": ("GetStatus", "MessageFilter", "ReadResult"),
             "librmq.store.extraction": ("Extracted", "Rescued", "extract", "rescue"),
             "librmq.store.format._checkpoint": ("Checkpoint",),

@@ -27,14 +27,14 @@ class ByTags:
         self._filter = filter_
         self._exact = exact and not filter_.takes_all
         self._codes = np.array(sorted(filter_.codes), np.int32)
-        self.packed_codes: bytes | None = None if filter_.takes_all else self._codes.tobytes()
-        """The only codes of matching entries, for the compiled core; None if all match."""
+        # The only codes of matching entries, for the compiled core; None if all match.
+        self._packed_codes: bytes | None = None if filter_.takes_all else self._codes.tobytes()
 
     def match_entries(
         self, tags_codes: npt.NDArray[np.int64], units: Sequence[ExtUnit | None] | None
     ) -> npt.NDArray[np.bool_]:
         """Return which entries can match, by the hashes of their tags."""
-        if self.packed_codes is None:
+        if self._packed_codes is None:
             return np.ones(len(tags_codes), np.bool_)
         codes = tags_codes.astype(np.int32)  # 4.9 compares 32 bits, of delivery times too
         return codes == self._codes if len(self._codes) == 1 else np.isin(codes, self._codes)

@@ -16,6 +16,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from operator import add
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -178,7 +179,7 @@ def read_queue(
         places, sizes = places_and_sizes(raw)
         candidates: Sequence[int] = range(len(places))
     else:
-        candidates = _candidates(queue, raw, matching)
+        candidates = matching_entries(queue, raw, matching)
         if not candidates:  # the lists would take most of the time
             result.next_offset += len(raw) // ENTRY_SIZE
             return result
@@ -211,7 +212,7 @@ def _read_all(
     if on_disk and log_end - _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)[0] <= transfer.memory:
         return None  # messages in memory have other limits
     max_count, max_bytes = transfer.most[on_disk]
-    batch = _records_from(log, raw_entries, begin, max_count, max_bytes, joined)
+    batch = records_of(log, raw_entries, max_count, max_bytes, joined)
     if batch is None:
         return None
     messages, total = batch
@@ -225,22 +226,13 @@ def records_of(
 
     Return None unless they are in one file of the log, in order, with the usual magic and the sizes in the entries.
     """
-    return _records_from(log, raw_entries, _PLACE.unpack_from(raw_entries)[0], max_count, max_bytes, joined)
-
-
-def _records_from(
-    log: CommitLog, raw_entries: bytes, begin: int, max_count: int, max_bytes: int, joined: bool
-) -> tuple[Sequence[StoredMessage], int] | None:
-    """Do what `records_of` says, for entries of which the first leads to ``begin``."""
+    (begin,), (last,) = _PLACE.unpack_from(raw_entries), _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)
     file_size, sequence = log.file_size, log.sequence
     start = begin - begin % file_size
     file = sequence.mapped.get(start) or sequence.file_at(start)
     if file is None:
         return None
-    limit = log.end
-    if limit > start + file_size:
-        limit = start + file_size
-    (last,) = _PLACE.unpack_from(raw_entries, len(raw_entries) - ENTRY_SIZE)
+    limit = min(log.end, start + file_size)
     log.note_looks(begin, last, len(raw_entries) // ENTRY_SIZE)
     if _pull is not None:
         batch: Any = _pull(raw_entries, file.buffer, start, limit, max_count, max_bytes, joined)
@@ -259,30 +251,25 @@ def _cut_out(
 
     ``buffer`` is the file of the log that begins at ``start``; its records end at ``limit``.
     """
-    places, sizes = places_and_sizes(raw_entries)
-    if len(places) > max_count:
-        del places[max_count:], sizes[max_count:]
-    total = sum(sizes)
-    while total > max_bytes and len(sizes) > 1:
-        total -= sizes.pop()
-        places.pop()
-    if places != sorted(places) or len(set(places)) < len(places):
+    places, sizes = places_and_sizes(raw_entries[: max_count * ENTRY_SIZE])
+    total, count = sum(sizes), len(sizes)
+    while total > max_bytes and count > 1:
+        count -= 1
+        total -= sizes[count]
+    places, sizes = places[:count], sizes[:count]
+    if [*places] != sorted(places) or len({*places}) < count:
         return None
     if places[-1] + total > limit < max(map(add, places, sizes)):
         return None
-    new = StoredMessage.__new__
-    messages = []
+    messages = [*map(StoredMessage.__new__, repeat(StoredMessage, count))]
     before, head = 0, _head(0)  # no record begins with this
-    for physical_offset, size in zip(places, sizes):  # noqa: B905 of one length, and quicker so
+    for message, physical_offset, size in zip(messages, places, sizes):  # noqa: B905 of one length, and quicker so
         if size != before:  # messages of a queue often have one size
             before, head = size, _head(size)
         at = physical_offset - start
-        raw = buffer[at : at + size]
+        message.raw = raw = buffer[at : at + size]
         if not raw.startswith(head):
             return None
-        message = new(StoredMessage)
-        message.raw = raw
-        messages.append(message)
     return messages, total
 
 
@@ -363,7 +350,7 @@ def _read_batches(
     result = ReadResult(GetStatus.NO_MATCHED_MESSAGE, [], queue_offset, low, high)
     raw = queue.read(queue_offset, max(max_messages, 1))
     count = len(raw) // ENTRY_SIZE
-    candidates = set(range(count) if matching is None else _candidates(queue, raw, matching))
+    candidates = set(range(count) if matching is None else matching_entries(queue, raw, matching))
     messages, last = list[StoredMessage](), -1
     result.messages = messages
     for number, (physical_offset, size, _) in enumerate(ENTRY.iter_unpack(raw)):
@@ -405,9 +392,9 @@ def _first_above(sizes: Sequence[int], room: int) -> int:
     return next(at for at, size in enumerate(sizes) if size > room)
 
 
-def _candidates(queue: ConsumeQueue, raw: bytes, matching: MessageFilter) -> list[int]:
+def matching_entries(queue: ConsumeQueue, raw: bytes, matching: MessageFilter) -> list[int]:
     """Return the numbers of the entries that can match."""
-    wanted: bytes | None = getattr(matching, "packed_codes", None)
+    wanted: bytes | None = getattr(matching, "_packed_codes", None)
     if _with_codes is not None and wanted is not None:
         with_codes: list[int] | None = _with_codes(raw, wanted)
         if with_codes is not None:
