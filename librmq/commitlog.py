@@ -40,8 +40,6 @@ _FIRST_PAGES: Final = 64 << 10
 """Bytes of a new file that are prepared for the producer that begins it."""
 _MAX_TOUCHED: Final = 32 << 20
 _PAGED: Final = 256 << 10
-_MAX_PAGED: Final = 16 << 20
-"""Bytes ahead up to which pages are prepared one by one: the store writes at most some 16 MiB a second."""
 _WORTH_UNMAPPING: Final = 1 << 20
 """Number of bytes to flush from which it is faster to unmap their pages first."""
 
@@ -373,20 +371,20 @@ class CommitLog(LogReader, Closing):
         A thread beside the producers calls this, so that they do not wait for the device or for first touches.
         """
         sequence, end = self._sequence, self.end
-        start = sequence.start_of(end)
-        if start is None:
+        if sequence.start_of(end) is None:
             return
+        ready_end = min(end + ahead, end + 2 * self.file_size)
         # During a part no thread of the process gets new memory, and perhaps none this core. After each, however, this
-        # thread waits for the interpreter of a busy producer, so where much is written the parts are large.
-        part = _PAGED if ahead <= _MAX_PAGED else _MAX_TOUCHED
-        at, ready_end = max(end, self._prepared), min(end + ahead, end + 2 * self.file_size)
-        while at < ready_end:
-            start = at - at % self.file_size
+        # thread waits for the interpreter of a busy producer, which therefore needs large parts.
+        part = _PAGED if end - max(self._prepared, self._flushed) < _PAGED else _MAX_TOUCHED
+        while (at := max(self.end, self._prepared)) < ready_end:
+            start, written = at - at % self.file_size, self.end
             if start not in sequence.starts and not self._make(start):
                 return
             step = min(ready_end, at + part, start + self.file_size)
             sequence.touch(start, at - start, step - start)
-            at = self._prepared = step
+            self._prepared = step
+            part = _PAGED if self.end - written < _PAGED else _MAX_TOUCHED
 
     def _make(self, start: int) -> bool:
         """Make the next file unless it exists; return False if ``start`` is not the next."""
