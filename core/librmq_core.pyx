@@ -109,7 +109,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 12
+API = 13
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -495,7 +495,7 @@ cdef struct Fields:
 cdef class AppendState:
     """What appends need of an `Appender`, which inherits from it, and the usual append."""
 
-    cdef public bint accepts, is_usual
+    cdef public bint accepts, is_sync
     cdef public object parts, _host, lock, message_class, result_class, now_ms, system_now_ms, manual_now_ms
     cdef public object is_locked
     cdef public AlarmState _housekeeping
@@ -511,13 +511,13 @@ cdef class AppendState:
 
     def append_batch_usual(self, messages, queue_id=0, *, wait=True, **fields):
         """Append a usual batch here, any other by `Appender.append_batch`."""
-        if self.is_usual and type(messages) is list and not fields:
+        if type(messages) is list and not fields:
             results = _append_batch(self, messages, queue_id)
             if results is not None:
                 if PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
                     self.write_due()
                 last = results[len(results) - 1]
-                if last[0] + last[1] >= self._housekeeping.alarm:
+                if self.is_sync or last[0] + last[1] >= self._housekeeping.alarm:
                     self._acknowledge(last[0] + last[1], wait)
                 return results
         return self.append_batch(messages, queue_id, wait=wait, **fields)
@@ -543,7 +543,7 @@ cdef class AppendState:
         cdef int64_t end = 0
         cdef Fields fields
         if (
-            self.is_usual and properties_raw is None and (store_host is None or store_host == self._host)
+            properties_raw is None and (store_host is None or store_host == self._host)
             and usual_fields(
                 self, &fields, born_timestamp_ms, born_host, sys_flag, reconsume_times, prepared_transaction_offset
             )
@@ -554,7 +554,7 @@ cdef class AppendState:
                 end = 0
                 result = _append(self, message, queue_id, &fields, &end, True)  # Python code ran, so all is looked at again
             if result is not None:
-                if end >= self._housekeeping.alarm:
+                if self.is_sync or end >= self._housekeeping.alarm:
                     self._acknowledge(end, wait)
                 return result
         return self.append(

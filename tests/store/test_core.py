@@ -494,6 +494,21 @@ def test_usual_batches_are_compiled(tmp_path: Path) -> None:
         assert store.queues["T", 0].max_offset == 10_000
 
 
+@needs_core
+def test_appends_that_wait_for_the_device_are_compiled() -> None:
+    config = StoreConfig.tiny(durability="sync")
+    with MessageStore.open("/store", config, files=MemoryFiles(), background=False) as store:
+        store.append(Message("T", b"x"))
+        before = CORE.counts()["append"]
+        for append in (store.append, lambda message: store.append_batch([message])):
+            append(Message("T", b"x"))
+            assert store.appender.flushed == store.log.end
+        flushed = store.appender.flushed
+        store.append(Message("T", b"x"), wait=False)
+        assert store.appender.flushed == flushed < store.log.end
+        assert CORE.counts()["append"] - before == 3
+
+
 FIELDS = st.fixed_dictionaries(
     {},
     optional={

@@ -169,8 +169,7 @@ class Appender(AppendState):
         self._last_host: tuple[Host | bytes, bytes] = self._host, self._host
         self._max_body_size = config.max_message_size
         self._compress_from = config.compress_from or sys.maxsize
-        self._sync = config.durability == "sync"
-        self.is_usual: bool = not self._sync
+        self.is_sync: bool = config.durability == "sync"
 
     def use_parts(self, parts: Parts, commit: GroupCommit, housekeeping: Housekeeping) -> None:
         """Write to these parts from now on."""
@@ -363,7 +362,7 @@ class Appender(AppendState):
             raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
         # Wait for the flush without the lock, so that messages appended meanwhile share it.
         end = physical_offset + size
-        if self._sync or end >= self._housekeeping.alarm:
+        if self.is_sync or end >= self._housekeeping.alarm:
             self._acknowledge(end, wait)
         return _new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at))
 
@@ -533,7 +532,7 @@ class Appender(AppendState):
 
     def _acknowledge(self, end: int, wait: bool) -> None:
         """Wait for the device if the caller wants that; otherwise, and at the alarm, wake the thread that flushes."""
-        wait = wait and self._sync
+        wait = wait and self.is_sync
         if not wait or end >= self._housekeeping.alarm:
             self._wake()
         if end >= self._housekeeping.watched:
@@ -548,7 +547,7 @@ class Appender(AppendState):
 
     def finish_append(self, end: int, wait: bool = True) -> None:
         """Do for records up to ``end`` what `append` does inline: wait for the device, wake threads."""
-        if self._sync or end >= self._housekeeping.alarm:
+        if self.is_sync or end >= self._housekeeping.alarm:
             self._acknowledge(end, wait)
 
     def watch_log(self, physical_offset: int, appended: Callable[[], None]) -> None:

@@ -250,7 +250,7 @@ class SharedAppends:
     def _is_unflushed(self) -> bool:
         """Return whether senders of peers wait for a flush."""
         flushed = self._page.numbers[page_format.FLUSHED]
-        return not self._appender.is_usual and 0 <= flushed < self._adopted_end
+        return self._appender.is_sync and 0 <= flushed < self._adopted_end
 
     def _flush(self) -> None:
         """Flush with the next group what peers have written, and let their senders know."""
