@@ -158,6 +158,17 @@ def test_only_an_empty_file_is_here(shell: Shell, whole: Path) -> None:
     assert shell("count", path, "--log-path", shell.folder / "b").rows[0]["messages"] == MESSAGES
 
 
+def test_a_recovery_without_any_record_survives_a_kill(shell: Shell, whole: Path) -> None:
+    path = spread(whole, shell.folder / "s", here=6, of=7, into=shell.folder / "b")
+    (path / "commitlog" / f"{6 * SIZE:020}").write_bytes(bytes(SIZE))
+    with MessageStore.open(path, thorough=True, background=False) as store:
+        assert store.verify().sound
+        killed = shutil.copytree(path, shell.folder / "killed")
+    assert verify(killed).sound
+    with MessageStore.open(killed, background=False) as store:
+        assert store.append(Message("T", b"after")).queue_offset == store.queues["T", 0].max_offset - 1
+
+
 def test_copies_and_older_files_are_no_paths(shell: Shell, whole: Path) -> None:
     path = shutil.copytree(whole, shell.folder / "s")
     shutil.copytree(path / "commitlog", path / "commitlog.bak")

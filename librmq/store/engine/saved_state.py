@@ -291,10 +291,10 @@ def missing_first_files(
 def lacks_all_records(path: str, files: Files, log: CommitLog) -> str | None:
     """Return what is wrong with a log whose files have no record, if queues have entries before it; else None.
 
-    Retention, a broker's too, keeps the file of the last message.
+    Retention, a broker's too, keeps the file of the last message. A recovery that went on without any is noted.
     """
-    begin = log.begin
-    if not begin or log.end > begin:
+    begin, closed = log.begin, read_closed_state(path, files)
+    if not begin or log.end > begin or (closed is not None and closed.log_end == begin):
         return None
     for name in directory.list_queues(path, files):
         folder = directory.queue_folder(path, *name)

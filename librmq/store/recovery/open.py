@@ -45,6 +45,7 @@ from librmq.store.engine.saved_state import (
     read_closed_state,
     take_mark,
     withdraw_closed_state,
+    write_closed_state,
 )
 from librmq.store.engine.store_parts import PartFiles, Parts, QueueName, QueueTable
 from librmq.store.format import directory
@@ -427,6 +428,8 @@ class _Opening:
             ]
         else:
             withdraw_closed_state(path, files, log)
+            if mode.is_thorough and log.begin and log.end == log.begin:  # the next opening would refuse it otherwise
+                write_closed_state(path, files, log, parts.queues, parts.index)
 
 
 def describe_recovery(path: str, log_end: int, damages: Sequence[Damage], took_ms: int, why_whole: str = "") -> str:
