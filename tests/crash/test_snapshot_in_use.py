@@ -146,7 +146,8 @@ class Load:
     """A producer and a consumer in separate threads; the consumer refuses some messages once."""
 
     def __init__(self, folder: Path) -> None:
-        self.broker = Broker.open(folder, store_config=CONFIG)
+        patient = BrokerConfig(busy_after_s=60, longest_wait_s=60)  # the machine may be busy
+        self.broker = Broker.open(folder, patient, store_config=CONFIG)
         self.lock, self.seen, self.acknowledged = Lock(), set[bytes](), set[bytes]()
         self._over = threading.Event()
         self._consumer = PushConsumer(self.broker, "g")
