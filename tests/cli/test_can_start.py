@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from librmq import Broker, ManualClock, ManualRunner, Message, MessageStore, RmqError, StoreConfig
+from tests.budget import many
 from tests.cli.stand import Shell, errors_of, files_of
 from tests.cli.test_damage_by_command import DAMAGES, by_broker, sound
 from tests.reference import COMPACT, existing, unpack
@@ -249,6 +250,7 @@ def test_large_logs_are_judged_without_a_trial(shell: Shell, closed: bool) -> No
     assert row["librmq"] == ("starts" if closed else "refuses")
 
 
+@many
 @pytest.mark.parametrize("name", DAMAGES)
 def test_the_verdict_about_librmq_is_what_an_opening_does(shell: Shell, sound: Path, name: str) -> None:
     path = shutil.copytree(sound, shell.folder / "s")

@@ -33,7 +33,7 @@ from librmq.message.record import (
     body_checksum,
     encode_record,
 )
-from tests.budget import examples
+from tests.budget import examples, many
 
 FILE_SIZE = 1024
 Row = dict[str, Any]
@@ -270,6 +270,7 @@ def test_any_change_is_reported_or_leaves_the_rest(log: Log, at: int, written: b
     assert all_rows[: len(rows)] == rows
 
 
+@many
 @pytest.mark.parametrize("first", [0, 5])
 @pytest.mark.parametrize("number", [0, 1, 9])
 @pytest.mark.parametrize("wrong", [-1, -(1 << 63), 1 - (1 << 63), 1 << 58, 1 << 62, (1 << 63) - 1])

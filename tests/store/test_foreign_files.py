@@ -205,6 +205,7 @@ def run_refused(*words: str) -> None:
         raise CorruptionError("command", 0, "name", f"a symbolic link: status {status}")
 
 
+@many
 @pytest.mark.platform
 @pytest.mark.skipif(os.name == "nt", reason="making a link needs a right")
 @pytest.mark.parametrize("part", ["commitlog", "consumequeue", "index", "config", "librmq"])
@@ -232,10 +233,11 @@ DEEP = (
 )
 
 
+@many
 @pytest.mark.platform
 @pytest.mark.skipif(os.name == "nt", reason="making a link needs a right")
-@pytest.mark.parametrize("part", DEEP)
 @pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("part", DEEP)
 def test_a_link_deep_in_the_store_is_refused_before_any_write(
     folder: Path, part: str, writer: str, tmp_path: Path
 ) -> None:
