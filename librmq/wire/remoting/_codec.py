@@ -116,9 +116,9 @@ from librmq.wire.remoting._headers import (
     EndTransactionHeader,
     FoundByKeyHeader,
     NewReceiptHeader,
+    OffsetHeader,
     PulledHeader,
     PullHeader,
-    QueueOffsetHeader,
     ReceivedHeader,
     ReceiveHeader,
     RequestCode,
@@ -269,7 +269,7 @@ def _read_no_queues(request: CleanUnusedTopics, answer: Frame) -> tuple[tuple[st
 
 
 def _read_offset(request: object, answer: Frame) -> int:
-    return from_fields(QueueOffsetHeader, check(answer).fields).offset
+    return from_fields(OffsetHeader, check(answer).fields).offset
 
 
 def _reply_progress(request: QueryOffset, offset: int | None) -> Reply:
@@ -278,7 +278,7 @@ def _reply_progress(request: QueryOffset, offset: int | None) -> Reply:
             ResponseCode.QUERY_NOT_FOUND,
             f"group {request.group} has no progress in queue {request.queue_id} of {request.topic}",
         )
-    return Reply(QueueOffsetHeader(offset))
+    return Reply(OffsetHeader(offset))
 
 
 def _read_progress(request: QueryOffset, answer: Frame) -> int | None:
@@ -418,7 +418,7 @@ def _read_receipt(request: ChangeInvisible, answer: Frame) -> str:
 
 _NOTHING: Final = _Result(_reply_nothing, _read_nothing)
 _NO_QUEUES: Final = _Result(_reply_nothing, _read_no_queues)
-_OFFSET: Final = _Result(lambda request, queue_offset: Reply(QueueOffsetHeader(queue_offset)), _read_offset)
+_OFFSET: Final = _Result(lambda request, queue_offset: Reply(OffsetHeader(queue_offset)), _read_offset)
 _PROGRESS: Final = _Result(_reply_progress, _read_progress)
 _IDS: Final = _Result(_reply_ids, _read_ids)
 _GROUPS: Final = _Result(_reply_groups, _read_groups)

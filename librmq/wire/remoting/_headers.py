@@ -290,20 +290,17 @@ class GroupQueueHeader:
 
 
 @value
-class GroupProgressHeader:
+class GroupProgressHeader(GroupQueueHeader):
     """A group's progress in a queue."""
 
-    consumer_group: str
-    topic: str
-    queue_id: int
     commit_offset: int
     is_durable: bool | None = None
     """Whether it is on the device before the answer, as a reset is; RocketMQ ignores the field."""
 
 
 @value
-class QueueOffsetHeader:
-    """A queue offset."""
+class OffsetHeader:
+    """A queue offset, or the place of a record."""
 
     offset: int
 
@@ -333,11 +330,9 @@ class QueueOfTopicHeader:
 
 
 @value
-class QueueAtTimeHeader:
+class QueueAtTimeHeader(QueueOfTopicHeader):
     """A queue, and a time in ms."""
 
-    topic: str
-    queue_id: int
     timestamp: int
 
 
@@ -346,13 +341,6 @@ class TimestampHeader:
     """A time in ms."""
 
     timestamp: int
-
-
-@value
-class PhysicalOffsetHeader:
-    """The place of a record."""
-
-    offset: int
 
 
 @value
@@ -553,11 +541,9 @@ class KvKeyHeader:
 
 
 @value
-class KvPairHeader:
+class KvPairHeader(KvKeyHeader):
     """A key in the name server's table, and its value."""
 
-    namespace: str
-    key: str
     value: str
 
 
@@ -688,12 +674,18 @@ class PopHeader:
 
 
 @value
-class PoppedHeader:
-    """The answer; its lists are of a topic's mark, a queue or message, and numbers: see `librmq.wire.remoting._pop`."""
+class PopChangedHeader:
+    """The new receive of a message whose invisible time was changed."""
 
     pop_time: int
     invisible_time: int
     revive_qid: int
+
+
+@value
+class PoppedHeader(PopChangedHeader):
+    """The answer; its lists are of a topic's mark, a queue or message, and numbers: see `librmq.wire.remoting._pop`."""
+
     rest_num: int
     start_offset_info: str | None = None
     msg_offset_info: str | None = None
@@ -735,24 +727,10 @@ class PopAckHeader:
 
 
 @value
-class PopChangeHeader:
+class PopChangeHeader(PopAckHeader):
     """A change of the invisible time of one message, in ms."""
 
-    consumer_group: str
-    topic: str
-    queue_id: int
-    extra_info: str
-    offset: int
     invisible_time: int
-
-
-@value
-class PopChangedHeader:
-    """The new receive of a message whose invisible time was changed."""
-
-    pop_time: int
-    invisible_time: int
-    revive_qid: int
 
 
 @value
@@ -790,16 +768,16 @@ REQUESTS: Final[Mapping[RequestCode, RequestForm]] = {
     RequestCode.SEND_BATCH_MESSAGE: RequestForm(SendHeader, SentHeader, by_letters=True),
     RequestCode.PULL_MESSAGE: RequestForm(PullHeader, PulledHeader),
     RequestCode.QUERY_MESSAGE: RequestForm(QueryByKeyHeader, FoundByKeyHeader),
-    RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(GroupQueueHeader, QueueOffsetHeader),
+    RequestCode.QUERY_CONSUMER_OFFSET: RequestForm(GroupQueueHeader, OffsetHeader),
     RequestCode.UPDATE_CONSUMER_OFFSET: RequestForm(GroupProgressHeader),
     RequestCode.UPDATE_AND_CREATE_TOPIC: RequestForm(CreateTopicHeader),
     RequestCode.UPDATE_BROKER_CONFIG: RequestForm(EmptyHeader, ConfigVersionHeader),
     RequestCode.GET_BROKER_CONFIG: RequestForm(EmptyHeader, ConfigVersionHeader),
-    RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: RequestForm(QueueAtTimeHeader, QueueOffsetHeader),
-    RequestCode.GET_MAX_OFFSET: RequestForm(QueueOfTopicHeader, QueueOffsetHeader),
-    RequestCode.GET_MIN_OFFSET: RequestForm(QueueOfTopicHeader, QueueOffsetHeader),
+    RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: RequestForm(QueueAtTimeHeader, OffsetHeader),
+    RequestCode.GET_MAX_OFFSET: RequestForm(QueueOfTopicHeader, OffsetHeader),
+    RequestCode.GET_MIN_OFFSET: RequestForm(QueueOfTopicHeader, OffsetHeader),
     RequestCode.GET_EARLIEST_MSG_STORETIME: RequestForm(QueueOfTopicHeader, TimestampHeader),
-    RequestCode.VIEW_MESSAGE_BY_ID: RequestForm(PhysicalOffsetHeader),
+    RequestCode.VIEW_MESSAGE_BY_ID: RequestForm(OffsetHeader),
     RequestCode.UNREGISTER_CLIENT: RequestForm(LeavingClientHeader),
     RequestCode.CONSUMER_SEND_MSG_BACK: RequestForm(SendBackHeader),
     RequestCode.END_TRANSACTION: RequestForm(EndTransactionHeader),

@@ -394,7 +394,7 @@ def _with_receipt(part: Received, receipt: Receipt) -> StoredMessage:
     )
 
 
-def _named(header: PopAckHeader | PopChangeHeader) -> tuple[str, str]:
+def _named(header: PopAckHeader) -> tuple[str, str]:
     """Return the topic of a receive, and the receipt."""
     receipt = Receipt.parse(header.extra_info)
     receipt = receipt._replace(queue_id=header.queue_id, queue_offset=header.offset)
