@@ -59,7 +59,7 @@ def test_each_case_is_measured(monkeypatch: pytest.MonkeyPatch, frame: ModuleTyp
         pytest.skip("needs /proc/self/status")
     cases = tried_cases(monkeypatch, name)
     rows, _ = frame.measure(cases, frame.Bench(rounds=1, scratch=tmp_path, scale=0.002, warm_up=0))
-    assert rows or name == "core"
+    assert rows or name in ("core", "django_tasks")  # the tests do without the database backend of django-tasks
     for row in rows:
         assert row.measured > 0 or row.unit in ("MiB", "% of a core"), row
         assert row.limit or row.against not in LIMITS, row
