@@ -7,52 +7,44 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from threading import get_ident
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from librmq.clock import SystemClock
 from librmq.commitlog import CommitLog
-from librmq.config import StoreConfig
-from librmq.errors import StoreError
+from librmq.errors import MessageIllegalError
 from librmq.files import DiskFiles
 from librmq.files.rolling import MappedFileQueue, MappingPool
-from librmq.message import DelayLevels, Message
-from librmq.runtime.compiled_core import AlarmState
+from librmq.message import Message
+from librmq.message import record as record_format
+from librmq.message.ids import Host, encode_host, parse_host
+from librmq.message.properties import encode_properties
 from librmq.store.engine import _append_page as page_format
-from librmq.store.engine._append import Appender, AppendResult
+from librmq.store.engine._append import AppendResult, check_sizes, checked_host_flags, host_bytes
 from librmq.store.engine._append_page import AppendPage, close_page
-from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.format import directory
 
-_RECORD: Final = 512
-"""More than the bytes of a record beside its body, its topic and its properties."""
-_WORST: Final = 4
-"""Bytes of a character."""
+_TWO_HOSTS: Final = 16  # the bytes of two with IPv4 addresses
+_new = tuple.__new__
+_pack_header: Final = {hosts: header.pack for hosts, header in record_format.HEADERS.items()}
+_pack_short: Final = struct.Struct(">H").pack
 
 
-class _NoQueue:
-    """In place of the queue of a lane: the owner writes the entries."""
+class _Unplaced(NamedTuple):
+    """What of a record depends on neither its place nor its time."""
 
-    ext = None
-    max_offset = 0
-
-
-class _NoHousekeeping(AlarmState):
-    """In place of the work of the owner."""
-
-    def __init__(self) -> None:
-        self.alarm = self.watched = sys.maxsize
-
-
-class _Full(StoreError):
-    """The record does not fit into the room that the owner has made."""
-
-
-def _refuse_turn() -> None:
-    raise _Full("expected room that the owner has made")
+    flag: int
+    sys_flag: int
+    born_timestamp_ms: int | None
+    born_at: bytes
+    checksum: int
+    body: bytes
+    raw: bytes
+    """The properties."""
 
 
 class PeerAppender:
@@ -73,32 +65,21 @@ class PeerAppender:
         """Whether senders wait for `reach`."""
         self.held_properties: frozenset[str] = frozenset(settings["held"])
         """Properties of messages that only the owner stores."""
-        config = StoreConfig(
-            max_message_size=settings["max_message_size"],
-            compress_from=settings["compress_from"],
-            store_host=self.store_host,
-        )
-        pool = MappingPool(2)
+        self._host = encode_host(parse_host(self.store_host))
+        self._max_body_size: int = settings["max_message_size"]
+        self._compress_from: int = settings["compress_from"] or sys.maxsize
         self._log = CommitLog(
             MappedFileQueue(
                 os.path.join(path, directory.COMMITLOG),
                 settings["commitlog_file_size"],
                 DiskFiles(),
-                pool,
+                MappingPool(2),
                 writable=True,
             )
         )
-        self._log.check_turn = _refuse_turn
-        self._lanes: dict[tuple[str, int], tuple[int, Lane]] = {}
+        self._lanes: dict[tuple[str, int], tuple[int, bytes]] = {}
         self._epoch, self._count = -1, 0
-        self._appender = appender = Appender(SystemClock(), _closed, lambda: None)
-        appender.configure(config, DelayLevels.parse(config.message_delay_level))
-        unwritten: Any = None
-        appender.log, appender.dispatcher, appender.lanes = self._log, Dispatcher(unwritten), {}
-        housekeeping: Any = _NoHousekeeping()
-        appender._housekeeping = housekeeping
-        appender.accepts = True
-        self._append, _ = appender.append_methods()
+        self._now_ms = SystemClock().now_ms
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._bell.setblocking(False)
         try:
@@ -144,9 +125,11 @@ class PeerAppender:
         message: Message,
         queue_id: int,
         wait_s: float = sys.maxsize,
-        **fields: Any,  # noqa: ANN401
+        born_timestamp_ms: int | None = None,
+        born_host: Host | bytes | None = None,
+        sys_flag: int = 0,
     ) -> AppendResult | None:
-        """Append a message that is stored as it comes; the fields are those of `Appender.append`.
+        """Append a message that is stored as it comes, as `Appender.append` does.
 
         Wait at most ``wait_s`` for other writers, but no longer than `open` says. Return None if the owner has to store
         it: the topic is not known here, or there is no room.
@@ -157,34 +140,40 @@ class PeerAppender:
             StoreError: A signal handler called this within another append of its thread.
         """
         page = self._page
-        page.check_reentry()
         thread = get_ident()
+        if page.thread == thread:
+            page.check_reentry()
+        # All but the record's place and time is computed before the lock is taken.
+        body, raw = message.body, encode_properties(message.properties)
+        if len(body) >= self._compress_from and not sys_flag & record_format.COMPRESSED:
+            body = record_format.compress_body(body)
+            sys_flag |= record_format.COMPRESSED | record_format.COMPRESSION_ZLIB
+        born_at = self._host if born_host is None else host_bytes(born_host)
+        if len(born_at) + len(self._host) > _TWO_HOSTS:
+            sys_flag |= checked_host_flags(sys_flag, born_at, self._host)
+        checksum = record_format.crc32(body) & 0x7FFFFFFF
+        record = _new(_Unplaced, (message.flag, sys_flag, born_timestamp_ms, born_at, checksum, body, raw))
+        if wait_s > self._wait_s:
+            wait_s = self._wait_s
+        result, is_released = None, False
         with page.mutex:
             page.thread = thread  # before any call, because a signal handler can come at one
             try:
-                return self._append_alone(message, queue_id, wait_s, fields)
-            finally:
-                page.thread = 0
-
-    def _append_alone(
-        self, message: Message, queue_id: int, wait_s: float, fields: Mapping[str, Any]
-    ) -> AppendResult | None:
-        """Do as `append`, with ``mutex`` held."""
-        page = self._page
-        result, is_released = None, False
-        try:
-            try:
-                if not page.is_closed:
-                    page.take(min(self._wait_s, wait_s), self._ring)
-                    result = self._append_in_turn(message, queue_id, fields)
-            finally:
-                self._end_turn()
-                is_released = True
-        finally:  # again, because a signal can interrupt the first: while this process lived, no other could append
-            if not is_released:
-                self._end_turn()
-        if page.numbers[page_format.ASLEEP]:
-            self._ring()
+                try:
+                    if not page.is_closed:
+                        page.take(wait_s, self._ring)
+                        result = self._append_in_turn((message.topic, queue_id), record)
+                finally:
+                    self._end_turn()
+                    is_released = True
+                if page.numbers[page_format.ASLEEP]:
+                    self._ring()
+            finally:  # again, because a signal can interrupt the first: while this process lived, no other could append
+                try:
+                    if not is_released:
+                        self._end_turn()
+                finally:
+                    page.thread = 0
         return result
 
     def reach(self, end: int, wait_s: float) -> bool:
@@ -196,11 +185,11 @@ class PeerAppender:
         """
         return self._page.wait_for_flush(end, wait_s)
 
-    def _append_in_turn(self, message: Message, queue_id: int, fields: Mapping[str, Any]) -> AppendResult | None:
+    def _append_in_turn(self, queue: tuple[str, int], record: _Unplaced) -> AppendResult | None:
         page, log = self._page, self._log
         numbers = page.numbers
-        if numbers[page_format.EPOCH] != self._epoch:
-            log.drop_mappings()  # the owner may have replaced a file
+        if numbers[page_format.EPOCH] != self._epoch or numbers[page_format.QUEUES] != self._count:
+            self._read_queues()
         if numbers[page_format.WRITING]:
             page.end_write(log)
         if numbers[page_format.STATE] != page_format.OPEN:
@@ -208,24 +197,32 @@ class PeerAppender:
                 numbers[page_format.WISHED] = 1
                 self._ring()
             return None
-        if numbers[page_format.QUEUES] != self._count or numbers[page_format.EPOCH] != self._epoch:
-            self._read_queues()
-        queue = self._lanes.get((message.topic, queue_id))
+        lane = self._lanes.get(queue)
+        if lane is None or record.sys_flag & record_format.TRANSACTION_MASK:  # such a record may have no queue entry
+            return None
+        number, topic_field = lane
+        flag, sys_flag, born_timestamp_ms, born_at, checksum, body, raw = record
+        stored_at, body_size, raw_size = self._host, len(body), len(raw)
+        size = 74 + len(born_at) + len(stored_at) + body_size + len(topic_field) + raw_size
         tail, room = numbers[page_format.TAIL], numbers[page_format.ROOM]
-        end = tail + _most_bytes(message)
-        if queue is None or end > room:
+        end = tail + size
+        if end > room:
             return None
-        number, lane = queue
-        log.continue_at(tail, room)
-        lane.next_queue_offset = page.offsets[number]
-        page.begin_write(number, end)
+        if body_size > self._max_body_size or raw_size > record_format.MAX_PROPERTIES_SIZE:
+            check_sizes(body_size, raw_size, self._max_body_size)
+        now, queue_offset = self._now_ms(), page.offsets[number]
         try:
-            result = self._append(message, queue_id, **fields)
-        except _Full:
-            return None
-        page.commit(number, lane.next_queue_offset, log.end)
-        self._forget(lane)
-        return result
+            header = _pack_header[sys_flag & record_format.HOSTS_V6](
+                size, record_format.MESSAGE_MAGIC, checksum, queue[1], flag, queue_offset, tail, sys_flag,
+                now if born_timestamp_ms is None else born_timestamp_ms, born_at, now, stored_at, 0, 0, body_size,
+            )  # fmt: skip
+        except struct.error as error:
+            raise MessageIllegalError(f"a field of the record is out of range: {error}") from None
+        log.continue_at(tail, room)
+        page.begin_write(number, end)
+        log.copy_in(b"".join((header, body, topic_field, _pack_short(raw_size), raw)), size)
+        page.commit(number, queue_offset + 1, end)
+        return _new(AppendResult, (tail, size, queue_offset, now, stored_at))
 
     def _end_turn(self) -> None:
         """End a write that is not committed, because a signal has interrupted it or there was no room; unlock."""
@@ -233,8 +230,6 @@ class PeerAppender:
         try:
             if page.holds and page.numbers[page_format.WRITING]:
                 page.end_write(self._log)
-                for _, lane in self._lanes.values():
-                    self._forget(lane)
         finally:
             page.release()
 
@@ -243,26 +238,17 @@ class PeerAppender:
         with suppress(OSError):  # the owner has ended, or has been woken so often that it wakes in any case
             self._bell.send(b".")
 
-    def _forget(self, lane: Lane) -> None:
-        """Forget the entries and keys, which the owner derives."""
-        dispatcher = self._appender.dispatcher
-        lane.pending.clear()
-        dispatcher.lanes.clear()
-        dispatcher.records.clear()
-        dispatcher.writing_at = -1
-
     def _read_queues(self) -> None:
         page, lanes = self._page, self._lanes
         epoch, count = page.numbers[page_format.EPOCH], page.numbers[page_format.QUEUES]
         if epoch != self._epoch:
+            self._log.drop_mappings()  # the owner may have replaced a file
             lanes.clear()
-            self._appender.lanes.clear()
             self._epoch, self._count = epoch, 0
-        no_queue: Any = _NoQueue()
         for number in range(self._count, count):
             topic, queue_id = page.queue_at(number)
-            lane = self._appender.lanes[topic, queue_id] = Lane(topic, queue_id, no_queue)
-            lanes[topic, queue_id] = number, lane
+            name = topic.encode()
+            lanes[topic, queue_id] = number, bytes((len(name),)) + name
         self._count = count
 
     def close(self) -> None:
@@ -272,13 +258,3 @@ class PeerAppender:
             self._bell.close()
         self._log.close()
         self._unlock()
-
-
-def _most_bytes(message: Message) -> int:
-    """Return how many bytes the record of a message has at most."""
-    characters = sum(map(len, message.properties)) + sum(map(len, message.properties.values()))
-    return _RECORD + len(message.body) + (len(message.body) >> 8) + _WORST * (characters + len(message.topic))
-
-
-def _closed() -> Exception:
-    return StoreError("the appender of a peer is closed")

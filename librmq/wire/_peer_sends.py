@@ -16,6 +16,8 @@ from librmq.runtime.locks import Lock
 from librmq.store.peer_appends import PeerAppender
 from librmq.wire._unix_sockets import share_folder
 
+_new = tuple.__new__
+
 
 def appends_path(path: str) -> str:
     """Return the path of the page of a shared store."""
@@ -52,25 +54,20 @@ class PeerSends:
             return None
         properties = message.properties.copy()
         properties[PropertyName.CLUSTER] = appender.cluster_name
-        waits = properties.pop(PropertyName.WAIT, "true").lower() == "true" and appender.is_sync and not is_one_way
+        wait = properties.pop(PropertyName.WAIT, "true")
+        waits = appender.is_sync and not is_one_way and wait.lower() == "true"
         stored = Message.from_parts(message.topic, message.body, message.flag, properties)
         wait_s = self._wait_s if timeout_ms is None else timeout_ms / 1000
         begin_s = SystemClock().monotonic() if waits else 0.0
-        result = appender.append(
-            stored,
-            queue_id,
-            wait_s,
-            born_timestamp_ms=born_timestamp_ms,
-            born_host=born_host,
-            sys_flag=sys_flag,
-        )
+        result = appender.append(stored, queue_id, wait_s, born_timestamp_ms, born_host, sys_flag)
         if result is None:
             return None
-        place, status = result.physical_offset, SendStatus.SEND_OK
+        place, size, queue_offset, _, _ = result
+        status = SendStatus.SEND_OK
         if waits:
-            status = self._reach(appender, place + result.size, wait_s - (SystemClock().monotonic() - begin_s))
-        offset_id = self._id_prefix + place.to_bytes(8).hex().upper()
-        return SendResponse(status, queue_id, result.queue_offset, place, (offset_id,))
+            status = self._reach(appender, place + size, wait_s - (SystemClock().monotonic() - begin_s))
+        ids = (f"{self._id_prefix}{place:016X}",)
+        return _new(SendResponse, (status, queue_id, queue_offset, place, ids, None, None))
 
     def may_append(self, message: Message) -> bool:
         """Return whether the owner can let this process append a message, at another moment if not now."""

@@ -127,10 +127,9 @@ class _PeerEndpoint(SharedEndpoint, SendsLater):
         """Append to the log, if the message is stored as it comes; otherwise ask the owner, as `Endpoint.send` does."""
         thread, callers = threading.get_ident(), self._callers
         is_first = thread not in callers
-        origin = born_timestamp_ms, born_host, sys_flag
         try:
             callers.add(thread)
-            sent = self._appends.send(message, queue_id, *origin, timeout_ms, is_one_way)
+            sent = self._appends.send(message, queue_id, born_timestamp_ms, born_host, sys_flag, timeout_ms, is_one_way)
         finally:
             if is_first:
                 callers.discard(thread)
@@ -138,6 +137,7 @@ class _PeerEndpoint(SharedEndpoint, SendsLater):
             return sent
         # The owner has to answer, because the next message may be appended here, and overtake this one.
         is_one_way = is_one_way and not self._appends.may_append(message)
+        origin = born_timestamp_ms, born_host, sys_flag
         return super().send(group, message, queue_id, *origin, default_queues, timeout_ms, is_one_way)
 
 

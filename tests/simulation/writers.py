@@ -23,7 +23,7 @@ from tests.interrupting import killed_at_line
 CONFIG: Final = StoreConfig.tiny(commitlog_file_size=16 << 10, max_message_size=4 << 10)
 WRITERS: Final = 3
 QUEUES: Final = 2
-LINES: Final = 150
+LINES: Final = 120
 """A few more than an append of a writer has, once it has mapped the log's file."""
 
 

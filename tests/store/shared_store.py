@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from librmq import Message, MessageStore, StoreConfig
 from librmq.files import DiskFiles
+from librmq.store.engine._append_page import AppendPage
 from librmq.store.engine.copies import AdoptedRecords
 from librmq.store.peer_appends import PeerAppender
 
 CONFIG = StoreConfig.tiny(commitlog_file_size=128 << 10, max_message_size=32 << 10)
+
+
+@contextmanager
+def within_a_write(call: Callable[[], object]) -> Iterator[None]:
+    """Call ``call()`` once within the next append of a peer: under the lock, before its record is copied."""
+    begin_write, calls = AppendPage.begin_write, [call]
+
+    def begin(page: AppendPage, number: int, room: int) -> None:
+        begin_write(page, number, room)
+        if calls:
+            calls.pop()()
+
+    with mock.patch.object(AppendPage, "begin_write", begin):
+        yield
 
 
 class Shared:

@@ -8,17 +8,17 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from librmq import Message, MessageStore
 from librmq.errors import BrokerUnreachableError, MessageIllegalError, StoreError
+from librmq.message import record
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append_page import AppendPage
 from librmq.store.peer_appends import PeerAppender
 from tests.interrupting import at_each_call
-from tests.store.shared_store import CONFIG, Shared
+from tests.store.shared_store import CONFIG, Shared, within_a_write
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves")
 
@@ -147,18 +147,25 @@ def test_a_page_that_is_closed_takes_nothing(shared: Shared) -> None:
     assert shared.bodies() == before
 
 
-def test_a_handler_within_an_append_is_refused(shared: Shared) -> None:
-    class Interrupting(dict[str, str]):
-        def values(self) -> Any:
-            with pytest.raises(StoreError, match="signal handler"):
-                shared.peers[0].append(Message("orders", b"inner"), 0)
-            refused.append(True)
-            return super().values()
+def test_a_record_without_a_queue_entry_is_for_the_owner(shared: Shared) -> None:
+    """It would have an offset of its queue, at which the owner expects the next message."""
+    before = shared.bodies()
+    for sys_flag in (record.TRANSACTION_PREPARED, record.TRANSACTION_ROLLBACK):
+        assert shared.peers[0].append(Message("orders", b"half"), 0, sys_flag=sys_flag) is None
+    shared.direct(b"next")
+    assert shared.bodies() == [*before, b"next"]
 
+
+def test_a_handler_within_an_append_is_refused(shared: Shared) -> None:
     refused: list[bool] = []
-    message = Message("orders", b"outer")
-    message.properties = Interrupting(message.properties)
-    shared.direct_message(message)
+
+    def append() -> None:
+        with pytest.raises(StoreError, match="signal handler"):
+            shared.peers[0].append(Message("orders", b"inner"), 0)
+        refused.append(True)
+
+    with within_a_write(append):
+        shared.direct(b"outer")
     assert refused
     assert shared.bodies() == [b"first", b"outer"]
 

@@ -21,7 +21,7 @@ from librmq.store.peer_appends import PeerAppender
 from tests.budget import run
 from tests.conftest import SlowBudget
 from tests.interrupting import killed_at_line
-from tests.store.shared_store import CONFIG, Shared
+from tests.store.shared_store import CONFIG, Shared, within_a_write
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="only there peers append by themselves"),
@@ -85,25 +85,6 @@ class Child:
             os.close(self._reading)
             os.close(self._writing)
         return self._status
-
-
-class _Interrupted(dict[str, str]):
-    """Properties of a message that call a function when their record is made, under the lock."""
-
-    call: Callable[[], object]
-
-    def get(self, *words: Any) -> Any:
-        call, self.call = self.call, bool
-        call()
-        return super().get(*words)
-
-
-def interrupted_message(body: bytes, call: Callable[[], object]) -> Message:
-    """Return a message in whose append ``call()`` is called, under the lock, before its record is copied."""
-    message = Message("orders", body)
-    message.properties = properties = _Interrupted(message.properties)
-    properties.call = call
-    return message
 
 
 def lines() -> Iterator[int]:
@@ -197,7 +178,8 @@ def test_a_peer_is_stopped_with_the_lock(tmp_path: Path, way: str) -> None:
             tell()
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        return REFUSED if shared.peer().append(interrupted_message(b"stopped", stop_here), 0) is None else 0
+        with within_a_write(stop_here):
+            return REFUSED if shared.peer().append(Message("orders", b"stopped"), 0) is None else 0
 
     with ExitStack() as ending:
         stopped = ending.enter_context(child(stop))
@@ -233,7 +215,8 @@ def test_a_fork_does_not_keep_the_lock_of_a_writer_that_is_killed(tmp_path: Path
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        return REFUSED if shared.peer().append(interrupted_message(b"killed", fork_here), 0) is None else 0
+        with within_a_write(fork_here):
+            return REFUSED if shared.peer().append(Message("orders", b"killed"), 0) is None else 0
 
     with ExitStack() as ending:
         killed = ending.enter_context(child(fork_and_die))

@@ -23,8 +23,8 @@ from librmq.store.engine._append_page import AppendPage
 from librmq.store.engine.copies import CopyTarget, Prepared
 from librmq.store.peer_appends import PeerAppender
 from tests.interrupting import at_each_call
-from tests.store.shared_store import CONFIG, Shared
-from tests.store.test_shared_deaths import REFUSED, child, interrupted_message
+from tests.store.shared_store import CONFIG, Shared, within_a_write
+from tests.store.test_shared_deaths import REFUSED, child
 
 if sys.platform != "win32":
     import fcntl
@@ -304,7 +304,8 @@ def test_a_child_that_is_forked_within_an_append_keeps_no_lock(shared: Shared) -
         children.append((process, writing))
 
     shared.direct(b"before")
-    shared.direct_message(interrupted_message(b"forked", fork))
+    with within_a_write(fork):
+        shared.direct(b"forked")
     shared.direct(b"after", peer=1)
     for process, writing in children:
         os.close(writing)

@@ -32,7 +32,7 @@ class Appender:
             raise self.flush
         return self.flush
 
-    def append(self, message: Message, queue_id: int, wait_s: float, **fields: Any) -> AppendResult | None:
+    def append(self, message: Message, queue_id: int, *_: Any) -> AppendResult | None:
         self.messages.append(message)
         return None if message.topic == "unknown" else AppendResult(4096, 200, 7, 1_700_000_000_000, bytes(8))
 

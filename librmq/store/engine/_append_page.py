@@ -46,6 +46,7 @@ from librmq.runtime.locks import Inherited, Lock
 if sys.platform != "win32":
     import fcntl
 
+    _TRY: Final = fcntl.LOCK_EX | fcntl.LOCK_NB
 _MAGIC: Final = 0x6C696272_6D710001
 _SETTINGS_AT: Final = 512
 _OFFSETS_AT: Final = 4096
@@ -130,7 +131,7 @@ class AppendPage:
             try:
                 os.ftruncate(descriptor, _SIZE)
                 os.posix_fallocate(descriptor, 0, _NAMES_AT)  # a full disk would end a process that writes to it
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # some file systems have no such locks
+                fcntl.flock(descriptor, _TRY)  # some file systems have no such locks
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
                 page = cls(path, descriptor, new)
             except BaseException:
@@ -187,8 +188,17 @@ class AppendPage:
         Raises:
             BrokerUnreachableError: Another process has it, and did not release it while this process waited so long.
         """
-        if self._try():
-            return
+        try:
+            fcntl.flock(self._descriptor, _TRY)
+        except BlockingIOError:
+            self._wait(wait_s, wake)
+        self.holds = True
+        numbers = self.numbers
+        numbers[HOLDER] = self._process
+        numbers[TAKES] += 1
+
+    def _wait(self, wait_s: float, wake: Callable[[], object] | None) -> None:
+        """Wait for the lock of the file, and take it."""
         clock = SystemClock()
         end = clock.monotonic() + wait_s
         for number in range(1 << 62):
@@ -198,7 +208,8 @@ class AppendPage:
                 if number == _TRIES and wake is not None:
                     wake()
                 clock.wait(self._never, _PAUSE_S)
-            if self._try():
+            with suppress(BlockingIOError):
+                fcntl.flock(self._descriptor, _TRY)
                 return
             takes = self.numbers[TAKES]
             # Only the first of several threads waits for a process that is stopped.
@@ -208,17 +219,6 @@ class AppendPage:
                     f"{self.path}: {self._holder()} has written to the log for {wait_s:g} s: it is stopped, by Ctrl-Z "
                     "or a debugger, or waits for its disk: let it run again, or end it"
                 )
-
-    def _try(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        self.holds = True
-        numbers = self.numbers
-        numbers[HOLDER] = self._process
-        numbers[TAKES] += 1
-        return True
 
     def _holder(self) -> str:
         """Describe the process that has the lock of the file: `HOLDER` is late if that was stopped as it took it."""

@@ -27,14 +27,15 @@ _log = EventLog("librmq.store")
 
 _NAP_S: Final = 0.0002
 """Pause between two looks at what peers append."""
-_LONG_NAP_S: Final = 0.002
-"""The same where they append much, so that a look finds enough for a block."""
-_MUCH: Final = 8 << 10
-"""Bytes between two looks."""
-_AHEAD: Final = 256 << 10
+_LONG_NAPS_S: Final = (64 << 10, 0.008), (8 << 10, 0.002)
+"""The same where they have appended so many bytes since the last look: the next one finds enough for a block."""
+_AHEAD: Final = 1 << 20
 """Bytes that peers can write without a send by this process."""
 _QUIET_S: Final = 1.0
 """After this time without an append of a peer the owner appends alone again."""
+_SOON_S: Final = 0.1
+"""The same for an owner that has had `_MANY` turns in this time: each costs as much as an append."""
+_MANY: Final = 1000
 
 
 class SharedAppends:
@@ -273,7 +274,7 @@ class SharedAppends:
             is_quiet = False
             is_level = not self.is_open or numbers[page_format.TAIL] == self._appender.log.end
             if not rings and is_level and not self._adopted and not self._is_unflushed():
-                rings, _, _ = select.select(bells, (), (), _QUIET_S if self.is_open else None)
+                rings = self._wait_for_ring()
                 is_quiet = not rings
             numbers[page_format.ASLEEP] = 0
             if rings:
@@ -286,6 +287,17 @@ class SharedAppends:
             except Exception as error:  # without this thread peers would send by the owner, and wake no consumer
                 states.failing((), "following what peers append", error)
                 select.select((), (), (), _QUIET_S)
+
+    def _wait_for_ring(self) -> list[socket.socket]:
+        """Return the bells that have rung; none if no peer has appended for as long as the owner bears that."""
+        numbers, bells = self._page.numbers, (self._bell, self._ended)
+        rings: list[socket.socket] = []
+        for _ in range(round(_QUIET_S / _SOON_S)):
+            turns = numbers[page_format.TAKES]
+            rings, _, _ = select.select(bells, (), (), _SOON_S if self.is_open else None)
+            if rings or numbers[page_format.TAKES] - turns >= _MANY:
+                break
+        return rings
 
     def _follow_while_they_append(self, *, is_quiet: bool) -> None:
         """Follow the peers until they pause, and need not wake this thread; with ``is_quiet`` shut them out."""
@@ -304,7 +316,8 @@ class SharedAppends:
             if self._is_unflushed():
                 self._flush()  # in place of a pause: others append meanwhile
             else:
-                select.select((), (), (), _LONG_NAP_S if end - begin >= _MUCH else _NAP_S)
+                naps_s = (nap_s for much, nap_s in _LONG_NAPS_S if end - begin >= much)
+                select.select((), (), (), next(naps_s, _NAP_S))
             has_followed, begin = True, end
             self._extend_room()
         if self.is_open and is_quiet and not has_followed:

@@ -225,6 +225,9 @@ _IRREGULAR: Final = ("", -1)  # in place of a queue
 _FEW: Final = 16 if CORE.module else 96
 """Number of records from which on it takes less time to adopt them together."""
 
+_BLOCK: Final = 1024
+"""Most of them: a block costs as much by itself as some 200 of its records."""
+
 
 class CopiedRecords(NamedTuple):
     """Result of one copy."""
@@ -315,10 +318,10 @@ class LogCopier:
         """
         parts = self._parts
         log, dispatcher = parts.log, parts.dispatcher
-        if log.last_write is not None and end - log.end >= _FEW * (log.end - log.last_write):
-            with suppress(StoreIOError):  # as below
-                while self._adopt_block(end, adopted):
-                    pass
+        with suppress(StoreIOError):  # as below
+            while (count := self._count_to(end)) >= _FEW:
+                if not self._adopt_block(end, min(max(count, Dispatcher.BATCH), _BLOCK), adopted):
+                    break
         while (place := log.end) < end:
             size = _unpack_size(log.data_at(place, record_format.BLANK_SIZE))[0]
             if not 0 < size <= end - place:
@@ -334,14 +337,19 @@ class LogCopier:
             with suppress(StoreIOError):  # the messages are in the log; the next append raises the error
                 dispatcher.drain()
 
-    def _adopt_block(self, end: int, adopted: AdoptedRecords) -> bool:
-        """Do as `adopt` with many records together; return False if there are few, or unusual ones.
+    def _count_to(self, end: int) -> int:
+        """Return how many records there are up to ``end``, if they are as long as the last one; 0 without it."""
+        log = self._parts.log
+        return 0 if log.last_write is None else (end - log.end) // (log.end - log.last_write or 1)
+
+    def _adopt_block(self, end: int, most: int, adopted: AdoptedRecords) -> bool:
+        """Do as `adopt` with at most so many records together; return False if they are far fewer, or unusual.
 
         An error leaves `Dispatcher` in a state in which each record can be dispatched again.
         """
         parts = self._parts
         log, dispatcher = parts.log, parts.dispatcher
-        block = derived_block(log, log.end, end, Dispatcher.BATCH)
+        block = derived_block(log, log.end, end, most)
         if block is None:
             return False
         entries_of: list[tuple[Lane, bytes]] = []
