@@ -37,14 +37,16 @@ def read(path: str, _: Path, *, columns: Sequence[str]) -> Timed:
     yield rows
 
 
-def query(path: str, _: Path, *, sql: str) -> Timed:
-    """Let DuckDB ask for the number of rows, and other values of them."""
+def query(source: Any, _: Path, *, sql: str) -> Timed:
+    """Let DuckDB ask a store, or its batches in memory, for the number of rows, and other values of them."""
     import duckdb
+    import pyarrow as pa
 
     from librmq.columns import dataset
 
     connection = duckdb.connect()
-    connection.register("messages", dataset(path))
+    messages = dataset(source) if isinstance(source, str) else pa.Table.from_batches(source.batches)
+    connection.register("messages", messages)
     yield
     yield connection.sql(sql).fetchall()[0][0]
 
@@ -84,16 +86,15 @@ def cases() -> Iterator[Case]:
     for detail, columns, target in table:
         ours = partial(read, columns=columns)
         yield Case("reading", ours, detail, target=target, unit="msg/CPU s", setup=stored, cpu=True, needs=NEEDS)
-    for detail, sql, target in (
-        ("a count", "SELECT count(*) FROM messages", Target(12e6)),
-        (
-            "six header columns",
-            f"SELECT count(*), {', '.join(map('max({})'.format, HEADER))} FROM messages",
-            Target(8e6),
-        ),
-        ("a count by tag", "SELECT sum(n)::BIGINT FROM (SELECT count(*) AS n FROM messages GROUP BY tags)", Target()),
+    header = f"SELECT count(*), {', '.join(map('max({})'.format, HEADER))} FROM messages"
+    by_tag = "SELECT sum(n)::BIGINT FROM (SELECT count(*) AS n FROM messages GROUP BY tags)"
+    for detail, sql, target, setup in (
+        ("a count", "SELECT count(*) FROM messages", Target(12e6), stored),
+        ("six header columns", header, Target(8e6), stored),
+        ("six header columns, batches in memory", header, Target(), batches),
+        ("a count by tag", by_tag, Target(), stored),
     ):
-        yield Case("DuckDB", partial(query, sql=sql), detail, target=target, unit="msg/CPU s", setup=stored, cpu=True,
+        yield Case("DuckDB", partial(query, sql=sql), detail, target=target, unit="msg/CPU s", setup=setup, cpu=True,
                    needs=(*NEEDS, "duckdb"))  # fmt: skip
     yield Case("export to Parquet", export, "one process", from_memory,
                "batches in memory to Parquet", Target(0.7), setup=batches, limit=True, needs=NEEDS)  # fmt: skip
