@@ -131,6 +131,7 @@ cdef enum:
     FETCHED = 4  # number of the record after this one that a pull fetches
     REPORTED = 1 << 16  # bytes after which a scan reports them
     SKIPPED = 1 << 24
+    MOST_LOOKS = 1024  # looks at the log after which `LogReader._note_looks` releases its pages
     SHORT = 32  # bytes of a part that are copied with what follows it
     HEADER = 88
     MOST_TAIL = 32897
@@ -458,7 +459,7 @@ cdef list kept = [None] * 8
 cdef class LogState:
     """What appends need of a `CommitLog`, which inherits from it."""
 
-    cdef public int64_t end, sure, _file_start, looks, looked_at
+    cdef public int64_t end, sure, _file_start, _looks, _looked_at
     cdef public object _buffer, last_write
 
 
@@ -1596,7 +1597,7 @@ def read(LogState log not None, bytes entries not None, int64_t queue_offset, tr
     cdef const uint8_t *entry = <const uint8_t *>PyBytes_AS_STRING(entries)
     cdef Py_ssize_t count = PyBytes_GET_SIZE(entries) // 20
     cdef int64_t file_size = log.file_size, memory = transfer.memory, begin, last, start, total
-    if result_class is None or not count:
+    if result_class is None or not count or log._looks >= MOST_LOOKS:
         return None
     begin, last = big64(entry), big64(entry + 20 * (count - 1))
     if begin < 0:
@@ -1609,8 +1610,8 @@ def read(LogState log not None, bytes entries not None, int64_t queue_offset, tr
     if messages is None:
         return None
     last = big64(entry + 20 * (count - 1)) >> 16
-    log.looks += (begin >> 16 != log.looked_at) + min(count - 1, last - (begin >> 16))  # as `LogReader.note_looks` does
-    log.looked_at = last
+    log._looks += (begin >> 16 != log._looked_at) + min(count - 1, last - (begin >> 16))
+    log._looked_at = last
     result = (<PyTypeObject *>result_class).tp_alloc(<type>result_class, 0)
     put_slot(result, 0, found_status)
     put_slot(result, 1, messages)

@@ -21,7 +21,7 @@ _BLANK_SIZE: Final = record.BLANK_SIZE
 _MOST_HELD: Final = 32 << 20
 """Bytes of a file whose pages a walk holds at most."""
 _MOST_LOOKS: Final = 1024
-"""Reads apart after which `LogReader.bound_pages` releases their pages."""
+"""Looks after which the pages of the log are released: up to then they can map 64 MiB."""
 
 
 class LogEnd(NamedTuple):
@@ -46,10 +46,9 @@ class LogReader(LogState):
         """Physical offset after the last record."""
         self._file_start = -1
         self._buffer: Buffer | None = None
-        self.looks: int = 0
-        """How many stretches of 64 KiB reads may have mapped, as Linux does at a first touch."""
-        self.looked_at: int = -1
-        """The stretch that was read last."""
+        # How many stretches of 64 KiB reads may have mapped, as Linux does at a first touch, and the last one.
+        self._looks = 0
+        self._looked_at = -1
         self.unreadable: CorruptionError | None = None
         """The first place that was left out because no record is there, as a caller knew of one."""
 
@@ -97,7 +96,7 @@ class LogReader(LogState):
         file = self._mapped.get(start) or self._sequence.file_at(start)
         if file is None:
             return None  # deleted since the file was looked up
-        self.note_looks(physical_offset, physical_offset, 1)
+        self._note_looks(physical_offset, physical_offset, 1)
         if at + _BLANK_SIZE > self.file_size:
             raise CorruptionError(file.path, physical_offset, "record", "expected a record, found the end of the file")
         length, magic = SIZE_AND_MAGIC.unpack_from(file.buffer, at)
@@ -260,19 +259,16 @@ class LogReader(LogState):
             at = released = start + self.file_size
         return LogEnd(at, None, last)
 
-    def note_looks(self, first: int, last: int, count: int) -> None:
-        """Count the stretches of the log that ``count`` records map, the first and last of which begin here."""
-        stretch = first >> 16
-        self.looks += (stretch != self.looked_at) + min(count - 1, abs((last >> 16) - stretch))
-        self.looked_at = last >> 16
+    def _note_looks(self, first: int, last: int, count: int) -> None:
+        """Count what a read of ``count`` records maps, the first and last of which begin here.
 
-    def bound_pages(self) -> None:
-        """Release the mapped pages if reads may have mapped 64 MiB since this was done last.
-
-        Reads of single records, far apart, would otherwise map as much memory as the log has.
+        Releases what is mapped, from time to time: reads far apart would map as much memory as the log has.
         """
-        if self.looks >= _MOST_LOOKS:
-            self.looks = 0
+        stretch = first >> 16
+        self._looks += (stretch != self._looked_at) + min(count - 1, abs((last >> 16) - stretch))
+        self._looked_at = last >> 16
+        if self._looks >= _MOST_LOOKS:
+            self._looks = 0
             self.release_read_pages(self.begin, self.end)
 
     def release_read_pages(self, begin: int, end: int) -> None:

@@ -533,7 +533,6 @@ def _read_times(
 
 def _times_of(view: StoreView, name: QueueName, offsets: list[int]) -> list[int | None]:
     """Return the store time of the first message at or behind each offset of a queue."""
-    view.release_pages()
     places = None if view.store.queues.is_open(name) else _places_in_unopened(view, name, offsets)
     if places is None:
         queue = view.store.queues[name]

@@ -47,8 +47,6 @@ Queue = TypeVar("Queue")
 
 _FEW: Final = 10_000
 """Queues of all groups with progress; columns of fewer cost more time than they save, for the import of numpy."""
-_LOOKS: Final = 512
-"""Looks at single records after which their pages are released."""
 _INHERITED: Final = 1
 _OWN_KINDS: Final = frozenset(("system", "delay", "half", "op"))
 
@@ -223,7 +221,6 @@ class StoreView(Closing):
         self._tables = tables
         self._now_ms = now_ms
         self._closes_store = closes_store
-        self._looks = 0
         self.earlier_columns: NumberColumns | None = None
         """The `progress_columns` of an earlier view, which make those of this one quicker."""
 
@@ -507,18 +504,7 @@ class StoreView(Closing):
 
     def times_of(self, queue: QueueName, offsets: range) -> tuple[int | None, int | None]:
         """Return the least and the greatest store time of some messages of a queue; None if unreadable."""
-        self.release_pages()
         return self.store.times.extent(self.store.queues[queue], offsets) or (None, None)
-
-    def release_pages(self) -> None:
-        """Release, at one of many calls, the pages of the log that reads of single records have mapped.
-
-        Linux maps 64 KiB for each, so some looks into each of many queues would take as much memory as the log.
-        """
-        self._looks += 1
-        if self._looks % _LOOKS == 0:
-            log = self.store.log
-            log.release_read_pages(log.begin, log.end)
 
     def readable_time(self, queue: QueueName, queue_offset: int) -> int | None:
         """Return the store time of a message of a queue; None if it is deleted or unreadable."""

@@ -325,7 +325,6 @@ class ReadOnlyView(StoreHandle):
                     raise
                 continue
             if is_refreshed or result.messages or result.status in _NOTHING_MORE:
-                parts.log.bound_pages()
                 return result
             is_refreshed = True
             self.refresh()

@@ -412,8 +412,8 @@ def test_many_looks_at_records_release_their_pages(monkeypatch: pytest.MonkeyPat
     released: list[tuple[int, int]] = []
     monkeypatch.setattr(CommitLog, "release_read_pages", lambda _, begin, end: released.append((begin, end)))
     store = Store()
-    store.send("T", 0, 3)
+    store.send("T", 0, 800)  # the last one is more than 64 KiB behind the first
     view = store.view
     for _ in range(1_100):
-        view.times_of(("T", 0), range(3))
+        view.times_of(("T", 0), range(800))
     assert released == [(store.store.log.begin, store.store.log.end)] * 2

@@ -341,7 +341,7 @@ class Log(compiled_core.LogState):
     """What a compiled read needs of a log."""
 
     def __init__(self, end: int, file_size: int, mapped: dict[int, Any]) -> None:
-        self.end, self.file_size, self._mapped, self.looks, self.looked_at = end, file_size, mapped, 0, -1
+        self.end, self.file_size, self._mapped, self._looks, self._looked_at = end, file_size, mapped, 0, -1
 
 
 def test_a_scan_changes_no_item_that_is_kept() -> None:

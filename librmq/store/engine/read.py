@@ -233,7 +233,7 @@ def records_of(
     if file is None:
         return None
     limit = min(log.end, start + file_size)
-    log.note_looks(begin, last, len(raw_entries) // ENTRY_SIZE)
+    log._note_looks(begin, last, len(raw_entries) // ENTRY_SIZE)
     if _pull is not None:
         batch: Any = _pull(raw_entries, file.buffer, start, limit, max_count, max_bytes, joined)
         if batch is not None:

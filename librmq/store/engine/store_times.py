@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -40,8 +40,6 @@ _LATEST: Final = (1 << 63) - 1
 _FIRST_BLOCK: Final = 64
 _BLOCK: Final = 1 << 16
 """Most entries to read at once."""
-_RELEASED: Final = 1 << 8
-"""Entries of a block from which the pages of its records are released."""
 _MOST_BYTES: Final = 256 << 20
 _PLACE_AND_TIME: Final = struct.Struct(">qi16xq").unpack_from  # the fields from the physical offset to the store time
 
@@ -108,7 +106,7 @@ def noted_order(path: str, files: Files, log: CommitLog) -> TimeOrder | None:
 # ---- the times of records
 
 
-def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int | None]:
+def store_times_at(log: CommitLog, physical_offsets: Sequence[int]) -> list[int | None]:
     """Return the store times of the records at these places in ms; None if no record starts there.
 
     Raises:
@@ -132,6 +130,8 @@ def store_times_at(log: CommitLog, physical_offsets: Iterable[int]) -> list[int 
         times.append(time_ms if stated == place else None)
         if stated != place:
             _leave_out(log, place)
+    if times:
+        log._note_looks(physical_offsets[0], physical_offsets[-1], len(times))
     return times
 
 
@@ -165,6 +165,7 @@ def times_at(log: CommitLog, places: NDArray[np.int64]) -> NDArray[np.int64]:
         times[first:until][inside] = read
         if not is_record.all():
             _leave_out(log, int(at[~is_record][0]) + start)
+        log._note_looks(int(places[first]), int(places[until - 1]), until - first)
     return times
 
 
@@ -385,7 +386,5 @@ class StoreTimes:
                 if self._fetch is not None:
                     self._fetch(places, sizes)
                 yield first, times_at(self._log, places)
-                if len(entries) > _RELEASED:
-                    self._log.release_read_pages(int(places[0]), int(places[-1]))
             begin, end = (begin, first) if backwards else (until, end)
             size = min(8 * size, _BLOCK)
