@@ -56,7 +56,7 @@ from librmq.errors import (
 from librmq.formatting import duration
 from librmq.message import StoredMessage
 from librmq.message.properties import PropertyName
-from librmq.message.topics import SystemTopic, TopicPrefix, receive_retry_topic, validate_topic
+from librmq.message.topics import SystemTopic, TopicPrefix, receive_retry_topic, validate_queue
 from librmq.runtime.event_log import counted
 from librmq.scheduling.timer_slots import waiting_timers
 from librmq.store.engine.read import offset_at_place
@@ -167,7 +167,7 @@ def _acknowledgement(row: dict[str, Any], *, is_batch: bool) -> PopAcknowledgeme
 def _name(row: dict[str, Any]) -> ReceiveName:
     group, topic = _text("c", row.get("c")), _text("t", row.get("t"))
     try:
-        validate_topic(topic)
+        validate_queue(topic, 0)
     except MessageIllegalError as error:
         raise MalformedError(f"t: {error}") from None
     queue_id = _number("q", row.get("q"), _INT32)

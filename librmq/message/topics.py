@@ -69,13 +69,14 @@ _RECEIVE_SEPARATOR: Final = "_"
 _RECEIVE_SEPARATOR_V2: Final = "+"  # no other name can have it, so it separates without doubt
 _OWN_GROUPS: Final = frozenset(("TOOLS_CONSUMER", "FILTERSRV_CONSUMER", "SELF_TEST_C_GROUP"))
 _MAX_SIZE: Final = 127
+_MAX_FOLDER_NAME: Final = 255
 _MAX_CLIENT_GROUP: Final = 255
 _MAX_GROUP: Final = 120  # with its prefix the retry topic must not be longer than any topic
 _CLIENT_PATTERN: Final = re.compile(r"[%|a-zA-Z0-9_-]+")
 
 
-def validate_topic(topic: str) -> None:
-    """Check the name of a topic in a store.
+def validate_topic(topic: str, most: int = _MAX_SIZE) -> None:
+    """Check the name of a topic to write to; ``most`` are its bytes.
 
     RocketMQ counts characters instead of bytes, and loses the end of the log if a topic has many more bytes.
 
@@ -90,8 +91,8 @@ def validate_topic(topic: str) -> None:
         raise MessageIllegalError(f"topic {topic[:200]!r} cannot be written as UTF-8") from None
     if not size:
         raise MessageIllegalError("topic: expected a name, found an empty text")
-    if size > _MAX_SIZE:
-        raise MessageIllegalError(f"topic {topic[:200]!r} has {size} bytes; expected at most {_MAX_SIZE}")
+    if size > most:
+        raise MessageIllegalError(f"topic {topic[:200]!r} has {size} bytes; expected at most {most}")
     if topic in (".", "..") or "/" in topic or "\0" in topic:
         raise MessageIllegalError(f"topic {topic!r} can't be the name of a folder")
 
@@ -99,10 +100,13 @@ def validate_topic(topic: str) -> None:
 def validate_queue(topic: str, queue_id: int) -> None:
     """Check the name of a queue in a store; records on disk can have any name.
 
+    RocketMQ 5 puts group and topic in the name of a retry topic, which is as long as a folder's name can be.
+
     Raises:
         MessageIllegalError: The store can't have such a queue.
     """
-    validate_topic(topic)
+    is_joined = str(topic).startswith((TopicPrefix.RETRY, TopicPrefix.LIGHT))
+    validate_topic(topic, _MAX_FOLDER_NAME if is_joined else _MAX_SIZE)
     if queue_id < 0:
         raise MessageIllegalError(f"queue id: expected 0 or more, found {queue_id}")
 

@@ -187,8 +187,9 @@ def test_a_folder_that_is_not_a_queue_is_damage(name: str) -> None:
 
 
 def test_the_longest_topic() -> None:
-    files = files_with(f"consumequeue/{'t' * 127}/0/", f"consumequeue/{'主' * 42}/0/")
-    assert len(directory.list_queues(ROOT, files)) == 2
+    longest = ["t" * 127, "主" * 42, "%RETRY%" + "g" * 248, "%LMQ%" + "q" * 250]
+    files = files_with(*(f"consumequeue/{topic}/0/" for topic in longest))
+    assert len(directory.list_queues(ROOT, files)) == len(longest)
 
 
 @pytest.mark.parametrize("folder", store_folders())

@@ -17,7 +17,7 @@ from librmq.clock import ManualClock
 from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig
 from librmq.consumequeue import ENTRY, ENTRY_SIZE
-from librmq.errors import CorruptionError
+from librmq.errors import CorruptionError, MessageIllegalError
 from librmq.files._disk import DiskFiles
 from librmq.files._memory import MemoryFiles
 from librmq.files.interface import Damage, File, file_size, is_folder
@@ -131,6 +131,29 @@ def test_a_torn_record_ends_the_log() -> None:
         assert store.log.data_behind(store.log.end) == 0
         assert store.append(Message("TopicA", b"more")).physical_offset == place
     assert verify(ROOT, SMALL, files).sound
+
+
+def test_long_retry_topics_of_5_are_kept(tmp_path: Path) -> None:
+    """Such a record has two bytes for the length of its topic, which is that of a group and another topic."""
+    topic = f"%RETRY%{'g' * 120}_{'t' * 127}"
+    with MessageStore.open(tmp_path, StoreConfig.tiny()) as store:
+        end = store.append(Message("orders", b"first")).size
+    raw = record.encode_record(record.Record(topic=topic, physical_offset=end, magic=record.MESSAGE_MAGIC_V2))
+    with (tmp_path / "commitlog" / f"{0:020}").open("r+b") as log:
+        log.seek(end)
+        log.write(
+            raw + record.encode_record(record.Record(topic="orders", physical_offset=end + len(raw), queue_offset=1))
+        )
+    (tmp_path / "abort").touch()
+    expected = ["orders", topic, "orders"]
+    with MessageStore.open(tmp_path, read_only=True) as view:
+        assert [message.topic for message in view] == expected
+    with MessageStore.open(tmp_path) as store:
+        assert [message.topic for message in store] == expected
+        assert [message.topic for message in store.read(topic, 0, 0, 32).messages] == [topic]
+        with pytest.raises(MessageIllegalError, match="expected at most 127"):
+            store.append(Message(topic, b""))
+    assert verify(tmp_path).sound
 
 
 def test_later_files_are_deleted_with_a_cut() -> None:

@@ -38,7 +38,7 @@ from librmq.errors import ConfigError, CorruptionError, MessageIllegalError, Not
 from librmq.files import File, Files, FolderEntry, file_size, is_folder
 from librmq.files.interface import confine, numbered_files, read_replaced
 from librmq.files.regular import joined_folders
-from librmq.message.topics import reply_topic, validate_topic
+from librmq.message.topics import reply_topic, validate_queue
 from librmq.runtime import lazy_numpy as np
 from librmq.store.format.documents import OWN_FOLDER, is_kept_as_own, read_kept_config, read_retention
 from librmq.store.format.indexfile import ENTRY_SIZE as INDEX_ENTRY_SIZE
@@ -378,7 +378,7 @@ def _topics(path: str, name: str, files: Files) -> Iterator[tuple[str, str]]:
         if entry.is_folder:
             folder = os.path.join(root, entry.name)
             try:
-                validate_topic(entry.name)
+                validate_queue(entry.name, 0)
             except MessageIllegalError as error:
                 raise CorruptionError(folder, 0, "name", str(error)) from None
             yield entry.name, folder

@@ -314,7 +314,7 @@ class _Opening:
             log.last_write = trusted.last_record
             return
         if self._mode is RecoveryMode.PREVIEW:
-            for name in trusted.queues.keys() - set(names):
+            for name in sorted(trusted.queues.keys() - set(names)):
                 folder = directory.queue_folder(self._path, *name)
                 self.repairs.append(Damage(folder, 0, "missing", "the folder of the queue is missing"))
             if not trusted.has_index(index):
