@@ -64,10 +64,6 @@ _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE: Final = 8192
 """The size of a half, in bytes, up to which it is remembered, so that all of them take a few megabytes at most."""
 _OP_PROPERTIES: Final = {PropertyName.TAGS: OP_TAG, PropertyName.WAIT: "true"}
-_DELAY: Final = PropertyName.DELAY
-_CHECK_TIMES: Final = PropertyName.TRANSACTION_CHECK_TIMES
-_REAL_TOPIC: Final = PropertyName.REAL_TOPIC
-_REAL_QUEUE_ID: Final = PropertyName.REAL_QUEUE_ID
 
 
 class FinalMessage(NamedTuple):
@@ -190,20 +186,17 @@ class Transactions:
         if type(topic) is not str or (topic, queue_id) not in self._store.appender.lanes:
             validate_topic(topic)
         properties = message.properties.copy()
-        properties[_REAL_TOPIC], properties[_REAL_QUEUE_ID] = topic, str(queue_id)
+        properties[PropertyName.REAL_TOPIC], properties[PropertyName.REAL_QUEUE_ID] = topic, str(queue_id)
         half = Message.from_parts(SystemTopic.HALF, message.body, message.flag, properties)
         if fields:
             fields["sys_flag"] = fields.get("sys_flag", 0) & ~record.TRANSACTION_MASK
-            result = self._store.append(half, QUEUE, **fields)
-        else:
-            result = self._store.append(half, QUEUE)
-        physical_offset, size, queue_offset, now_ms, _ = result
+        physical_offset, size, queue_offset, now_ms, _ = result = self._store.append(half, QUEUE, **fields)
         # A record that is read has no empty properties, so a half with one is read before it is delivered.
         if (
             self.half_stored(properties.get(PropertyName.UNIQUE_KEY), physical_offset)
             and not fields
-            and _DELAY not in properties
-            and _CHECK_TIMES not in properties
+            and PropertyName.DELAY not in properties
+            and PropertyName.TRANSACTION_CHECK_TIMES not in properties
             and all(properties.values())
             and size <= _REMEMBERED_SIZE
         ):
@@ -294,7 +287,7 @@ class Transactions:
         """Return the final message of a half that need not be read again."""
         _, half, queue_id, born_timestamp_ms = recent
         properties = half.properties
-        half.topic = topic = properties[_REAL_TOPIC]
+        half.topic = topic = properties[PropertyName.REAL_TOPIC]
         try:
             result = self._store.append(
                 half,
