@@ -8,18 +8,20 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from librmq.cli._json_rows import refuse_constant
-from librmq.cli._output import complain
+from librmq.cli._output import Plain, complain
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import BodyCompressionError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message import DelayLevels, StoredMessage, record
 from librmq.message.batch import inner_messages, is_batch
-from librmq.message.ids import format_host
-from librmq.message.properties import PropertyName
+from librmq.message.ids import decode_host, format_host
+from librmq.message.properties import PropertyName, decode_properties
+from librmq.message.properties import tags_code as tags_code_of
+from librmq.message.topics import SystemTopic
 from librmq.store.engine.derivation import derived_tags_code
 
 if TYPE_CHECKING:
@@ -36,49 +38,71 @@ def named(broker_name: str, row: Row) -> Row:
     return row | {"broker": broker_name} if broker_name else row
 
 
-def message_row(message: StoredMessage, levels: DelayLevels, physical_offset: int | None = None) -> Row:
+def message_row(
+    message: StoredMessage, levels: DelayLevels, physical_offset: int | None = None, *, has_bodies: bool = True
+) -> Row:
     """Return the row of a record. ``physical_offset`` is its place, if that is not the one in the record.
 
     ``levels`` give the delivery time of a delayed message.
     """
-    properties, properties_raw = message.properties, message.properties_raw
-    tags_code = derived_tags_code(message, levels)
+    # Each field is looked for once, because commands print millions of records.
+    raw, body_crc = message.raw, message.body_crc
+    body_at, body_end, topic_at, topic_end, properties_at, end = message.frame
+    (
+        size, magic, _, queue_id, flag, queue_offset, place, sys_flag, born_ms, born_host, stored_ms, store_host,
+        reconsume_times, prepared, _,
+    ) = record.HEADERS[raw[record.SYS_FLAG_AT + 3] & record.HOSTS_V6].unpack_from(raw)  # fmt: skip
+    topic, stored_body = java_decode(raw[topic_at:topic_end]), raw[body_at:body_end]
+    properties_text = java_decode(raw[properties_at:end])
+    properties = decode_properties(properties_text)
+    is_delayed = topic == SystemTopic.SCHEDULE
+    tags_code = derived_tags_code(message, levels) if is_delayed else _tags_code(properties.get(PropertyName.TAGS))
+    is_compressed = sys_flag & record.COMPRESSED
     row: Row = {
         "type": "message",
-        "phys": message.physical_offset if physical_offset is None else physical_offset,
-        "size": message.size,
-        "crc_ok": message.crc_ok,
-        "magic": f"{message.magic:08x}",
-        "body_crc": message.body_crc,
-        "topic": message.topic,
-        "queue_id": message.queue_id,
-        "flag": message.flag,
-        "queue_offset": message.queue_offset,
-        "commit_log_offset": message.physical_offset,
-        "sys_flag": message.sys_flag,
-        "born_timestamp": message.born_timestamp_ms,
-        "born_host": format_host(message.born_host),
-        "store_timestamp": message.store_timestamp_ms,
-        "store_host": format_host(message.store_host),
-        "reconsume_times": message.reconsume_times,
-        "prepared_transaction_offset": message.prepared_transaction_offset,
-        "msg_id": message.offset_id,
-        "body_b64": _base64(_body(message)),
+        "phys": place if physical_offset is None else physical_offset,
+        "size": size,
+        "crc_ok": not stored_body or record.body_checksum(stored_body) == body_crc,
+        "magic": f"{magic:08x}",
+        "body_crc": body_crc,
+        "topic": topic,
+        "queue_id": queue_id,
+        "flag": flag,
+        "queue_offset": queue_offset,
+        "commit_log_offset": place,
+        "sys_flag": sys_flag,
+        "born_timestamp": born_ms,
+        "born_host": _host(born_host),
+        "store_timestamp": stored_ms,
+        "store_host": _host(store_host),
+        "reconsume_times": reconsume_times,
+        "prepared_transaction_offset": prepared,
+        "msg_id": (store_host + raw[record.PHYSICAL_OFFSET_AT : record.PHYSICAL_OFFSET_AT + 8]).hex().upper(),
     }
-    if is_batch(message):
+    if has_bodies:
+        row["body_b64"] = _base64(_body(message) if is_compressed else stored_body)
+    if sys_flag & record.INNER_BATCH and is_batch(message):
         row["inner_messages"] = _count_inner(message)
-    if message.sys_flag & record.COMPRESSED:
-        row["stored_body_b64"] = _base64(message.stored_body)
+    if is_compressed and has_bodies:
+        row["stored_body_b64"] = _base64(stored_body)
     row |= {
         "properties": dict(sorted(properties.items())),
-        "properties_raw": java_decode(properties_raw),
+        "properties_raw": properties_text,
         "dispatch_tags_code": tags_code,
         "dispatch_tags_code_hex": _hex(tags_code),
-        "dispatch_keys": properties.get(PropertyName.KEYS) if properties_raw else "",
-        "dispatch_uniq_key": message.unique_key,
-        "raw_sha1": hashlib.sha1(message.raw, usedforsecurity=False).hexdigest(),
+        "dispatch_keys": properties.get(PropertyName.KEYS) if properties_text else "",
+        "dispatch_uniq_key": properties.get(PropertyName.UNIQUE_KEY),
+        "raw_sha1": hashlib.sha1(raw, usedforsecurity=False).hexdigest(),
     }
     return row
+
+
+_tags_code: Final = lru_cache(1 << 10)(tags_code_of)
+
+
+@lru_cache(1 << 10)
+def _host(raw: bytes) -> str:
+    return format_host(decode_host(raw))
 
 
 def _count_inner(message: StoredMessage) -> int | None:
@@ -107,7 +131,7 @@ def _hint(text: str) -> None:
 
 
 def _base64(data: bytes | None) -> str | None:
-    return base64.b64encode(data).decode("ascii") if data else None
+    return Plain(base64.b64encode(data), "ascii") if data else None
 
 
 def _hex(tags_code: int) -> str:
@@ -239,12 +263,10 @@ def verify_row(store: str, verdict: Verdict) -> Row:
 
 BodyForm = Literal["text", "json", "hex", "base64", "none"]
 
-_OF_THE_BODY: Final = ("body_b64", "stored_body_b64")
-
 
 def shown_row(message: StoredMessage, levels: DelayLevels, form: BodyForm) -> dict[str, Any]:
     """Return the row of a message with its ``body`` in a form; null for one that cannot be decompressed."""
-    row = {name: value for name, value in message_row(message, levels).items() if name not in _OF_THE_BODY}
+    row = message_row(message, levels, has_bodies=False)
     row["body"] = None if form == "none" else _body_as(message, form)
     return row
 
