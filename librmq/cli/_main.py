@@ -277,13 +277,11 @@ def _call(arguments: argparse.Namespace) -> int:
         _locate(arguments)
     handler: Handler = getattr(importlib.import_module(command.home), command.function)
     path = getattr(arguments, "out", None) if any("--out" in option.names for option in command.output) else None
-    output = open_output(arguments.format, sys.stdout, path, getattr(arguments, "limit", None))
-    try:
-        status = handler(arguments, output)
-    except LimitReached:
-        status = 0
-    finally:
-        output.close()
+    with open_output(arguments.format, sys.stdout, path, getattr(arguments, "limit", None)) as output:
+        try:
+            status = handler(arguments, output)
+        except LimitReached:
+            status = 0
     if hasattr(arguments, "opened"):
         from librmq.cli._stores import check_closed
 

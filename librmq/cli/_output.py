@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Self, TextIO, TypeVar
 
 from librmq.clock import Clock, SystemClock
-from librmq.errors import InputError, MissingExtraError
+from librmq.errors import CorruptionError, InputError, MissingExtraError, RecordError, StoreIOError
 from librmq.printable import UNSAFE, cell, escape, printable
 from librmq.runtime.event_log import watched
 
@@ -37,8 +37,7 @@ INTERRUPTED: Final = 130
 
 _UNSAFE_IN_JSON: Final = re.compile("[" + UNSAFE.replace("\x00-\x1f", "") + "]")  # JSON itself escapes those
 _BLOCK: Final = 256  # rows that are encoded together
-_BETWEEN: Final = "\x1e"  # an element between two rows of a block, and its text
-_BETWEEN_TEXT: Final = r',"\u001e",'
+_BETWEEN: Final = "\x1e"  # what JSON escapes in texts stands between the values of a block
 _names: Final[dict[str, str]] = {}
 """Names by the paths in whose place messages have them."""
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
@@ -68,8 +67,10 @@ class LimitReached(Exception):
 class Output:
     """Receiver of a command's rows, which counts them."""
 
-    def __init__(self, writer: RowWriter, limit: int | None = None, stream: TextIO | None = None) -> None:
-        """``stream`` is closed with the output."""
+    def __init__(
+        self, writer: RowWriter, limit: int | None = None, stream: TextIO | None = None, path: str | None = None
+    ) -> None:
+        """``stream`` is closed with the output; ``path`` is the file that the rows go to."""
         self.writer = writer
         self.rows = 0
         self.is_on_terminal = False
@@ -78,6 +79,8 @@ class Output:
         """Whether a terminal gets a note if there is no row."""
         self._limit = limit
         self._stream = stream
+        self._unfinished = path
+        self._is_closed = False
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Print a row, now or when its table is full.
@@ -100,8 +103,9 @@ class Output:
         return Output(JsonLines(sys.stdout)) if self.is_on_terminal else self
 
     def flush(self) -> None:
-        """Pass on every row so far; a table may wait until it is full."""
+        """Pass on every row so far; a table may wait until it is full. A file stays from now on."""
         self.writer.flush()
+        self._unfinished = None
 
     def rows_of(self, rows: Iterable[Mapping[str, Any]] | Iterable[NamedTuple]) -> None:
         """Print many small rows, faster than one by one.
@@ -121,19 +125,48 @@ class Output:
                 raise LimitReached
 
     def draw(self) -> None:
-        """Show every row so far, in a table too."""
+        """Show every row so far, in a table too. A file stays from now on."""
         getattr(self.writer, "draw", self.writer.flush)()
+        self._unfinished = None
 
     def close(self) -> None:
-        """Print all remaining rows."""
+        """Print all remaining rows, once."""
+        if self._is_closed:
+            return
         self.writer.close()
         if self._stream is not None:
             self._stream.close()
-            self._stream = None
+        self._is_closed, self._unfinished = True, None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Print all remaining rows; remove a file that looks whole, but is not. Rows before damage stay.
+
+        Raises:
+            InputError: The file could not be written.
+        """
+        path, is_whole = self._unfinished, error is None or isinstance(error, CorruptionError | RecordError)
+        try:
+            self.close()
+        except Exception as failure:
+            if path is None:
+                raise
+            error, is_whole = failure if is_whole else error, False
+        if path is None or is_whole:
+            return
+        _remove(path)
+        if isinstance(error, OSError) and not isinstance(error, StoreIOError):
+            raise InputError(f"{path}: {error.strerror}") from None
+        if error is not None:
+            raise error
 
 
-class Plain(str):
-    """A text such as Base64, which JSON need not escape."""
+class PlainText(str):
+    """A text such as Base64, which JSON does not escape."""
 
     __slots__ = ()
 
@@ -152,8 +185,8 @@ def _object(row: Mapping[str, Any]) -> str:
 
 
 _encoders: Final[dict[type, Callable[[Any], str]]] = {
-    Plain: '"{}"'.format, bool: {True: "true", False: "false"}.__getitem__, dict: _object, int: int.__repr__,
-    str: encode_basestring,
+    PlainText: '"{}"'.format, bool: {True: "true", False: "false"}.__getitem__, type(None): lambda _: "null",
+    dict: _object, int: int.__repr__, str: encode_basestring,
 }  # fmt: skip
 
 
@@ -164,23 +197,12 @@ def json_line(row: Mapping[str, Any]) -> str:
     return _safe(_template(tuple(row)) % tuple(values))
 
 
-def _json_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as lines; encoded together, because most of the time for a small row goes into the call."""
-    marked: list[object] = [_BETWEEN] * (2 * len(rows) - 1)
-    marked[::2] = rows
-    lines = _encode(marked)[1:-1].split(_BETWEEN_TEXT)
-    if len(lines) != len(rows):  # a list in a row contains the mark
-        lines = list(map(_encode, rows))
-    return _safe("\n".join(lines)) + "\n"
-
-
 def _lines_of_tuples(rows: Sequence[NamedTuple]) -> str:
     names = rows[0]._fields
     values = _encode_apart(list(chain.from_iterable(rows)))[1:-1].split(_BETWEEN)  # JSON escapes it in texts
     if len(values) != len(rows) * len(names):  # there are lists in the rows
-        return _json_lines([row._asdict() for row in rows])
-    line = ",".join(f"{_encode(name)}:%s" for name in names)
-    return _safe(f"{{{line}}}\n" * len(rows) % tuple(values))
+        return "".join([json_line(row._asdict()) + "\n" for row in rows])
+    return _safe(f"{_template(names)}\n" * len(rows) % tuple(values))
 
 
 def _safe(text: str) -> str:
@@ -199,7 +221,8 @@ class JsonLines:
 
     def rows_of(self, rows: Sequence[Any]) -> None:
         """Print rows: mappings, or named tuples of one type."""
-        self._stream.write(_json_lines(rows) if isinstance(rows[0], Mapping) else _lines_of_tuples(rows))
+        is_mapping = isinstance(rows[0], Mapping)
+        self._stream.write("".join([json_line(row) + "\n" for row in rows]) if is_mapping else _lines_of_tuples(rows))
 
     def flush(self) -> None:
         """Pass on every row so far."""
@@ -223,14 +246,14 @@ def open_output(form: str | None, stream: TextIO, path: str | None = None, limit
     if form == "parquet":
         if path is None:
             raise InputError("--format parquet: name a file with -o, because Parquet is not text")
-        return Output(ParquetRows(path), limit)
+        return Output(ParquetRows(path), limit, path=path)
     file = None
     if path is not None:
         try:
             file = stream = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed with the output)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from None
-    output = Output(_writer(form, stream), limit, file)
+    output = Output(_writer(form, stream), limit, file, path)
     output.is_on_terminal = stream.isatty()
     return output
 
@@ -249,6 +272,30 @@ def _writer(form: str | None, stream: TextIO) -> RowWriter:
         complain(f"hint: {missing}")
         return JsonLines(stream)
     return Table(stream)
+
+
+def write_page(path: str, text: str) -> None:
+    """Write a file, of which nothing is left if that fails.
+
+    Raises:
+        InputError: ``path`` cannot be written.
+    """
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            try:
+                file.write(text)
+                file.flush()
+            except BaseException:
+                _remove(path)
+                raise
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+
+
+def _remove(path: str) -> None:
+    """Remove a file that is not whole; not a device or a pipe."""
+    if os.path.isfile(path):
+        os.unlink(path)
 
 
 def name_as(path: str, name: str) -> None:
@@ -422,9 +469,11 @@ class ParquetRows:
 
     def close(self) -> None:
         """Write the remaining rows and end the file."""
-        self.flush()
-        if self._file is not None:
-            self._file.close()
+        try:
+            self.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
 
 
 # ---- progress

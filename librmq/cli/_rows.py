@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from librmq.cli._json_rows import refuse_constant
-from librmq.cli._output import Plain, complain
+from librmq.cli._output import PlainText, complain
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import BodyCompressionError, MissingExtraError, RecordError
 from librmq.java.lang import java_decode
@@ -131,7 +131,7 @@ def _hint(text: str) -> None:
 
 
 def _base64(data: bytes | None) -> str | None:
-    return Plain(base64.b64encode(data), "ascii") if data else None
+    return PlainText(base64.b64encode(data), "ascii") if data else None
 
 
 def _hex(tags_code: int) -> str:

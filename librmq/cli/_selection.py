@@ -7,13 +7,14 @@ import heapq
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli._options import UNIT_MS
-from librmq.cli._output import Output, complain
+from librmq.cli._output import Output, complain, log_bar, watching_bar
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.config import nearest
 from librmq.errors import BodyCompressionError, CorruptionError, InputError, MissingExtraError, StoreError
@@ -258,6 +259,12 @@ class MessageQuery:
             store.refresh()
             return array("q", (place for place, _, raw in store.log.scan() if raw is not None))
         return array("q", (message.physical_offset for message in islice(self.select_from(store), limit)))
+
+    def bar(self, what: str, store: MessageStore, *, quiet: bool = False) -> AbstractContextManager[None]:
+        """Show the progress of the way that `select_from` goes."""
+        if self.topic is None or self.is_by_index:
+            return log_bar(what, store.path, 1, quiet=quiet)
+        return watching_bar(what, sum(map(len, self.ranges(store).values())), "messages", quiet=quiet)
 
     def select_at(self, view: ClusterView) -> Iterator[StoredMessage]:
         """Yield the selected messages of a cluster, oldest first."""

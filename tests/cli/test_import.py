@@ -12,6 +12,7 @@ import pytest
 
 from librmq import Broker, Message, MessageStore
 from librmq.clock import ManualClock
+from librmq.errors import StoreIOError
 from librmq.message import record
 from librmq.runtime.runner import ManualRunner
 from tests.budget import many
@@ -238,6 +239,30 @@ def test_formulas_in_the_csv_of_a_command_are_escaped(shell: Shell) -> None:
         texts = [cell for cell in cells if not cell.lstrip("-").isdigit()]
         assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r")) for cell in texts)
         assert not any(character in answer.out for character in "\x1b\0\u202e\x7f")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), 130), (StoreIOError("write", "f", OSError(28, "No space left on device")), 2)],
+)
+def test_an_import_that_ends_early_is_continued(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int
+) -> None:
+    given = "".join(json.dumps({"topic": "T", "body": f"{number}"}) + "\n" for number in range(5))
+    append, left = MessageStore.append, [3]
+
+    def failing(*arguments: Any, **fields: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return append(*arguments, **fields)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MessageStore, "append", failing)
+        answer = shell("import", "new", "-", given=given)
+    assert (answer.status, "earlier rows are imported: continue by --skip 3" in answer.said) == (status, True)
+    assert shell("import", "new", "-", "--skip", 3, given=given).status == 0
+    assert [row["body"] for row in shell("show", "new").rows] == ["0", "1", "2", "3", "4"]
 
 
 def test_skipped_rows_are_not_imported(shell: Shell) -> None:

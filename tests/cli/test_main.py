@@ -418,6 +418,50 @@ def test_a_file_that_cannot_be_written_is_named(shell: Shell) -> None:
     assert "absent/file: No such file" in answer.said
 
 
+@pytest.mark.parametrize("name", ["dump", "verify", "can-start", "stats", "disk"])
+def test_a_file_has_all_rows_of_a_command_with_notes(shell: Shell, name: str) -> None:
+    answer = shell(name, "store")
+    assert shell(name, "store", "-o", "rows.jsonl").status == answer.status
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text("utf-8").splitlines()]
+    assert [list(row) for row in rows] == [list(row) for row in answer.rows]  # how fast a disk is differs
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet", "rows.txt"])
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device"), 2, "librmq queues: {}: No space left on device"),
+        (ConfigError("wrong"), 2, "librmq queues: wrong"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_removed(
+    fake: Fake, shell: Shell, name: str, error: BaseException, status: int, said: str
+) -> None:
+    if name != "rows.jsonl":
+        pytest.importorskip("rich" if name == "rows.txt" else "pyarrow")
+    fake(raiser(error))
+    assert shell("queues", "store", "-o", name) == (status, "", f"{said.format(name)}\n")
+    assert not Path(name).exists()
+
+
+def test_a_file_keeps_the_rows_before_damage(fake: Fake, shell: Shell) -> None:
+    fake(raiser(CorruptionError("f", 7, "size", "too short")))
+    assert shell("queues", "store", "-o", "rows.jsonl").status == 1
+    assert Path("rows.jsonl").read_text() == '{"before":1}\n'
+
+
+def test_an_interrupt_keeps_the_file_of_a_command_without_end(fake: Fake, shell: Shell) -> None:
+    def follow(arguments: argparse.Namespace, output: Output) -> int:
+        output.row({"n": 1})
+        output.draw()
+        raise KeyboardInterrupt
+
+    fake(follow)
+    assert shell("queues", "store", "-o", "rows.jsonl").status == 130
+    assert Path("rows.jsonl").read_text() == '{"n":1}\n'
+
+
 def test_limit_ends_a_list(shell: Shell) -> None:
     rows = shell("queues", "store").rows
     assert shell("queues", "store", "--limit", 2).rows == rows[:2]

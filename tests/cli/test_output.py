@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from librmq.cli._output import JsonLines, LimitReached, Output, complain, json_line, open_output
-from librmq.errors import MissingExtraError
+from librmq.cli._output import JsonLines, LimitReached, Output, complain, json_line, open_output, write_page
+from librmq.errors import InputError, MissingExtraError
 from librmq.printable import printable
 from tests.cli.stand import Terminal
 from tests.programs import run_program
@@ -108,6 +109,13 @@ def test_without_rich_a_terminal_gets_json_lines_and_a_hint(
     assert said.count("\n") == 1
     with pytest.raises(MissingExtraError, match="cli"):
         open_output("table", io.StringIO())
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+def test_a_page_that_cannot_be_written() -> None:
+    with pytest.raises(InputError, match="/dev/full: No space"):
+        write_page("/dev/full", "text")
+    assert os.path.exists("/dev/full")
 
 
 def test_complaints_are_safe_to_show(capsys: pytest.CaptureFixture[str]) -> None:

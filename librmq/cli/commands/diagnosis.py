@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli._output import LimitReached, Output, complain, watching_bar
+from librmq.cli._output import LimitReached, Output, complain, watching_bar, write_page
 from librmq.cli._selection import note_message, note_part, note_topic, read_ranges
 from librmq.cli._stores import is_url, local_copy, locate, open_view, storage_options
 from librmq.clock import SystemClock
@@ -148,11 +148,7 @@ def report(arguments: argparse.Namespace, output: Output) -> int:
     beside = f"{page.removesuffix('.html')}.json"
     survey = (_survey_by_spark if arguments.spark else _survey_of_stores)(arguments, output)
     for path, text in ((page, render_page(survey, earlier)), (beside, survey.to_json())):
-        try:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}") from None
+        write_page(path, text)
     severities = Counter(finding.severity for finding in survey.findings)
     output.row(
         {

@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from librmq.cli._json_rows import parse_object
-from librmq.cli._output import Output, complain
+from librmq.cli._output import Output, complain, write_page
 from librmq.errors import InputError
 from librmq.formatting import visible
 from librmq.runtime.event_log import counted
@@ -118,11 +118,7 @@ def _write_timelines(
         with nullcontext(piped[path]) if path in piped else _history_file(path) as file:
             events |= {line: parse_object(text) for line, text in enumerate(file, begin + 1) if line in shown_lines}
     page = render_timelines(anomalies, events, lines, [*map(_file_name, arguments.files)])
-    try:
-        with open(arguments.out, "w", encoding="utf-8") as file:
-            file.write(page)
-    except OSError as error:
-        raise InputError(f"{arguments.out}: {error.strerror}") from None
+    write_page(arguments.out, page)
 
 
 # ---- the page of timelines

@@ -24,7 +24,7 @@ from librmq.cli._selection import age_clock, check_times, parse_time
 from librmq.cli._stores import read_moment, settle_config, storage_options
 from librmq.clock import ManualClock, SystemClock
 from librmq.config import nearest
-from librmq.errors import CorruptionError, InputError, MessageIllegalError, MissingExtraError
+from librmq.errors import CorruptionError, InputError, MessageIllegalError, MissingExtraError, StoreIOError
 from librmq.files import DiskFiles
 from librmq.message import Message, record
 from librmq.message.ids import parse_host
@@ -32,6 +32,7 @@ from librmq.message.properties import PropertyName, checked_encoding, decode_pro
 from librmq.message.topics import is_system_topic, validate_topic
 from librmq.printable import cell_text, unguarded
 from librmq.runtime.event_log import watched
+from librmq.runtime.locks import critical
 from librmq.store import AppendFields, BrokerTables, MessageStore
 from librmq.store.format.broker_tables import MOST_QUEUES
 from librmq.store.format.directory import CONFIG, check_kind
@@ -65,7 +66,9 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
     with ExitStack() as opened:
         rows = _rows(arguments.path, arguments.input_format, opened)
         write = None if arguments.dry_run else opened.enter_context(_Writer(arguments)).append_message
+        is_begun = False
         for number in itertools.count(1):
+            done = f"earlier rows are imported: continue by --skip {number - 1}"
             try:
                 row = next(rows, None)
                 if row is None:
@@ -75,17 +78,22 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
                 read = _read(row)
                 for column in map(str, row.keys() - _COLUMNS - _OF_ANOTHER_STORE):
                     _note_unknown(column, unknown)
-                if write is not None:
-                    write(read)
-            except (InputError, MessageIllegalError, csv.Error, UnicodeEncodeError) as error:
+                with critical:  # so that the row that an interrupt names is the next one
+                    if write is not None:
+                        write(read)
+                        is_begun = True
+                    done = f"earlier rows are imported: continue by --skip {number}"
+                    count = counted.setdefault(read.message.topic, [0, 0, 0])
+                    count[0] = max(count[0], read.queue_id + 1)
+                    count[1] += 1
+                    count[2] += len(read.message.body)
+            except (InputError, MessageIllegalError, StoreIOError, csv.Error, UnicodeEncodeError) as error:
                 what = "half of a surrogate pair is not a character" if isinstance(error, UnicodeEncodeError) else error
-                is_begun = write is not None and bool(counted)
-                done = f" (earlier rows are imported: continue by --skip {number - 1})" if is_begun else ""
-                raise InputError(f"{arguments.path}: row {number}: {what}{done}") from None
-            count = counted.setdefault(read.message.topic, [0, 0, 0])
-            count[0] = max(count[0], read.queue_id + 1)
-            count[1] += 1
-            count[2] += len(read.message.body)
+                raise InputError(f"{arguments.path}: row {number}: {what}{f' ({done})' if is_begun else ''}") from None
+            except KeyboardInterrupt:
+                if is_begun:
+                    complain(f"note: {done}")
+                raise
     for topic, (queues, messages, size) in sorted(counted.items()):
         row = {"topic": topic, "queues": queues, "messages": messages, "body_bytes": size}
         output.row({**row, "dry_run": arguments.dry_run})
@@ -117,15 +125,15 @@ class _Writer:
 
     def append_message(self, read: _Read) -> None:
         """Append a message; its topic gets the queues that it needs."""
+        if self._unflushed > _FLUSH_BYTES:
+            self._store.flush()
+            self._unflushed = 0
         time_ms = read.store_timestamp_ms if self._keeps_times else SystemClock().now_ms()
         self._clock.move_to(max(self._clock.now_ms(), SystemClock().now_ms() if time_ms is None else time_ms))
         result = self._store.append(read.message, read.queue_id, wait=False, **read.fields)
         topic = read.message.topic
         self._queues[topic] = max(self._queues.get(topic, 0), read.queue_id + 1)
         self._unflushed += result.size
-        if self._unflushed > _FLUSH_BYTES:
-            self._store.flush()
-            self._unflushed = 0
 
     def __enter__(self) -> _Writer:
         return self

@@ -6,6 +6,7 @@ import argparse
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -162,14 +163,15 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
         return 0
     from librmq.diagnosis import StoreView
 
-    with open_source(arguments) as view:
-        messages = (
-            selection.select_from(view.store, reads_on=True)
-            if isinstance(view, StoreView)
-            else selection.select_at(view)
-        )
+    with open_source(arguments) as view, ExitStack() as opened:
+        if isinstance(view, StoreView):
+            opened.enter_context(selection.bar("show", view.store, quiet=output.is_on_terminal))
+            messages = selection.select_from(view.store, reads_on=True)
+        else:
+            messages = selection.select_at(view)
         for message in messages:
             _print_checked(arguments, output, shown_row(message, view.levels, arguments.body))
+        opened.close()
         if not output.rows and selection.topic is not None:
             note_topic(selection.topic, view.topics, output)
     _note_unknown(selection, output)

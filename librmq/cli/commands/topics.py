@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any, Final
 
-from librmq.cli._output import Output, ProgressBar, complain, log_bar, watching_bar
+from librmq.cli._output import Output, ProgressBar, complain
 from librmq.cli._rows import entry_rows, queue_row
 from librmq.cli._selection import TOPICS, MessageQuery, near, note_topic_of, places_in, select
 from librmq.cli._stores import open_source, open_store, open_view, recorded_settings, report_cut
@@ -168,7 +167,7 @@ def count(arguments: argparse.Namespace, output: Output) -> int:
             counts, is_sampled = _by_columns(store, selection, arguments)
             sampled = {"sampled": is_sampled} if arguments.sampled else {}
         if counts is None:
-            with _bar(store, selection):
+            with selection.bar("count", store):
                 counts = _by_messages(_queued_messages(store, selection, arguments.all), by, selection.topic)
         ordered = sorted(counts.items(), key=lambda item: _place(by, *item)) if isinstance(counts, dict) else counts
         for group, (messages, size) in ordered:
@@ -194,13 +193,6 @@ def _group_fields(by: str, group: Group) -> dict[str, Any]:
 
 
 # ---- count by messages
-
-
-def _bar(store: MessageStore, selection: MessageQuery) -> AbstractContextManager[None]:
-    """Return the bar of the way that `MessageQuery.select_from` goes."""
-    if selection.topic is None or selection.is_by_index:
-        return log_bar("count", store.path, 1)
-    return watching_bar("count", sum(map(len, selection.ranges(store).values())), "messages")
 
 
 def _queued_messages(store: MessageStore, selection: MessageQuery, everything: bool) -> Iterator[StoredMessage]:
