@@ -10,26 +10,28 @@ So an export is whole or absent. What is stored later goes to another path, with
 
 from __future__ import annotations
 
-import base64
-import csv
-import io
-import json
 import os
 import re
 import secrets
 import shutil
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, Unpack, get_args
+from urllib.parse import quote
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from librmq.columns._export_text import Batches, write_text
+from librmq.columns.arrays import integers
 from librmq.columns.decoding import CORRUPT, TYPES
 from librmq.columns.options import ReadOptions
 from librmq.columns.planned_store import PlannedStore
@@ -39,7 +41,6 @@ from librmq.columns.remote import RemoteFiles, RemoteStore
 from librmq.errors import ConfigError, StoreIOError
 from librmq.files import DiskFiles, Files
 from librmq.files.interface import make_folders
-from librmq.printable import cell, guarded, is_safe_in_cell, printable
 from librmq.runtime.event_log import advance
 from librmq.store.format import directory
 
@@ -53,18 +54,13 @@ _NOT_WRITTEN: Final = ("arrow", "avro", "bz2", "feather", "gz", "json", "orc", "
 """Suffixes of files, which a folder of Parquet files would not be."""
 _GROUP_ROWS: Final = 1 << 16
 _GROUP_BYTES: Final = 16 << 20
+_FOLDERS_BYTES: Final = 32 << 20
+"""Bytes of rows that wait for a group of rows in the file of each folder."""
+_FOLDERS_OPEN: Final = 128
+"""Folders whose files are kept open for more rows."""
 _DATE: Final = "date"
 """The name of the partition by day of storing."""
-# Scalars of Arrow: for a number of Python it would import pandas, which takes a second.
-_FIRST_MS, _END_MS, _MICROSECONDS = (
-    pa.scalar(number, pa.int64()) for number in (-62_135_596_800_000, 253_402_300_800_000, 1000)
-)
-"""Begin and exclusive end of the years 1 to 9999, which ISO 8601 has."""
 _PARTITIONS: Final = ("topic", "queueId", _DATE)
-
-
-_Batches = Iterable[Iterator[pa.RecordBatch]]
-"""The batches of each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +134,7 @@ def export(
         if plan.form == "parquet":
             files = _write_parquet(part, source.steps(), plan.schema, plan.partition_by)
         else:
-            files = _write_text(part, source.steps(), plan.schema, plan.form)
+            files = write_text(part, source.steps(), plan.schema, plan.form)
         _check_free(plan.path, plan.form)  # another export may have been faster
     return Exported(os.fspath(out), source.rows, files, source.damaged, is_cut_short or (drops and source.damaged > 0))
 
@@ -382,25 +378,25 @@ def _unfinished(path: str) -> Iterator[str]:
         raise
 
 
-def _write_parquet(path: str, steps: _Batches, schema: pa.Schema, partition_by: Sequence[str]) -> int:
+def _write_parquet(path: str, steps: Batches, schema: pa.Schema, partition_by: Sequence[str]) -> int:
     """Write a folder of Parquet files, one or more for each step; return their number."""
     os.mkdir(path)
     names = [*schema.names, *(name for name in partition_by if name not in schema.names)]
     kinds = TYPES | {_DATE: pa.string()}
-    file_schema = pa.schema([(name, kinds[name]) for name in names])
+    file_schema = pa.schema([(name, kinds[name]) for name in names if name not in partition_by])
     count = 0
     for number, batches in enumerate(steps):
         # The writer must not be called without a batch: it would write a file without rows.
         if (first := next(batches, None)) is None:
             continue
         arranged = (_arranged(batch, names, partition_by) for step in ([first], batches) for batch in step)
-        template = f"part-{number:06d}-{{i}}.parquet"
+        template = f"part-{number:06d}-{{}}.parquet"
         if partition_by:
-            written = _partitioned(path, arranged, file_schema, template, partition_by)
-        else:  # a dataset of one file takes a quarter longer
-            written = [os.path.join(path, template.format(i=0))]
+            written = _write_folders(path, arranged, file_schema, template, partition_by)
+        else:
+            written = [os.path.join(path, template.format(0))]
             with pq.ParquetWriter(written[0], file_schema) as writer:
-                for group in _groups(arranged):
+                for group in _groups(arranged, _GROUP_ROWS, _GROUP_BYTES):
                     writer.write_table(pa.Table.from_batches(group, file_schema))
         for file in written:
             with open(file, "rb") as opened:
@@ -412,130 +408,71 @@ def _write_parquet(path: str, steps: _Batches, schema: pa.Schema, partition_by: 
 
 
 def _arranged(batch: pa.RecordBatch, names: Sequence[str], partition_by: Sequence[str]) -> pa.RecordBatch:
-    """Return a batch with the columns of a file, and those that name its folder."""
+    """Return a batch with the columns of a file, and those that name its folder, by which its rows are sorted."""
     if _DATE in partition_by:
         batch = batch.append_column(_DATE, pc.strftime(batch.column("storeTimestamp"), "%Y-%m-%d"))
-    return batch.select(names)
+    batch = batch.select(names)
+    return batch.sort_by([(name, "ascending") for name in partition_by]) if partition_by else batch
 
 
-def _partitioned(
-    path: str, batches: Iterator[pa.RecordBatch], file_schema: pa.Schema, template: str, partition_by: Sequence[str]
+def _write_folders(
+    path: str, batches: Iterator[pa.RecordBatch], schema: pa.Schema, template: str, partition_by: Sequence[str]
 ) -> list[str]:
-    """Write files in folders like ``topic=orders``; return their paths."""
-    import pyarrow.dataset as ds
+    """Write files in folders like ``topic=orders``; return their paths.
 
-    files: list[str] = []
-    ds.write_dataset(
-        batches,
-        path,
-        schema=file_schema,
-        format="parquet",
-        basename_template=template,
-        partitioning=ds.partitioning(pa.schema([file_schema.field(name) for name in partition_by]), flavor="hive"),
-        existing_data_behavior="overwrite_or_ignore",
-        preserve_order=True,  # without threads alone, the batches of a partition still overtake each other
-        min_rows_per_group=_GROUP_ROWS,
-        max_partitions=1 << 16,
-        file_visitor=lambda file: files.append(file.path),
-    )
-    return files
+    `pyarrow.dataset.write_dataset` would keep more and more rows in memory, for files with large groups of rows.
+    """
+    written: list[str] = []
+    writers: dict[str, pq.ParquetWriter] = {}
+    try:
+        for number, group in enumerate(_groups(batches, sys.maxsize, _FOLDERS_BYTES)):
+            for folder, rows in _tables_by_folder(group, schema, partition_by):
+                writer = writers.pop(folder, None)
+                if writer is None:
+                    if len(writers) == _FOLDERS_OPEN:
+                        writers.pop(next(iter(writers))).close()
+                    written.append(os.path.join(path, folder, template.format(number)))
+                    os.makedirs(os.path.dirname(written[-1]), exist_ok=True)
+                    writer = pq.ParquetWriter(written[-1], schema)
+                writers[folder] = writer
+                writer.write_table(rows)
+    finally:
+        for writer in writers.values():
+            writer.close()
+    return written
 
 
-def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
-    """Yield batches together that make a row group of a Parquet file."""
+def _tables_by_folder(
+    group: list[pa.RecordBatch], schema: pa.Schema, partition_by: Sequence[str]
+) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the rows of sorted batches by their folder; the batches are released."""
+    parts: dict[str, list[pa.RecordBatch]] = {}
+    for batch in group:
+        keys = batch.select(partition_by)
+        ends = np.unique(np.concatenate([integers(pc.run_end_encode(values).run_ends) for values in keys.columns]))
+        for begin, end in pairwise([0, *ends.tolist()]):
+            (row,) = keys.slice(begin, 1).to_pylist()
+            folder = os.path.join(*(f"{name}={_folder_value(row[name])}" for name in partition_by))
+            parts.setdefault(folder, []).append(batch.slice(begin, end - begin).select(schema.names))
+    group.clear()
+    for folder, rows in parts.items():
+        yield folder, pa.Table.from_batches(rows, schema)
+
+
+def _folder_value(value: object) -> str:
+    """Return a value as readers of Hive's folders expect it."""
+    return "__HIVE_DEFAULT_PARTITION__" if value is None else quote(str(value), safe="")
+
+
+def _groups(batches: Iterator[pa.RecordBatch], most_rows: int, most_bytes: int) -> Iterator[list[pa.RecordBatch]]:
+    """Yield batches together that have so many rows or bytes."""
     group: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
         group.append(batch)
         rows, size = rows + batch.num_rows, size + batch.nbytes
-        if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
+        if rows >= most_rows or size >= most_bytes:
             yield group
             group, rows, size = [], 0, 0
     if group:
         yield group
-
-
-def _write_text(path: str, steps: _Batches, schema: pa.Schema, form: str) -> int:
-    """Write a file of CSV or JSON lines; return 1, the number of files."""
-    names = list(schema.names)
-    with open(path, "x", encoding="utf-8", newline="") as text:
-        line = _lines(text, names, form)
-        for batches in steps:
-            for batch in batches:
-                for row in _with_times_as_texts(batch.select(names)).to_pylist():
-                    line(row)
-        text.flush()
-        os.fsync(text.fileno())
-    return 1
-
-
-def _lines(text: io.TextIOWrapper, names: list[str], form: str) -> Callable[[dict[str, Any]], object]:
-    """Return how a row is written; CSV begins with the names of the columns."""
-    if form == "jsonl":
-        encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-        return lambda row: text.write(encode(_plain(row)) + "\n")
-    columns = [column for name in names for column in ([name, f"{name}_b64"] if _is_bytes(name) else [name])]
-    # Python 3.11 leaves a lone carriage return unquoted, where readers of CSV end the row.
-    minimal, quoted = (
-        csv.DictWriter(text, columns, lineterminator="\n", quoting=quoting)
-        for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONNUMERIC)
-    )
-    minimal.writeheader()
-
-    def line(row: dict[str, Any]) -> None:
-        plain = _cells(row)
-        has_return = any(isinstance(value, str) and "\r" in value for value in plain.values())
-        (quoted if has_return else minimal).writerow(plain)
-
-    return line
-
-
-def _with_times_as_texts(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch with times in the form of ISO 8601, or in milliseconds if they are outside of its years.
-
-    A client chooses the time of a message's birth, so it can be any number.
-    """
-    for at, column in enumerate(batch.schema):
-        if pa.types.is_timestamp(column.type):
-            times = pc.divide(batch.column(at).view(pa.int64()), _MICROSECONDS)
-            in_range = pc.and_(pc.greater_equal(times, _FIRST_MS), pc.less(times, _END_MS))
-            texts = pc.strftime(
-                pc.if_else(in_range, times, pa.scalar(None, pa.int64())).cast(pa.timestamp("ms")), "%Y-%m-%dT%H:%M:%SZ"
-            )
-            batch = batch.set_column(at, column.name, pc.coalesce(texts, times.cast(pa.string())))
-    return batch
-
-
-def _cells(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose texts neither a terminal nor a spreadsheet obeys; `librmq import` gets the same message."""
-    cells: dict[str, Any] = {}
-    for name, value in _plain(row).items():
-        if isinstance(value, dict):
-            cells[name] = printable(json.dumps(value, ensure_ascii=False))
-        elif not isinstance(value, str):
-            cells[name] = value
-        elif name not in TYPES or not _is_bytes(name):
-            cells[name] = cell(value)
-        elif is_safe_in_cell(value):
-            cells[name] = guarded(value)
-        else:
-            cells[f"{name}_b64"] = base64.b64encode(value.encode()).decode()
-    return cells
-
-
-def _is_bytes(name: str) -> bool:
-    return bool(pa.types.is_binary(TYPES[name]))
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row in JSON's types; bytes become text, or ``…_b64`` if they are not UTF-8."""
-    plain: dict[str, Any] = {}
-    for name, value in row.items():
-        if isinstance(value, bytes):
-            try:
-                plain[name] = value.decode()
-            except UnicodeDecodeError:
-                plain[f"{name}_b64"] = base64.b64encode(value).decode()
-        else:
-            plain[name] = dict(value) if isinstance(value, list) else value
-    return plain

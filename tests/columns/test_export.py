@@ -244,6 +244,21 @@ def test_parquet_in_folders(store: Path, tmp_path: Path) -> None:
     assert [row["topic"] for row in rows(tmp_path / "out")] == ["A", "B"] * 30
 
 
+def test_rows_in_folders_wait_in_bounded_memory(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of many folders are written in parts, to files of which few are open at a time."""
+    monkeypatch.setattr(exports, "_FOLDERS_BYTES", 1)
+    monkeypatch.setattr(exports, "_FOLDERS_OPEN", 2)
+    monkeypatch.setattr("librmq.columns._read.BATCH_ROWS", 7)
+    export(store, tmp_path / "out", partition_by=["queueId", "topic"])
+    folders = [tmp_path / "out" / f"queueId={queue_id}" / f"topic={topic}" for queue_id in (0, 1) for topic in "AB"]
+    assert len(list((tmp_path / "out").rglob("*.parquet"))) > len(folders)
+    for folder in folders:
+        files = sorted(folder.iterdir())
+        offsets = [offset for file in files for offset in pq.ParquetFile(file).read()["queueOffset"].to_pylist()]
+        assert offsets == list(range(15))
+    assert numbers(tmp_path / "out") == list(range(60))
+
+
 @pytest.mark.slow
 def test_rows_of_a_folder_keep_their_order(tmp_path: Path) -> None:
     with MessageStore.open(tmp_path / "store", CONFIG, clock=ManualClock(START_MS)) as store:
@@ -368,6 +383,26 @@ def test_texts_keep_every_body(tmp_path: Path, name: str) -> None:
         row["properties"] if isinstance(row["properties"], dict) else json.loads(row["properties"]) for row in found
     ]
     assert {row["p"] for row in kept} == {"\r\n,"}
+
+
+def test_json_lines_are_those_of_python(tmp_path: Path) -> None:
+    texts = ["", 'a"b\\\\', "\0\x1f\x7f", "\b\f\n\r\t", "€\u2028\U0001f600", "\\\\u0041"]
+    bodies = [*(text.encode() for text in texts), b"\xff", b'\xed\xa0\x80"']
+    with MessageStore.open(tmp_path / "store", CONFIG, clock=ManualClock(START_MS)) as store:
+        for number, body in enumerate(bodies):
+            text = texts[number % len(texts)]
+            store.append(Message("T", body, properties={f"n{text}": text} if text else {}), 0)
+    columns = ["topic", "queueId", "body", "properties", "keys", "bornHost", "propertiesString"]
+    export(tmp_path / "store", tmp_path / "out.jsonl", columns=columns)
+    lines = (tmp_path / "out.jsonl").read_bytes().decode().split("\n")
+    found = [json.loads(line) for line in lines[:-1]]
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    assert [encode(row) for row in found] == lines[:-1]
+    read = reader(tmp_path / "store", columns=columns).read_all().to_pylist()
+    for row, expected in zip(found, read, strict=True):
+        body = expected.pop("body")
+        assert (base64.b64decode(row.pop("body_b64")) if "body_b64" in row else row.pop("body").encode()) == body
+        assert row == expected | {"properties": dict(expected["properties"])}
 
 
 @contextlib.contextmanager

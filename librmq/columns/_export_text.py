@@ -1,0 +1,152 @@
+"""Messages as one file of CSV or of JSON lines; bytes are text there, or Base64 if they are not UTF-8."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from librmq.columns.arrays import offsets_and_bytes, strings
+from librmq.columns.decoding import TYPES
+from librmq.printable import cell, guarded, is_safe_in_cell, printable
+
+Batches = Iterable[Iterator[pa.RecordBatch]]
+"""The batches of each step."""
+# Scalars of Arrow: for a number of Python it would import pandas, which takes a second.
+_FIRST_MS, _END_MS, _MICROSECONDS = (
+    pa.scalar(number, pa.int64()) for number in (-62_135_596_800_000, 253_402_300_800_000, 1000)
+)
+"""Begin and exclusive end of the years 1 to 9999, which ISO 8601 has."""
+
+
+def write_text(path: str, steps: Batches, schema: pa.Schema, form: str) -> int:
+    """Write a file of CSV or JSON lines; return 1, the number of files."""
+    names = list(schema.names)
+    with open(path, "x", encoding="utf-8", newline="") as text:
+        write_csv = _write_csv(text, names) if form == "csv" else None
+        for batches in steps:
+            for batch in batches:
+                rows = _with_times_as_texts(batch.select(names))
+                if write_csv is None:
+                    text.buffer.write(_json_lines(rows))
+                else:
+                    write_csv(rows)
+        text.flush()
+        os.fsync(text.fileno())
+    return 1
+
+
+_ESCAPES: Final = {code: json.dumps(chr(code))[1:-1] for code in (ord("\\"), ord('"'), *range(0x20))}
+"""What JSON escapes in a text, the backslash first."""
+_encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_joined: Final = pc.binary_join_element_wise
+
+
+def _json_lines(batch: pa.RecordBatch) -> memoryview:
+    """Return rows as lines of JSON, made by columns: an object for each row would take several times as long."""
+    members = [_members(name, values) for name, values in zip(batch.schema.names, batch.columns, strict=True)]
+    ends, data = offsets_and_bytes(_joined("{", _joined(*members, ","), "}\n", ""))
+    return data[: int(ends[-1])].data
+
+
+def _members(name: str, values: pa.Array) -> pa.StringArray:
+    """Return name and value of each row; the name of bytes that are not UTF-8 is ``…_b64``."""
+    if _is_bytes(name):
+        try:
+            values = values.cast(pa.string())
+        except pa.ArrowInvalid:
+            return strings([_encode(_plain({name: value}))[1:-1] for value in values.to_pylist()])
+    return _joined(f'"{name}":', _json_values(values), "", null_handling="replace", null_replacement="null")
+
+
+def _json_values(values: pa.Array) -> pa.StringArray:
+    if pa.types.is_map(values.type):
+        pairs = _joined(_json_values(values.keys), _json_values(values.items), ":")
+        objects = _joined("{", pc.binary_join(pa.ListArray.from_arrays(values.offsets, pairs), ","), "}", "")
+        return objects if not values.null_count else pc.if_else(values.is_valid(), objects, None)
+    if not pa.types.is_string(values.type):
+        return values.cast(pa.string())
+    data = np.frombuffer(values.buffers()[2] or b"", np.uint8)
+    used = np.bincount(data[(data < 0x20) | (data == ord('"')) | (data == ord("\\"))], minlength=0x80)
+    for code, escape in _ESCAPES.items():
+        if used[code]:
+            values = pc.replace_substring(values, chr(code), escape)
+    return _joined('"', values, '"', "")
+
+
+def _write_csv(text: io.TextIOWrapper, names: list[str]) -> Callable[[pa.RecordBatch], object]:
+    """Write the names of the columns; return what writes rows."""
+    columns = [column for name in names for column in ([name, f"{name}_b64"] if _is_bytes(name) else [name])]
+    # Python 3.11 leaves a lone carriage return unquoted, where readers of CSV end the row.
+    minimal, quoted = (
+        csv.DictWriter(text, columns, lineterminator="\n", quoting=quoting)
+        for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONNUMERIC)
+    )
+    minimal.writeheader()
+
+    def write(batch: pa.RecordBatch) -> None:
+        for row in batch.to_pylist():
+            plain = _cells(row)
+            has_return = any(isinstance(value, str) and "\r" in value for value in plain.values())
+            (quoted if has_return else minimal).writerow(plain)
+
+    return write
+
+
+def _with_times_as_texts(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch with times in the form of ISO 8601, or in milliseconds if they are outside of its years.
+
+    A client chooses the time of a message's birth, so it can be any number.
+    """
+    for at, column in enumerate(batch.schema):
+        if pa.types.is_timestamp(column.type):
+            times = pc.divide(batch.column(at).view(pa.int64()), _MICROSECONDS)
+            in_range = pc.and_(pc.greater_equal(times, _FIRST_MS), pc.less(times, _END_MS))
+            texts = pc.strftime(
+                pc.if_else(in_range, times, pa.scalar(None, pa.int64())).cast(pa.timestamp("ms")), "%Y-%m-%dT%H:%M:%SZ"
+            )
+            batch = batch.set_column(at, column.name, pc.coalesce(texts, times.cast(pa.string())))
+    return batch
+
+
+def _cells(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose texts neither a terminal nor a spreadsheet obeys; `librmq import` gets the same message."""
+    cells: dict[str, Any] = {}
+    for name, value in _plain(row).items():
+        if isinstance(value, dict):
+            cells[name] = printable(json.dumps(value, ensure_ascii=False))
+        elif not isinstance(value, str):
+            cells[name] = value
+        elif name not in TYPES or not _is_bytes(name):
+            cells[name] = cell(value)
+        elif is_safe_in_cell(value):
+            cells[name] = guarded(value)
+        else:
+            cells[f"{name}_b64"] = base64.b64encode(value.encode()).decode()
+    return cells
+
+
+def _is_bytes(name: str) -> bool:
+    return bool(pa.types.is_binary(TYPES[name]))
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row in JSON's types; bytes become text, or ``…_b64`` if they are not UTF-8."""
+    plain: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, bytes):
+            try:
+                plain[name] = value.decode()
+            except UnicodeDecodeError:
+                plain[f"{name}_b64"] = base64.b64encode(value).decode()
+        else:
+            plain[name] = dict(value) if isinstance(value, list) else value
+    return plain
