@@ -26,9 +26,8 @@ def escape(match: re.Match[str]) -> str:
     return f"\\u{ord(match[0]):04x}"
 
 
-# CSV quotes tabs and ends of lines. A backslash that would look like the beginning of an escape is escaped too.
-_UNSAFE_IN_CELL: Final = re.compile("[" + UNSAFE.replace("\\x00-\\x1f", r"\x00-\x08\x0b\x0c\x0e-\x1f") + "]")
-_ESCAPED_IN_CELL: Final = re.compile(_UNSAFE_IN_CELL.pattern + r"|\\(?=u[0-9a-f]{4})")
+# A backslash that would look like the beginning of an escape is escaped too.
+_ESCAPED_IN_CELL: Final = re.compile(_UNSAFE.pattern + r"|\\(?=u[0-9a-f]{4})")
 _ESCAPE: Final = re.compile(r"\\u([0-9a-f]{4})")
 _FORMULA: Final = re.compile(r"(?!-[0-9]+\Z)'*[=+\-@\t\r\n]")
 _GUARDED: Final = re.compile(r"'+[=+\-@\t\r\n]")
@@ -36,7 +35,7 @@ _GUARDED: Final = re.compile(r"'+[=+\-@\t\r\n]")
 
 def is_safe_in_cell(text: str) -> bool:
     """Return whether a text needs no escape in a cell of CSV."""
-    return (text.isascii() and text.isprintable()) or _UNSAFE_IN_CELL.search(text) is None
+    return (text.isascii() and text.isprintable()) or _UNSAFE.search(text) is None
 
 
 def guarded(text: str) -> str:
@@ -59,7 +58,7 @@ def cell_text(text: str) -> str:
 
     def character(match: re.Match[str]) -> str:
         character = chr(int(match[1], 16))
-        return character if character == "\\" or _UNSAFE_IN_CELL.match(character) else match[0]
+        return character if character == "\\" or _UNSAFE.match(character) else match[0]
 
     return _ESCAPE.sub(character, unguarded(text))
 

@@ -7,16 +7,17 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq.columns.arrays import offsets_and_bytes, strings
+from librmq.columns.arrays import integers, numbers, offsets_and_bytes, replaced, strings
 from librmq.columns.decoding import TYPES
-from librmq.printable import cell, guarded, is_safe_in_cell, printable
+from librmq.printable import UNSAFE, cell, guarded, is_safe_in_cell, printable
 
 Batches = Iterable[Iterator[pa.RecordBatch]]
 """The batches of each step."""
@@ -30,17 +31,18 @@ _FIRST_MS, _END_MS, _MICROSECONDS = (
 def write_text(path: str, steps: Batches, schema: pa.Schema, form: str) -> int:
     """Write a file of CSV or JSON lines; return 1, the number of files."""
     names = list(schema.names)
-    with open(path, "x", encoding="utf-8", newline="") as text:
-        write_csv = _write_csv(text, names) if form == "csv" else None
+    with open(path, "xb") as file:
+        lines_of = _json_lines
+        if form == "csv":
+            table = _CsvLines(names)
+            file.write(table.header().encode())
+            lines_of = table.lines
         for batches in steps:
             for batch in batches:
-                rows = _with_times_as_texts(batch.select(names))
-                if write_csv is None:
-                    text.buffer.write(_json_lines(rows))
-                else:
-                    write_csv(rows)
-        text.flush()
-        os.fsync(text.fileno())
+                ends, data = offsets_and_bytes(lines_of(_with_times_as_texts(batch.select(names))))
+                file.write(data[: int(ends[-1])].data)
+        file.flush()
+        os.fsync(file.fileno())
     return 1
 
 
@@ -50,11 +52,10 @@ _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).enc
 _joined: Final = pc.binary_join_element_wise
 
 
-def _json_lines(batch: pa.RecordBatch) -> memoryview:
+def _json_lines(batch: pa.RecordBatch) -> pa.StringArray:
     """Return rows as lines of JSON, made by columns: an object for each row would take several times as long."""
     members = [_members(name, values) for name, values in zip(batch.schema.names, batch.columns, strict=True)]
-    ends, data = offsets_and_bytes(_joined("{", _joined(*members, ","), "}\n", ""))
-    return data[: int(ends[-1])].data
+    return _joined("{", _joined(*members, ","), "}\n", "")
 
 
 def _members(name: str, values: pa.Array) -> pa.StringArray:
@@ -67,10 +68,10 @@ def _members(name: str, values: pa.Array) -> pa.StringArray:
     return _joined(f'"{name}":', _json_values(values), "", null_handling="replace", null_replacement="null")
 
 
-def _json_values(values: pa.Array) -> pa.StringArray:
+def _json_values(values: pa.Array, between: str = ",", after_name: str = ":") -> pa.StringArray:
     if pa.types.is_map(values.type):
-        pairs = _joined(_json_values(values.keys), _json_values(values.items), ":")
-        objects = _joined("{", pc.binary_join(pa.ListArray.from_arrays(values.offsets, pairs), ","), "}", "")
+        pairs = _joined(_json_values(values.keys), _json_values(values.items), after_name)
+        objects = _joined("{", pc.binary_join(pa.ListArray.from_arrays(values.offsets, pairs), between), "}", "")
         return objects if not values.null_count else pc.if_else(values.is_valid(), objects, None)
     if not pa.types.is_string(values.type):
         return values.cast(pa.string())
@@ -82,23 +83,57 @@ def _json_values(values: pa.Array) -> pa.StringArray:
     return _joined('"', values, '"', "")
 
 
-def _write_csv(text: io.TextIOWrapper, names: list[str]) -> Callable[[pa.RecordBatch], object]:
-    """Write the names of the columns; return what writes rows."""
-    columns = [column for name in names for column in ([name, f"{name}_b64"] if _is_bytes(name) else [name])]
-    # Python 3.11 leaves a lone carriage return unquoted, where readers of CSV end the row.
-    minimal, quoted = (
-        csv.DictWriter(text, columns, lineterminator="\n", quoting=quoting)
-        for quoting in (csv.QUOTE_MINIMAL, csv.QUOTE_NONNUMERIC)
-    )
-    minimal.writeheader()
+_UNSAFE: Final = f"[{UNSAFE}]".replace("\ud800-\udfff", "")
+_CAREFUL: Final = r"^'*[=+\-@]|\\u[0-9a-f]{4}"
 
-    def write(batch: pa.RecordBatch) -> None:
-        for row in batch.to_pylist():
-            plain = _cells(row)
-            has_return = any(isinstance(value, str) and "\r" in value for value in plain.values())
-            (quoted if has_return else minimal).writerow(plain)
 
-    return write
+def _matches(texts: pa.StringArray, pattern: str) -> npt.NDArray[np.bool_]:
+    matches: npt.NDArray[np.bool_] = integers(pc.match_substring_regex(texts, pattern).fill_null(False)) != 0
+    return matches
+
+
+class _CsvLines:
+    """Rows as lines of CSV, most of them made by columns."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._columns = [column for name in names for column in ([name, f"{name}_b64"] if _is_bytes(name) else [name])]
+        self._text = io.StringIO(newline="")
+        self._table = csv.DictWriter(self._text, self._columns, lineterminator="\n")
+
+    def header(self) -> str:
+        """Return the line with the names of the columns."""
+        self._table.writeheader()
+        return self._written()
+
+    def lines(self, batch: pa.RecordBatch) -> pa.StringArray:
+        """Return the lines of rows; those with a cell that is no plain text are made one by one."""
+        cells, unusual = list[pa.Array](), np.full(len(batch), len(self._columns) == 1)
+        for name, values in zip(batch.schema.names, batch.columns, strict=True):
+            is_map = pa.types.is_map(values.type)
+            try:
+                texts = _json_values(values, ", ", ": ") if is_map else values.cast(pa.string())
+            except pa.ArrowInvalid:  # bytes that are not UTF-8
+                return strings([self._line(row) for row in batch.to_pylist()])
+            if not pa.types.is_integer(values.type):
+                unusual |= _matches(texts, _UNSAFE if is_map else f"{_UNSAFE}|{_CAREFUL}")
+                quoted = _joined('"', pc.replace_substring(texts, '"', '""'), '"', "")
+                texts = pc.if_else(pc.match_substring_regex(texts, '[",]'), quoted, texts)
+            cells.append(
+                _joined(texts, "", ",", null_handling="replace", null_replacement="") if _is_bytes(name) else texts
+            )
+        rows = np.flatnonzero(unusual)
+        plain = _joined(_joined(*cells, ",", null_handling="replace", null_replacement=""), "\n", "")
+        return replaced(plain, rows, [self._line(row) for row in batch.take(numbers(rows)).to_pylist()])
+
+    def _line(self, row: dict[str, Any]) -> str:
+        self._table.writerow(_cells(row))
+        return self._written()
+
+    def _written(self) -> str:
+        text = self._text.getvalue()
+        self._text.seek(0)
+        self._text.truncate()
+        return text
 
 
 def _with_times_as_texts(batch: pa.RecordBatch) -> pa.RecordBatch:

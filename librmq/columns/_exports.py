@@ -52,10 +52,10 @@ _AHEAD: Final = 16
 _AHEAD_BYTES: Final = 8 << 20
 _NOT_WRITTEN: Final = ("arrow", "avro", "bz2", "feather", "gz", "json", "orc", "tsv", "txt", "xlsx", "xz", "zip", "zst")
 """Suffixes of files, which a folder of Parquet files would not be."""
-_GROUP_ROWS: Final = 1 << 16
-_GROUP_BYTES: Final = 16 << 20
-_FOLDERS_BYTES: Final = 32 << 20
-"""Bytes of rows that wait for a group of rows in the file of each folder."""
+_OF_FILE: Final = (1 << 16, 16 << 20)
+"""Rows or bytes of a group of rows in a file."""
+_OF_FOLDERS: Final = (sys.maxsize, 24 << 20)
+"""Rows or bytes of a group of rows in the files of all folders together."""
 _FOLDERS_OPEN: Final = 128
 """Folders whose files are kept open for more rows."""
 _DATE: Final = "date"
@@ -386,18 +386,8 @@ def _write_parquet(path: str, steps: Batches, schema: pa.Schema, partition_by: S
     file_schema = pa.schema([(name, kinds[name]) for name in names if name not in partition_by])
     count = 0
     for number, batches in enumerate(steps):
-        # The writer must not be called without a batch: it would write a file without rows.
-        if (first := next(batches, None)) is None:
-            continue
-        arranged = (_arranged(batch, names, partition_by) for step in ([first], batches) for batch in step)
-        template = f"part-{number:06d}-{{}}.parquet"
-        if partition_by:
-            written = _write_folders(path, arranged, file_schema, template, partition_by)
-        else:
-            written = [os.path.join(path, template.format(0))]
-            with pq.ParquetWriter(written[0], file_schema) as writer:
-                for group in _groups(arranged, _GROUP_ROWS, _GROUP_BYTES):
-                    writer.write_table(pa.Table.from_batches(group, file_schema))
+        arranged = (_arranged(batch, names, partition_by) for batch in batches)
+        written = _write_files(path, arranged, file_schema, f"part-{number:06d}-{{}}.parquet", partition_by)
         for file in written:
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
@@ -415,24 +405,24 @@ def _arranged(batch: pa.RecordBatch, names: Sequence[str], partition_by: Sequenc
     return batch.sort_by([(name, "ascending") for name in partition_by]) if partition_by else batch
 
 
-def _write_folders(
+def _write_files(
     path: str, batches: Iterator[pa.RecordBatch], schema: pa.Schema, template: str, partition_by: Sequence[str]
 ) -> list[str]:
-    """Write files in folders like ``topic=orders``; return their paths.
+    """Write a file, or one in each of folders like ``topic=orders``; return their paths.
 
-    `pyarrow.dataset.write_dataset` would keep more and more rows in memory, for files with large groups of rows.
+    `pyarrow.dataset.write_dataset` would keep more and more rows in memory, and takes longer.
     """
     written: list[str] = []
     writers: dict[str, pq.ParquetWriter] = {}
     try:
-        for number, group in enumerate(_groups(batches, sys.maxsize, _FOLDERS_BYTES)):
-            for folder, rows in _tables_by_folder(group, schema, partition_by):
+        for number, group in enumerate(_groups(batches, *(_OF_FOLDERS if partition_by else _OF_FILE))):
+            for folder, rows in _tables_by_folder(path, group, schema, partition_by):
                 writer = writers.pop(folder, None)
                 if writer is None:
                     if len(writers) == _FOLDERS_OPEN:
                         writers.pop(next(iter(writers))).close()
-                    written.append(os.path.join(path, folder, template.format(number)))
-                    os.makedirs(os.path.dirname(written[-1]), exist_ok=True)
+                    os.makedirs(folder, exist_ok=True)
+                    written.append(os.path.join(folder, template.format(number)))
                     writer = pq.ParquetWriter(written[-1], schema)
                 writers[folder] = writer
                 writer.write_table(rows)
@@ -443,16 +433,16 @@ def _write_folders(
 
 
 def _tables_by_folder(
-    group: list[pa.RecordBatch], schema: pa.Schema, partition_by: Sequence[str]
+    path: str, group: list[pa.RecordBatch], schema: pa.Schema, partition_by: Sequence[str]
 ) -> Iterator[tuple[str, pa.Table]]:
     """Yield the rows of sorted batches by their folder; the batches are released."""
     parts: dict[str, list[pa.RecordBatch]] = {}
     for batch in group:
         keys = batch.select(partition_by)
-        ends = np.unique(np.concatenate([integers(pc.run_end_encode(values).run_ends) for values in keys.columns]))
-        for begin, end in pairwise([0, *ends.tolist()]):
-            (row,) = keys.slice(begin, 1).to_pylist()
-            folder = os.path.join(*(f"{name}={_folder_value(row[name])}" for name in partition_by))
+        runs = [integers(pc.run_end_encode(values).run_ends) for values in keys.columns]
+        for begin, end in pairwise([0, *np.unique(np.concatenate([*runs, [len(batch)]])).tolist()]):
+            (row,) = keys.slice(begin, 1).to_pylist() or [{}]
+            folder = os.path.join(path, *(f"{name}={_folder_value(value)}" for name, value in row.items()))
             parts.setdefault(folder, []).append(batch.slice(begin, end - begin).select(schema.names))
     group.clear()
     for folder, rows in parts.items():

@@ -246,7 +246,7 @@ def test_parquet_in_folders(store: Path, tmp_path: Path) -> None:
 
 def test_rows_in_folders_wait_in_bounded_memory(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of many folders are written in parts, to files of which few are open at a time."""
-    monkeypatch.setattr(exports, "_FOLDERS_BYTES", 1)
+    monkeypatch.setattr(exports, "_OF_FOLDERS", (1, 1))
     monkeypatch.setattr(exports, "_FOLDERS_OPEN", 2)
     monkeypatch.setattr("librmq.columns._read.BATCH_ROWS", 7)
     export(store, tmp_path / "out", partition_by=["queueId", "topic"])
