@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from librmq.cli._output import LimitReached, Output, complain, watching_bar, write_page
+from librmq.cli._output import LimitReached, Output, ProgressBar, complain, log_bar, watching_bar, write_page
 from librmq.cli._selection import note_message, note_part, note_topic, read_ranges
 from librmq.cli._stores import is_url, local_copy, locate, open_view, storage_options
 from librmq.clock import SystemClock
@@ -58,7 +58,9 @@ def _diagnose(arguments: argparse.Namespace, output: Output) -> int:
         thresholds = Thresholds(topics=frozenset(arguments.important or ()))
         if arguments.design:
             return _print(design_check(view, thresholds), output)
-        return _print(diagnose(view, thresholds, check=arguments.verify), output)
+        with log_bar("diagnose", view.store.path, 2):  # with --verify the walk over the log takes long
+            findings = diagnose(view, thresholds, check=arguments.verify)
+        return _print(findings, output)
 
 
 def _print(findings: list[Finding], output: Output) -> int:
@@ -105,10 +107,12 @@ def traces(arguments: argparse.Namespace, output: Output) -> int:
             view.store.messages(topic, queue_id, 0) for topic in topics for queue_id in view.topics.get(topic, ())
         ]
         messages = heapq.merge(*queues, key=lambda message: message.physical_offset)
-        for trace in reader.traces(_releasing(view.store.log, messages)):
-            if arguments.id in (None, trace.id) and arguments.group in (None, trace.group):
-                output.row(trace._asdict())
-                is_found = True
+        log = view.store.log
+        with ProgressBar("traces", log.end - log.begin, quiet=output.is_on_terminal) as bar:
+            for trace in reader.traces(_releasing(log, messages, bar)):
+                if arguments.id in (None, trace.id) and arguments.group in (None, trace.group):
+                    output.row(trace._asdict())
+                    is_found = True
     if reader.unreadable:
         complain(f"note: {counted(reader.unreadable, 'record')} could not be read, and left out")
     if not topics:
@@ -124,11 +128,12 @@ def traces(arguments: argparse.Namespace, output: Output) -> int:
 _MOST_MAPPED: Final = 32 << 20
 
 
-def _releasing(log: CommitLog, messages: Iterator[StoredMessage]) -> Iterator[StoredMessage]:
+def _releasing(log: CommitLog, messages: Iterator[StoredMessage], bar: ProgressBar) -> Iterator[StoredMessage]:
     """Yield messages in log order, and release the pages behind them, so that they do not fill the memory."""
     released = log.begin
     for message in messages:
         yield message
+        bar.to(message.physical_offset - log.begin)
         if message.physical_offset - released > _MOST_MAPPED:
             log.release_read_pages(released, message.physical_offset)
             released = message.physical_offset

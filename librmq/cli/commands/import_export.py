@@ -31,8 +31,8 @@ from librmq.message.ids import parse_host
 from librmq.message.properties import PropertyName, checked_encoding, decode_properties, encode_properties
 from librmq.message.topics import is_system_topic, validate_topic
 from librmq.printable import cell_text, unguarded
+from librmq.runtime import critical
 from librmq.runtime.event_log import watched
-from librmq.runtime.locks import critical
 from librmq.store import AppendFields, BrokerTables, MessageStore
 from librmq.store.format.broker_tables import MOST_QUEUES
 from librmq.store.format.directory import CONFIG, check_kind

@@ -242,8 +242,9 @@ def tail(arguments: argparse.Namespace, output: Output) -> int:
     selection = select(arguments)
     with open_store(arguments) as store:
         end = store.log.end
-        for message in _last(store, selection, count, everything=arguments.all):
-            _print_checked(arguments, output, shown_row(message, store.levels, arguments.body))
+        with ProgressBar("tail", count, "messages", quiet=output.is_on_terminal) as bar:
+            for message in bar.track(_last(store, selection, count, everything=arguments.all), lambda _: 1):
+                _print_checked(arguments, output, shown_row(message, store.levels, arguments.body))
         note_topic_of(store, selection.topic, output)
         if arguments.follow:
             output.draw()
