@@ -479,6 +479,16 @@ def _describe(changes: _Change) -> str:
     return " and ".join(f"{name} {'deleted' if node is None else 'made'}" for name, node in changes)
 
 
+def distinct(images: Iterable[Image]) -> Iterator[Image]:
+    """Yield the images without those that have the contents of an earlier one, as a later crash often leaves them."""
+    seen = set[frozenset[tuple[str, bytes | None]]]()
+    for image in images:
+        contents = frozenset(image.contents.items())
+        if contents not in seen:
+            seen.add(contents)
+            yield image
+
+
 class CrashImages:
     """Images of the disks that a crash during a trace can leave. Not thread-safe."""
 

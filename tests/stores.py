@@ -156,8 +156,8 @@ def died(files: MemoryFiles) -> MemoryFiles:
     return in_memory(contents(files))
 
 
-def apply(files: MemoryFiles, event: Event) -> None:
-    """Repeat a recorded call if it changes what other processes see."""
+def apply(files: MemoryFiles, event: Event) -> bool:
+    """Repeat a recorded call if it changes what other processes see; return whether it does."""
     if event.call == "make_folder":
         files.make_folder(event.path)
     elif event.call == "create":
@@ -172,6 +172,9 @@ def apply(files: MemoryFiles, event: Event) -> None:
         files.link(event.path, os.fsdecode(event.data))
     elif event.call == "write":
         files.open(event.path, writable=True).buffer[event.offset : event.offset + len(event.data)] = event.data
+    else:
+        return False
+    return True
 
 
 def any_message(rng: random.Random, topic: str | None = None, *, delay: bool = True) -> tuple[Message, dict[str, Any]]:

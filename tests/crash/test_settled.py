@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from dataclasses import replace
@@ -17,7 +18,7 @@ from librmq.store import MessageStore
 from librmq.store.retention import Retention
 from tests.budget import many, some
 from tests.crash.runs import BusyFiles, assert_settled
-from tests.file_seams import CrashImages, FailingFiles, Image
+from tests.file_seams import CrashImages, FailingFiles, Image, distinct
 from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, configs, fill, opened, retained, served
 
 pytestmark = pytest.mark.usefixtures("mark_each_flush")
@@ -148,8 +149,7 @@ def test_a_crash_while_the_whole_index_is_rebuilt(at: int) -> None:
     of_index = [
         point for point in range(begin + 1, len(images)) if files.trace[point - 1].path.startswith(f"{ROOT}/index/")
     ]
-    for crash_point in some(of_index):
-        image = images.image(crash_point, crash_point)
+    for image in distinct(images.image(crash_point, crash_point) for crash_point in some(of_index)):
         with opened(image.files(), SMALL, thorough=at != 36 and first.path in image.contents) as again:
             assert served(again) == wanted, image
 
@@ -164,15 +164,14 @@ def test_no_crash_leaves_a_gap_where_files_expire(config: StoreConfig) -> None:
     begin = len(files.trace)
     assert len([path for path in expire(store) if "/commitlog/" in path]) > 4
     images = CrashImages(files.trace)
-    for crash_point in some(range(begin, len(images))):
-        for seed in range(3):
-            image = images.image(seed, crash_point)
-            starts = [int(path[-20:]) for path in image.contents if path.startswith(f"{ROOT}/commitlog/")]
-            assert sorted(starts) == [*range(min(starts), max(starts) + 1, config.commitlog_file_size)], image
-            with opened(image.files(), config) as again:
-                assert not [cut for cut in again.recovered if "/index/" not in cut.file and cut.kind != "size"], image
-                verdict = again.verify()
-                assert verdict.sound, (verdict.damage, image)
+    crashes = itertools.product(some(range(begin, len(images))), range(3))
+    for image in distinct(images.image(seed, crash_point) for crash_point, seed in crashes):
+        starts = [int(path[-20:]) for path in image.contents if path.startswith(f"{ROOT}/commitlog/")]
+        assert sorted(starts) == [*range(min(starts), max(starts) + 1, config.commitlog_file_size)], image
+        with opened(image.files(), config) as again:
+            assert not [cut for cut in again.recovered if "/index/" not in cut.file and cut.kind != "size"], image
+            verdict = again.verify()
+            assert verdict.sound, (verdict.damage, image)
 
 
 def test_a_queue_that_could_not_be_flushed_is_flushed_later() -> None:

@@ -6,6 +6,7 @@ first bytes last.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +19,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.store._snapshots import snapshot
 from librmq.store.recovery._verify import verify
 from tests.broker.parties import send
-from tests.file_seams import CrashImages, Event, RecordingFiles
+from tests.file_seams import CrashImages, Event, RecordingFiles, distinct
 
 STORE = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=3000)
 
@@ -126,8 +127,9 @@ def test_a_crash_while_a_batch_is_cut_leaves_its_mark_to_the_last() -> None:
     MessageStore.open("/s", STORE, files=files, clock=ManualClock(), background=False).close()
     images = [image for number in log_writes(files.trace, begin) for image in killed_in(files.trace, number)]
     by_power_cut = CrashImages(files.trace)
-    for crash_point in range(begin, len(files.trace)):
-        images += [by_power_cut.image(f"{crash_point}/{seed}", crash_point).files() for seed in range(4)]
+    crashes = itertools.product(range(begin, len(files.trace)), range(4))
+    cut = (by_power_cut.image(f"{crash_point}/{seed}", crash_point) for crash_point, seed in crashes)
+    images += [image.files() for image in distinct(cut)]
     for image in images:
         with MessageStore.open("/s", STORE, files=image, clock=ManualClock(), background=False) as opened:
             assert [message.body for message in opened] == [b"before"]

@@ -829,8 +829,7 @@ def test_killed_after_any_single_deletion(config: StoreConfig) -> None:
     check_image(died(replay), config, offsets, "before")
     checked = set(some(range(len(trace))))
     for number, event in enumerate(trace):
-        apply(replay, event)
-        if number in checked:
+        if apply(replay, event) and number in checked:
             check_image(died(replay), config, offsets, (number, event))
 
 
@@ -842,19 +841,19 @@ def test_power_lost_at_any_moment(config: StoreConfig) -> None:
     In the folder of the log each may be lost on its own; in another folder all are lost or none.
     """
     start, trace, offsets = recorded(config)
-    images = 0
+    images = set[frozenset[int]]()
     moments = some(range(len(trace) + 1))
     for upto in moments:
-        unsure: dict[str, list[Event]] = {}
-        sure: list[Event] = []
-        for event in trace[:upto]:
+        unsure: dict[str, list[int]] = {}
+        sure: list[int] = []
+        for number, event in enumerate(trace[:upto]):
             folder = os.path.dirname(event.path)
             if event.call == "delete":
-                unsure.setdefault(folder, []).append(event)
+                unsure.setdefault(folder, []).append(number)
             elif event.call == "flush_folder":
                 sure += unsure.pop(event.path, [])
             else:
-                sure.append(event)
+                sure.append(number)
         choices = []
         for folder, events in unsure.items():
             if folder.endswith("/commitlog"):
@@ -862,12 +861,15 @@ def test_power_lost_at_any_moment(config: StoreConfig) -> None:
             else:
                 choices.append([tuple(events[:n]) for n in {0, len(events)}])
         for chosen in itertools.product(*choices):
+            done = [*sure, *itertools.chain(*chosen)]
+            if frozenset(done) in images:  # as after a loss of power a moment earlier
+                continue
+            images.add(frozenset(done))
             image = died(start)
-            for event in [*sure, *itertools.chain(*chosen)]:
-                apply(image, event)
-            check_image(image, config, offsets, (upto, chosen))
-            images += 1
-    assert images >= len(moments)
+            for number in done:
+                apply(image, trace[number])
+            check_image(image, config, offsets, (upto, [trace[number] for number in itertools.chain(*chosen)]))
+    assert len(images) >= len(moments)
 
 
 def test_the_first_run_removes_leftovers_of_a_dead_process() -> None:
