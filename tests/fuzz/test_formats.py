@@ -17,12 +17,15 @@ import pytest
 
 import librmq
 from librmq.message import record
+from librmq.runtime.compiled_core import CORE, CORE_STATE
 from tests.budget import many
 from tests.conftest import SlowBudget
 from tests.fuzz.formats import CORPUS, TARGETS, mutants, seeds
 from tests.reference import CHECKOUT
 
 ROUND = 20
+OF_CORE = [pytest.mark.platform, pytest.mark.skipif(CORE.module is None, reason=CORE_STATE)]
+"""Without the core its inputs call nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +57,7 @@ def test_a_few_mutants_do_no_harm(target: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [pytest.param(name, marks=OF_CORE if name == "core" else ()) for name in TARGETS])
 def test_no_bytes_do_harm(target: str, slow_budget: SlowBudget, tmp_path: Path) -> None:
     """Fuzz by coverage if atheris is installed, and blindly if not."""
     if importlib.util.find_spec("atheris") is None:
