@@ -54,7 +54,7 @@ _NOT_WRITTEN: Final = ("arrow", "avro", "bz2", "feather", "gz", "json", "orc", "
 """Suffixes of files, which a folder of Parquet files would not be."""
 _OF_FILE: Final = (1 << 16, 16 << 20)
 """Rows or bytes of a group of rows in a file."""
-_OF_FOLDERS: Final = (sys.maxsize, 24 << 20)
+_OF_FOLDERS: Final = (sys.maxsize, 16 << 20)
 """Rows or bytes of a group of rows in the files of all folders together."""
 _FOLDERS_OPEN: Final = 128
 """Folders whose files are kept open for more rows."""
