@@ -72,7 +72,7 @@ class SlowFiles(MemoryFiles):
         super().__init__()
         self.flushes = 0
 
-    def flush(self, file: File) -> None:
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
         if "commitlog" in file.path:
             self.flushes += 1
             time.sleep(FLUSH_S)

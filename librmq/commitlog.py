@@ -90,6 +90,7 @@ class CommitLog(LogReader, Closing):
         self._making = Lock()  # held while the next file is made, which another thread can do ahead
         self._prepared = -1  # up to this physical offset pages are ready
         self._flushed = -1  # up to this physical offset the last flush went
+        self._flushed_start = -1  # start of the file that was flushed as a whole, so that only what follows is left
         self.found_end = LogEnd(self.end, None)
         self.last_write: int | None = None
         """Begin of this handle's last write, of one record or several."""
@@ -138,6 +139,7 @@ class CommitLog(LogReader, Closing):
 
     def _resume(self) -> None:
         """Find the file to write next."""
+        self._flushed_start = -1
         start = self._sequence.start_of(self.end)
         self._buffer = None
         if start is None:
@@ -400,13 +402,19 @@ class CommitLog(LogReader, Closing):
 
     def flush(self) -> int:
         """Flush everything appended before the call, and return the physical offset up to which it is on the device."""
-        end, ready = self.end, self._prepared
-        if self._file_start >= 0:
-            self._sequence.mark_dirty(self._file_start)
-        if end - self._flushed > _WORTH_UNMAPPING:  # including prepared pages, which count as written
-            self._sequence.unmap_pages(self._flushed, max(end, ready))
+        end, start, flushed = self.end, self._file_start, self._flushed
+        if start >= 0:
+            if end - flushed > _WORTH_UNMAPPING:
+                self._sequence.unmap_pages(flushed, end)
+            if self._flushed_start == start <= flushed <= end:
+                # Prepared pages count as written. A flush of them too would make the device write zeros, and the
+                # producer wait for each of the pages again, up to the end of that flush.
+                self._sequence.flush_part(start, flushed, end)
+                self._flushed = end
+                return end
+            self._sequence.mark_dirty(start)
         self._sequence.flush()
-        self._flushed = end
+        self._flushed, self._flushed_start = end, start if start == self._file_start else -1
         return end
 
     def truncate(self, physical_offset: int) -> list[str]:

@@ -35,8 +35,9 @@ class Event(NamedTuple):
     """One change of a file.
 
     ``call`` is ``create`` (``offset`` is the length), ``write`` (``data`` at ``offset`` of the buffer), ``replace``
-    (the whole file), ``flush``, ``give_up`` (a flush failed, and its unwritten data counts as flushed),
-    ``flush_folder``, ``make_folder``, ``rename`` and ``link`` (``data`` is the new name) or ``delete``.
+    (the whole file), ``flush`` (from ``offset`` to the number in ``data``, or all), ``give_up`` (a flush failed, and
+    its unwritten data counts as flushed), ``flush_folder``, ``make_folder``, ``rename`` and ``link`` (``data`` is the
+    new name) or ``delete``.
     """
 
     call: str
@@ -85,8 +86,9 @@ class RecordingFiles(MemoryFiles):
             self.trace.append(Event("create", path, size))
             return file
 
-    def flush(self, file: File) -> None:
-        self.trace.append(Event("flush", file.path))
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
+        part = b"" if end is None else end.to_bytes(8)
+        self.trace.append(Event("flush", file.path, begin, part))
 
     def flush_folder(self, path: str) -> None:
         self.trace.append(Event("flush_folder", path))
@@ -176,14 +178,14 @@ class FailingFiles:
     lock_holder = _passed_on("lock_holder", can_fail=False)
     used_ratio = _passed_on("used_ratio")
 
-    def flush(self, file: File) -> None:
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
         try:
             self._called("flush", file.path)
         except StoreIOError:
             if isinstance(self._files, RecordingFiles):
                 self._files.trace.append(Event("give_up", file.path))
             raise
-        self._files.flush(file)
+        self._files.flush(file, begin, end)
 
 
 # ---- contents of a disk after a power failure
@@ -255,10 +257,19 @@ class _File:
         """Writes that can be on the device or not, in order."""
         return [write for page in self.given_up.values() for write in page] + self.writes
 
-    def flush(self) -> None:
-        for at, data in self.writes:
-            self.data[at : at + len(data)] = data
-        self.writes.clear()
+    def flush(self, begin: int, end: int) -> None:
+        """Flush the pages from ``begin`` to ``end``."""
+        begin, end, writes = begin // PAGE * PAGE, -(-end // PAGE) * PAGE, self.writes
+        self.writes = []
+        for at, data in writes:
+            low, high = min(max(at, begin), at + len(data)), max(min(at + len(data), end), at)
+            if low >= high:
+                self.writes.append((at, data))
+                continue
+            self.data[low:high] = data[low - at : high - at]
+            self.writes += [
+                (place, part) for place, part in ((at, data[: low - at]), (high, data[high - at :])) if part
+            ]
         self.sized = True
 
 
@@ -349,7 +360,7 @@ class _Disk:
                 node.write(at, data)
         elif call == "flush":
             if isinstance(node, _File):
-                node.flush()
+                node.flush(at, int.from_bytes(data) if data else len(node.data))
         elif call == "give_up":
             if isinstance(node, _File):
                 node.give_up()

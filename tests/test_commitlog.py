@@ -167,7 +167,7 @@ def test_only_many_pages_are_unmapped_before_they_are_flushed() -> None:
     class Flushed(MemoryFiles):
         _file_type = Released
 
-        def flush(self, file: File) -> None:
+        def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
             calls.append((file.path[-2:], -1, -1))
 
     files = Flushed()
@@ -177,12 +177,11 @@ def test_only_many_pages_are_unmapped_before_they_are_flushed() -> None:
     put(log, 1 << 20)
     assert all(begin < 0 for _, begin, _ in calls)
     put(log, 1000)
-    log.prepare(2 << 20)
+    log.prepare(1 << 20)
     calls.clear()
     end = log.end
     log.flush()
-    # Pages prepared ahead are written too; the second file begins at 3,145,728.
-    assert calls == [("00", 1000, 3 << 20), ("28", 0, end + (2 << 20) - (3 << 20)), ("00", -1, -1)]
+    assert calls == [("00", 1000, end), ("00", -1, -1)]
     put(log, 1000)
     calls.clear()
     log.flush()
@@ -192,6 +191,36 @@ def test_only_many_pages_are_unmapped_before_they_are_flushed() -> None:
     calls.clear()
     log.flush()
     assert [(name, begin) for name, begin, _ in calls] == [("00", end + 1000), ("28", 0), ("00", -1), ("28", -1)]
+
+
+def test_a_flush_leaves_prepared_pages_to_the_producer() -> None:
+    """The device writes no zeros, and the kernel does not take pages away that the producer is about to write."""
+    files = RecordingFiles()
+    log = opened(files, 1 << 20)
+
+    def flushed() -> list[tuple[int, int]]:
+        files.trace.clear()
+        end = log.flush()
+        assert end == log.end
+        return [(begin, int.from_bytes(part)) for call, _, begin, part in files.trace if call == "flush"]
+
+    put(log, 1000)
+    assert flushed() == [(0, 0)], "the whole file, whose state is unknown"
+    put(log, 5000)
+    log.prepare(1 << 16)
+    assert flushed() == [(1000, 6000)]
+    put(log, 100)
+    log.truncate(5000)
+    put(log, 300)
+    assert flushed() == [(0, 0)], "what the log lost is flushed too"
+    log.patch(100, b"x")
+    put(log, 200)
+    assert flushed() == [(0, 0)], "what was patched lies elsewhere"
+    put(log, 1_040_000)
+    put(log, 100_000)
+    assert flushed() == [(0, 0), (0, 0)], "the file before, and the new one"
+    put(log, 200)
+    assert flushed() == [(100_000, 100_200)]
 
 
 def test_a_flush_reaches_every_file_and_the_folder() -> None:

@@ -50,6 +50,7 @@ _MADV_NORMAL: Final = 0
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_MS_SYNC: Final = 4
 _MUCH: Final = 1 << 20
 
 
@@ -70,22 +71,23 @@ def _generation(path: str) -> str:
 
 
 @cache
-def _advise() -> Callable[[Any, int, int, int], None]:
-    """Return ``advise(mapping, begin, size, advice)``, which advises the kernel about a mapping's pages.
+def _on_pages(name: str) -> Callable[[Any, int, int, int], None]:
+    """Return a function of the system that takes a mapping, its first byte, a number of bytes, and an option.
 
-    The method of the mapping would hold the interpreter's lock meanwhile. A kernel that does not know the advice
-    ignores it, and later accesses are slower.
+    The method of the mapping would hold the interpreter's lock meanwhile.
     """
     import ctypes  # only writers need this slow import
 
-    call = ctypes.CDLL(None).madvise
-    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
-    def advise(mapping: Any, begin: int, size: int, advice: int) -> None:
+    def call(mapping: Any, begin: int, size: int, option: int) -> None:
         first = ctypes.c_char.from_buffer(mapping)  # keeps the mapping at its address
-        call(ctypes.addressof(first) + begin, size, advice)
+        if function(ctypes.addressof(first) + begin, size, option):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
 
-    return advise
+    return call
 
 
 class _Place(NamedTuple):
@@ -118,7 +120,8 @@ class DiskFile(File):
 
     def _advise(self, begin: int, end: int, advice: int) -> None:
         if sys.platform == "linux" and end > begin and self.writable:
-            _advise()(self.buffer, begin, end - begin, advice)
+            with suppress(OSError):  # a kernel that does not know the advice makes later accesses slower
+                _on_pages("madvise")(self.buffer, begin, end - begin, advice)
 
     def data_end(self, begin: int = 0) -> int:
         if self.descriptor >= 0:
@@ -304,11 +307,19 @@ class DiskFiles:
         with self._descriptor(file, "allocate") as descriptor:
             os.posix_fallocate(descriptor, begin, min(end, file.size) - begin)
 
-    def flush(self, file: File) -> None:
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
         with self._descriptor(file, "flush") as descriptor:
             if sys.platform != "linux" and file.writable:  # elsewhere a file may not have the changes of its mapping
                 file.buffer.flush()
-            self._wait_for_device(descriptor, is_data=True)
+            if end is None or sys.platform != "linux":
+                self._wait_for_device(descriptor, is_data=True)
+            else:
+                self._wait_for_part(file, begin, end)
+
+    def _wait_for_part(self, file: File, begin: int, end: int) -> None:
+        """Return when bytes ``begin`` to ``end`` of a mapped file are on the device: Linux's fdatasync of a part."""
+        begin -= begin % mmap.PAGESIZE
+        _on_pages("msync")(file.buffer, begin, end - begin, _MS_SYNC)
 
     def _wait_for_device(self, descriptor: int, *, is_data: bool = False) -> None:
         """Return when a file or a folder is on the device; ``is_data`` leaves out what no reader of a file needs."""
@@ -671,6 +682,9 @@ class _TemporaryFiles(DiskFiles):
         pass
 
     def _wait_for_device(self, descriptor: int, *, is_data: bool = False) -> None:
+        pass
+
+    def _wait_for_part(self, file: File, begin: int, end: int) -> None:
         pass
 
 

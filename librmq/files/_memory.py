@@ -72,7 +72,7 @@ class MemoryFiles:
     def reserve(self, file: File, begin: int, end: int) -> None:
         pass
 
-    def flush(self, file: File) -> None:
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
         pass
 
     def flush_folder(self, path: str) -> None:

@@ -200,8 +200,8 @@ class Files(Protocol):
         """Allocate blocks for bytes ``begin`` to ``end``, so that writing there cannot fail."""
         ...
 
-    def flush(self, file: File) -> None:
-        """Flush the file to the device."""
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
+        """Flush the file to the device, at least bytes ``begin`` to ``end``."""
         ...
 
     def flush_folder(self, path: str) -> None:

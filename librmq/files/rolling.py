@@ -427,6 +427,13 @@ class MappedFileQueue:
                 raise
         self._flush_folders()
 
+    def flush_part(self, start: int, begin: int, end: int) -> None:
+        """Flush positions ``begin`` to ``end`` of the file at ``start``, and everything marked before this call."""
+        is_marked = start in self._dirty
+        self.flush()
+        if not is_marked:
+            self._files.flush(self.file(start), begin - start, end - start)
+
     def note_flushed(self) -> None:
         """Note that everything has reached the device by other means than `flush`."""
         self._dirty.clear()

@@ -391,9 +391,9 @@ class CountedFlushes(MemoryFiles):
         super().__init__()
         self.flushes = 0
 
-    def flush(self, file: File) -> None:
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
         self.flushes += "commitlog" in file.path
-        super().flush(file)
+        super().flush(file, begin, end)
 
 
 def test_letters_that_are_sent_together_wait_once_for_the_device() -> None:

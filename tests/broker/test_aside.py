@@ -306,7 +306,7 @@ class Gated(MemoryFiles):
         self.come, self.is_open = threading.Event(), threading.Event()
         self.is_open.set()
 
-    def flush(self, file: File) -> None:
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
         self.come.set()
         assert self.is_open.wait(WAIT_S)
 

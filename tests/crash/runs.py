@@ -61,8 +61,8 @@ class BusyFiles(RecordingFiles):
     def identity(self, path: str) -> str:
         return f"{self.machine}: {path}"
 
-    def flush(self, file: Any) -> None:
-        super().flush(file)
+    def flush(self, file: Any, begin: int = 0, end: int | None = None) -> None:
+        super().flush(file, begin, end)
         meanwhile, self.meanwhile = self.meanwhile, None
         if meanwhile is not None:
             meanwhile()

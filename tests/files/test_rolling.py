@@ -38,7 +38,7 @@ class Recording(MemoryFiles):
         self.note("open", path)
         return super().open(path, writable=writable, keep_descriptor=keep_descriptor)
 
-    def flush(self, file: File) -> None:
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
         self.note("flush", file.path)
 
     def flush_folder(self, path: str) -> None:
@@ -364,8 +364,8 @@ def test_unflushed_files_stay_dirty(failing: str) -> None:
 
 def test_a_mark_made_during_a_flush_is_kept() -> None:
     class Writing(Recording):
-        def flush(self, file: File) -> None:
-            super().flush(file)
+        def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
+            super().flush(file, begin, end)
             if len(self.calls) == 1:
                 queue.mark_dirty(0)
 
@@ -380,9 +380,9 @@ def test_a_mark_made_during_a_flush_is_kept() -> None:
 
 def test_a_file_deleted_during_a_flush_is_not_a_failure() -> None:
     class Deleting(Recording):
-        def flush(self, file: File) -> None:
+        def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
             queue.delete_from(0)
-            super().flush(file)
+            super().flush(file, begin, end)
 
     files = Deleting()
     files.failing = "flush 0"

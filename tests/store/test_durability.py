@@ -50,7 +50,7 @@ class HeldFiles(MemoryFiles):
         self.begun = threading.Semaphore(0)
         self.go_on = threading.Semaphore(0)
 
-    def flush(self, file: File) -> None:
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
         if self._part in file.path:
             self.flushes += 1
             if self.held:

@@ -294,10 +294,10 @@ def test_what_can_not_be_extracted_is_refused(source: Path, tmp_path: Path) -> N
 class FullDisk(DiskFiles):
     """A disk that gets full before the key index of the new store is there."""
 
-    def flush(self, file: File) -> None:
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
         if "/new.part/index/" in file.path:
             raise StoreIOError("flush", file.path, OSError(errno.ENOSPC, "no space left"))
-        super().flush(file)
+        super().flush(file, begin, end)
 
 
 def extract_all(source: Path, target: Path, files: DiskFiles) -> None:

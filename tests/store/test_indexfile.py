@@ -412,7 +412,7 @@ class CountingFiles(MemoryFiles):
         self.flushed: list[str] = []
         self.fails = False
 
-    def flush(self, file: File) -> None:
+    def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
         self._refuse("flush", file.path)
         self.flushed.append(file.path)
 

@@ -649,7 +649,7 @@ def test_the_lock_is_held_for_deleting_and_for_nothing_else() -> None:
         def flush_folder(self, path: str) -> None:
             assert not lock.held
 
-        def flush(self, file: Any) -> None:
+        def flush(self, file: Any, begin: int = 0, end: int | None = None) -> None:
             assert not lock.held
 
     kept = Kept(by_files(*[MIDNIGHT] * 30), files=Watched(), lock=lock)
