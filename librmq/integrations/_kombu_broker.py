@@ -317,6 +317,17 @@ def warn_of_options(names: frozenset[str]) -> None:
         )
 
 
+def check_delayed(value: Any) -> bool:
+    """Return whether ``delayed_delivery`` is on; a text such as ``"false"`` would be.
+
+    Raises:
+        ConfigError: It is neither True nor False.
+    """
+    if value is not None and not isinstance(value, bool):
+        raise librmq.ConfigError(f"delayed_delivery: expected True or False, found {value!r:.80}")
+    return bool(value)
+
+
 def check_visibility(seconds: Any) -> float | None:
     """Return a ``visibility_timeout``; None if there is none.
 

@@ -30,7 +30,7 @@ from kombu.transport.base import to_rabbitmq_queue_arguments
 import librmq
 from librmq.clock import SystemClock
 from librmq.integrations._kombu_bindings import FolderBindings
-from librmq.integrations._kombu_broker import KombuBroker, brokers, check_visibility, warn_of_options
+from librmq.integrations._kombu_broker import KombuBroker, brokers, check_delayed, check_visibility, warn_of_options
 from librmq.integrations._kombu_receivers import AT_ONCE, Delivery, Receiver
 from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog
@@ -364,7 +364,7 @@ class Transport(virtual.Transport):
             options = self.client.transport_options
             check_visibility(options.get("visibility_timeout"))
             warn_of_options(frozenset(options))
-            self._broker = brokers.enter(self.client.hostname, bool(options.get("delayed_delivery")))
+            self._broker = brokers.enter(self.client.hostname, check_delayed(options.get("delayed_delivery")))
         return self._broker
 
     @property

@@ -625,6 +625,12 @@ def test_a_url_with_other_parts_is_refused(url: str, match: str) -> None:
         connection.connect()
 
 
+@pytest.mark.parametrize("value", ["false", 0])
+def test_a_delayed_delivery_that_is_neither_true_nor_false_is_refused(share: Connect, value: object) -> None:
+    with share(delayed_delivery=value) as connection, pytest.raises(librmq.ConfigError, match="expected True or False"):
+        connection.connect()
+
+
 @pytest.mark.parametrize("seconds", [0, 43_201, "60", True])
 def test_a_visibility_timeout_that_no_broker_takes_is_refused_by_senders_too(share: Connect, seconds: object) -> None:
     with (
