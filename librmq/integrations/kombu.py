@@ -40,6 +40,8 @@ _log = EventLog("librmq.integrations")
 _clock: Final = SystemClock()
 _Arrived = tuple[str, Delivery]
 _LONGEST_WAIT_S: Final = 1.0
+_FILL_S: Final = 0.01
+"""How long room for a few messages waits for more of it."""
 
 
 # ---- what kombu asks
@@ -295,6 +297,8 @@ class _Signal:
         self.hub_thread = threading.get_ident()
         self.is_due = True
         """Whether the hub's next turn looks for messages."""
+        self.is_filling = False
+        """Whether a look waits for more room."""
         self.leave_loop: Callable[[], None]
 
     def set(self) -> None:
@@ -524,8 +528,11 @@ class Transport(virtual.Transport):
                 others()
                 if None in loop.writers.values():
                     # The pool has a task for a process that is idle. The acknowledgements and the room of several tasks
-                    # then take one request.
+                    # then take one request. This waits a moment only, because another process may be idle as well.
                     signal.is_due = False
+                    if not signal.is_filling:
+                        signal.is_filling = True
+                        loop.call_later(_FILL_S, self._look_again)
                     return
             delivered = self._take()
             signal.is_due = False
@@ -549,7 +556,7 @@ class Transport(virtual.Transport):
         """Let the hub's next turn look at all queues."""
         self._quiet.clear()
         if self._signal is not None:
-            self._signal.is_due = True
+            self._signal.is_due, self._signal.is_filling = True, False
 
     @property
     def is_receiving(self) -> bool:

@@ -254,6 +254,7 @@ def test_a_pool_has_its_turn_after_each_message_before_the_hub_waits(share: Conn
 
 def test_one_receive_fills_the_room_of_several_tasks(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the pool has tasks for its process, which is idle: the hub waits until it can write one."""
+    monkeypatch.setattr(librmq.integrations.kombu, "_FILL_S", 3600.0)
     receive = Mock(side_effect=librmq.SimpleConsumer.receive_or_notify)
     monkeypatch.setattr(librmq.SimpleConsumer, "receive_or_notify", lambda *words, **more: receive(*words, **more))
     waiting: list[Any] = []
@@ -287,6 +288,37 @@ def test_one_receive_fills_the_room_of_several_tasks(share: Connect, monkeypatch
         os.close(writer)
     assert [message.payload for message in done] == messages
     assert receive.call_count <= len(messages) // 2 + 1, "each brings two, and the last one nothing"
+
+
+def test_an_idle_process_waits_for_no_acknowledgement(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks that are acknowledged at their end may run for hours, beside a process that is free."""
+    monkeypatch.setattr(librmq.integrations.kombu, "_LONGEST_WAIT_S", 3600.0)
+    waiting: list[Any] = []
+    running: list[Any] = []
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    reader, writer = os.pipe()
+    with (
+        closing(Hub()) as hub,
+        share() as connection,
+        kombu.Consumer(connection, [queue], on_message=waiting.append, prefetch_count=3),
+    ):
+
+        def turn() -> None:
+            if waiting:
+                hub.add(writer, None, hub.WRITE | hub.ERR, consolidate=True)
+            else:
+                hub.remove_writer(writer)
+
+        hub.on_tick.add(turn)
+        hub.consolidate_callback = lambda _: running.append(waiting.pop(0))
+        connection.register_with_event_loop(hub)
+        for number in range(3):
+            send(connection, queue, number)
+            while len(running) <= number:
+                hub.run_once()
+        os.close(reader)
+        os.close(writer)
+    assert [message.payload for message in running] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("ends", ["closes", "is busy", "goes on"])
