@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from librmq.broker import Broker
 from librmq.client import Producer
 from librmq.config import StoreConfig
-from librmq.files._disk import DiskFiles
+from librmq.files._disk import DiskFiles, _on_pages
 from librmq.files.interface import break_links, copy_file, make_folders
 from librmq.message import Message
 from librmq.protocol import SendStatus
@@ -43,6 +45,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in ("fsync", "fdatasync", "replace", "link"):
         monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+
+    def on_pages(name: str) -> Callable[[Any, int, int, int], None]:
+        def call(mapping: Any, begin: int, size: int, option: int) -> None:
+            if name == "msync":
+                found.append(f"msync {size} from {begin}")
+            real(mapping, begin, size, option)
+
+        real = _on_pages(name)
+        return call
+
+    monkeypatch.setattr("librmq.files._disk._on_pages", on_pages)
     return found
 
 
@@ -55,6 +68,16 @@ def test_flush(tmp_path: Path, calls: list[str], keep_descriptor: bool) -> None:
     assert calls == ["fdatasync f of 100"]
     files.flush_folder(str(tmp_path))
     assert calls[1:] == [f"fsync {tmp_path.name}"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a part is flushed with its file")
+def test_a_part_is_flushed(tmp_path: Path, calls: list[str]) -> None:
+    """The system takes whole pages."""
+    files = DiskFiles()
+    file = files.create(str(tmp_path / "f"), 4 * mmap.PAGESIZE)
+    file.buffer[: len(file.buffer)] = bytes([7]) * len(file.buffer)
+    files.flush(file, mmap.PAGESIZE + 1, 2 * mmap.PAGESIZE + 3)
+    assert calls == [f"msync {mmap.PAGESIZE + 3} from {mmap.PAGESIZE}"]
 
 
 def test_a_small_file_is_replaced_once_the_new_is_durable(tmp_path: Path, calls: list[str]) -> None:
@@ -104,4 +127,4 @@ def test_what_is_deleted_on_closing_waits_for_no_device(calls: list[str]) -> Non
         store.append(Message("T", b"1"))
         assert store.flush() == store.log.end
     assert calls
-    assert [call for call in calls if call.startswith(("fsync", "fdatasync"))] == []
+    assert [call for call in calls if call.startswith(("fsync", "fdatasync", "msync"))] == []
