@@ -284,7 +284,7 @@ class CommitLog(LogReader, Closing):
     def keep_or_clear(self, begin: int, end: int, queue_offset: int) -> int:
         """Return where the record ends that a writer has copied to ``begin`` before it died.
 
-        If it is not whole, or has another ``queue_offset``, write zeros up to ``end``, and return ``begin``.
+        If it is not whole, or has another ``queue_offset``, write and flush zeros up to ``end``, and return ``begin``.
         """
         assert self._buffer is not None
         at, limit = begin - self._file_start, end - self._file_start
@@ -297,6 +297,8 @@ class CommitLog(LogReader, Closing):
         except RecordError:
             pass
         self._buffer[at:limit] = bytes(limit - at)
+        # A power cut could otherwise leave parts of both records here, which no recovery can tell from damage.
+        self._sequence.flush_part(self._file_start, begin, end)
         return begin
 
     def begin_at(self, physical_offset: int) -> None:

@@ -219,6 +219,11 @@ def test_several_writers_survive_any_power_cut(number: int) -> None:
 
 
 @pytest.mark.slow
+def test_what_a_dead_writer_left_does_not_come_back_below_the_next_record() -> None:
+    assert check_cuts("many writers 120", 100)
+
+
+@pytest.mark.slow
 def test_several_writers_survive_very_many_power_cuts(slow_budget: SlowBudget) -> None:
     for number in slow_budget.rounds(1000, "times 100 images of power cuts with several writers", at_least=2):
         assert check_cuts(f"many writers {number}", 100)
