@@ -175,9 +175,12 @@ def read_queue(
         following = queue.next_file_offset(queue_offset)
         return ReadResult(GetStatus.OFFSET_FOUND_NULL, [], following, low, high)
     result = ReadResult(GetStatus.NO_MATCHED_MESSAGE, [], queue_offset, low, high)
+    places: Sequence[int]
+    sizes: Sequence[int]
+    candidates: Sequence[int]
     if matching is None:
         places, sizes = places_and_sizes(raw)
-        candidates: Sequence[int] = range(len(places))
+        candidates = range(len(places))
     else:
         candidates = matching_entries(queue, raw, matching)
         if not candidates:  # the lists would take most of the time
