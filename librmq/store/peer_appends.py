@@ -149,7 +149,7 @@ class PeerAppender:
             body = record_format.compress_body(body)
             sys_flag |= record_format.COMPRESSED | record_format.COMPRESSION_ZLIB
         born_at = self._host if born_host is None else host_bytes(born_host)
-        if len(born_at) + len(self._host) > _TWO_HOSTS:
+        if sys_flag & record_format.HOSTS_V6 or len(born_at) + len(self._host) > _TWO_HOSTS:
             sys_flag |= checked_host_flags(sys_flag, born_at, self._host)
         checksum = record_format.crc32(body) & 0x7FFFFFFF
         record = _new(_Unplaced, (message.flag, sys_flag, born_timestamp_ms, born_at, checksum, body, raw))

@@ -156,6 +156,14 @@ def test_a_record_without_a_queue_entry_is_for_the_owner(shared: Shared) -> None
     assert shared.bodies() == [*before, b"next"]
 
 
+def test_a_flag_of_a_host_that_is_not_there_is_refused(shared: Shared) -> None:
+    before = shared.bodies()
+    with pytest.raises(MessageIllegalError, match="claims an IPv6 host"):
+        shared.peers[0].append(Message("orders", b"claims"), 0, sys_flag=record.BORN_HOST_V6)
+    shared.direct(b"next")
+    assert shared.bodies() == [*before, b"next"]
+
+
 def test_a_handler_within_an_append_is_refused(shared: Shared) -> None:
     refused: list[bool] = []
 
