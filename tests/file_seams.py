@@ -237,6 +237,8 @@ class _File:
         self.writes: list[tuple[int, bytes]] = []
         self.given_up: dict[int, list[tuple[int, bytes]]] = {}
         """Pages that a failed flush dropped: they are never written unless they change again."""
+        self.ended = 0
+        """How many of the writes came before a flush of another part, so that none of them is running."""
 
     def write(self, at: int, data: bytes) -> None:
         if not data:
@@ -252,6 +254,7 @@ class _File:
                 low, high = max(at, page * PAGE), min(at + len(data), (page + 1) * PAGE)
                 self.given_up.setdefault(page, []).append((low, data[low - at : high - at]))
         self.writes.clear()
+        self.ended = 0
 
     def unflushed(self) -> list[tuple[int, bytes]]:
         """Writes that can be on the device or not, in order."""
@@ -270,6 +273,7 @@ class _File:
             self.writes += [
                 (place, part) for place, part in ((at, data[: low - at]), (high, data[high - at :])) if part
             ]
+        self.ended = len(self.writes)
         self.sized = True
 
 
@@ -462,7 +466,7 @@ class _Choosing:
         content = bytearray(file.data)
         for number, (at, data) in enumerate(writes):
             end = at + len(data)
-            if number == count - 1 and self.torn:  # it was running
+            if number == count - 1 and self.torn and len(file.writes) > file.ended:  # it was running
                 end = self.rng.choice((end, max(at, self.rng.randrange(at, end) // _WORD * _WORD)))
             for sector in range(at // SECTOR, (end - 1) // SECTOR + 1):
                 if number < seen[sector]:
