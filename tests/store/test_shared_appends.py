@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,6 +34,22 @@ def test_peers_and_the_owner_append_to_one_log(shared: Shared) -> None:
             shared.append(body, peer=number % 3)
     assert shared.bodies() == [b"first", *bodies]
     assert len(shared.store.find_by_key("orders", "k", max_messages=1000)) == 601  # with the fixture's
+
+
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for descriptor in descriptors:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_process_with_many_open_files_follows_its_peers(many_open_files: None, shared: Shared) -> None:
+    shared.direct(b"x")
+    assert shared.told.acquire(timeout=20)
 
 
 def test_a_reader_sees_what_a_peer_has_appended_before(shared: Shared) -> None:

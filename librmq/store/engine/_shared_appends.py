@@ -82,6 +82,9 @@ class SharedAppends:
         self._copier: LogCopier | None = None
         self.is_open: bool = False
         """Whether peers may append."""
+        self._bells = select.poll()  # it takes descriptors of any number, as `select.select` does not
+        for bell in (self._bell, self._ended):
+            self._bells.register(bell, select.POLLIN)
         self._thread = Thread(target=self._follow_peers, name="librmq share follow", daemon=True)
         self._thread.start()
 
@@ -265,12 +268,12 @@ class SharedAppends:
 
     def _follow_peers(self) -> None:
         """Follow the peers, in a thread of its own."""
-        numbers, bells = self._page.numbers, (self._bell, self._ended)
+        numbers = self._page.numbers
         states = StateLog(_log, self._page.path)
         while not self._ends:
             numbers[page_format.ASLEEP] = 1
             # The system call orders the store above before the load below, as that of a peer's release does.
-            rings, _, _ = select.select(bells, (), (), 0)
+            rings = self._has_rung(0)
             is_quiet = False
             is_level = not self.is_open or numbers[page_format.TAIL] == self._appender.log.end
             if not rings and is_level and not self._adopted and not self._is_unflushed():
@@ -288,13 +291,15 @@ class SharedAppends:
                 states.failing((), "following what peers append", error)
                 select.select((), (), (), _QUIET_S)
 
-    def _wait_for_ring(self) -> list[socket.socket]:
-        """Return the bells that have rung; none if no peer has appended for as long as the owner bears that."""
-        numbers, bells = self._page.numbers, (self._bell, self._ended)
-        rings: list[socket.socket] = []
+    def _has_rung(self, wait_s: float | None) -> bool:
+        return bool(self._bells.poll(None if wait_s is None else 1000 * wait_s))
+
+    def _wait_for_ring(self) -> bool:
+        """Return whether a bell has rung; false if no peer has appended for as long as the owner bears that."""
+        numbers, rings = self._page.numbers, False
         for _ in range(round(_QUIET_S / _SOON_S)):
             turns = numbers[page_format.TAKES]
-            rings, _, _ = select.select(bells, (), (), _SOON_S if self.is_open else None)
+            rings = self._has_rung(_SOON_S if self.is_open else None)
             if rings or numbers[page_format.TAKES] - turns >= _MANY:
                 break
         return rings
