@@ -109,7 +109,7 @@ def traces(arguments: argparse.Namespace, output: Output) -> int:
         messages = heapq.merge(*queues, key=lambda message: message.physical_offset)
         log = view.store.log
         with ProgressBar("traces", log.end - log.begin, quiet=output.is_on_terminal) as bar:
-            for trace in reader.traces(_releasing(log, messages, bar)):
+            for trace in reader.traces(_with_progress(messages, log, bar)):
                 if arguments.id in (None, trace.id) and arguments.group in (None, trace.group):
                     output.row(trace._asdict())
                     is_found = True
@@ -125,18 +125,11 @@ def traces(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-_MOST_MAPPED: Final = 32 << 20
-
-
-def _releasing(log: CommitLog, messages: Iterator[StoredMessage], bar: ProgressBar) -> Iterator[StoredMessage]:
-    """Yield messages in log order, and release the pages behind them, so that they do not fill the memory."""
-    released = log.begin
+def _with_progress(messages: Iterator[StoredMessage], log: CommitLog, bar: ProgressBar) -> Iterator[StoredMessage]:
+    """Yield messages in log order, and show how far in the log they are."""
     for message in messages:
         yield message
         bar.to(message.physical_offset - log.begin)
-        if message.physical_offset - released > _MOST_MAPPED:
-            log.release_read_pages(released, message.physical_offset)
-            released = message.physical_offset
 
 
 # ---- report
