@@ -293,8 +293,11 @@ def lacks_all_records(path: str, files: Files, log: CommitLog) -> str | None:
 
     Retention, a broker's too, keeps the file of the last message. A recovery that went on without any is noted.
     """
-    begin, closed = log.begin, read_closed_state(path, files)
-    if not begin or log.end > begin or (closed is not None and closed.log_end == begin):
+    begin = log.begin
+    if not begin or log.end > begin:
+        return None
+    closed = read_closed_state(path, files)
+    if closed is not None and closed.log_end == begin:
         return None
     for name in directory.list_queues(path, files):
         folder = directory.queue_folder(path, *name)
