@@ -68,7 +68,7 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
         write = None if arguments.dry_run else opened.enter_context(_Writer(arguments)).append_message
         is_begun = False
         for number in itertools.count(1):
-            done = f"earlier rows are imported: continue by --skip {number - 1}"
+            done = number - 1
             try:
                 row = next(rows, None)
                 if row is None:
@@ -82,22 +82,27 @@ def import_(arguments: argparse.Namespace, output: Output) -> int:
                     if write is not None:
                         write(read)
                         is_begun = True
-                    done = f"earlier rows are imported: continue by --skip {number}"
+                    done = number
                     count = counted.setdefault(read.message.topic, [0, 0, 0])
                     count[0] = max(count[0], read.queue_id + 1)
                     count[1] += 1
                     count[2] += len(read.message.body)
             except (InputError, MessageIllegalError, StoreIOError, csv.Error, UnicodeEncodeError) as error:
                 what = "half of a surrogate pair is not a character" if isinstance(error, UnicodeEncodeError) else error
-                raise InputError(f"{arguments.path}: row {number}: {what}{f' ({done})' if is_begun else ''}") from None
+                hint = f" ({_how_to_continue(done)})" if is_begun else ""
+                raise InputError(f"{arguments.path}: row {number}: {what}{hint}") from None
             except KeyboardInterrupt:
                 if is_begun:
-                    complain(f"note: {done}")
+                    complain(f"note: {_how_to_continue(done)}")
                 raise
     for topic, (queues, messages, size) in sorted(counted.items()):
         row = {"topic": topic, "queues": queues, "messages": messages, "body_bytes": size}
         output.row({**row, "dry_run": arguments.dry_run})
     return 0
+
+
+def _how_to_continue(done: int) -> str:
+    return f"earlier rows are imported: continue by --skip {done}"
 
 
 def _note_unknown(column: str, noted: set[str]) -> None:
