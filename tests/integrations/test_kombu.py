@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -252,6 +252,24 @@ def test_a_pool_has_its_turn_after_each_message_before_the_hub_waits(share: Conn
         assert turns <= len(messages) + 3, "each acknowledgement brings the next message in the same turn"
 
 
+@contextmanager
+def pool(hub: Hub, waiting: list[Any], take: Callable[[], object]) -> Iterator[None]:
+    """Call ``take()`` whenever the hub can write to a process of a pool, while tasks wait, as with Celery's pools."""
+    reader, writer = os.pipe()
+
+    def turn() -> None:
+        if waiting:
+            hub.add(writer, None, hub.WRITE | hub.ERR, consolidate=True)
+        else:
+            hub.remove_writer(writer)
+
+    hub.on_tick.add(turn)
+    hub.consolidate_callback = lambda _: take()
+    yield
+    os.close(reader)
+    os.close(writer)
+
+
 def test_one_receive_fills_the_room_of_several_tasks(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the pool has tasks for its process, which is idle: the hub waits until it can write one."""
     monkeypatch.setattr(librmq.integrations.kombu, "_FILL_S", 3600.0)
@@ -260,32 +278,22 @@ def test_one_receive_fills_the_room_of_several_tasks(share: Connect, monkeypatch
     waiting: list[Any] = []
     done: list[Any] = []
     queue, messages = kombu.Queue("tasks", routing_key="tasks"), list(range(16))
-    reader, writer = os.pipe()
+
+    def end_one() -> None:
+        assert len(waiting) <= 4
+        done.append(waiting.pop(0))
+        done[-1].ack()
+
     with (
         closing(Hub()) as hub,
         share() as connection,
         kombu.Consumer(connection, [queue], on_message=waiting.append, prefetch_count=4),
+        pool(hub, waiting, end_one),
     ):
-
-        def turn() -> None:
-            if waiting:
-                hub.add(writer, None, hub.WRITE | hub.ERR, consolidate=True)
-            else:
-                hub.remove_writer(writer)
-
-        def end_one(_: list[int]) -> None:
-            assert len(waiting) <= 4
-            done.append(waiting.pop(0))
-            done[-1].ack()
-
-        hub.on_tick.add(turn)
-        hub.consolidate_callback = end_one
         send(connection, queue, *messages)
         connection.register_with_event_loop(hub)
         while len(done) < len(messages):
             hub.run_once()
-        os.close(reader)
-        os.close(writer)
     assert [message.payload for message in done] == messages
     assert receive.call_count <= len(messages) // 2 + 1, "each brings two, and the last one nothing"
 
@@ -296,28 +304,17 @@ def test_an_idle_process_waits_for_no_acknowledgement(share: Connect, monkeypatc
     waiting: list[Any] = []
     running: list[Any] = []
     queue = kombu.Queue("tasks", routing_key="tasks")
-    reader, writer = os.pipe()
     with (
         closing(Hub()) as hub,
         share() as connection,
         kombu.Consumer(connection, [queue], on_message=waiting.append, prefetch_count=3),
+        pool(hub, waiting, lambda: running.append(waiting.pop(0))),
     ):
-
-        def turn() -> None:
-            if waiting:
-                hub.add(writer, None, hub.WRITE | hub.ERR, consolidate=True)
-            else:
-                hub.remove_writer(writer)
-
-        hub.on_tick.add(turn)
-        hub.consolidate_callback = lambda _: running.append(waiting.pop(0))
         connection.register_with_event_loop(hub)
         for number in range(3):
             send(connection, queue, number)
             while len(running) <= number:
                 hub.run_once()
-        os.close(reader)
-        os.close(writer)
     assert [message.payload for message in running] == [0, 1, 2]
 
 
