@@ -40,6 +40,9 @@ _FIRST_PAGES: Final = 64 << 10
 """Bytes of a new file that are prepared for the producer that begins it."""
 _MAX_TOUCHED: Final = 32 << 20
 _PAGED: Final = 256 << 10
+_SETTLED: Final = 64 << 10
+"""Bytes that a flush writes together for the first time. The file system's journal notes that a block of them has been
+written, which is another write of the device."""
 _WORTH_UNMAPPING: Final = 1 << 20
 """Number of bytes to flush from which it is faster to unmap their pages first."""
 
@@ -91,6 +94,7 @@ class CommitLog(LogReader, Closing):
         self._prepared = -1  # up to this physical offset pages are ready
         self._flushed = -1  # up to this physical offset the last flush went
         self._flushed_start = -1  # start of the file that was flushed as a whole, so that only what follows is left
+        self._settled = -1  # up to this physical offset blocks have been written once
         self.found_end = LogEnd(self.end, None)
         self.last_write: int | None = None
         """Begin of this handle's last write, of one record or several."""
@@ -411,7 +415,10 @@ class CommitLog(LogReader, Closing):
             if self._flushed_start == start <= flushed <= end:
                 # Prepared pages count as written. A flush of them too would make the device write zeros, and the
                 # producer wait for each of the pages again, up to the end of that flush.
-                self._sequence.flush_part(start, flushed, end)
+                through = end
+                if end > self._settled:
+                    through = self._settled = min(end - end % -_SETTLED, start + self.file_size)
+                self._sequence.flush_part(start, flushed, through)
                 self._flushed = end
                 return end
             self._sequence.mark_dirty(start)

@@ -194,9 +194,9 @@ def test_only_many_pages_are_unmapped_before_they_are_flushed() -> None:
 
 
 def test_a_flush_leaves_prepared_pages_to_the_producer() -> None:
-    """The device writes no zeros, and the kernel does not take pages away that the producer is about to write."""
+    """The device writes few zeros, and the kernel takes few pages away that the producer is about to write."""
     files = RecordingFiles()
-    log = opened(files, 1 << 20)
+    log, part = opened(files, 1 << 20), 64 << 10
 
     def flushed() -> list[tuple[int, int]]:
         files.trace.clear()
@@ -207,8 +207,12 @@ def test_a_flush_leaves_prepared_pages_to_the_producer() -> None:
     put(log, 1000)
     assert flushed() == [(0, 0)], "the whole file, whose state is unknown"
     put(log, 5000)
-    log.prepare(1 << 16)
-    assert flushed() == [(1000, 6000)]
+    log.prepare(1 << 18)
+    assert flushed() == [(1000, part)], "a part that the device writes for the first time"
+    put(log, 5000)
+    assert flushed() == [(6000, 11_000)]
+    put(log, part)
+    assert flushed() == [(11_000, 2 * part)]
     put(log, 100)
     log.truncate(5000)
     put(log, 300)
@@ -220,7 +224,9 @@ def test_a_flush_leaves_prepared_pages_to_the_producer() -> None:
     put(log, 100_000)
     assert flushed() == [(0, 0), (0, 0)], "the file before, and the new one"
     put(log, 200)
-    assert flushed() == [(100_000, 100_200)]
+    assert flushed() == [(100_000, 2 * part)]
+    put(log, 900_000)
+    assert flushed() == [(100_200, 16 * part)]
 
 
 def test_a_flush_reaches_every_file_and_the_folder() -> None:
