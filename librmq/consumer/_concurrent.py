@@ -147,7 +147,7 @@ class Run(DeliveryCall):
     message as begun only after it has it, so what precedes the last one that was counted has ended.
     """
 
-    __slots__ = ("_begun", "_remaining", "_settled", "is_seen")
+    __slots__ = ("_begun", "_remaining", "_settled", "count", "is_seen")
 
     def __init__(
         self,
@@ -159,6 +159,7 @@ class Run(DeliveryCall):
     ) -> None:
         super().__init__(calls, apply_result, listener, assigned, messages)
         self._remaining = iter(messages)
+        self.count: int = len(messages)
         self._begun = self._settled = 0
         self.is_seen = False
         """Whether it has been looked at, so that it takes long if it is seen again."""
@@ -214,6 +215,7 @@ class ConcurrentDelivery:
         self._resting: list[Pulled] = []
         # The run is under way in one thread. If it is slow, the other threads get what it has not begun.
         self._run: Run | None = None
+        self._pulls_after_run: list[Step] = []
         self.is_fast: bool = False
         """Whether listeners end so fast that they get runs."""
         self._was_run_seen = False
@@ -413,9 +415,25 @@ class ConcurrentDelivery:
 
     def _end_run(self, run: Run) -> None:
         if self._run is run:
-            self._run = None
             self.is_fast, self._was_run_seen = not (run.is_seen and self._was_run_seen), run.is_seen
+            self._clear_run()
         self._divide(run)
+
+    def _clear_run(self) -> None:
+        self._run = None
+        pulls, self._pulls_after_run = self._pulls_after_run, []
+        for pull in pulls:
+            self._runner.wake(pull)
+
+    def pull_after_run(self, pull: Step) -> bool:
+        """Let a pull wait for the end of the run under way, before which no message begins; return False without one.
+
+        A thread that is woken meanwhile would only compete with the run's and the sender's for the interpreter.
+        """
+        if self._run is None:
+            return False
+        self._pulls_after_run.append(pull)
+        return True
 
     def _divide_slow_run(self, now_ms: int) -> int | None:
         """Look at the run under way; let all threads have what a slow one has not begun."""
@@ -425,7 +443,8 @@ class ConcurrentDelivery:
         if not run.is_seen:
             run.is_seen = True
             return now_ms + LOOK_MS
-        self._run, self.is_fast = None, False
+        self.is_fast = False
+        self._clear_run()
         self.calls.count_running()  # Ctrl-C can have come between the count of the run and its submission
         self._divide(run)
         self._begin_waiting(now_ms)

@@ -76,10 +76,15 @@ class Fetcher:
 
     def start(self, assigned: AssignedQueue) -> None:
         """Begin to pull."""
-        wake = self._consumer.runner.wake
         assigned.pull.run_due = partial(self._run_pull, assigned)
-        assigned.notify = partial(wake, assigned.pull)
-        wake(assigned.pull)
+        assigned.notify = partial(self._pull_again, assigned.pull)
+        self._consumer.runner.wake(assigned.pull)
+
+    def _pull_again(self, pull: Step) -> None:
+        """Repeat a held pull, because messages have come."""
+        delivery = self._consumer.concurrent
+        if delivery is None or not delivery.pull_after_run(pull):
+            self._consumer.runner.wake(pull)
 
     def share_limits(self) -> None:
         """Divide the limits of a topic among the assigned queues of all topics, as in 4.9."""

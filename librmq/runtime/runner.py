@@ -95,6 +95,8 @@ class Work:
 
     group: str = ""
     """The consumer group whose listener is called; the worker that calls it has its name."""
+    count: int = 1
+    """The number of calls that it makes one after the other."""
     cancel: Callable[[], object]
     """Cancels the coroutine that ``call`` has returned, in its loop; set when it starts."""
 

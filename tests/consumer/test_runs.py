@@ -119,6 +119,23 @@ def test_others_get_what_a_slow_listener_has_not_begun(party: Party) -> None:
     assert (party.progress, party.consumer.calls.counts.delivered) == (10, 10)
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_what_comes_during_a_run_begins_after_it(party: Party, is_slow: bool) -> None:
+    """Another thread begins it as soon as the run is slow."""
+    seen_by_end: list[list[int]] = []
+
+    def send() -> None:
+        Producer(party.broker, "later").send("t", b"10")
+        if is_slow:
+            party.pass_in_listener(3 * LOOK_MS)
+        seen_by_end.append(party.seen.copy())
+
+    party.start(on(4, send), threads=2)
+    party.runner.advance(1000)
+    assert seen_by_end == [list(range(11 if is_slow else 5))]
+    assert (party.seen, party.progress) == (list(range(11)), 11)
+
+
 def test_one_thread_keeps_what_its_listener_has_not_begun(party: Party) -> None:
     party.start(on(4, lambda: party.pass_in_listener(3 * LOOK_MS)), threads=1)
     party.runner.advance(1000)

@@ -138,6 +138,8 @@ class PullHandler:
 
         Return None if there are more messages or the log lacks it; then the queue is read as usual.
         """
+        if self._store.queue_range(request.topic, request.queue_id)[1] != arrived.queue_offset + 1:
+            return None
         raw = self._store.log.read(arrived.physical_offset, arrived.size)
         if raw is None:
             return None
