@@ -34,13 +34,13 @@ class ProcessQueue:
     Mirrors ``ProcessQueue``.
     """
 
-    __slots__ = ("_begun", "_bounds", "_largest", "_waiting", "lined_up", "queue", "size")
+    __slots__ = ("_begun", "_bounds", "_largest", "_lined_up", "_waiting", "queue", "size")
 
     def __init__(self, queue: MessageQueue) -> None:
         self.queue: MessageQueue = queue
         self.size: int = 0
         """Total size of the stored bodies."""
-        self.lined_up: int = 0
+        self._lined_up: int = 0
         """The number of messages that were taken and wait for a listener, so they count as waiting."""
         self._waiting: deque[StoredMessage] = deque()
         self._begun: dict[int, DeliveredMessage] = {}
@@ -54,12 +54,12 @@ class ProcessQueue:
     @property
     def waiting(self) -> int:
         """The number of messages that have not begun."""
-        return len(self._waiting) + self.lined_up
+        return len(self._waiting) + self._lined_up
 
     @property
     def begun(self) -> int:
         """The number of messages that have begun."""
-        return len(self._begun) - self.lined_up
+        return len(self._begun) - self._lined_up
 
     def exceeds(self, messages: int, size: int, span: int) -> bool:
         """Return whether it holds more messages than this, more bytes of bodies, or a longer span of offsets."""
@@ -167,9 +167,9 @@ class ProcessQueue:
 
     def roll_back(self) -> None:
         """Make all messages that have begun wait again."""
-        self.put_back(self.begun_messages())
+        self.put_back(self._begun_messages())
 
-    def begun_messages(self) -> list[DeliveredMessage]:
+    def _begun_messages(self) -> list[DeliveredMessage]:
         """Return the messages that have begun, in order."""
         return list(self._begun.values())
 
@@ -179,7 +179,7 @@ class ProcessQueue:
             return message
         return None
 
-    def first_started(self) -> DeliveredMessage | None:
+    def _first_started(self) -> DeliveredMessage | None:
         """Return the first message that a concurrent listener has."""
         for message in self._begun.values():
             if message.consume_start_timestamp_ms is not None:
@@ -199,7 +199,7 @@ class ProcessQueue:
         self._waiting.clear()
         self._begun.clear()
         self._bounds.clear()
-        self.size = self.lined_up = 0
+        self.size = self._lined_up = 0
         self._largest = -1
 
     def check_invariants(self) -> None:
@@ -209,7 +209,7 @@ class ProcessQueue:
         assert not offsets or offsets[-1] <= self._largest
         assert self.size == sum(map(_body_size, [*self._begun.values(), *self._waiting]))
         assert all(key == message.queue_offset for key, message in self._begun.items())
-        assert 0 <= self.lined_up <= len(self._begun)
+        assert 0 <= self._lined_up <= len(self._begun)
 
 
 class AssignedQueue:

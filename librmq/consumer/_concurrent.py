@@ -221,9 +221,9 @@ class ConcurrentDelivery:
         self._was_run_seen = False
         self._ended_calls = 0
         self._count_began = 0.0
-        self._watching = Step(f"{instance.label} slow listener", self._divide_slow_run, instance.client)
-        self._expiring = Step(f"{instance.label} consume timeout", self._expire, instance.client)
-        self._redelivery = Step(f"{instance.label} deliver again", self._deliver_postponed, instance.client)
+        self._watching = Step(f"{instance._label} slow listener", self._divide_slow_run, instance.client)
+        self._expiring = Step(f"{instance._label} consume timeout", self._expire, instance.client)
+        self._redelivery = Step(f"{instance._label} deliver again", self._deliver_postponed, instance.client)
 
     @property
     def _timeout_ms(self) -> int:
@@ -284,7 +284,7 @@ class ConcurrentDelivery:
         """Take the messages from their queue, so that they can overtake others."""
         if pulled.messages is None:
             pulled.messages = pulled.assigned.messages.take(pulled.count)
-            pulled.assigned.messages.lined_up += len(pulled.messages)
+            pulled.assigned.messages._lined_up += len(pulled.messages)
 
     def line_up(self) -> None:
         """Arrange the messages that wait by the present listeners and settings."""
@@ -309,7 +309,7 @@ class ConcurrentDelivery:
         Return False, and do nothing, if it has to be `pulled`.
         """
         calls = self.calls
-        if self._backlog.lanes or calls.running >= self.config.threads or self._instance.stopping:
+        if self._backlog.lanes or calls.running >= self.config.threads or self._instance._stopping:
             return False
         if self._rests.is_probing or assigned.queue in self._rests:
             return False
@@ -324,7 +324,7 @@ class ConcurrentDelivery:
 
     def _begin_waiting(self, now_ms: int) -> None:
         calls, backlog, limit = self.calls, self._backlog, 1 if self._rests.is_probing else self.config.threads
-        if self._instance.stopping:
+        if self._instance._stopping:
             backlog.lanes.clear()
             return
         lanes = backlog.lanes
@@ -344,7 +344,7 @@ class ConcurrentDelivery:
             run_listener = None
             if first.messages is not None:
                 messages = first.messages
-                assigned.messages.lined_up -= len(messages)
+                assigned.messages._lined_up -= len(messages)
                 backlog.remove(first)
                 backlog.charge(first.weight, len(messages))
             else:
@@ -387,7 +387,7 @@ class ConcurrentDelivery:
             if isinstance(error, DownstreamDown):
                 self._rest(assigned, messages[consumed:], error)
                 messages = messages[:consumed]
-            elif self._rests.is_probing or self._instance.states.causes:
+            elif self._rests.is_probing or self._instance._states.causes:
                 self._rests.succeeded()
             if messages:
                 self._apply(assigned, messages, consumed, error)
@@ -474,7 +474,7 @@ class ConcurrentDelivery:
         """Let messages that were taken from their queue wait again, before all others."""
         for message in messages:
             message.consume_start_timestamp_ms = None
-        assigned.messages.lined_up += len(messages)
+        assigned.messages._lined_up += len(messages)
         self._enqueue(Pulled(assigned, len(messages), messages), is_first=True)
 
     # ---- rests
@@ -517,7 +517,7 @@ class ConcurrentDelivery:
                 self._postpone(assigned, unaccepted)
         progress = assigned.messages.remove(ended)
         if progress is not None and (assigned.progress is None or progress > assigned.progress):
-            self._instance.progressed(assigned, progress)
+            self._instance._progressed(assigned, progress)
         if assigned.throttled:
             self._resume(assigned)
 
@@ -529,7 +529,7 @@ class ConcurrentDelivery:
             message.consume_start_timestamp_ms = None  # No listener has it, so it can't exceed consume_timeout.
         # All of them wait for the same time, so the deque is in order of the due times.
         due_ms = self._runner.now_ms() + REDELIVERY_MS
-        assigned.messages.lined_up += len(messages)
+        assigned.messages._lined_up += len(messages)
         for batch in batches_of(assigned, messages, self.calls.batch_size(assigned)):
             self._postponed.append((due_ms, batch))
         self._runner.wake(self._redelivery, self._postponed[0][0])
@@ -544,16 +544,16 @@ class ConcurrentDelivery:
 
     def _expire(self, now_ms: int) -> int | None:
         """Send back the first messages of each queue that a listener has had for longer than the consume timeout."""
-        if self._instance.stopping:
+        if self._instance._stopping:
             return None
         self.settle()
         for assigned in list(self._instance.assigned.values()):
             for _ in range(MAX_EXPIRED):
-                first = assigned.messages.first_started()
+                first = assigned.messages._first_started()
                 started_ms = None if first is None else first.consume_start_timestamp_ms
                 if first is None or assigned.released or started_ms is None or now_ms - started_ms <= self._timeout_ms:
                     break
-                self._instance.log.warning(
+                self._instance._log.warning(
                     "%(consumer)s: the listener exceeds consume_timeout on %(queue)s at %(queue_offset)d: "
                     "the message goes back",
                     queue=assigned.queue,

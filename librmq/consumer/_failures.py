@@ -207,7 +207,7 @@ class Retries:
 
     def _send(self, broker_name: str, request: Request[R], what: str) -> R | Literal[False]:
         """Send a message back; return the broker's answer, or False if it did not accept the message."""
-        states, key, what = self._consumer.states, ("send back", broker_name), f"sending {what} to {broker_name}"
+        states, key, what = self._consumer._states, ("send back", broker_name), f"sending {what} to {broker_name}"
         try:
             answer = self._consumer.client.route.endpoint(broker_name).call(request)
         except RmqError as error:
@@ -231,7 +231,7 @@ class Retries:
         """Log a failed attempt and the time of the next; only the first failure of a kind has a traceback."""
         others = f" and {len(messages) - 1} others" if len(messages) > 1 else ""
         total = "" if max_times is None else f" of {max_times + 1}"
-        self._consumer.log.log(
+        self._consumer._log.log(
             logging.INFO if is_requested(error) else logging.WARNING,
             "%(consumer)s: attempt %(attempt)d%(_of)s on %(queue)s at %(queue_offset)d (%(message_id)s)%(_others)s "
             "failed (%(cause)s%(_alike)s), %(_next)s",
@@ -250,7 +250,7 @@ class Retries:
         if self._consumer.recorder is not None:
             self._consumer.recorder.dead_letter(message)
         attempt = message.reconsume_times + 1
-        self._consumer.log.error(
+        self._consumer._log.error(
             "%(consumer)s: dead letter of group %(group)s%(_when)s: %(queue)s at %(queue_offset)d (%(message_id)s), "
             "key %(keys)s, after %(attempt)d attempt%(_s)s: %(cause)s%(_alike)s",
             keys=" ".join(message.keys) or "none",
@@ -312,7 +312,7 @@ class Rests:
         self._times: dict[MessageQueue | None, tuple[int, int]] = {}  # start and end; None is the whole consumer
         self.is_probing: bool = False
         """Whether the next call decides if the whole consumer continues."""
-        self._step = Step(f"{consumer.label} resume", self._end_rests, consumer.client)
+        self._step = Step(f"{consumer._label} resume", self._end_rests, consumer.client)
 
     @property
     def is_whole(self) -> bool:
@@ -329,7 +329,7 @@ class Rests:
         now_ms, rest_ms = consumer.runner.now_ms(), max(1, round(1000 * error.seconds))
         self._times[key] = now_ms, now_ms + rest_ms
         self.is_probing |= key is None
-        consumer.states.failing(("downstream",), "what listeners call", error, again_ms=rest_ms)
+        consumer._states.failing(("downstream",), "what listeners call", error, again_ms=rest_ms)
         if consumer.metrics is not None:
             consumer.metrics.count("rests", topic=queue.topic, group=consumer.group)
         consumer.runner.wake(self._step, min(end for _, end in self._times.values()))
@@ -339,7 +339,7 @@ class Rests:
         """Note a successful call, which ends the probing."""
         if not self._times:
             self.is_probing = False
-            self._consumer.states.works(("downstream",), "what listeners call")
+            self._consumer._states.works(("downstream",), "what listeners call")
 
     def _end_rests(self, now_ms: int) -> int | None:
         for key, (begin, end) in list(self._times.items()):

@@ -59,15 +59,15 @@ class Instance:
         self.route: Route = route
         self.runner: Runner = route.runner
         name = client.client_id.partition("@")[2] if client.has_stable_name else ""
-        self.label: str = f"{group}@{name}" if name else group
+        self._label: str = f"{group}@{name}" if name else group
         """Group and instance, the same in each run."""
         self.subscriptions: dict[str, Subscription] = {}
         """By topic."""
-        self.filters: dict[str, TagFilter] = {}
+        self._filters: dict[str, TagFilter] = {}
         """Exact checks by topic, for subscriptions with tags."""
         self.assigned: dict[MessageQueue, AssignedQueue] = {}
         """The queues of this instance now, including released ones whose listener still runs."""
-        self.stopping: bool = False
+        self._stopping: bool = False
         """Whether the instance is shutting down, so that nothing new begins."""
         self.started_ms: int = 0
         """The time of joining the group, from which checks of timeouts and the renewal of locks count."""
@@ -75,9 +75,9 @@ class Instance:
         self.metrics: Metrics | None = None
         self.recorder: ConsumerRecorder | None = None
         """Records queues and deliveries for a history, where the route asks for one."""
-        self.log: EventLog = _log.with_fields(consumer=self.label, group=group)
-        self.states: StateLog = StateLog(self.log, self.label)
-        self._saving = Step(f"{self.label} save progress", self._save_due, client)
+        self._log: EventLog = _log.with_fields(consumer=self._label, group=group)
+        self._states: StateLog = StateLog(self._log, self._label)
+        self._saving = Step(f"{self._label} save progress", self._save_due, client)
         self._maximum_of_group: int | None = None  # what a broker said last; -1 stands for the group's setting
 
     @property
@@ -97,25 +97,25 @@ class Instance:
         maximum = self.max_reconsume_times
         return _CONCURRENT_TIMES if maximum is None and not self.config.orderly else maximum
 
-    def make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
+    def _make_assigned(self, queue: MessageQueue, next_offset: int, progress: int | None) -> AssignedQueue:
         """Make the state of a queue before taking it."""
-        label = f"{self.label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}"
+        label = f"{self._label} pull {queue.topic}/{queue.broker_name}/{queue.queue_id}"
         return AssignedQueue(queue, next_offset, progress, Step(label, lambda now_ms: None, self.client))
 
     @property
-    def shares_queues(self) -> bool:
+    def _shares_queues(self) -> bool:
         """Whether rebalancing assigns the queues."""
         return True
 
     # ---- progress
 
-    def progressed(self, assigned: AssignedQueue, progress: int) -> None:
+    def _progressed(self, assigned: AssignedQueue, progress: int) -> None:
         """Set the progress of a queue, which is stored soon."""
         assigned.progress = progress
         if self._saving.at is None:
-            self.save_soon()
+            self._save_soon()
 
-    def save_soon(self) -> None:
+    def _save_soon(self) -> None:
         """Schedule the storing of progress: 10 s after the start, then every 5 s, and soon after a queue has moved."""
         self.runner.wake(self._saving, self._next_save_ms(self.runner.now_ms()))
 
@@ -129,7 +129,7 @@ class Instance:
             assigned for assigned in self.assigned.values() if not now_ms < assigned.settled_ms <= now_ms + AWAY_MS
         ]
         is_complete = len(settled) == len(self.assigned)
-        if self.stopping or (self.offsets.save_soon(self._changed(settled)) and is_complete):
+        if self._stopping or (self.offsets.save_soon(self._changed(settled)) and is_complete):
             return None
         return self._next_save_ms(now_ms)
 

@@ -124,7 +124,7 @@ class DeliveryCall(Work):
 
     @property
     def label(self) -> str:  # type: ignore[override]
-        return f"{self.calls.instance.label} {self.assigned.label} {self.messages[0].queue_offset}"
+        return f"{self.calls.instance._label} {self.assigned.label} {self.messages[0].queue_offset}"
 
     @property
     def about(self) -> Sequence[tuple[str, int]]:  # type: ignore[override]
@@ -358,9 +358,9 @@ def consume_directly(calls: ListenerCalls, request: ConsumeDirectly) -> None:
     queue = MessageQueue(stored.topic, request.broker_name, stored.queue_id)
     message = DeliveredMessage(stored.raw, queue, stored.queue_offset, (0, stored.queue_offset + 1))
     listener = calls.listeners.listener_for(message.topic, message)
-    if instance.stopping or listener is None:
-        why = "it is shutting down" if instance.stopping else f"it has no listener for topic {message.topic!r}"
-        raise ClientStateError(f"{instance.label} can't consume message {message.message_id} directly: {why}")
+    if instance._stopping or listener is None:
+        why = "it is shutting down" if instance._stopping else f"it has no listener for topic {message.topic!r}"
+        raise ClientStateError(f"{instance._label} can't consume message {message.message_id} directly: {why}")
     begin_ms = message.consume_start_timestamp_ms = instance.runner.now_ms()
 
     def done(result: object, error: Exception | None) -> None:
@@ -375,7 +375,7 @@ def consume_directly(calls: ListenerCalls, request: ConsumeDirectly) -> None:
         request.ended(DirectlyConsumed(direct_result, instance.config.orderly, took_ms, remark))
 
     argument: Any = [message] if listener.as_list else message
-    label = f"{instance.label} consumes {message.message_id} directly"
+    label = f"{instance._label} consumes {message.message_id} directly"
     work = Work(label, lambda: listener.function(argument), done, instance.client, loop=calls.loop)
     instance.runner.submit(work)
 

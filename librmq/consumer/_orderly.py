@@ -132,7 +132,7 @@ class OrderlyDelivery:
 
     def _begin_waiting(self, now_ms: int) -> None:
         calls, waiting, limit = self.calls, self._waiting, 1 if self._rests.is_probing else self.config.threads
-        while waiting and calls.running < limit and not self._instance.stopping and not self._rests.is_whole:
+        while waiting and calls.running < limit and not self._instance._stopping and not self._rests.is_whole:
             assigned = waiting.popleft()
             if assigned.released:
                 assigned.delivering = False
@@ -160,7 +160,7 @@ class OrderlyDelivery:
                 self._begin_queue(assigned, now_ms)
             return None
 
-        step = Step(f"{self._instance.label} resume {assigned.label}", resume, self._instance.client)
+        step = Step(f"{self._instance._label} resume {assigned.label}", resume, self._instance.client)
         self._resting[assigned.queue] = step
         self._runner.wake(step, self._runner.now_ms() + milliseconds)
 
@@ -191,7 +191,7 @@ class OrderlyDelivery:
     def _done_after_release(self, assigned: AssignedQueue, messages: Iterable[DeliveredMessage], now_ms: int) -> None:
         assigned.delivering = False
         assigned.messages.remove(messages)
-        if assigned.release_until_ms and not self._instance.stopping:
+        if assigned.release_until_ms and not self._instance._stopping:
             if now_ms <= assigned.release_until_ms:
                 if self.release_queue(assigned, now_ms):
                     self._instance.assigned.pop(assigned.queue, None)
@@ -206,7 +206,7 @@ class OrderlyDelivery:
             self.calls.count_messages(assigned, len(messages), "downstream")
             assigned.messages.put_back(messages)
             return self._rests.begin_rest(error, assigned.queue)
-        if self._rests.is_probing or self._instance.states.causes:
+        if self._rests.is_probing or self._instance._states.causes:
             self._rests.succeeded()
         if not _has_failed(call.listener, result, error):
             if result is OrderlyResult.HOLD:
@@ -236,7 +236,7 @@ class OrderlyDelivery:
         self.calls.count_messages(assigned, assigned.messages.begun, result)
         progress = assigned.messages.commit()
         if progress is not None:
-            self._instance.progressed(assigned, progress)
+            self._instance._progressed(assigned, progress)
 
     @staticmethod
     def _record(recorder: ConsumerRecorder, call: DeliveryCall, result: object, has_failed: bool) -> None:
@@ -247,13 +247,13 @@ class OrderlyDelivery:
             recorder.holds(call.messages)
         else:
             # A released queue has dropped its messages, so fall back to those of the call.
-            all_messages = call.assigned.messages.begun_messages() or call.messages
+            all_messages = call.assigned.messages._begun_messages() or call.messages
             recorder.ends(all_messages, 0 if result is OrderlyResult.ROLLBACK else len(all_messages))
 
     def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
         times = message.reconsume_times
         if times & (times - 1) == 0:  # The log would be full of it, so it has the 1st, 2nd, 4th, 8th time.
-            self._instance.log.warning(
+            self._instance._log.warning(
                 "%(consumer)s: %(queue)s is blocked at %(queue_offset)d by %(message_id)s, which failed %(attempt)d "
                 "times",
                 queue=assigned.queue,
@@ -302,7 +302,7 @@ class BrokerLocks:
         self._runner = instance.runner
         self._begin = begin
         self._unlocking: dict[MessageQueue, Step] = {}
-        self._renewing = Step(f"{instance.label} locks", self._renew, instance.client)
+        self._renewing = Step(f"{instance._label} locks", self._renew, instance.client)
 
     def lock(self, queue: MessageQueue) -> bool:
         """Ask the broker for the lock of a queue, and return whether this client has it."""
@@ -328,7 +328,7 @@ class BrokerLocks:
         if not assigned.progress:
             assigned.locked, assigned.lock_timestamp_ms = True, now_ms
         else:
-            self._instance.log.info(
+            self._instance._log.info(
                 "%(consumer)s: begins to consume %(queue)s in %(wait_ms)d ms, when it locks its queues again",
                 queue=assigned.queue,
                 wait_ms=due_ms - now_ms,
@@ -344,7 +344,7 @@ class BrokerLocks:
     def _renew(self, now_ms: int) -> int | None:
         """Lock all assigned queues or renew their locks, and begin with those that were not locked."""
         instance = self._instance
-        if instance.stopping:
+        if instance._stopping:
             return None
         by_broker: dict[str, list[AssignedQueue]] = {}
         for assigned in instance.assigned.values():
@@ -360,7 +360,7 @@ class BrokerLocks:
 
     def _renew_at(self, broker_name: str, queues: frozenset[MessageQueue]) -> frozenset[MessageQueue] | None:
         """Ask a broker for the locks of its queues; return those that this client has, None if it can't be asked."""
-        states, key, what = self._instance.states, ("lock", broker_name), f"locking queues at {broker_name}"
+        states, key, what = self._instance._states, ("lock", broker_name), f"locking queues at {broker_name}"
         try:
             locked = self._ask_locks(broker_name, queues)
         except RmqError as error:
@@ -372,7 +372,7 @@ class BrokerLocks:
     def _apply_lock(self, assigned: AssignedQueue, is_locked: bool, now_ms: int) -> None:
         if not is_locked:
             if assigned.locked:
-                self._instance.log.warning(
+                self._instance._log.warning(
                     "%(consumer)s: the lock of %(queue)s is lost, so consumption stops until it is back",
                     queue=assigned.queue,
                 )
@@ -387,7 +387,7 @@ class BrokerLocks:
             try:
                 self._find_position(assigned)
             except RmqError as error:
-                self._instance.log.warning(
+                self._instance._log.warning(
                     "%(consumer)s: no position is known in %(queue)s: %(error)s", queue=assigned.queue, error=error
                 )
                 assigned.locked = False
@@ -468,7 +468,7 @@ class BrokerLocks:
             try:
                 instance.client.route.endpoint(broker_name).call(request)
             except RmqError as error:
-                instance.log.warning(
+                instance._log.warning(
                     "%(consumer)s: could not release locks at %(broker)s, where they end within a minute: %(error)s",
                     broker=broker_name,
                     error=error,
@@ -476,11 +476,11 @@ class BrokerLocks:
 
     def _unlock_later(self, queue: MessageQueue, now_ms: int) -> None:
         def unlock(now_ms: int) -> int | None:
-            if self._unlocking.pop(queue, None) is step and not self._instance.stopping:
+            if self._unlocking.pop(queue, None) is step and not self._instance._stopping:
                 self._unlock((queue,))
             return None
 
-        step = Step(f"{self._instance.label} unlock {queue.topic}/{queue.broker_name}/{queue.queue_id}", unlock)
+        step = Step(f"{self._instance._label} unlock {queue.topic}/{queue.broker_name}/{queue.queue_id}", unlock)
         step.owner = self._instance.client
         self._unlocking[queue] = step
         self._runner.wake(step, now_ms + UNLOCK_DELAY_MS)

@@ -155,7 +155,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         self._predicates = {name: judge for name, judge in self._predicates.items() if name != topic} | judges
         with self.runner.lock:
             if self.is_running:
-                self.rebalancing.run_due(self.runner.now_ms())
+                self._rebalancing.run_due(self.runner.now_ms())
 
     def _own_predicate(
         self, topic: str, predicate: Predicate[DeliveredMessage] | None
@@ -202,12 +202,12 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         for queue in queues:
             if queue not in self.assigned:
                 stored = self.offsets.read(queue)
-                next_offset = self.rebalancing.start_offset(queue) if stored is None else stored
-                assigned = self.assigned[queue] = self.make_assigned(queue, next_offset, stored)
+                next_offset = self._rebalancing.start_offset(queue) if stored is None else stored
+                assigned = self.assigned[queue] = self._make_assigned(queue, next_offset, stored)
                 if self.recorder is not None:
                     self.recorder.takes(queue, next_offset, stored)
                 self._start_queue(assigned)
-        self.rebalancing.report_start()
+        self._rebalancing.report_start()
 
     @property
     def assignment(self) -> tuple[MessageQueue, ...]:
@@ -222,10 +222,10 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         if self._assigned is not None:
             self._take_assigned()
         else:
-            self.rebalancing.run_due(self.runner.now_ms())  # It runs now, so that the first poll has its queues.
+            self._rebalancing.run_due(self.runner.now_ms())  # It runs now, so that the first poll has its queues.
 
     @property
-    def shares_queues(self) -> bool:
+    def _shares_queues(self) -> bool:
         """Whether the group's queues are divided among its instances."""
         return self._assigned is None
 
@@ -254,7 +254,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
     def _start_queue(self, assigned: AssignedQueue) -> None:
         assigned.notify = self._arrived.set
         if assigned.progress is not None:
-            self.progressed(assigned, assigned.progress)
+            self._progressed(assigned, assigned.progress)
         self._arrived.set()
 
     def _routes_changed(self) -> None:
@@ -274,7 +274,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         be stored again when it is reached again.
         """
         assigned.choose(queue_offset)
-        self.save_soon()
+        self._save_soon()
 
     # ---- polling
 
@@ -312,7 +312,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 has_begun = True
                 while True:
                     messages, has_moved = self._try_poll(one_by_one)
-                    if messages or self.stopping:
+                    if messages or self._stopping:
                         return messages
                     remaining = deadline - clock.monotonic()
                     if has_moved and remaining >= 0:
@@ -353,7 +353,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
                 # A thread would not help: a pull can only wait for a page of a mapped file, and such a wait blocks the
                 # whole interpreter. For the same reason a pull can't be interrupted.
                 messages, has_moved = self._try_poll(one_by_one)
-                if messages or self.stopping:
+                if messages or self._stopping:
                     return messages
                 remaining = deadline - clock.monotonic()
                 if has_moved and remaining >= 0:
@@ -430,7 +430,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             if assigned is None or assigned.released or assigned.next_offset != message.queue_offset:
                 return False
             if self.config.auto_commit and assigned.progress != assigned.next_offset:
-                self.progressed(assigned, assigned.next_offset)
+                self._progressed(assigned, assigned.next_offset)
             assigned.next_offset = next_offset
             self._last = assigned, message.queue_offset, next_offset
             if self.recorder is not None:
@@ -462,7 +462,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         """Pull the queues in turn; the brokers hold the pulls of queues without messages."""
         self._arrived.clear()
         with self.runner.lock:
-            messages, has_moved = ([], False) if self.stopping else self._pull_in_turn(one_by_one)
+            messages, has_moved = ([], False) if self._stopping else self._pull_in_turn(one_by_one)
         return (messages if one_by_one or not messages else self._wanted(messages)), has_moved
 
     def _pull_in_turn(self, one_by_one: bool) -> tuple[list[DeliveredMessage], bool]:
@@ -493,9 +493,9 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         try:
             response = self._request(assigned)
         except RmqError as error:
-            self.states.failing(("poll", queue.broker_name, queue.topic), f"polling {assigned.label}", error)
+            self._states.failing(("poll", queue.broker_name, queue.topic), f"polling {assigned.label}", error)
             return []
-        self.states.works(("poll", queue.broker_name, queue.topic), f"polling {queue.topic}")
+        self._states.works(("poll", queue.broker_name, queue.topic), f"polling {queue.topic}")
         if response.status is PullStatus.HELD:
             return []
         self._last = assigned, assigned.next_offset, response.next_offset
@@ -504,12 +504,12 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._continue_at(assigned, response.next_offset)
             if self.recorder is not None:
                 self.recorder.resets(queue.topic)
-            self.log.warning(
+            self._log.warning(
                 "%(consumer)s: %(queue)s continues at %(queue_offset)d",
                 queue=assigned.queue,
                 queue_offset=response.next_offset,
             )
-        tag_filter = self.filters.get(queue.topic)
+        tag_filter = self._filters.get(queue.topic)
         bounds = response.min_offset, response.max_offset
         return [
             DeliveredMessage(message.raw, queue, message.queue_offset, bounds)
@@ -519,7 +519,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
 
     def _request(self, assigned: AssignedQueue) -> PullResponse:
         queue = assigned.queue
-        subscription: Subscription | None = None if self.shares_queues else self.subscriptions.get(queue.topic)
+        subscription: Subscription | None = None if self._shares_queues else self.subscriptions.get(queue.topic)
         request = PullMessage(
             self.client.client_id,
             self.group,
@@ -632,7 +632,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self.recorder.passes()
         for assigned in self.assigned.values():
             if not assigned.released and assigned.progress != assigned.next_offset:
-                self.progressed(assigned, assigned.next_offset)
+                self._progressed(assigned, assigned.next_offset)
 
     def commit(self, offsets: Mapping[MessageQueue, int] | None = None) -> None:
         """Store progress now: after all polled messages, or at these queue offsets.

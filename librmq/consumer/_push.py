@@ -25,7 +25,6 @@ from librmq.consumer._listeners import (
     BatchListener,
     DeliveredMessage,
     Listener,
-    Listeners,
     MessageListener,
     Predicate,
     TopicPredicate,
@@ -129,7 +128,7 @@ class Fetcher:
         consumer, queue = self._consumer, assigned.queue
         assigned.lost = False
         try:
-            if assigned.released or consumer.stopping or consumer.is_paused:
+            if assigned.released or consumer._stopping or consumer.is_paused:
                 return None
             assigned.pulled_timestamp_ms = now_ms
             assigned.throttled = self.is_full(assigned)
@@ -160,8 +159,8 @@ class Fetcher:
                 )
             except RmqError as error:
                 return self._handle_failure(assigned, error, now_ms)
-            if consumer.states.causes:
-                consumer.states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
+            if consumer._states.causes:
+                consumer._states.works(("pull", queue.broker_name, queue.topic), f"pulling {queue.topic}")
             # A remote broker has not taken this pull's progress yet, as its answer may be still to come. Only a local
             # call has stored it by now.
             if progress is not None and not self._is_remote:
@@ -169,7 +168,7 @@ class Fetcher:
             return self._handle_response(assigned, response, now_ms)
         except BaseException:
             assigned.lost = True
-            consumer.rebalancing.wake_on_grid()
+            consumer._rebalancing.wake_on_grid()
             raise
 
     def _progress_to_store(self, assigned: AssignedQueue) -> int | None:
@@ -191,12 +190,12 @@ class Fetcher:
             or assigned.released
             or assigned.idle_since_ms is not None
             or consumer.is_paused
-            or consumer.states.causes
-            or assigned.queue.topic in consumer.filters
+            or consumer._states.causes
+            or assigned.queue.topic in consumer._filters
             or self.is_full(assigned)
         ):
             return None
-        delivery, now_ms = consumer.concurrent, consumer.runner.now_ms()
+        delivery, now_ms = consumer._concurrent, consumer.runner.now_ms()
         try:
             if delivery is None or not delivery.try_begin(assigned, raw, (min_offset, max_offset), now_ms):
                 return None
@@ -207,7 +206,7 @@ class Fetcher:
         except BaseException:  # Ctrl-C in the main thread: the queue is taken again, with all that it has begun
             consumer.calls.count_running()
             assigned.lost, assigned.pulled_timestamp_ms = True, 0
-            consumer.rebalancing.wake()
+            consumer._rebalancing.wake()
             raise
         progress = self._progress_to_store(assigned)
         if progress is None:
@@ -224,11 +223,11 @@ class Fetcher:
                 assigned.doubt_progress(now_ms + AWAY_MS)
             elif assigned.progress is None or assigned.stored_progress is not None or not assigned.may_be_passed:
                 assigned.doubt_progress(now_ms + REOPENED_MS)
-            consumer.save_soon()
+            consumer._save_soon()
         if isinstance(error, BrokerError) and error.code == ResponseCode.SUBSCRIPTION_NOT_EXIST:
             consumer.client.removed_by(queue.broker_name)
         level = logging.DEBUG if assigned.is_retry else logging.WARNING
-        consumer.states.failing(("pull", queue.broker_name, queue.topic), f"pulling {assigned.label}", error, level)
+        consumer._states.failing(("pull", queue.broker_name, queue.topic), f"pulling {assigned.label}", error, level)
         return now_ms + AFTER_ERROR_MS
 
     def _handle_response(self, assigned: AssignedQueue, response: PullResponse, now_ms: int) -> int | None:
@@ -245,7 +244,7 @@ class Fetcher:
             self._pass_skipped(assigned)
             return now_ms + self._interval_ms
         messages = response.messages
-        tag_filter = self._consumer.filters.get(assigned.queue.topic)
+        tag_filter = self._consumer._filters.get(assigned.queue.topic)
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.matches(message.tags)]
         bounds = response.min_offset, response.max_offset
@@ -284,7 +283,7 @@ class Fetcher:
 
     def _pass_skipped(self, assigned: AssignedQueue) -> None:
         if not len(assigned.messages) and (assigned.progress is None or assigned.progress < assigned.next_offset):
-            self._consumer.progressed(assigned, assigned.next_offset)
+            self._consumer._progressed(assigned, assigned.next_offset)
 
     def _correct(self, assigned: AssignedQueue, next_offset: int, now_ms: int) -> None:
         """Release a queue that lacks this offset; it is assigned again at an offset that it has.
@@ -293,7 +292,7 @@ class Fetcher:
         results of listeners that still run are ignored: their progress would undo the reset.
         """
         consumer, queue = self._consumer, assigned.queue
-        consumer.log.warning(
+        consumer._log.warning(
             "%(consumer)s: %(queue)s has no offset %(queue_offset)d, or its group was reset; %(next_offset)d is next",
             queue=queue,
             queue_offset=assigned.next_offset,
@@ -308,18 +307,18 @@ class Fetcher:
         self._corrected_ms[queue] = now_ms
 
         def correct(at_ms: int) -> int | None:
-            if consumer.stopping or consumer.assigned.get(queue) is not assigned:
+            if consumer._stopping or consumer.assigned.get(queue) is not assigned:
                 return None
             if not consumer.store(assigned) and 0 <= at_ms - now_ms < CORRECTION_MS:
                 return at_ms + AFTER_ERROR_MS
-            consumer.reassign(assigned)
+            consumer._reassign(assigned)
             if is_repeated:
-                consumer.rebalancing.wake_on_grid()
+                consumer._rebalancing.wake_on_grid()
             else:
-                consumer.rebalancing.wake()
+                consumer._rebalancing.wake()
             return None
 
-        consumer.runner.wake(Step(f"{consumer.label} correct {assigned.label}", correct, consumer.client))
+        consumer.runner.wake(Step(f"{consumer._label} correct {assigned.label}", correct, consumer.client))
 
 
 F = TypeVar("F", bound=MessageListener | BatchListener)
@@ -390,24 +389,24 @@ class PushConsumer(Consumer[ConsumerConfig]):
             timeout_ms = lambda: 1000 * self.config.consume_timeout  # noqa: E731
             self.hooks.insert(0, trace_calls(self.traces, self.runner.now_ms, timeout_ms))
         self.calls: ListenerCalls = ListenerCalls(self, self.hooks, before_last_attempt)
-        self.listeners: Listeners = self.calls.listeners
+        self._listeners = self.calls.listeners
         self.is_paused: bool = False
         self._resets: list[list[tuple[AssignedQueue, int]]] = []
         self._subscribed: list[tuple[str, Callable[..., Any], dict[str, Any]]] = []
         self.predicates: list[tuple[str, WatchedPredicate[DeliveredMessage]]] = []
         """The predicates of its listeners, which count their answers, by topic."""
-        self.fetcher: Fetcher = Fetcher(self)
+        self._fetcher = fetcher = Fetcher(self)
         self.locks: BrokerLocks | None = None
         """The locks of its queues, if it is orderly and uses them."""
-        self.concurrent: ConcurrentDelivery | None = None
-        self.orderly: OrderlyDelivery | None = None
+        self._concurrent: ConcurrentDelivery | None = None
+        self._orderly: OrderlyDelivery | None = None
         self.delivery: ConcurrentDelivery | OrderlyDelivery
         """The one of both that chooses what the listeners get next, and applies their results."""
         if self.config.orderly:
-            self.delivery = self.orderly = OrderlyDelivery(self.calls, self.rebalancing, self.fetcher.resume_throttled)
-            self.locks = self.orderly.locks
+            self.delivery = self._orderly = OrderlyDelivery(self.calls, self._rebalancing, fetcher.resume_throttled)
+            self.locks = self._orderly.locks
         else:
-            self.delivery = self.concurrent = ConcurrentDelivery(self.calls, self.fetcher.resume_throttled)
+            self.delivery = self._concurrent = ConcurrentDelivery(self.calls, fetcher.resume_throttled)
 
     # ---- settings
 
@@ -425,7 +424,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             self._change_settings(self.config.with_settings(settings))
 
     def _check_settings(self, config: ConsumerConfig) -> None:
-        topic = self.listeners.without_batches()
+        topic = self._listeners.without_batches()
         if config.batch_size > 1 and topic is not None:
             raise ConfigError(
                 f"batch_size: expected 1, because the listener of topic {topic!r} takes single messages, found "
@@ -433,7 +432,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             )
 
     def _settings_changed(self) -> None:
-        self.fetcher.apply_settings()
+        self._fetcher.apply_settings()
         self.delivery.apply_settings(self.runner.now_ms())
 
     # ---- subscribing
@@ -536,7 +535,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             with self.runner.lock:
                 is_async = is_coroutine_function(function)
                 wrapped = Listener(called, as_list, must_return, is_async, weight, sql is not None)
-                all_tags = self.listeners.register(topic, listener_tags, wrapped)
+                all_tags = self._listeners.register(topic, listener_tags, wrapped)
                 if all_tags == listener_tags:
                     self._set_subscription(subscription, tag_filter)
                 else:  # The subscription has the tags of the other listeners of the topic too.
@@ -549,8 +548,8 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def _line_up(self) -> None:
         """Let the messages that wait go to the present listeners; orderly ones find theirs when they begin."""
-        if self.concurrent is not None:
-            self.concurrent.line_up()
+        if self._concurrent is not None:
+            self._concurrent.line_up()
 
     def subscribe_like(self, other: PushConsumer) -> None:
         """Subscribe the listeners of another consumer."""
@@ -561,14 +560,14 @@ class PushConsumer(Consumer[ConsumerConfig]):
         """Release the topic's queues."""
         with self.runner.lock:
             self.subscriptions.pop(topic, None)
-            self.listeners.unregister(topic)
+            self._listeners.unregister(topic)
             self._subscribed = [entry for entry in self._subscribed if entry[0] != topic]
             self.predicates = [entry for entry in self.predicates if entry[0] != topic]
-            self.filters.pop(topic, None)
+            self._filters.pop(topic, None)
             self._line_up()
             if self.is_running:
                 self.client.beat()
-                self.rebalancing.wake()
+                self._rebalancing.wake()
 
     # ---- life
 
@@ -577,7 +576,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
             raise ConfigError(f"group {self.group!r}: subscribe a listener to a topic before start() or the with block")
 
     def _join_group(self) -> None:
-        if self.listeners.are_async:
+        if self._listeners.are_async:
             try:
                 self.calls.loop = asyncio.get_running_loop()
             except RuntimeError:
@@ -603,7 +602,7 @@ class PushConsumer(Consumer[ConsumerConfig]):
         if not in_time:
             with self.runner.lock:
                 running, cancelled = self.calls.running, self.calls.cancel()
-            self.log.warning(
+            self._log.warning(
                 "%(consumer)s: %(running)d listeners still run after the shutdown, and %(cancelled)d of them, "
                 "coroutines, were cancelled",
                 running=running,
@@ -630,9 +629,9 @@ class PushConsumer(Consumer[ConsumerConfig]):
         """Pull again."""
         with self.runner.lock:
             self.is_paused = False
-            self.fetcher.wake_all()
+            self._fetcher.wake_all()
             if self.is_running:
-                self.rebalancing.wake()
+                self._rebalancing.wake()
 
     # ---- queues
 
@@ -640,16 +639,16 @@ class PushConsumer(Consumer[ConsumerConfig]):
         return self.locks is None or self.locks.lock(queue)
 
     def _start_queue(self, assigned: AssignedQueue) -> None:
-        self.fetcher.share_limits()
+        self._fetcher.share_limits()
         if assigned.progress is not None:
-            self.progressed(assigned, assigned.progress)
+            self._progressed(assigned, assigned.progress)
         if self.locks is not None:
             self.locks.note_taken(assigned)
-        self.fetcher.start(assigned)
+        self._fetcher.start(assigned)
 
     def _changed(self, queues: Iterable[AssignedQueue]) -> list[AssignedQueue]:
-        if self.concurrent is not None:
-            self.concurrent.settle()
+        if self._concurrent is not None:
+            self._concurrent.settle()
         return super()._changed(queues)
 
     def _may_store(self, assigned: AssignedQueue) -> bool:
@@ -660,13 +659,13 @@ class PushConsumer(Consumer[ConsumerConfig]):
 
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         super()._release_queue(assigned, now_ms)
-        return self.orderly is None or self.orderly.release_queue(assigned, now_ms)
+        return self._orderly is None or self._orderly.release_queue(assigned, now_ms)
 
     def store(self, assigned: AssignedQueue) -> bool:
         """Store the progress of one queue now, and return whether it is stored."""
         return self._save((assigned,))
 
-    def reassign(self, assigned: AssignedQueue) -> None:
+    def _reassign(self, assigned: AssignedQueue) -> None:
         """Release a queue whose progress was chosen; the next rebalance resumes there."""
         if self._release_queue(assigned, self.runner.now_ms()):
             self.assigned.pop(assigned.queue, None)
@@ -690,14 +689,14 @@ class PushConsumer(Consumer[ConsumerConfig]):
         def resume_queues(now_ms: int) -> int | None:
             self._resets = [entry for entry in self._resets if entry is not reset]
             for assigned, queue_offset in reset:
-                if self.assigned.get(assigned.queue) is assigned and not self.stopping:
+                if self.assigned.get(assigned.queue) is assigned and not self._stopping:
                     assigned.choose(queue_offset)
-                    self.reassign(assigned)
+                    self._reassign(assigned)
             if not self._resets:
                 self.resume()
             return None
 
-        step = Step(f"{self.label} reset {topic}", resume_queues, self.client)
+        step = Step(f"{self._label} reset {topic}", resume_queues, self.client)
         self.runner.wake(step, self.runner.now_ms() + RESET_MS)
 
     def _state(self) -> InstanceState:
@@ -735,4 +734,4 @@ class PushConsumer(Consumer[ConsumerConfig]):
     def blocked_queues(self) -> list[BlockedQueue]:
         """Return the orderly queues paused by a failing first message, with its number of failures."""
         with self.runner.lock:
-            return [] if self.orderly is None else self.orderly.blocked()
+            return [] if self._orderly is None else self._orderly.blocked()

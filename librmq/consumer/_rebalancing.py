@@ -85,7 +85,7 @@ class Rebalancing:
         self._is_reported = False
         self._brokers: frozenset[str] = frozenset()
         self._initial_queues: dict[str, frozenset[MessageQueue]] = {}
-        self.step: Step = Step(f"{member.label} rebalance", self.run_due, member.client)
+        self.step: Step = Step(f"{member._label} rebalance", self.run_due, member.client)
 
     def start(self) -> None:
         """Note the existing queues, and rebalance immediately."""
@@ -104,27 +104,27 @@ class Rebalancing:
         try:
             route = self._route_of(topic)
         except RmqError as error:  # No name server answers.
-            self._member.states.failing(("route", topic), f"asking for the route of {topic}", error)
+            self._member._states.failing(("route", topic), f"asking for the route of {topic}", error)
             self._is_incomplete = True
             return []
-        self._member.states.works(("route", topic), f"asking for the route of {topic}")
+        self._member._states.works(("route", topic), f"asking for the route of {topic}")
         return readable_queues(topic, route)
 
     def wake(self) -> None:
         """Rebalance immediately, because members or routes have changed."""
-        if not self._member.stopping:
+        if not self._member._stopping:
             self._member.runner.wake(self.step)
 
     def wake_on_grid(self) -> None:
         """Rebalance at the next multiple of 20 s, because something is open."""
-        if not self._member.stopping:
+        if not self._member._stopping:
             now_ms = self._member.runner.now_ms()
             self._member.runner.wake(self.step, next_from_first(now_ms, self.started_ms, INTERVAL_MS))
 
     def run_due(self, now_ms: int) -> int | None:
         """Compute the share of each topic, and take and release queues accordingly."""
         member = self._member
-        if member.stopping or not member.shares_queues:
+        if member._stopping or not member._shares_queues:
             return None
         self._is_incomplete = False
         before = set(member.assigned)
@@ -135,7 +135,7 @@ class Rebalancing:
         if any(assigned.lost for assigned in member.assigned.values()):
             self._is_incomplete = True
         if before != member.assigned.keys():
-            member.log.info(
+            member._log.info(
                 "%(consumer)s: consumes %(count)d queues of %(topics)s: %(taken)d taken, %(released)d released",
                 count=len(member.assigned),
                 topics=", ".join(sorted({queue.topic for queue in member.assigned})) or "no topic",
@@ -143,7 +143,7 @@ class Rebalancing:
                 released=len(before - member.assigned.keys()),
             )
             self.report_start()
-            member.save_soon()
+            member._save_soon()
         if changed:
             if member.metrics is not None:
                 for topic in changed:
@@ -167,7 +167,7 @@ class Rebalancing:
             (at_first, f"in {counted(at_first, 'queue')} its progress is 0, and it begins with the first message"),
             (len(offsets) - new - at_first, "where the group has progress it continues, so consume_from has no effect"),
         )
-        self._member.log.info(
+        self._member._log.info(
             "%(consumer)s: consume_from is %(consume_from)s: %(meaning)s",
             consume_from=consume_from.name,
             meaning="; ".join(meaning for count, meaning in meanings if count),
@@ -191,10 +191,10 @@ class Rebalancing:
             try:
                 share = own_share(member.client.client_id, queues, clients, member.config.strategy)
             except Exception as error:  # A user's strategy can fail. Assigned queues stay, as in 4.9.
-                member.states.failing(key, what, error, logging.ERROR, traceback=True)
+                member._states.failing(key, what, error, logging.ERROR, traceback=True)
                 self._is_incomplete = True
                 return False
-            member.states.works(key, what)
+            member._states.works(key, what)
         else:
             share = queues
         return self._update(topic, dict.fromkeys(share), now_ms)
@@ -205,9 +205,9 @@ class Rebalancing:
             try:
                 clients = client.route.endpoint(name).call(ConsumerIds(self._member.group))
             except RmqError as error:
-                self._member.states.failing(("members", name), f"asking {name} for the group's members", error)
+                self._member._states.failing(("members", name), f"asking {name} for the group's members", error)
             else:
-                self._member.states.works(("members", name), f"asking {name} for the group's members")
+                self._member._states.works(("members", name), f"asking {name} for the group's members")
                 if client.client_id not in clients:
                     client.removed_by(name)
                 return clients
@@ -240,30 +240,30 @@ class Rebalancing:
         self._member.assigned.pop(assigned.queue, None)
         if self._member.recorder is not None:
             self._member.recorder.releases(assigned.queue)
-        self._member.log.debug("%(consumer)s: releases %(queue)s", queue=assigned.queue)
+        self._member._log.debug("%(consumer)s: releases %(queue)s", queue=assigned.queue)
         return True
 
     def _take_queue(self, queue: MessageQueue, now_ms: int) -> bool:
         member = self._member
         try:
             if not self._lock(queue):
-                member.log.info("%(consumer)s: %(queue)s is locked by another client", queue=queue)
+                member._log.info("%(consumer)s: %(queue)s is locked by another client", queue=queue)
                 self._is_incomplete = True
                 return False
             stored = member.offsets.read(queue)
             next_offset = self.start_offset(queue) if stored is None else stored
         except RmqError as error:
-            member.states.failing(("start", queue.broker_name), f"finding where to start in {queue}", error)
+            member._states.failing(("start", queue.broker_name), f"finding where to start in {queue}", error)
             self._is_incomplete = True
             return False
-        member.states.works(("start", queue.broker_name), f"finding where to start in {queue}")
-        assigned = member.make_assigned(queue, next_offset, stored)
+        member._states.works(("start", queue.broker_name), f"finding where to start in {queue}")
+        assigned = member._make_assigned(queue, next_offset, stored)
         if stored or self._has_others:  # A broker that was just reopened may not know the others yet.
             assigned.may_be_passed, assigned.settled_ms = True, now_ms + SETTLED_MS
         member.assigned[queue] = assigned
         if member.recorder is not None:
             member.recorder.takes(queue, next_offset, stored)
-        member.log.debug(
+        member._log.debug(
             "%(consumer)s: takes %(queue)s at %(queue_offset)d", queue=assigned.queue, queue_offset=next_offset
         )
         self._take(assigned)
@@ -287,7 +287,7 @@ class Rebalancing:
             start = endpoint.call(QueueOffsetAt(queue.topic, queue.queue_id, timestamp_ms))
         skipped = start - endpoint.call(MinOffset(queue.topic, queue.queue_id))
         if skipped > 0:
-            self._member.log.log(
+            self._member._log.log(
                 logging.WARNING if config.model is MessageModel.CLUSTERING else logging.INFO,
                 "%(consumer)s: the group is new in %(queue)s and skips its first %(skipped)d messages: it starts at "
                 "%(queue_offset)d, because consume_from is %(consume_from)s; ConsumeFrom.FIRST would read all",

@@ -57,7 +57,7 @@ class Consumer(Instance, Member, Generic[C]):
         validate_group(group)
         super().__init__(route, group, client_of(route, type(self).__name__, client, instance_name))
         self._config = config
-        self.rebalancing: Rebalancing = Rebalancing(self, self._start_queue, self._release_queue, self._lock)
+        self._rebalancing: Rebalancing = Rebalancing(self, self._start_queue, self._release_queue, self._lock)
         self._life = LifeCycle(f"{self.kind} consumer of group {group!r}")
         self._leaving = False
         self._maximum_set_ms = 0
@@ -134,13 +134,13 @@ class Consumer(Instance, Member, Generic[C]):
             if before is not None and subscription.version <= before.version:
                 subscription = replace(subscription, version=before.version + 1)
             self.subscriptions[subscription.topic] = subscription
-            self.filters.pop(subscription.topic, None)
+            self._filters.pop(subscription.topic, None)
             if tag_filter is not None:
-                self.filters[subscription.topic] = tag_filter
+                self._filters[subscription.topic] = tag_filter
             if self.is_running:
-                self.rebalancing.note_queues(subscription.topic)
+                self._rebalancing.note_queues(subscription.topic)
                 self.client.beat()
-                self.rebalancing.wake()
+                self._rebalancing.wake()
 
     # ---- life
 
@@ -165,13 +165,13 @@ class Consumer(Instance, Member, Generic[C]):
                 self.subscriptions[retries] = Subscription(retries, version=self.runner.now_ms())
         else:
             if not self.client.has_stable_name:
-                self.log.warning("%(consumer)s: broadcasting without an instance_name: its progress is lost at the end")
+                self._log.warning("%(consumer)s broadcasts without an instance_name: its progress is lost at the end")
             if config.offsets_folder is None and self.runner.progress_home is not None:
                 folder, files = self.runner.progress_home
             else:
                 folder = config.offsets_folder or os.path.join(os.path.expanduser("~"), ".rocketmq_offsets")
                 files = config.files
-            aside = aside_by(self.runner, f"{self.label} writes progress", self.client, lambda at: None)
+            aside = aside_by(self.runner, f"{self._label} writes progress", self.client, lambda at: None)
             now_ms, client_id = self.runner.now_ms, self.client.client_id
             self.offsets = LocalOffsets(folder, client_id, self.group, files, now_ms, aside)
         if config.guard and (differences := describe_differences(self.group, self._subscriptions_of_all())):
@@ -182,7 +182,7 @@ class Consumer(Instance, Member, Generic[C]):
         self.started_ms: int = self.runner.now_ms()
         self._maximum_set_ms = self.started_ms
         self.client.join(self)
-        self.rebalancing.start()
+        self._rebalancing.start()
 
     def _subscriptions_of_all(self) -> dict[str, dict[str, str]]:
         """Return the subscriptions of each instance of the group, by client id and topic."""
@@ -203,7 +203,7 @@ class Consumer(Instance, Member, Generic[C]):
             except RmqError:
                 continue
             if is_registered:
-                self.log.warning(
+                self._log.warning(
                     "%(consumer)s: group %(group)s has an instance of client id %(client)s at %(broker)s already. "
                     "Two instances of one id count as one, "
                     "and both consume its queues: give each its own instance_name, or shut the other down first",
@@ -218,7 +218,7 @@ class Consumer(Instance, Member, Generic[C]):
         try:
             with self.runner.lock:
                 if self._life.is_running:
-                    self.stopping = self._leaving = True
+                    self._stopping = self._leaving = True
                     self._life.shut_down()
                     ended = begin()
                 else:
@@ -231,7 +231,7 @@ class Consumer(Instance, Member, Generic[C]):
                 with self.runner.lock:
                     try:
                         if not self._save(self.assigned.values()):
-                            self.log.warning(
+                            self._log.warning(
                                 "%(consumer)s: ends although not all of its progress is stored, as a warning before "
                                 "this one explains: what was consumed since is delivered again"
                             )
@@ -255,7 +255,7 @@ class Consumer(Instance, Member, Generic[C]):
     def __repr__(self) -> str:
         topics = ", ".join(topic for topic in self.subscriptions if topic != retry_topic(self.group))
         kind, state = type(self).__name__, self._life.state.value
-        return f"<{kind} {self.label}, {state}, topics: {topics or 'none'}, queues: {len(self.assigned)}>"
+        return f"<{kind} {self._label}, {state}, topics: {topics or 'none'}, queues: {len(self.assigned)}>"
 
     def start(self) -> Self:
         """Join the group and begin to consume.
@@ -271,7 +271,7 @@ class Consumer(Instance, Member, Generic[C]):
         if self._life.state is State.CREATED:
             self._learn_routes([*self.subscriptions, retry_topic(self.group)])
             if self.config.model is MessageModel.CLUSTERING:
-                self.offsets = BrokerOffsets(self.client, self.group, self.states, self.config.start_at)
+                self.offsets = BrokerOffsets(self.client, self.group, self._states, self.config.start_at)
                 self._move_group(self.subscriptions)
         try:
             with self.runner.lock:
@@ -283,7 +283,7 @@ class Consumer(Instance, Member, Generic[C]):
             if is_first:
                 with self.runner.lock:
                     self._life.state = State.START_FAILED  # Ctrl-C has interrupted it after the start
-                    self.stopping: bool = True
+                    self._stopping: bool = True
                     self._leave()
             raise
         return self
@@ -337,7 +337,7 @@ class Consumer(Instance, Member, Generic[C]):
             if request.max_reconsume_times is not None:
                 self._maximum_of_group = request.max_reconsume_times
             self._routes_changed()
-            self.rebalancing.wake()
+            self._rebalancing.wake()
         elif isinstance(request, ResetOffsets):
             if self.recorder is not None:
                 self.recorder.resets(request.topic)
@@ -368,7 +368,7 @@ class Consumer(Instance, Member, Generic[C]):
                     # The pull can wait for the next try after a failure.
                     self.runner.wake(assigned.pull)
                 if self._saving.at is None:
-                    self.save_soon()
+                    self._save_soon()
 
     def queues(self, topic: str) -> list[MessageQueue]:
         """Return all readable queues of a topic, sorted."""
