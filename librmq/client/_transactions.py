@@ -136,7 +136,7 @@ class TransactionProducer(Producer):
     group with ordinary producers, which can't answer: the broker logs a warning when one joins.
     """
 
-    answers_checks = True
+    _answers_checks = True
 
     def __init__(
         self,

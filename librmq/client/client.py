@@ -124,7 +124,7 @@ def client_of(route: Route, user: str, client: Client | None, instance_name: str
         return Client(route, instance_name=instance_name)
     if instance_name is not None:
         raise ConfigError(f"instance_name: expected None with client, which has a name, found {instance_name!r:.80}")
-    client.check_route(route)
+    client._check_route(route)
     return client
 
 
@@ -133,7 +133,7 @@ class Member:
 
     client: Client
     group: str
-    answers_checks: bool = False
+    _answers_checks: bool = False
     """Whether it answers checks of transactions."""
 
     def start(self) -> Self:
@@ -257,7 +257,7 @@ class Client(ObservedClient):
                 unwatch()
             self.beat()
 
-    def check_route(self, route: Route) -> None:
+    def _check_route(self, route: Route) -> None:
         """Refuse a producer or consumer of another route, because its messages would go to this client's brokers.
 
         Raises:
@@ -289,7 +289,7 @@ class Client(ObservedClient):
                 producer_group=None if is_consumer else member.group,
                 consumer_group=member.group if is_consumer else None,
             )
-            self.send_to_all(request)
+            self._send_to_all(request)
             if not self._consumers and not self._producers and self._unwatch is not None:
                 self._unwatch()
                 self._unwatch = None
@@ -315,7 +315,7 @@ class Client(ObservedClient):
             return first_ms
         return next_on_grid(now_ms, first_ms, HEARTBEAT_MS)
 
-    def send_to_all(self, request: Request[None]) -> None:
+    def _send_to_all(self, request: Request[None]) -> None:
         """Send a request to each reachable broker; log failures."""
         for name in self.route.broker_names():
             try:
@@ -351,7 +351,7 @@ class Client(ObservedClient):
 
     def _send_heartbeats(self, now_ms: int) -> None:
         consumers = tuple(data for member in self._consumers.values() if (data := member.consumer_data()) is not None)
-        checking = frozenset(name for name, producer in self._producers.items() if producer.answers_checks)
+        checking = frozenset(name for name, producer in self._producers.items() if producer._answers_checks)
         beat = Heartbeat(self.client_id, self, frozenset(self._producers), consumers, checking)
         for name in self.route.broker_names():
             if name not in self._registered:
