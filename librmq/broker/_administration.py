@@ -89,7 +89,7 @@ class Administration:
         self._broker_name = context.name
         self._clients = context.clients
         self._locks = context.locks
-        self._locks.noted_group = self._report_to_late_group
+        self._locks._noted_group = self._report_to_late_group
         self._known_queues: dict[str, dict[str, int]] = {}  # queues at the last lock, by topic that grew and group
         self.handlers = Handlers(
             {ViewMessage: self.view_message, QueryMessages: self.query_messages},
@@ -158,7 +158,7 @@ class Administration:
         readers.update(self._offsets.groups(topic))
         by_name = self._groups.by_name
         by_settings = {name for name in readers if name in by_name and by_name[name].is_ordered}
-        return by_settings | self._locks.groups_by_topic.get(topic, set())
+        return by_settings | self._locks._groups_by_topic.get(topic, set())
 
     def delete_topic(self, request: DeleteTopic) -> None:
         """Delete a topic from the table."""

@@ -491,9 +491,9 @@ class QueueLocks:
         self._expiry_ms = expiry_ms
         self._now_ms = now_ms
         self._held: dict[tuple[str, MessageQueue], tuple[str, int]] = {}  # client id, time of the last renewal
-        self.groups_by_topic: dict[str, set[str]] = {}
+        self._groups_by_topic: dict[str, set[str]] = {}
         """The groups that have locked queues of a topic, also those whose clients have left since."""
-        self.noted_group: Callable[[str, str], None] | None = None
+        self._noted_group: Callable[[str, str], None] | None = None
         """Called with a topic and a group that it is added to."""
 
     def _holder(self, group: str, queue: MessageQueue, now_ms: int) -> str | None:
@@ -525,11 +525,11 @@ class QueueLocks:
                     ago_ms=now_ms - before[1],
                 )
             self._held[group, queue] = client_id, now_ms
-            groups = self.groups_by_topic.setdefault(queue.topic, set())
+            groups = self._groups_by_topic.setdefault(queue.topic, set())
             if group not in groups:
                 groups.add(group)
-                if self.noted_group is not None:
-                    self.noted_group(queue.topic, group)
+                if self._noted_group is not None:
+                    self._noted_group(queue.topic, group)
         return locked
 
     def unlock_queues(self, request: UnlockQueues) -> None:
