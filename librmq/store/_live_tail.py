@@ -325,9 +325,9 @@ class LiveIndex(KeyIndex):
                 if attempt >= ATTEMPTS:
                     raise
 
-    def show_before(self, log_end: int) -> None:
+    def _show_before(self, log_end: int) -> None:
         """Leave out records from there on, those too that no file has yet."""
-        super().show_before(log_end)
+        super()._show_before(log_end)
         self.unwritten = deque(record for record in self.unwritten if record.physical_offset < log_end)
 
     def query(

@@ -85,7 +85,7 @@ def cut_at(parts: Parts, moment: Moment, order: TimeOrder | None) -> None:
         if _cut_queue(queue, end):
             queues[name] = queue
     parts.queues = queues
-    parts.index.show_before(end)
+    parts.index._show_before(end)
     log.end, log.last_write, log.found_end = end, last, LogEnd(end, None, last)
     parts.cuts = [cut for cut in parts.cuts if cut.kind == "size"]  # others lie behind it
 

@@ -405,8 +405,8 @@ def _copy_tables(tables: BrokerTables, part: str, numbers: Renumbering, topics: 
         for level, offset in tables.delays.rows.items():
             kept.delays.set(level, numbers.new_offset(SystemTopic.SCHEDULE, queue_id_of_level(level), offset))
     kept.persist(SystemClock().now_ms())
-    for table, is_known in ((kept.offsets, tables.knows_progress), (kept.delays, tables.knows_delays)):
-        if not is_known:  # an empty table would say that nothing was consumed
+    for table, why_unknown in ((kept.offsets, tables.unknown_progress()), (kept.delays, tables.unknown_delays())):
+        if why_unknown is not None:  # an empty table would say that nothing was consumed
             files.delete(table.path)
 
 

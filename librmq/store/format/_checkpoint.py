@@ -78,7 +78,7 @@ class Checkpoint:
             self.physic_timestamp_ms, self.logics_timestamp_ms, self.index_timestamp_ms = lowered
             self.flush()
 
-    def clear_index_time(self) -> None:
+    def _clear_index_time(self) -> None:
         """Set the index time to 0, before a rebuild of the index; durable when it returns."""
         if self.index_timestamp_ms:
             self.index_timestamp_ms = 0

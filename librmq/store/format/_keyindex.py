@@ -112,7 +112,7 @@ class KeyIndex(Closing):
                 )
             opened.append(self._open_file(path))
         if self.writable and len(opened) > 1 and opened[-1].header == FRESH:
-            opened[-1].begin_after(opened[-2].header)  # the process that made the file died before it set its beginning
+            opened[-1]._begin_after(opened[-2].header)  # the process that made it died before it set its beginning
         return opened
 
     def _list_entries(self) -> list[FolderEntry]:
@@ -204,7 +204,7 @@ class KeyIndex(Closing):
             limit *= 2
             places = self._find(key_hash, begin_ms, end_ms, limit)
 
-    def show_before(self, log_end: int) -> None:
+    def _show_before(self, log_end: int) -> None:
         """Leave out records from the physical offset ``log_end`` on, as if they were not indexed yet."""
         self._log_end = log_end
 
@@ -253,7 +253,7 @@ class KeyIndex(Closing):
         tail, keys = self._tail or self._room(), sum([len(record[2]) for record in records])
         if tail.count + keys < tail.max_entries and keys < BLOCK:
             if keys:
-                tail.put_many(records, keys)
+                tail._put_many(records, keys)
         else:
             self._append_arrays(records)
 

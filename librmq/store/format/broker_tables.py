@@ -113,9 +113,9 @@ class BrokerTables:
         self.database: str | None = tables_database(folder, files)
         """The folder of a RocksDB that has the progress; None if the files here have it."""
         self.offsets: ConfigTable = self._offsets(stored.offsets)
-        """Queue offsets by queue id, by ``topic@group``; empty if `knows_progress` is false."""
+        """Queue offsets by queue id, by ``topic@group``; empty where `unknown_progress` says why."""
         self.delays: ConfigTable = self._table("delayOffset.json", "offsetTable", _check_offsets)
-        """Queue offsets by delay level; empty if `knows_delays` is false."""
+        """Queue offsets by delay level; empty where `unknown_delays` says why."""
         self.filter_table: ConfigTable = self._table("consumerFilter.json", "filterDataByTopic", _check_objects)
         self._starts: ConfigTable | None = None
 
@@ -152,18 +152,6 @@ class BrokerTables:
             return plain
         light = _LightOffsets(path, "offsetTable", _check_offsets_by_text, versioned=False, files=self._files)
         return plain if plain.is_stored and plain.saved_ms > light.saved_ms else light
-
-    @property
-    def knows_progress(self) -> bool:
-        """Whether the progress of groups is in a file that can be read, or there is none yet."""
-        if self.database is not None:
-            return self.offsets.is_stored
-        return self.offsets.is_stored or not self._was_saved(self.offsets, bool(self._user_groups()))
-
-    @property
-    def knows_delays(self) -> bool:
-        """Whether the progress of the delay levels is in a file that can be read, or there is none yet."""
-        return self.delays.is_stored or not self._was_saved(self.delays, self.offsets.is_stored)
 
     def take(
         self,
@@ -211,19 +199,21 @@ class BrokerTables:
         ]
 
     def unknown_progress(self) -> str | None:
-        """Return why the progress of groups is unknown, and what to do; None if it is known."""
-        if self.knows_progress:
+        """Return why the progress of groups is unknown, and what to do; None if a file has it, or there is none yet."""
+        if self.offsets.is_stored:
             return None
         if self.database is not None:
             return (
                 f"the broker keeps the progress of groups in RocksDB, so it is unknown: {self.unread}, or export it by "
                 f"{progress_export(self._folder)}"
             )
-        return f"the progress of groups is unknown: {_lacks(self.offsets)}"
+        was_saved = self._was_saved(self.offsets, bool(self._user_groups()))
+        return f"the progress of groups is unknown: {_lacks(self.offsets)}" if was_saved else None
 
     def unknown_delays(self) -> str | None:
-        """Return why the progress of the delay levels is unknown, and what to do; None if it is known."""
-        return None if self.knows_delays else f"the progress of delay levels is unknown: {_lacks(self.delays)}"
+        """Return why the progress of the delay levels is unknown, and what to do; None as in `unknown_progress`."""
+        is_known = self.delays.is_stored or not self._was_saved(self.delays, self.offsets.is_stored)
+        return None if is_known else f"the progress of delay levels is unknown: {_lacks(self.delays)}"
 
     def _was_saved(self, table: ConfigTable, is_likely: bool) -> bool:
         """Return whether a broker has saved a table that is not there now.

@@ -387,7 +387,7 @@ class IndexFile(Closing):
             self._reserved = 1
             self._dirty = True
             if after is not None:
-                self.begin_after(after)
+                self._begin_after(after)
         except BaseException:
             files.delete(path)
             raise
@@ -447,7 +447,7 @@ class IndexFile(Closing):
         """Release the mapping; the next use maps the file again."""
         self._file = None
 
-    def release_pages(self, begin: int, end: int) -> None:
+    def _release_pages(self, begin: int, end: int) -> None:
         """Release the pages of entries that were read in their order, from number ``begin`` to below ``end``."""
         if self._file is not None and not self.writable:
             self._file.advise(self.entry_position(begin), min(self.entry_position(end), self._file.size), Advice.NO_USE)
@@ -562,7 +562,7 @@ class IndexFile(Closing):
 
     # ------------------------------------------------------------------------------------------------ writing
 
-    def begin_after(self, header: IndexHeader) -> None:
+    def _begin_after(self, header: IndexHeader) -> None:
         """Begin an empty file at the end of one with this header; it needs no flush, because it can be repeated."""
         self.file.buffer[:HEADER_SIZE] = HEADER.pack(*header.follower._replace(index_count=0))
         self._load_header()
@@ -579,10 +579,10 @@ class IndexFile(Closing):
             return False
         if physical_offset < self.end_physical:
             raise ValueError(f"{self.path}: {physical_offset} is before the last, {self.end_physical}")
-        self.put_many(((physical_offset, store_timestamp_ms, (key_hash,)),), 1)
+        self._put_many(((physical_offset, store_timestamp_ms, (key_hash,)),), 1)
         return True
 
-    def put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:
+    def _put_many(self, records: Iterable[tuple[int, int, Sequence[int]]], keys: int) -> None:
         """Add all keys of records, for which there is room; skip records before that of the last entry."""
         self._make_room(keys)
         try:
@@ -642,7 +642,7 @@ class IndexFile(Closing):
                     file.buffer[at + begin : at + begin + len(page)] = page
         self._dirty = True
 
-    def note_unflushed(self) -> None:
+    def _note_unflushed(self) -> None:
         """Let the next `flush` flush what a killed process has written, too."""
         self._dirty = True
 

@@ -181,7 +181,7 @@ class IndexCheck:
         ):
             return False
         self._following = file, end
-        file.release_pages(begin, end)
+        file._release_pages(begin, end)
         return True
 
     def _compare_record(self, record: RawPending) -> None:
@@ -313,7 +313,7 @@ def find_flaw(file: IndexFile) -> tuple[int, str] | None:
             actual, expected = int(entries["previous"][wrong[0]]), int(previous[wrong[0]])
             return file.entry_position(number) + 16, f"entry {number}: previous is {actual}, expected {expected}"
         newest[slots[order]] = numbers[order]  # the last entry of a slot counts
-        file.release_pages(begin, begin + _BLOCK)
+        file._release_pages(begin, begin + _BLOCK)
     table = file.slots()
     in_table = np.zeros_like(newest)
     in_table[table["slot"]] = table["number"]

@@ -433,7 +433,7 @@ class Recovery:
         folders = {self._path}
         if self._mark is not None:
             for file in uncovered_index_files(self._parts):
-                file.note_unflushed()
+                file._note_unflushed()
                 folders.add(self._parts.index.folder)
         elif self._mode.is_thorough:
             # Write index files again that no checkpoint covers, because nothing says that they reached the disk.
@@ -514,7 +514,7 @@ class Recovery:
     def _before_index(self) -> None:
         if self._mark is not None:
             raise MarkError("the key index does not fit the log")
-        self._parts.checkpoint.clear_index_time()
+        self._parts.checkpoint._clear_index_time()
 
     def _dispatched(self) -> int:
         """Return the place up to which the log was dispatched, whatever happened to some queues since."""

@@ -297,7 +297,7 @@ class _Opening:
                 [os.path.join(self._path, directory.INDEX)],
                 _INDEX_DIGITS,
                 only=only,
-                before_removal=self.checkpoint.clear_index_time,
+                before_removal=self.checkpoint._clear_index_time,
             )
 
         # A crash can leave a header incomplete.
