@@ -343,7 +343,7 @@ def _group_events(
     """Yield, for each record that groups consume, what became of it in each group."""
     consumed = [message for message in records if _is_consumed(message)]
     topics = {message.topic for message in consumed}
-    progress_by_name = view.progress_in(topics)
+    progress_by_name = view._progress_in(topics)
     names = {(event.content.name[0], event.message.topic) for event in received} | progress_by_name.keys()
     groups = sorted(name for name in names if name[1] in topics)
     if groups:

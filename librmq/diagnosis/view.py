@@ -338,7 +338,7 @@ class StoreView(Closing):
         """A value that another one follows as soon as the progress in memory changes; take it before the progress."""
         return self.tables.offsets.revision, self._subscribed
 
-    def progress_in(self, topics: Collection[str]) -> dict[tuple[str, str], dict[int, int]]:
+    def _progress_in(self, topics: Collection[str]) -> dict[tuple[str, str], dict[int, int]]:
         """Return the part of `progress` that is of these topics; of a folder the others are not made for it."""
         columns = self.progress_columns
         if columns is None:
@@ -490,7 +490,7 @@ class StoreView(Closing):
     def _last_timestamp_ms(self) -> int | None:
         """Return the store time of the last message, usually that at the log's end."""
         ends = sorted(((state.max_physic_offset, name) for name, state in self.ranges.items()), reverse=True)
-        times = (self.readable_time(name, self.ranges[name].max_offset - 1) for _, name in ends[:8])
+        times = (self._readable_time(name, self.ranges[name].max_offset - 1) for _, name in ends[:8])
         return next((time_ms for time_ms in times if time_ms is not None), None)
 
     def stored_at(self, queue: QueueName, queue_offset: int) -> int | None:
@@ -506,7 +506,7 @@ class StoreView(Closing):
         """Return the least and the greatest store time of some messages of a queue; None if unreadable."""
         return self.store.times.extent(self.store.queues[queue], offsets) or (None, None)
 
-    def readable_time(self, queue: QueueName, queue_offset: int) -> int | None:
+    def _readable_time(self, queue: QueueName, queue_offset: int) -> int | None:
         """Return the store time of a message of a queue; None if it is deleted or unreadable."""
         with suppress(CorruptionError):
             return self.stored_at(queue, queue_offset)
