@@ -124,18 +124,18 @@ class LibrmqBackend(BaseTaskBackend):
     # ---- settings
 
     @property
-    def outbox_database(self) -> str | None:
+    def _outbox_database(self) -> str | None:
         """The name of the database of the outbox; None without one."""
         outbox = self.options.get("outbox", False)
         return "default" if outbox is True else outbox or None
 
     @property
-    def invisible_s(self) -> float:
+    def _invisible_s(self) -> float:
         """Seconds for which a running task is hidden, unless its worker extends it."""
         return float(self.options.get("invisible", _INVISIBLE_S))
 
     @property
-    def results_topic(self) -> str:
+    def _results_topic(self) -> str:
         """The topic of the states of tasks."""
         return f"django-results_{self.alias}"
 
@@ -144,7 +144,7 @@ class LibrmqBackend(BaseTaskBackend):
         """The consumer group of the workers."""
         return f"django-worker_{self.alias}"
 
-    def topic_of(self, queue_name: str) -> str:
+    def _topic_of(self, queue_name: str) -> str:
         """Return the topic of a queue."""
         return f"django-tasks_{self.alias}_{queue_name}"
 
@@ -163,12 +163,12 @@ class LibrmqBackend(BaseTaskBackend):
         for name in self.options.keys() - set(_OPTIONS):
             yield Problem("E001", f"OPTIONS has no {name!r}", suggest(name, _OPTIONS))
         yield from self._problems_of_place()
-        for name in (self.topic_of(queue) for queue in sorted(self.queues, key=str)):
+        for name in (self._topic_of(queue) for queue in sorted(self.queues, key=str)):
             try:
                 validate_client_topic(name)
             except MessageIllegalError as error:
                 yield Problem("E003", f"the alias or a name in QUEUES is refused: {error}")
-        database = self.outbox_database
+        database = self._outbox_database
         if database is not None and database not in settings.DATABASES:
             yield Problem("E004", f"outbox: DATABASES has no {database!r}", "Give True, or the name of a database.")
         seconds = self.options.get("invisible", _INVISIBLE_S)
@@ -207,7 +207,7 @@ class LibrmqBackend(BaseTaskBackend):
                 broker = self.options.get("broker")
                 connection = _Connection(broker or share(self.options["path"]), is_own=broker is None)
                 _connections[self._place] = connection
-        connection.create_topic(self.results_topic, 4)
+        connection.create_topic(self._results_topic, 4)
         return connection
 
     def close(self) -> None:
@@ -239,19 +239,19 @@ class LibrmqBackend(BaseTaskBackend):
                 f"task {state['task']}: its arguments have {size:,} bytes, of at most {limit:,}: give it the name of a "
                 "file or the key of a row that has its data"
             )
-        if self.outbox_database is None:
+        if self._outbox_database is None:
             self.send(state)
         else:
-            with atomic(using=self.outbox_database, savepoint=False):  # outside of a block it is one of its own
-                _outbox().add(connections[self.outbox_database], self._message(state), order_key=state["id"])
-        result = self.result_of(state, task)
+            with atomic(using=self._outbox_database, savepoint=False):  # outside of a block it is one of its own
+                _outbox().add(connections[self._outbox_database], self._message(state), order_key=state["id"])
+        result = self._result_of(state, task)
         task_enqueued.send(type(self), task_result=result)
         return result
 
     def _message(self, state: dict[str, Any]) -> Message:
         """Return the message of a task, which is delivered at its time, or on its way there."""
         due_ms, now_ms = state["run_after_ms"], self.now_ms()
-        topic, body = self.topic_of(state["queue_name"]), json.dumps(state).encode()
+        topic, body = self._topic_of(state["queue_name"]), json.dumps(state).encode()
         if due_ms is None or due_ms <= now_ms:
             return Message(topic, body, keys=state["id"])
         at = datetime.fromtimestamp(min(due_ms, now_ms + _FARTHEST_MS) / 1000, UTC)
@@ -269,14 +269,14 @@ class LibrmqBackend(BaseTaskBackend):
 
     def save(self, state: dict[str, Any]) -> None:
         """Store what a task's result has become."""
-        self.connection().producer.send(self.results_topic, json.dumps(state).encode(), keys=state["id"])
+        self.connection().producer.send(self._results_topic, json.dumps(state).encode(), keys=state["id"])
 
     def find(self, result_id: str) -> dict[str, Any] | None:
         """Return the last state of a task; None if there is none."""
         route = self.connection().route
-        topics = [self.results_topic, *(self.topic_of(queue) for queue in sorted(self.queues))]
+        topics = [self._results_topic, *(self._topic_of(queue) for queue in sorted(self.queues))]
         if not self.queues:
-            topics += [topic for topic in route.topics() if topic.startswith(self.topic_of(""))]
+            topics += [topic for topic in route.topics() if topic.startswith(self._topic_of(""))]
         for topic in topics:
             messages = route.find_by_key(topic, result_id)
             if messages:
@@ -293,9 +293,9 @@ class LibrmqBackend(BaseTaskBackend):
         state = self.find(result_id) or self._find_in_outbox(result_id)
         if state is None:
             raise TaskResultDoesNotExist(result_id)
-        return self.result_of(state, task_of(state))
+        return self._result_of(state, task_of(state))
 
-    def result_of(self, state: dict[str, Any], task: Any) -> Any:
+    def _result_of(self, state: dict[str, Any], task: Any) -> Any:
         """Return the result that a state describes."""
         result = TaskResult(
             task=task,
@@ -316,24 +316,24 @@ class LibrmqBackend(BaseTaskBackend):
 
     # ---- the outbox
 
-    def upgrade_outbox(self) -> None:
+    def _upgrade_outbox(self) -> None:
         """Create the outbox's table, or upgrade it."""
-        upgrade_tables(connections[self.outbox_database], dedup=None, messages=None, transactions=None)
+        upgrade_tables(connections[self._outbox_database], dedup=None, messages=None, transactions=None)
 
     def _find_in_outbox(self, result_id: str) -> dict[str, Any] | None:
         """Return the state of a task that was not sent yet."""
-        if self.outbox_database is None:
+        if self._outbox_database is None:
             return None
-        with connections[self.outbox_database].cursor() as cursor:
+        with connections[self._outbox_database].cursor() as cursor:
             cursor.execute("SELECT body FROM rmq_outbox WHERE order_key = %s", [result_id])
             row = cursor.fetchone()
         return None if row is None else dict(json.loads(bytes(row[0])))
 
-    def outbox_sender(self) -> OutboxSender | None:
+    def _outbox_sender(self) -> OutboxSender | None:
         """Return what sends the tasks of the outbox to the broker; None without an outbox."""
-        if self.outbox_database is None:
+        if self._outbox_database is None:
             return None
-        database = connections[self.outbox_database]
+        database = connections[self._outbox_database]
 
         def connect() -> Any:
             copy = database.copy()  # a thread of its own

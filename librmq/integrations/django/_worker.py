@@ -76,15 +76,15 @@ class Worker:
         connection = backend.connection()
         names = sorted(set(queues) or backend.queues or {"default"})
         for name in names:
-            connection.create_topic(backend.topic_of(name), 201, "PRIORITY")
+            connection.create_topic(backend._topic_of(name), 201, "PRIORITY")
         if connection.route.groups().get(backend.group) is None:
             connection.route.set_group(backend.group, priority_factor=_RETRIES_FIRST)
         self._consumer = SimpleConsumer(connection.route, backend.group)
         for name in names:
-            self._consumer.subscribe(backend.topic_of(name))
+            self._consumer.subscribe(backend._topic_of(name))
         self._consumer.start()
         self._extender = threading.Thread(target=self._extend, name="librmq-tasks-extend", daemon=True)
-        self._sender: OutboxSender | None = backend.outbox_sender()
+        self._sender: OutboxSender | None = backend._outbox_sender()
 
     # ---- life
 
@@ -153,7 +153,7 @@ class Worker:
 
     def _run_next(self, wait_s: float) -> bool:
         """Run one task; return False if none is due."""
-        messages = self._consumer.receive(1, invisible=self._backend.invisible_s, wait=wait_s)
+        messages = self._consumer.receive(1, invisible=self._backend._invisible_s, wait=wait_s)
         for message in messages:
             with self._lock:
                 self._running[message.receipt] = message
@@ -197,7 +197,7 @@ class Worker:
 
     def _call(self, task: Any, state: dict[str, Any]) -> None:
         """Call a task's function, and store the outcome."""
-        result = self._backend.result_of(state, task)
+        result = self._backend._result_of(state, task)
         task_started.send(type(self._backend), task_result=result)
         context = (TaskContext(task_result=result),) if task.takes_context else ()
         try:
@@ -212,7 +212,7 @@ class Worker:
     def _finish(self, task: Any, state: dict[str, Any], error: BaseException | None = None) -> None:
         """Store the end of a task, and tell Django's listeners."""
         self._save_end(state, error)
-        task_finished.send(type(self._backend), task_result=self._backend.result_of(state, task))
+        task_finished.send(type(self._backend), task_result=self._backend._result_of(state, task))
 
     def _save_end(self, state: dict[str, Any], error: BaseException | None) -> None:
         state["status"] = "SUCCESSFUL" if error is None else "FAILED"
@@ -239,10 +239,10 @@ class Worker:
     def _extend(self) -> None:
         """Keep running tasks hidden, until they end."""
         clock = SystemClock()
-        while not clock.wait(self._ended, self._backend.invisible_s / 3):
+        while not clock.wait(self._ended, self._backend._invisible_s / 3):
             with self._lock:
                 for message in self._running.values():
                     try:
-                        self._consumer.extend(message, self._backend.invisible_s)
+                        self._consumer.extend(message, self._backend._invisible_s)
                     except RmqError as error:
                         _log.warning("a running task is not hidden any more, and may run twice: %(error)s", error=error)

@@ -27,5 +27,5 @@ def create_outbox(using: str, **_: Any) -> None:
     """Create the table of each backend whose outbox is in the database ``using``, or upgrade it."""
     for alias in task_backends.settings:
         backend = task_backends[alias]
-        if isinstance(backend, LibrmqBackend) and backend.outbox_database == using:
-            backend.upgrade_outbox()
+        if isinstance(backend, LibrmqBackend) and backend._outbox_database == using:
+            backend._upgrade_outbox()
