@@ -233,7 +233,7 @@ class Evidence:
         if any(broker.dead for broker in brokers):
             return []
         for subscriber in self._subscribed.values():
-            subscriber.was_read |= self._history.has_delivered(subscriber.group, subscriber.subscription.topic)
+            subscriber.was_read |= self._history._has_delivered(subscriber.group, subscriber.subscription.topic)
 
         def next_offset(group: str, message: StoredMessage) -> int:
             return max(broker.consumer_offsets(group, message.topic).get(message.queue_id, 0) for broker in brokers)
@@ -380,14 +380,14 @@ class KitObserver:
                 raise ProcessStateError(f"a consumer that the test declared can't start: {error}") from error
         if process.is_test:
             self.evidence.sent_to.add(topic)
-        return self._faults.before_send(process, topic, broker_name)
+        return self._faults._before_send(process, topic, broker_name)
 
     def after_send(self, process: Process, topic: str, broker_name: str, response: SendResponse) -> None:
         """Record a stored message or batch; lose or delay the answer if a fault is due."""
         if current_work.get() is not None or self._runner.has_kept:
             for offset_id in response.offset_ids:
                 self._runner.sent(broker_name, topic, int(offset_id[-16:], 16))
-        self._faults.after_send(process, topic, broker_name, response)
+        self._faults._after_send(process, topic, broker_name, response)
 
     def ended_in_background(self, result: object, error: Exception | None) -> None:
         """Fail the test with the error of a function that `Process.background` ran."""

@@ -121,12 +121,12 @@ class Faults:
         """Set the clock of a process, and thus all its timestamps, ahead (below 0: back)."""
         if not isinstance(process, Process):
             raise wrong_kind("process", process, A_PROCESS)
-        process.skew_ms = round(1000 * to_seconds("seconds", seconds, -math.inf))
-        self._kit.note("fault", f"the clock of {process.label} is {process.skew_ms:+,} ms off")
+        process._skew_ms = round(1000 * to_seconds("seconds", seconds, -math.inf))
+        self._kit.note("fault", f"the clock of {process.label} is {process._skew_ms:+,} ms off")
 
     # ---- called by the kit
 
-    def missed(self) -> Iterator[str]:
+    def _missed(self) -> Iterator[str]:
         """Yield a sentence for each fault that names a topic, broker or group to which nothing was sent."""
         for due in self._due:
             for kind, name in (("topic", due.topic), ("broker", due.broker)):
@@ -135,7 +135,7 @@ class Faults:
         for group in sorted(self._slow_groups - self._runner.called_groups):
             yield f"the fault slow_listener never happened: no listener of group {group!r} was called"
 
-    def before_send(self, process: Process, topic: str, broker: str) -> bool:
+    def _before_send(self, process: Process, topic: str, broker: str) -> bool:
         """Raise the error of a refused send, if one is due; return whether the request arrives twice."""
         self._met |= {("topic", topic), ("broker", broker)}
         if self._due and (due := self._take("refuse", topic, broker)) is not None:
@@ -151,12 +151,12 @@ class Faults:
             self._kit.note("fault", f"what {process.label} sends to {topic} arrives twice, and is stored twice")
         return is_repeated
 
-    def after_send(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
+    def _after_send(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
         """Lose or delay the answer, if a fault is due."""
-        self.lose(process, topic, broker, response)
+        self._lose(process, topic, broker, response)
         self._kit.clock.advance(seconds=self.take_delay_s(process, topic, broker))
 
-    def lose(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
+    def _lose(self, process: Process, topic: str, broker: str, response: SendResponse) -> None:
         """Lose the answer, if that is due."""
         kit = self._kit
         lost = bool(self._due) and self._take("lose", topic, broker) is not None

@@ -117,9 +117,9 @@ class Kit:
         self._history = History(self.clock.now_ms())
         self.recorder: Recorder = Recorder(self.clock.now_ms, self._history, describes_groups=False)
         """Turns what clients and brokers do into the events of the history."""
-        self.process_table: ProcessTable = ProcessTable(partial(Process, self), self.runner.choose)
-        self.runner.process_table = self.process_table
-        self.faults: Faults = Faults(self, self.runner, self.process_table)
+        self._table: ProcessTable = ProcessTable(partial(Process, self), self.runner.choose)
+        self.runner.process_table = self._table
+        self.faults: Faults = Faults(self, self.runner, self._table)
         """Faults on request."""
         self._unstarted: list[PushConsumer] = []
         self._producers: dict[tuple[str, str | None], Producer] = {}
@@ -131,13 +131,13 @@ class Kit:
         self.network: Network = Network(
             self.path, self.files, self.runner, broker_config, config, self._note_broker, frames
         )
-        self._evidence = Evidence(self.network, self.runner, self.process_table, start, self._history)
+        self._evidence = Evidence(self.network, self.runner, self._table, start, self._history)
         self.observer: KitObserver = KitObserver(
             self, self.runner, self.faults, self._history, self._evidence, self._start
         )
         """What processes report to."""
         self._watch_resets()
-        self._test = self.process_table.make("test", lambda process: None)
+        self._test = self._table.make("test", lambda process: None)
         self._test.is_test = True
         self._tests: dict[str | None, Process] = {None: self._test}
         # Last, because nothing would end them after an error above: a kit that does not open is never closed.
@@ -176,14 +176,14 @@ class Kit:
         """
         return cls(store=path, topics=topics, groups=groups, **settings)
 
-    def name_fixture(self, name: str) -> None:
+    def _name_fixture(self, name: str) -> None:
         """Let warnings advise calls of another fixture than ``rmq``."""
         self._evidence.fixture = name
 
     @property
     def processes(self) -> list[Process]:
         """All processes of the test, including dead ones."""
-        return self.process_table.processes
+        return self._table.processes
 
     # ---- brokers
 
@@ -272,7 +272,7 @@ class Kit:
     def _test_at(self, site: str | None) -> Process:
         process = self._tests.get(site)
         if process is None:
-            process = self._tests[site] = self.process_table.make(f"test-{site}", lambda process: None, site=site)
+            process = self._tests[site] = self._table.make(f"test-{site}", lambda process: None, site=site)
             process.is_test = True
         return process
 
@@ -305,8 +305,8 @@ class Kit:
             return consumer
 
         if not fail_fast:
-            self.process_table.tolerated.add(group)
-        process = self.process_table.make(self.process_table.free_name(group), again, site=site)
+            self._table.tolerated.add(group)
+        process = self._table.make(self._table.free_name(group), again, site=site)
         self.observer.declared.add(process.name)
         process.state = again(process)
         self._unstarted += process.consumers
@@ -319,21 +319,21 @@ class Kit:
 
         The process is a route: an application connects to it as to a broker. The factory's result is its ``state``.
         """
-        process = self.process_table.make(self.process_table.free_name(name), factory, site=site)
+        process = self._table.make(self._table.free_name(name), factory, site=site)
         if not fail_fast:
-            self.process_table.tolerated.add(process.name)
+            self._table.tolerated.add(process.name)
         self._set_up(process)
         self._is_new = True
         return process
 
-    def outside_process(self, name: str) -> Process:
+    def _outside_process(self, name: str) -> Process:
         """Return a process whose code the kit does not run, such as a client over the wire."""
-        process = self.process_table.make(self.process_table.free_name(name), lambda process: None)
-        process.starts_again = False
+        process = self._table.make(self._table.free_name(name), lambda process: None)
+        process._starts_again = False
         return process
 
     def _set_up(self, process: Process) -> None:
-        process.state = process.factory(process)
+        process.state = process._factory(process)
         for consumer in process.consumers:
             consumer.start()
 
@@ -394,12 +394,12 @@ class Kit:
         Return the new process, None without ``restart``. Called within a listener of that process, it ends the
         listener, like a signal.
         """
-        process = self.process_table.living(process)
+        process = self._table.living(process)
         self.note("fault", f"{process.label} dies" + (" and starts again" if restart else ""))
-        process.starts_again = restart
-        if self.process_table.runs_now(process):
+        process._starts_again = restart
+        if self._table.runs_now(process):
             self.runner.die_here(process)
-        process.die()
+        process._die()
         return self.died(process)
 
     def died(self, process: Process) -> Process | None:
@@ -407,12 +407,12 @@ class Kit:
         self.recorder.crashed(process.names())
         self.runner.unwind(process)
         self._unregister_clients(process)
-        return self._again(process) if process.starts_again else None
+        return self._again(process) if process._starts_again else None
 
     def restart(self, process: Process) -> Process:
         """Shut a process down cleanly and start it again with fresh state; return the new one."""
-        process = self.process_table.living(process)
-        if self.process_table.runs_now(process):
+        process = self._table.living(process)
+        if self._table.runs_now(process):
             raise ProcessStateError(
                 f"{process.label} can't shut down within its own listener, because the shutdown would wait for it: "
                 "call rmq.crash there, or rmq.restart in the test"
@@ -426,8 +426,8 @@ class Kit:
         """Start one more process like this one, and return it."""
         if not isinstance(process, Process):
             raise wrong_kind("process", process, A_PROCESS)
-        other = self.process_table.make(self.process_table.free_name(process.name), process.factory, site=process.site)
-        self.process_table.tolerate_like(process, other)
+        other = self._table.make(self._table.free_name(process.name), process._factory, site=process.site)
+        self._table.tolerate_like(process, other)
         self.note("fault", f"{other.label} joins, made like {process.label}")
         self._set_up(other)
         return other
@@ -437,7 +437,7 @@ class Kit:
 
         The process returns at its next heartbeat, which it sends every 30 s.
         """
-        process = self.process_table.living(process)
+        process = self._table.living(process)
         self.note("fault", f"{process.label} is lost to the broker, and does not notice")
         self._unregister_clients(process)
 
@@ -499,13 +499,13 @@ class Kit:
 
         def start_again() -> None:
             for process in lost:
-                process.starts_again = True
+                process._starts_again = True
                 self._again(process)
 
         self.runner.after(down, f"site {site} is back", start_again)
 
     def _again(self, process: Process) -> Process:
-        new = self.process_table.make(process.name, process.factory, process.generation + 1, process.site)
+        new = self._table.make(process.name, process._factory, process.generation + 1, process.site)
         self._set_up(new)
         return new
 
@@ -570,7 +570,7 @@ class Kit:
     def effect(self, name: str, key: str) -> None:
         """Record something that must happen once for ``name`` and ``key``, such as a payment of an order."""
         work = current_work.get()
-        process = None if work is None else self.process_table.process_of(work)
+        process = None if work is None else self._table.process_of(work)
         label = (process or self._test).label
         self.recorder.add_event("effect", name=name, key=key, process=label, at_ms=self.clock.now_ms())
 
@@ -581,9 +581,9 @@ class Kit:
         test has read with `messages`, groups that it has passed to `delivered`, and topics to which only the
         application sends, unless their name is similar to a subscribed one.
         """
-        return [*self._evidence.undelivered(), *self.faults.missed()]
+        return [*self._evidence.undelivered(), *self.faults._missed()]
 
-    def account(self) -> str:
+    def _account(self) -> str:
         """Return the history and the sentences of `undelivered`, to show with a failure.
 
         It raises nothing, so that the failure itself is always shown: where a part fails, its error is in the text.
@@ -606,11 +606,11 @@ class Kit:
         """Add a line to the history."""
         self._history.note(self.clock.now_ms(), actor, what)
 
-    def noted_async_call(self, call: Coroutine[Any, Any, _T], what: str) -> Coroutine[Any, Any, _T]:
+    def _noted_async_call(self, call: Coroutine[Any, Any, _T], what: str) -> Coroutine[Any, Any, _T]:
         """Record a coroutine that the test or a listener has to await; `close` checks it."""
         return self._driver.noted_async_call(call, what)
 
-    def let_others_run(self) -> None:
+    def _let_others_run(self) -> None:
         """Do all due work before the test continues."""
         self._start()
         self._driver.take_turns(self.clock.now_ms())
@@ -657,7 +657,7 @@ class Kit:
         if problem:
             error = HistoryAnomalyError(problem)
             if self.runner.settles_history:  # otherwise the explorer reads the history, and then ends the run
-                error.add_note(f"what happened:\n{self.account()}")
+                error.add_note(f"what happened:\n{self._account()}")
                 self.abandon()
             raise error
 
@@ -672,7 +672,7 @@ class Kit:
     def _end(self) -> None:
         self._closed = True
         for process in self.processes:
-            process.die()
+            process._die()
         self._driver.end()
         self.runner.shutdown()
         self._end_default_clock()
@@ -685,7 +685,7 @@ class Kit:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            error.add_note(f"what happened:\n{self.account()}")
+            error.add_note(f"what happened:\n{self._account()}")
             self.abandon()
         else:
             self.close()

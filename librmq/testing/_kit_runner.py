@@ -88,7 +88,7 @@ class KitRunner(ManualRunner):
 
     def die_here(self, process: Process) -> NoReturn:
         """End the running user code, because its process dies; the process restarts once the code has ended."""
-        process.die()
+        process._die()
         self._dying = process
         raise ProcessDied(process.label)
 
@@ -121,13 +121,13 @@ class KitRunner(ManualRunner):
     def run_code(self, work: Work) -> None:
         """Run user code until it ends, waits in an event loop, or dies with its process."""
         token = current_work.set(work)
-        self.kit.history().listener_begins(work)
+        self.kit.history()._listener_begins(work)
         try:
             self._check_chain(work)
             super().perform(work)
         except ProcessDied:
             self.running.discard(work)
-            self.kit.history().listener_ends(self.now_ms(), work, "died")
+            self.kit.history()._listener_ends(self.now_ms(), work, "died")
         finally:
             current_work.reset(token)
 
@@ -139,7 +139,7 @@ class KitRunner(ManualRunner):
             await super()._run(work, _until_death(work, coroutine))
         except ProcessDied:
             self.running.discard(work)
-            self.kit.history().listener_ends(self.now_ms(), work, "died")
+            self.kit.history()._listener_ends(self.now_ms(), work, "died")
         finally:
             del self._works[task]
             if asyncio.current_task() in self._tasks:
@@ -174,7 +174,7 @@ class KitRunner(ManualRunner):
         else:
             outcome = "later" if isinstance(error, ReconsumeLater | SuspendQueue) else "failed"
             outcome = "rests" if isinstance(error, DownstreamDown) else outcome
-        self.kit.history().listener_ends(self.now_ms(), work, outcome, error)
+        self.kit.history()._listener_ends(self.now_ms(), work, outcome, error)
         if outcome == "failed" and error is not None and self.process_table.fails_fast(work) and self.failure is None:
             self.failure = error
         super()._finish(work, result, error)
@@ -451,7 +451,7 @@ class ProcessTable:
         process = self._new_process(name, generation, host, factory, site)
         before = next((earlier for earlier in self.processes if earlier.name == name), None)
         if before is not None:
-            process.restarts(before)
+            process._restarts(before)
         self.processes.append(process)
         return process
 

@@ -125,7 +125,7 @@ class KitParts(Protocol):
     def later(self, seconds: float | timedelta, label: str, call: Callable[[], object]) -> None:
         """Call a function after ``seconds``; ``label`` says what it does."""
 
-    def noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]:
+    def _noted_async_call(self, call: Coroutine[Any, Any, SendResult], what: str) -> Coroutine[Any, Any, SendResult]:
         """Record a coroutine that the test or a listener has to await."""
 
     def died(self, process: Process) -> object:
@@ -150,13 +150,13 @@ class Process(LinkEnd, Route):
         """1 for the first, one more after each restart."""
         self.is_test = False
         """Whether it is the test's own process, which no fault concerns."""
-        self.starts_again = True
+        self._starts_again = True
         """Whether another process replaces it when it dies."""
         self.state: Any = None
         """The result of its factory."""
-        self.skew_ms = 0
+        self._skew_ms = 0
         """Milliseconds by which its clock is ahead."""
-        self.factory = factory
+        self._factory = factory
         self.clients: dict[Client, None] = {}
         """Its clients that brokers know, in order; two can have one id."""
         self.consumers: list[PushConsumer] = []
@@ -171,7 +171,7 @@ class Process(LinkEnd, Route):
         self._route = self._masters = _Masters(kit, self)
         self._replicas: tuple[Replica, ...] = ()
 
-    def restarts(self, first: Process) -> None:
+    def _restarts(self, first: Process) -> None:
         """Take the place of the first process of this name."""
         self._first_host = first._host
 
@@ -186,7 +186,7 @@ class Process(LinkEnd, Route):
         send_async = producer.send_async
 
         def noted(*arguments: Any, **fields: Any) -> Coroutine[Any, Any, SendResult]:  # noqa: ANN401 (as send_async)
-            return self._kit.noted_async_call(send_async(*arguments, **fields), "send_async")
+            return self._kit._noted_async_call(send_async(*arguments, **fields), "send_async")
 
         producer.send_async = noted  # type: ignore[method-assign]
         return producer
@@ -279,7 +279,7 @@ class Process(LinkEnd, Route):
         """Return the names that it has in the history: its own, and those of its consumers."""
         return {self.label, *(consumer.recorder.process for consumer in self.made if consumer.recorder is not None)}
 
-    def die(self) -> None:
+    def _die(self) -> None:
         """End all its turns, and make its calls raise `ProcessDied`."""
         self.dead = True
         for client in self._made_clients:
@@ -290,7 +290,7 @@ class Process(LinkEnd, Route):
         for client in list(self.clients):
             for member in client.members():
                 cast(Any, member).shutdown()
-        self.die()
+        self._die()
 
 
 class _Masters(Route):
@@ -334,8 +334,8 @@ class _Connection(Endpoint):
         process, kit = self._process, self._kit
         if process.dead:
             raise ProcessDied(process.label)
-        if process.skew_ms:
-            request = _skewed(request, process.skew_ms)
+        if process._skew_ms:
+            request = _skewed(request, process._skew_ms)
         return kit.recorder.call(process.label, self._name, request, self._pass_on)
 
     def _pass_on(self, request: Request[R]) -> R:

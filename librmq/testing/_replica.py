@@ -133,7 +133,7 @@ class KitReplica:
             raise ProcessStateError(f"{self.name} cannot be promoted, because {state}: crash only the master")
         self._kit.note("fault", f"{self.name} takes the place of {self.master_name}")
         master = network.store(self.master_name)
-        self._kit.history().keep_messages(network.message_at)
+        self._kit.history()._keep_messages(network.message_at)
         self.replica.promote()
         promoted = network.replace_broker(self.master_name, self)
         self._kit.history().promoted(promoted, master)

@@ -63,7 +63,7 @@ def kit_of(request: pytest.FixtureRequest) -> Generator[Kit, None, None]:
                     kit.close()
                 except HistoryAnomalyError:
                     if explorer is not None:
-                        explorer.trace.history = kit.account()
+                        explorer.trace.history = kit._account()
                     raise
         finally:
             del node.stash[_KIT]
@@ -145,9 +145,9 @@ def add_history(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.T
     kit, explorer = item.stash.get(_KIT, None), item.stash.get(_EXPLORER, None)
     if kit is not None:
         if explorer is not None:
-            explorer.trace.history = kit.account()
+            explorer.trace.history = kit._account()
         else:
-            report.sections.append(("what happened (rmq)", kit.account()))
+            report.sections.append(("what happened (rmq)", kit._account()))
 
 
 _EXPLORE_SETTINGS = ("runs", "lines", "seed")

@@ -148,12 +148,12 @@ class WireClient(Endpoint):
             return self._kit.broker.call(request)
         due: threading.Event | None = None
         with kit.runner.lock:  # so that time is not moved between the message and its fault
-            kit.faults.before_send(process, topic, kit.broker.name)
+            kit.faults._before_send(process, topic, kit.broker.name)
             response: SendResponse = self._kit.broker.call(request)
             kit.observer.evidence.sent_to.add(topic)
             place = f"{topic}/{response.queue_id}:{response.queue_offset}"
             self.note(f"sends {place} {show(request.message)}")
-            kit.faults.lose(process, topic, kit.broker.name, response)
+            kit.faults._lose(process, topic, kit.broker.name, response)
             late_s = kit.faults.take_delay_s(process, topic, kit.broker.name)
             if late_s:
                 due = self._due_in(late_s)
@@ -286,7 +286,7 @@ class ServedKit(Closing):
         options: dict[str, Any] = {} if min_polling is None else {"min_polling": min_polling}
         options["lost_groups"] = frozenset(self._lost_groups)
         self._arguments = kit, self._endpoint, grpc, listening, changed, options
-        kit.name_fixture("rmq_remoting" if grpc is None else "rmq_grpc")
+        kit._name_fixture("rmq_remoting" if grpc is None else "rmq_grpc")
         self._is_down = False
         self.server: Ports = Ports(*self._arguments, None)
 
@@ -297,7 +297,7 @@ class ServedKit(Closing):
     def _process_of(self, name: str) -> Process:
         with self.kit.runner.lock:
             if name not in self._processes:
-                self._processes[name] = self.kit.outside_process("client")
+                self._processes[name] = self.kit._outside_process("client")
             return self._processes[name]
 
     @property

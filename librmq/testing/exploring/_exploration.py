@@ -573,7 +573,7 @@ def explore(
             except (KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
             except BaseException as error:
-                explorer.trace.history = kit.account()
+                explorer.trace.history = kit._account()
                 logged[id(explorer.trace)] = lines_of_log
                 return error
             return None

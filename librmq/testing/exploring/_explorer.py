@@ -397,7 +397,7 @@ class Explorer(KitRunner):
             faults.append(is_lost)
             if (
                 len(living) < MOST_INSTANCES
-                or sum(other.factory is process.factory for other in living) < MOST_INSTANCES
+                or sum(other._factory is process._factory for other in living) < MOST_INSTANCES
             ):
                 faults.append(joins)
         if kit.network.is_whole_cluster:
@@ -548,13 +548,13 @@ class Explorer(KitRunner):
             if not self._taking and self.decide("test", [f"test: {label}", "all others first"]):
                 self._test_stands_at = label
                 try:
-                    self.kit.let_others_run()
+                    self.kit._let_others_run()
                 finally:
                     self._test_stands_at = ""
             return
         if is_dead(work):
             raise ProcessDied(work.label)
-        process = self.kit.process_table.process_of(work)
+        process = self.kit._table.process_of(work)
         labels = [f"{work.label}: {label}", PAUSE]
         if process is not None:
             labels.append(f"{FAULT}{process.label} dies here")

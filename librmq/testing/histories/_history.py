@@ -176,11 +176,11 @@ class History:
                 if event["queue_offset"] - (event["event"] == "commit") >= end:
                     event["broker"] = retired_name
 
-    def listener_begins(self, work: Work) -> None:
+    def _listener_begins(self, work: Work) -> None:
         """Note that user code begins, whose deliveries come next."""
         self._beginning = work
 
-    def listener_ends(self, now_ms: int, work: Work, outcome: str, error: Exception | None = None) -> None:
+    def _listener_ends(self, now_ms: int, work: Work, outcome: str, error: Exception | None = None) -> None:
         """Note the end of a listener; ``outcome`` is one of those of `DeliveryAttempt`."""
         call = self._open.pop(id(work), None)
         if call is not None:
@@ -213,11 +213,11 @@ class History:
                     event["attempt"],
                 )
 
-    def has_delivered(self, group: str, topic: str) -> bool:
+    def _has_delivered(self, group: str, topic: str) -> bool:
         """Return whether the group got a message of the topic."""
         return any(event["group"] == group and event["topic"] == topic for call in self.calls for event in call.events)
 
-    def keep_messages(self, message_at: Callable[[str, int], StoredMessage]) -> None:
+    def _keep_messages(self, message_at: Callable[[str, int], StoredMessage]) -> None:
         """Read the messages of all calls, before another broker replaces the one that has them."""
         for call in self.calls:
             if call.messages is None:
