@@ -81,7 +81,7 @@ class Fetcher:
 
     def _pull_again(self, pull: Step) -> None:
         """Repeat a held pull, because messages have come."""
-        delivery = self._consumer.concurrent
+        delivery = self._consumer._concurrent
         if delivery is None or not delivery.pull_after_run(pull):
             self._consumer.runner.wake(pull)
 
