@@ -7,7 +7,9 @@ first bytes last.
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -19,7 +21,7 @@ from librmq.files._memory import MemoryFiles
 from librmq.store._snapshots import snapshot
 from librmq.store.recovery._verify import verify
 from tests.broker.parties import send
-from tests.file_seams import CrashImages, Event, RecordingFiles, distinct
+from tests.file_seams import SECTOR, CrashImages, Event, RecordingFiles, distinct
 
 STORE = StoreConfig.tiny(commitlog_file_size=4096, max_message_size=3000)
 
@@ -156,3 +158,57 @@ def test_a_mark_beyond_its_file_is_damage(marked: int) -> None:
     with pytest.raises(CorruptionError, match="sound records") as refused:
         MessageStore.open("/s", STORE, files=files, background=False)
     assert refused.value.offset == end
+
+
+class _SignalledFiles(RecordingFiles):
+    """Files in which a signal's handler raises after one write of the log."""
+
+    writes_left = -1
+
+    def _new_buffer(self, path: str, size: int) -> mmap.mmap:
+        buffer = super()._new_buffer(path, size)
+        if "/commitlog/" in path:
+            buffer.record = self._note  # type: ignore[attr-defined]
+        return buffer
+
+    def _note(self, event: Event) -> None:
+        self.trace.append(event)
+        self.writes_left -= 1
+        if not self.writes_left:
+            raise KeyboardInterrupt
+
+
+def cut_short(trace: list[Event], path: str) -> Iterator[MemoryFiles]:
+    """Yield the files after a power cut: ``path`` is new up to the end of a sector, and older behind it.
+
+    It is not older than at its last flush. The other files are there as a whole.
+    """
+    whole = [Event("flush", event.path) for event in trace if event.call == "create"]
+    image = CrashImages(trace + whole).image(0, len(trace + whole))
+    new = image.contents[path]
+    assert new is not None
+    content, states = bytearray(len(new)), [bytes(len(new))]
+    for event in trace:
+        if event.path == path and event.call == "write":
+            content[event.offset : event.offset + len(event.data)] = event.data
+            states.append(bytes(content))
+        elif event.path == path and event.call == "flush":
+            states = [bytes(content)]
+    for old in states:
+        for edge in range(SECTOR, len(new), SECTOR):
+            yield replace(image, contents={**image.contents, path: new[:edge] + old[edge:]}).files()
+
+
+@pytest.mark.parametrize("writes", [1, 2])
+def test_a_power_cut_after_an_interrupted_batch_leaves_none_of_it(writes: int) -> None:
+    files = _SignalledFiles()
+    store = MessageStore.open("/s", STORE, files=files, clock=ManualClock(), background=False)
+    store.append(Message("T", b"first"))
+    store.flush()
+    files.writes_left = writes
+    with pytest.raises(KeyboardInterrupt):
+        store.append_batch([Message("T", b"%d" % number * 50) for number in range(20)])
+    store.append(Message("T", b"next" * 300))
+    for image in cut_short(files.trace, f"/s/commitlog/{0:020d}"):
+        with MessageStore.open("/s", STORE, files=image, clock=ManualClock(), background=False) as opened:
+            assert {message.body for message in opened} <= {b"first", b"next" * 300}

@@ -404,6 +404,8 @@ class Parts:
         walk = log.walk(begin)
         if walk.damage is not None:
             log.truncate(walk.physical_offset)
+            # A power cut could otherwise leave the cut records beside the next ones, as no crash of a writer does.
+            log.sequence.flush_part(log.file_start, walk.physical_offset, log.file_start + log.file_size)
         if walk.physical_offset > begin:
             log.end, log.last_write = walk.physical_offset, begin
         dispatcher.rewind(begin, self.lanes.values())
