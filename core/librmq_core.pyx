@@ -109,7 +109,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 13
+API = 14
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -127,7 +127,8 @@ cdef enum:
     HALF_TOPIC_SIZE = 24
     AT_ONCE = 16
     AHEAD = 2048  # bytes behind the next record that a scan fetches
-    GATHERED = 12  # the same for a gathering
+    GATHERED = 12  # number of the record after this one that a gathering fetches
+    MOST_FIELDS = 16
     FETCHED = 4  # number of the record after this one that a pull fetches
     REPORTED = 1 << 16  # bytes after which a scan reports them
     SKIPPED = 1 << 24
@@ -209,6 +210,45 @@ def gather(data, places, Py_ssize_t size):
     return made
 
 
+def fields(data, places, bytes ats not None, bytes sizes not None):
+    """Return big-endian numbers of 4 or 8 bytes as native ones, field by field: those ``ats`` behind ``places``.
+
+    ``places`` is an array of 64-bit numbers. Other threads run meanwhile.
+    """
+    cdef Py_ssize_t count = len(places), width = len(ats), number = 0, field, span = 0
+    cdef const int64_t *place_at = numbers(places, count)
+    cdef const uint8_t *field_at = <const uint8_t *>PyBytes_AS_STRING(ats)
+    cdef const uint8_t *size_at = <const uint8_t *>PyBytes_AS_STRING(sizes)
+    cdef const uint8_t *source
+    cdef void *made_at[MOST_FIELDS]
+    cdef list made = []
+    cdef Py_buffer view
+    if len(sizes) != width or width > MOST_FIELDS or {*sizes} - {4, 8}:
+        raise ValueError("sizes: expected 4 or 8 for each field, and at most 16 fields")
+    for field in range(width):
+        made.append(PyByteArray_FromStringAndSize(NULL, count * size_at[field]))
+        made_at[field] = PyByteArray_AS_STRING(made[field])
+        span = max(span, <Py_ssize_t>field_at[field] + size_at[field])
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        with nogil:
+            while number < count and 0 <= place_at[number] <= view.len - span:
+                source = <const uint8_t *>view.buf + place_at[number]
+                if number + GATHERED < count:
+                    rmq_fetch(<const uint8_t *>view.buf + place_at[number + GATHERED], span)
+                for field in range(width):
+                    if size_at[field] == 8:
+                        (<int64_t *>made_at[field])[number] = big64(source + field_at[field])
+                    else:
+                        (<uint32_t *>made_at[field])[number] = big32(source + field_at[field])
+                number += 1
+    finally:
+        PyBuffer_Release(&view)
+    if number < count:
+        raise IndexError(f"places: expected ones of {span} bytes of the data, found {place_at[number]}")
+    return made
+
+
 def slices(data, begins, ends):
     """Return the parts of ``data`` side by side: where each begins, and the last one ends, as 32-bit numbers; the bytes.
 
@@ -246,11 +286,11 @@ def slices(data, begins, ends):
     return offsets, made
 
 
-cdef inline uint32_t big32(const uint8_t *at) noexcept:
+cdef inline uint32_t big32(const uint8_t *at) noexcept nogil:
     return <uint32_t>at[0] << 24 | <uint32_t>at[1] << 16 | <uint32_t>at[2] << 8 | at[3]
 
 
-cdef inline int64_t big64(const uint8_t *at) noexcept:
+cdef inline int64_t big64(const uint8_t *at) noexcept nogil:
     return <int64_t>(<uint64_t>big32(at) << 32 | big32(at + 4))
 
 

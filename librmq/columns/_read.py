@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from librmq.columns.arrays import Ints, Mask, keep_freed_memory, numbers, record_starts, runs, strings
-from librmq.columns.decoding import CORRUPT, ENTRY_COLUMNS, FIXED_COLUMNS, TYPES, Block
+from librmq.columns.decoding import CORRUPT, ENTRY_COLUMNS, FIELDS, FIXED_COLUMNS, TYPES, Block
 from librmq.columns.options import REST, DataLossError, Part, ReadOptions, Slice
 from librmq.columns.remote import RemoteFiles, RemoteStore, fetch
 from librmq.config import ENTRY_SIZE
@@ -252,6 +252,9 @@ class _Task:
             and not (has_filters or conditions.has_times or part.has_batches)
         )
         self._bodies = "body" in needed
+        of_entries = {"physicalOffset"} if part.walk is not None else {"physicalOffset", "queueId", "queueOffset"}
+        self._fields = [field for column, field in FIELDS.items() if column in needed - of_entries]
+        self._fields += ["store_timestamp"] * conditions.has_times + ["body_crc"] * (self._bodies and options.checksums)
         self.malformed = Malformed(options, schema, part, self._store())
 
     # ------------------------------------------------------------------------------------------------------- batches
@@ -317,7 +320,7 @@ class _Task:
         for begin, end in runs(np.clip(rows.sizes, 0, BATCH_BYTES), BATCH_BYTES, ENTRY_BATCH_ROWS, files):
             start = int(files[begin]) * size
             if (raw := self._log_file(start)) is not None:
-                block = Block(raw, rows.places[begin:end] - start, frames=False)
+                block = Block(raw, rows.places[begin:end] - start, frames=False, fields=["store_timestamp"])
                 stored = block.field("store_timestamp")
                 keep[begin:end] = block.sound & (stored >= begin_ms) & (stored <= end_ms - 1)
             self._release_pages()
@@ -336,7 +339,8 @@ class _Task:
             rows, raw, at, unreadable = self._unwrapped(rows, raw, at)
             if unreadable:
                 yield from self.malformed.records(*unreadable)
-        block = Block(raw, at, rows.sizes if self._part.walk is None else None, frames=self._frames)
+        sizes = rows.sizes if self._part.walk is None else None
+        block = Block(raw, at, sizes, frames=self._frames, fields=self._fields)
         if not block.sound.all():
             wrong = np.flatnonzero(~block.sound)
             yield from self.malformed.records(rows.take(wrong), [block.reason(int(at)).reason for at in wrong])

@@ -23,7 +23,7 @@ name that occurs twice.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, Final
 
@@ -274,16 +274,25 @@ _SHORT_BODY: Final = 512
 class Block:
     """Some records of one file. Rows outside of `sound` have no valid values."""
 
-    def __init__(self, raw: Bytes, places: Ints, sizes: Ints | None = None, *, frames: bool = True) -> None:
+    def __init__(
+        self,
+        raw: Bytes,
+        places: Ints,
+        sizes: Ints | None = None,
+        *,
+        frames: bool = True,
+        fields: Iterable[str] = (),
+    ) -> None:
         """Look at the records at ``places`` in ``raw``, of at least `record.FIXED_SIZE` bytes; a place may be invalid.
 
         With ``sizes``, a record of another length is not sound. Without ``frames`` only size and magic are checked,
-        which is enough to read fields of the fixed part.
+        which is enough to read fields of the fixed part. Those in ``fields`` are read at once; others later cost more.
         """
         self._raw = raw
         self.places = places
         self._sizes = sizes
         self._frames = frames
+        self._fields = frozenset(fields)
         self.sound: Mask
         """Mask of the rows that `record.frame` accepts."""
         self._check_frames()
@@ -297,9 +306,9 @@ class Block:
         sound = (places >= 0) & (places <= limit - record.FIXED_SIZE)
         at = places if sound.all() else np.where(sound, places, 0)
         self._at = at
-        head = self._head = record.headers_at(raw, at)
-        # Fields of several tests are taken out of the headers once.
-        size, self._flags = head["size"].astype(np.int64), head["sys_flag"].astype(np.int32)
+        tested = ("size", "magic", "sys_flag", "body_length") if self._frames else ("size", "magic", "sys_flag")
+        head = self._head = record.fields_at(raw, at, self._fields.union(tested))
+        size, self._flags = head["size"].astype(np.int64), head["sys_flag"]
         end = at + size
         first = head["magic"] == record.MESSAGE_MAGIC
         second = None if first.all() else head["magic"] == record.MESSAGE_MAGIC_V2
@@ -364,19 +373,20 @@ class Block:
     def take(self, rows: Ints) -> Block:
         """Return a block of these rows only."""
         sizes = None if self._sizes is None else self._sizes[rows]
-        return Block(self._raw, self.places[rows], sizes, frames=self._frames)
+        return Block(self._raw, self.places[rows], sizes, frames=self._frames, fields=self._fields)
 
     # ----------------------------------------------------------------------------------------- numbers, texts, bodies
 
     def field(self, name: str) -> npt.NDArray[Any]:
-        """Return a field of the fixed part in native byte order."""
+        """Return a field of the fixed part in native byte order, which no caller changes."""
         shift = self._born_shift if name == "store_timestamp" else self._store_shift
         if name in ("store_timestamp", "reconsume_times", "prepared_offset") and shift is not None:
             kind, at = HEADER.fields[name][:2]  # type: ignore[index]
             where = np.where(self.sound, self._at + at + shift, 0)
             return record.gather(self._raw, where, kind.str).astype(kind.newbyteorder("="))
-        values = self._head[name]
-        return values.astype(values.dtype.newbyteorder("="))
+        if name not in self._head:
+            self._head |= record.fields_at(self._raw, self._at, (name,))
+        return self._head[name]
 
     def host(self, name: str) -> pa.StringArray:
         """Return ``born_host`` or ``store_host`` as texts."""
@@ -399,12 +409,12 @@ class Block:
 
     def topics(self) -> pa.StringArray:
         """Return the topics in the records."""
-        return texts(self._slices(*self._topic))
+        return texts(self._slices(self._topic))
 
     @cached_property
     def stored_body(self) -> pa.BinaryArray:
         """The bodies as stored."""
-        return self._slices(*self._body)
+        return self._slices(self._body)
 
     def bodies(
         self, most_bytes: int = _UNLIMITED, *, checksums: bool = False
@@ -440,7 +450,7 @@ class Block:
 
     def bad_checksums(self) -> dict[int, RecordError]:
         """Return the errors of rows whose stored body does not match its checksum."""
-        expected = self._head["body_crc"]
+        expected = self.field("body_crc")
         checksums = self._checksums().astype(np.int64) & 0x7FFFFFFF
         begins, ends = self._body
         wrong = (checksums != expected) & self.sound & (ends > begins)
@@ -466,45 +476,44 @@ class Block:
     @cached_property
     def properties(self) -> Properties:
         """Return the properties."""
-        return Properties(self._raw, *self._sound_only(*self._properties_at))
+        return Properties(self._raw, *map(self._of_sound, self._properties_at))
 
-    def _sound_only(self, begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
-        return self._of_sound(begins), self._of_sound(ends)
-
-    def _slices(self, begins: Ints, ends: Ints) -> pa.BinaryArray:
-        return slices(self._raw, *self._sound_only(begins, ends))
+    def _slices(self, bounds: tuple[Ints, Ints]) -> pa.BinaryArray:
+        return slices(self._raw, *map(self._of_sound, bounds))
 
     def column(self, name: str) -> pa.Array:
         """Return a column by its name in `COLUMNS`."""
         return COLUMNS[name][1](self)
 
 
-def _number(name: str, kind: pa.DataType) -> tuple[pa.DataType, Callable[[Block], pa.Array]]:
+_Column = tuple[pa.DataType, Callable[[Block], pa.Array]]
+
+
+def _number(name: str) -> _Column:
+    kind = pa.int64() if record.LAYOUT[name] == "q" else pa.int32()
     return kind, lambda block: numbers(block.field(name))
 
 
-def _time(name: str) -> tuple[pa.DataType, Callable[[Block], pa.Array]]:
-    def micros(block: Block) -> pa.Array:
-        values = block.field(name)
-        np.clip(values, -LAST_MS, LAST_MS, out=values)
-        values *= 1000
-        return numbers(values).view(TIMESTAMP)
-
-    return TIMESTAMP, micros
+def _time(name: str) -> _Column:
+    return TIMESTAMP, lambda block: numbers(np.clip(block.field(name), -LAST_MS, LAST_MS) * 1000).view(TIMESTAMP)
 
 
-def _property(name: str) -> tuple[pa.DataType, Callable[[Block], pa.Array]]:
+def _property(name: str) -> _Column:
     return pa.string(), lambda block: block.properties.value(name)
 
 
 TIMESTAMP: Final = pa.timestamp("us", "UTC")
 MAP: Final = pa.map_(pa.string(), pa.string())
 
-COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
+FIELDS: Final = {
+    "queueId": "queue_id", "queueOffset": "queue_offset", "physicalOffset": "physical_offset",
+    "bornTimestamp": "born_timestamp", "storeTimestamp": "store_timestamp", "reconsumeTimes": "reconsume_times",
+    "sysFlag": "sys_flag", "size": "size", "flag": "flag", "preparedTransactionOffset": "prepared_offset",
+    "bodyCrc": "body_crc",
+}  # fmt: skip
+"""Columns that show a number in the fixed part of a record, and the names of these in `record.LAYOUT`."""
+COLUMNS: Final[dict[str, _Column]] = {name: _number(field) for name, field in FIELDS.items()} | {
     "topic": (pa.string(), Block.topics),
-    "queueId": _number("queue_id", pa.int32()),
-    "queueOffset": _number("queue_offset", pa.int64()),
-    "physicalOffset": _number("physical_offset", pa.int64()),
     "bornTimestamp": _time("born_timestamp"),
     "storeTimestamp": _time("store_timestamp"),
     "tags": _property(PropertyName.TAGS),
@@ -512,25 +521,15 @@ COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
     "uniqueKey": _property(PropertyName.UNIQUE_KEY),
     "properties": (MAP, lambda block: block.properties.map()),
     "body": (pa.binary(), lambda block: pa.concat_arrays([bodies for _, bodies, _ in block.bodies()])),
-    "reconsumeTimes": _number("reconsume_times", pa.int32()),
-    "sysFlag": _number("sys_flag", pa.int32()),
-    "size": _number("size", pa.int32()),
-    "flag": _number("flag", pa.int32()),
     "bornHost": (pa.string(), lambda block: block.host("born_host")),
     "storeHost": (pa.string(), lambda block: block.host("store_host")),
-    "preparedTransactionOffset": _number("prepared_offset", pa.int64()),
     "bodyCrc": (pa.int64(), lambda block: numbers(block.field("body_crc").astype(np.int64))),
     "storedBody": (pa.binary(), lambda block: block.stored_body),
     "propertiesString": (pa.string(), lambda block: block.properties.stored_texts()),
 }
 """The columns that a record can fill, by their names in Spark."""
 
-FIXED_COLUMNS: Final = frozenset(
-    (
-        "queueId", "queueOffset", "physicalOffset", "bornTimestamp", "storeTimestamp", "reconsumeTimes", "sysFlag",
-        "size", "flag", "bornHost", "storeHost", "preparedTransactionOffset", "bodyCrc",
-    )
-)  # fmt: skip
+FIXED_COLUMNS: Final = frozenset((*FIELDS, "bornHost", "storeHost"))
 """Columns from the fixed part of a record."""
 
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -218,6 +218,20 @@ def headers_at(raw: npt.NDArray[np.uint8], places: npt.NDArray[np.int64]) -> npt
     """Return what records at places of ``raw`` have before the body, as `header_dtype`; zeros if ``raw`` is shorter."""
     kind = header_dtype()
     return gather(raw, places, f"V{kind.itemsize}").view(kind)
+
+
+def fields_at(
+    raw: npt.NDArray[np.uint8], places: npt.NDArray[np.int64], names: Iterable[str]
+) -> dict[str, npt.NDArray[Any]]:
+    """Return some numbers of what `headers_at` returns, each field an array of its own in native byte order."""
+    kind = header_dtype()
+    types = {name: kind[name].newbyteorder("=") for name in names}
+    if CORE.fields is None or len(raw) < kind.itemsize:
+        head = headers_at(raw, places)
+        return {name: head[name].astype(native) for name, native in types.items()}
+    ats, sizes = bytes(map(_at, types)), bytes(native.itemsize for native in types.values())
+    values = map(np.frombuffer, CORE.fields(raw, np.ascontiguousarray(places), ats, sizes), types.values())
+    return dict(zip(types, values, strict=True))
 
 
 def span(first: str, last: str, sys_flag: int = 0) -> int:

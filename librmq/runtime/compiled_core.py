@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from librmq.errors import ConfigError
 
-_API: Final = 13
+_API: Final = 14
 _SWITCH: Final = "LIBRMQ_CORE"
 _ADVICE: Final = "install librmq again, with a C compiler where no wheel fits (docs/performance.md)"
 
@@ -52,6 +52,8 @@ class Core:
     """The checksums of many bodies (`librmq.columns.decoding`)."""
     gather: Callable[..., Any] | None = None
     """Bytes at many places of a file side by side (`librmq.message.record`)."""
+    fields: Callable[..., Any] | None = None
+    """Numbers at many places of a file, field by field (`librmq.message.record`)."""
     slices: Callable[..., Any] | None = None
     """Many parts of a file side by side (`librmq.columns.arrays`)."""
 

@@ -26,7 +26,7 @@ from librmq.config import StoreConfig
 from librmq.consumequeue_ext import is_ext_address
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError
 from librmq.files._memory import MemoryFiles
-from librmq.message import StoredMessage, StoredRecords
+from librmq.message import StoredMessage, StoredRecords, record
 from librmq.message.message import Message
 from librmq.message.record import DECOMPRESSED_LIMIT
 from librmq.runtime import compiled_core
@@ -65,6 +65,28 @@ def test_parts_side_by_side_are_those_of_arrow(data: bytes, parts: list[tuple[in
     for wrong in ([-1, 1], [1, 0], [0, len(data) + 1]):
         with pytest.raises(ValueError, match="parts of the data"):
             CORE.slices(data, *np.array([wrong], np.int64).T.copy())
+
+
+HEADS = st.binary(min_size=88, max_size=88)
+
+
+@needs_core
+@given(st.binary(max_size=9), st.lists(HEADS, max_size=30))
+def test_numbers_of_headers_are_those_of_numpy(before: bytes, heads: list[bytes]) -> None:
+    """At any place; one from which not all bytes are there is refused."""
+    raw = np.frombuffer(before + b"".join(heads), np.uint8)
+    places = len(before) + 88 * np.arange(len(heads))
+    names = [name for name, code in record.LAYOUT.items() if code != "8s"]
+    expected = record.headers_at(raw, places)
+    found = record.fields_at(raw, places[::-1], names)
+    assert {name: column[::-1].tolist() for name, column in found.items()} == {
+        name: expected[name].tolist() for name in names
+    }
+    for wrong in (-1, len(raw) - 87):
+        with pytest.raises(IndexError, match=str(wrong)):
+            CORE.fields(raw, np.array([wrong]), b"\4\124", b"\4\4")
+    with pytest.raises(ValueError, match="4 or 8"):
+        CORE.fields(raw, places, b"\0", b"\2")
 
 
 CODES = (
