@@ -50,7 +50,8 @@ def unguarded(text: str) -> str:
 
 def cell(text: str) -> str:
     """Return a cell of CSV: guarded, with each unsafe character as its escape."""
-    return guarded(_ESCAPED_IN_CELL.sub(escape, text))
+    is_plain = text.isascii() and text.isprintable() and "\\u" not in text  # as most are; a long one takes a while
+    return guarded(text if is_plain else _ESCAPED_IN_CELL.sub(escape, text))
 
 
 def cell_text(text: str) -> str:

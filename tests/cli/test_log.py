@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from librmq.cli import main
+from librmq.java.lang import java_decode
+from librmq.message.properties import decode_properties, tags_code
 from librmq.message.record import (
     BLANK_MAGIC,
     BODY_AT,
@@ -353,6 +355,24 @@ def test_keys_as_they_are_handed_to_the_index(
     log.add(properties_raw=properties)
     row = only(log)
     assert (row["dispatch_keys"], row["dispatch_uniq_key"]) == (keys, unique_key)
+
+
+def test_properties_of_any_kind_are_printed_as_they_are_read(tmp_path: Path) -> None:
+    kinds = [
+        b"", b"b\0012\2a\0011\2TAGS\1t", b"TAGS\1x\2TAGS\1y", b"a\1b\2", b"a\2TAGS\1", b"\1x\2a\1y", b"KEYS\1b\1c",
+        b'"q\\u0001\1"\\', b"{n}{0}%s\1{1}%d\2KEYS\1{2}", "订\1单\2TAGS\1é".encode(), b"\x7f\1\xc2\x9b\2\xff\1\xfe",
+        b"\2".join(b"k%d\1v" % number for number in range(70)),
+    ]  # fmt: skip
+    log = Log(tmp_path, file_size=1 << 13)
+    for raw in kinds:
+        log.add(properties_raw=raw)
+    _, rows, _ = log.dump()
+    for raw, row in zip(kinds, rows, strict=True):
+        properties = decode_properties(raw)
+        assert list(row["properties"].items()) == sorted(properties.items())
+        assert row["properties_raw"] == java_decode(raw)
+        assert row["dispatch_tags_code"] == tags_code(properties.get("TAGS"))
+        assert (row["dispatch_keys"] or None, row["dispatch_uniq_key"]) == (properties.get("KEYS"), None)
 
 
 @pytest.mark.parametrize(("level", "delay_ms"), [("1", 1_000), ("5", 60_000), ("18", 7_200_000), ("19", 7_200_000)])

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from librmq.cli._output import DAMAGED, Output, ProgressBar, complain
-from librmq.cli._rows import Row, blank_row, message_row, shown_row
+from librmq.cli._rows import BodyForm, blank_row, message_line
 from librmq.cli._selection import (
     MessageQuery,
     age_clock,
@@ -65,9 +65,8 @@ def dump(arguments: argparse.Namespace, output: Output) -> int:
             if raw is None:
                 output.row(blank_row(physical_offset, size))
                 continue
-            message = StoredMessage(raw)
-            output.row(message_row(message, levels, physical_offset))
-            if arguments.all and not message.crc_ok:
+            output.line(message_line(raw, levels, physical_offset))
+            if arguments.all and not StoredMessage(raw).crc_ok:
                 path = sequence.path_at(physical_offset)
                 damages.append(CorruptionError(path, physical_offset, "checksum", "the body's checksum is wrong"))
     output.close()
@@ -170,7 +169,7 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
         else:
             messages = selection.select_at(view)
         for message in messages:
-            _print_checked(arguments, output, shown_row(message, view.levels, arguments.body))
+            _print_checked(arguments, output, message, view.levels, arguments.body)
         opened.close()
         if not output.rows and selection.topic is not None:
             note_topic(selection.topic, view.topics, output)
@@ -178,11 +177,18 @@ def show(arguments: argparse.Namespace, output: Output) -> int:
     return 0
 
 
-def _print_checked(arguments: argparse.Namespace, output: Output, row: Row) -> None:
-    """Print the row of a message; one whose body does not match its checksum makes the answer a short one."""
-    output.row(row)
-    if not row["crc_ok"]:
-        report_record(arguments, row["phys"], "its body does not match its checksum (crc_ok is false)")
+def _print_checked(
+    arguments: argparse.Namespace,
+    output: Output,
+    message: StoredMessage,
+    levels: DelayLevels,
+    form: BodyForm | None = None,
+) -> None:
+    """Print a message; one whose body does not match its checksum makes the answer a short one."""
+    output.line(message_line(message.raw, levels, form=form))
+    if not message.crc_ok:
+        why = "its body does not match its checksum (crc_ok is false)"
+        report_record(arguments, message.physical_offset, why)
 
 
 def _show_log(arguments: argparse.Namespace, selection: MessageQuery, output: Output) -> None:
@@ -193,7 +199,7 @@ def _show_log(arguments: argparse.Namespace, selection: MessageQuery, output: Ou
     with ProgressBar("show", sequence.end - sequence.begin, quiet=output.is_on_terminal) as bar:
         try:
             for message in _in_log(arguments, sequence, selection, bar):
-                output.row(shown_row(message, levels, arguments.body))
+                output.line(message_line(message.raw, levels, form=arguments.body))
         except CorruptionError as error:
             cut = None if error.kind == "size" else cut_at(sequence, error)
             if cut is None:
@@ -244,12 +250,12 @@ def tail(arguments: argparse.Namespace, output: Output) -> int:
         end = store.log.end
         with ProgressBar("tail", count, "messages", quiet=output.is_on_terminal) as bar:
             for message in bar.track(_last(store, selection, count, everything=arguments.all), lambda _: 1):
-                _print_checked(arguments, output, shown_row(message, store.levels, arguments.body))
+                _print_checked(arguments, output, message, store.levels, arguments.body)
         note_topic_of(store, selection.topic, output)
         if arguments.follow:
             output.draw()
             for message in _following(store, selection, end, SystemClock(), everything=arguments.all):
-                _print_checked(arguments, output, shown_row(message, store.levels, arguments.body))
+                _print_checked(arguments, output, message, store.levels, arguments.body)
                 output.draw()
     return 0
 
@@ -337,4 +343,4 @@ def _print_messages(
     arguments: argparse.Namespace, store: MessageStore, messages: list[StoredMessage], output: Output
 ) -> None:
     for message in messages:
-        _print_checked(arguments, output, message_row(message, store.levels))
+        _print_checked(arguments, output, message, store.levels)
