@@ -20,7 +20,7 @@ TITLES: Final = {
     "clients": (
         "send to listener, a stream, against litequeue",
         "send to listener, one in flight, against dramatiq StubBroker",
-        "send to listener, one in flight, against two bare queue.Queue",
+        "send to listener, one in flight, against an append and two queue.Queue",
         "send to listener, one in flight, against litequeue",
     ),
     "share": (

@@ -339,7 +339,8 @@ def cases() -> Iterator[Case]:
     yield case(one, "one by one", sends("connect"), "TCP", Target(1), limit=True)
     yield case(one, "one by one", sends("echo"), "an echo over the socket", limit=True)
     yield case(two, "by two peers", target=Target(120_000, pure=Target(60_000)), unit="/s")
-    yield case(two, "by two peers", sends("echo", 2), "an echo over the socket", Target(0.8), limit=True)
+    # Nothing is required here, because what two echoes reach changes by two to four times from run to run.
+    yield case(two, "by two peers", sends("echo", 2), "an echo over the socket", limit=True)
     yield case(two, "by two peers", sends("connect", 2), "TCP", limit=True)
     yield case(two, "by two peers", lite, "litequeue from two", Target(2), needs=("litequeue",))
     yield case(two, "by two peers", sends("huey", 2), "huey from two", Target(2), needs=("huey",))
