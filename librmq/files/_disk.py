@@ -308,13 +308,14 @@ class DiskFiles:
             os.posix_fallocate(descriptor, begin, min(end, file.size) - begin)
 
     def flush(self, file: File, begin: int = 0, end: int | None = None) -> None:
+        if end is not None and sys.platform == "linux":
+            with SystemCall("flush", file.path):
+                self._wait_for_part(file, begin, end)
+            return
         with self._descriptor(file, "flush") as descriptor:
             if sys.platform != "linux" and file.writable:  # elsewhere a file may not have the changes of its mapping
                 file.buffer.flush()
-            if end is None or sys.platform != "linux":
-                self._wait_for_device(descriptor, is_data=True)
-            else:
-                self._wait_for_part(file, begin, end)
+            self._wait_for_device(descriptor, is_data=True)
 
     def _wait_for_part(self, file: File, begin: int, end: int) -> None:
         """Return when bytes ``begin`` to ``end`` of a mapped file are on the device: Linux's fdatasync of a part."""
