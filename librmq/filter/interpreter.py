@@ -372,13 +372,10 @@ def _lines(selector: Selector, seen: dict[int, _Outcome]) -> list[str]:
         if leaf and isinstance(outcome, FilterEvaluationError) and outcome.term == selector.source_of(node):
             saw = f"{saw}: {outcome.reason}" if saw else outcome.reason
         rows.append((label, _verdict(outcome), saw))
-        pending.extend((child, level + 1) for child in reversed(children(node)) if _is_term(child))
+        terms = [child for child in children(node) if is_boolean(child) and not isinstance(child, Constant)]
+        pending.extend((term, level + 1) for term in reversed(terms))
     width = min(max(len(label) for label, _, _ in rows), 2 * WIDTH)
     return [f"{label:<{width}}  {verdict:<7}  {saw}".rstrip() for label, verdict, saw in rows]
-
-
-def _is_term(node: Node) -> bool:
-    return is_boolean(node) and not isinstance(node, Constant)
 
 
 def _short(text: str) -> str:

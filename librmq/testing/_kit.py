@@ -176,10 +176,6 @@ class Kit:
         """
         return cls(store=path, topics=topics, groups=groups, **settings)
 
-    def _name_fixture(self, name: str) -> None:
-        """Let warnings advise calls of another fixture than ``rmq``."""
-        self._evidence.fixture = name
-
     @property
     def processes(self) -> list[Process]:
         """All processes of the test, including dead ones."""

@@ -121,7 +121,7 @@ class KitRunner(ManualRunner):
     def run_code(self, work: Work) -> None:
         """Run user code until it ends, waits in an event loop, or dies with its process."""
         token = current_work.set(work)
-        self.kit.history()._listener_begins(work)
+        self.kit.history()._beginning = work  # its deliveries come next
         try:
             self._check_chain(work)
             super().perform(work)
@@ -451,7 +451,7 @@ class ProcessTable:
         process = self._new_process(name, generation, host, factory, site)
         before = next((earlier for earlier in self.processes if earlier.name == name), None)
         if before is not None:
-            process._restarts(before)
+            process._first_host = before._host
         self.processes.append(process)
         return process
 

@@ -171,10 +171,6 @@ class Process(LinkEnd, Route):
         self._route = self._masters = _Masters(kit, self)
         self._replicas: tuple[Replica, ...] = ()
 
-    def _restarts(self, first: Process) -> None:
-        """Take the place of the first process of this name."""
-        self._first_host = first._host
-
     def __repr__(self) -> str:
         return f"Process({self.label!r}{', dead' if self.dead else ''})"
 

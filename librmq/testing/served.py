@@ -286,7 +286,7 @@ class ServedKit(Closing):
         options: dict[str, Any] = {} if min_polling is None else {"min_polling": min_polling}
         options["lost_groups"] = frozenset(self._lost_groups)
         self._arguments = kit, self._endpoint, grpc, listening, changed, options
-        kit._name_fixture("rmq_remoting" if grpc is None else "rmq_grpc")
+        kit._evidence.fixture = "rmq_remoting" if grpc is None else "rmq_grpc"  # whose calls warnings advise
         self._is_down = False
         self.server: Ports = Ports(*self._arguments, None)
 

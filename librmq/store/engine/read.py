@@ -310,7 +310,7 @@ def _read_candidates(
             # An entry that does not match still ends the read if its message would not fit.
             room = max_bytes - result.total_size
             if max(sizes[looked_at : at + 1]) > room:
-                looked_at += _first_above(sizes[looked_at:], room)
+                looked_at += next(number for number, size in enumerate(sizes[looked_at:]) if size > room)
                 break
         looked_at = at
         if at == count:
@@ -389,10 +389,6 @@ def unwrapped(log: CommitLog, message: StoredMessage) -> list[StoredMessage]:
     except RecordError as error:
         at = message.physical_offset
         raise CorruptionError(log.sequence.path_at(at), at, "record", error.reason) from None
-
-
-def _first_above(sizes: Sequence[int], room: int) -> int:
-    return next(at for at, size in enumerate(sizes) if size > room)
 
 
 def matching_entries(queue: ConsumeQueue, raw: bytes, matching: MessageFilter) -> list[int]:

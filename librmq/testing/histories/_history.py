@@ -176,10 +176,6 @@ class History:
                 if event["queue_offset"] - (event["event"] == "commit") >= end:
                     event["broker"] = retired_name
 
-    def _listener_begins(self, work: Work) -> None:
-        """Note that user code begins, whose deliveries come next."""
-        self._beginning = work
-
     def _listener_ends(self, now_ms: int, work: Work, outcome: str, error: Exception | None = None) -> None:
         """Note the end of a listener; ``outcome`` is one of those of `DeliveryAttempt`."""
         call = self._open.pop(id(work), None)
