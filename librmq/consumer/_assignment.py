@@ -167,11 +167,7 @@ class ProcessQueue:
 
     def roll_back(self) -> None:
         """Make all messages that have begun wait again."""
-        self.put_back(self._begun_messages())
-
-    def _begun_messages(self) -> list[DeliveredMessage]:
-        """Return the messages that have begun, in order."""
-        return list(self._begun.values())
+        self.put_back(list(self._begun.values()))
 
     def first_begun(self) -> DeliveredMessage | None:
         """Return the message that holds back the progress, if it has begun."""

@@ -525,7 +525,7 @@ class ConcurrentDelivery:
 
     def _postpone(self, assigned: AssignedQueue, messages: list[DeliveredMessage]) -> None:
         for message in messages:
-            message.count_failure()
+            message._count_failure()
             message.consume_start_timestamp_ms = None  # No listener has it, so it can't exceed consume_timeout.
         # All of them wait for the same time, so the deque is in order of the due times.
         due_ms = self._runner.now_ms() + REDELIVERY_MS

@@ -162,7 +162,7 @@ class Retries:
         for message in messages:
             is_exhausted = at_once or (max_times is not None and message.reconsume_times >= max_times)
             if not is_exhausted or not self._send_dead_letter(assigned, message, error, at_once):
-                message.count_failure()
+                message._count_failure()
                 are_all_sent = False
         return are_all_sent
 

@@ -71,7 +71,7 @@ class Instance:
         """Whether the instance is shutting down, so that nothing new begins."""
         self.started_ms: int = 0
         """The time of joining the group, from which checks of timeouts and the renewal of locks count."""
-        self.offsets: Offsets
+        self._offsets: Offsets
         self.metrics: Metrics | None = None
         self.recorder: ConsumerRecorder | None = None
         """Records queues and deliveries for a history, where the route asks for one."""
@@ -129,13 +129,13 @@ class Instance:
             assigned for assigned in self.assigned.values() if not now_ms < assigned.settled_ms <= now_ms + AWAY_MS
         ]
         is_complete = len(settled) == len(self.assigned)
-        if self._stopping or (self.offsets.save_soon(self._changed(settled)) and is_complete):
+        if self._stopping or (self._offsets.save_soon(self._changed(settled)) and is_complete):
             return None
         return self._next_save_ms(now_ms)
 
     def _save(self, queues: Iterable[AssignedQueue]) -> bool:
         """Store unstored progress, and return whether all is stored."""
-        return self.offsets.save(self._changed(queues))
+        return self._offsets.save(self._changed(queues))
 
     def _changed(self, queues: Iterable[AssignedQueue]) -> list[AssignedQueue]:
         changed = [

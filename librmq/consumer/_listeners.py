@@ -76,7 +76,7 @@ class DeliveredMessage(StoredMessage):
         """How often the group has failed on this message, including failures since the pull."""
         return super().reconsume_times + self._more_times
 
-    def count_failure(self) -> None:
+    def _count_failure(self) -> None:
         """Count a failure after which this consumer keeps the message."""
         self._more_times += 1
 

@@ -247,7 +247,7 @@ class OrderlyDelivery:
             recorder.holds(call.messages)
         else:
             # A released queue has dropped its messages, so fall back to those of the call.
-            all_messages = call.assigned.messages._begun_messages() or call.messages
+            all_messages = list(call.assigned.messages._begun.values()) or call.messages
             recorder.ends(all_messages, 0 if result is OrderlyResult.ROLLBACK else len(all_messages))
 
     def _log_blocked(self, assigned: AssignedQueue, message: DeliveredMessage) -> None:
@@ -400,7 +400,7 @@ class BrokerLocks:
 
     def _find_position(self, assigned: AssignedQueue) -> None:
         """Continue at the group's progress if that is further."""
-        stored, first = self._instance.offsets.read(assigned.queue), assigned.messages.first
+        stored, first = self._instance._offsets.read(assigned.queue), assigned.messages.first
         present = assigned.next_offset if first is None else first
         if stored is None:  # The group is new, and has consumed nothing of what it holds.
             stored = present

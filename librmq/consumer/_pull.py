@@ -201,7 +201,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             self._release_queue(assigned, self.runner.now_ms())
         for queue in queues:
             if queue not in self.assigned:
-                stored = self.offsets.read(queue)
+                stored = self._offsets.read(queue)
                 next_offset = self._rebalancing.start_offset(queue) if stored is None else stored
                 assigned = self.assigned[queue] = self._make_assigned(queue, next_offset, stored)
                 if self.recorder is not None:
@@ -659,7 +659,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
             for assigned, queue_offset in positions.items():
                 assigned.progress = queue_offset
                 assigned.may_be_passed &= offsets is None
-            if not self.offsets.save(positions):
+            if not self._offsets.save(positions):
                 raise ClientStateError(
                     f"{self._life.what}: a broker has not stored the progress, as a logged warning explains: try again"
                 )
@@ -669,7 +669,7 @@ class PullConsumer(Consumer[PullConsumerConfig]):
         if not isinstance(queue, MessageQueue):
             raise TypeError(f"queue: expected a MessageQueue, found {queue!r:.80}")
         with self.runner.lock:
-            return self.offsets.read(queue)
+            return self._offsets.read(queue)
 
 
 def _check_queues(queues: object) -> list[MessageQueue]:

@@ -309,7 +309,7 @@ class Fetcher:
         def correct(at_ms: int) -> int | None:
             if consumer._stopping or consumer.assigned.get(queue) is not assigned:
                 return None
-            if not consumer.store(assigned) and 0 <= at_ms - now_ms < CORRECTION_MS:
+            if not consumer._save((assigned,)) and 0 <= at_ms - now_ms < CORRECTION_MS:
                 return at_ms + AFTER_ERROR_MS
             consumer._reassign(assigned)
             if is_repeated:
@@ -660,10 +660,6 @@ class PushConsumer(Consumer[ConsumerConfig]):
     def _release_queue(self, assigned: AssignedQueue, now_ms: int) -> bool:
         super()._release_queue(assigned, now_ms)
         return self._orderly is None or self._orderly.release_queue(assigned, now_ms)
-
-    def store(self, assigned: AssignedQueue) -> bool:
-        """Store the progress of one queue now, and return whether it is stored."""
-        return self._save((assigned,))
 
     def _reassign(self, assigned: AssignedQueue) -> None:
         """Release a queue whose progress was chosen; the next rebalance resumes there."""

@@ -250,7 +250,7 @@ class Rebalancing:
                 member._log.info("%(consumer)s: %(queue)s is locked by another client", queue=queue)
                 self._is_incomplete = True
                 return False
-            stored = member.offsets.read(queue)
+            stored = member._offsets.read(queue)
             next_offset = self.start_offset(queue) if stored is None else stored
         except RmqError as error:
             member._states.failing(("start", queue.broker_name), f"finding where to start in {queue}", error)

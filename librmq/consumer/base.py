@@ -173,7 +173,7 @@ class Consumer(Instance, Member, Generic[C]):
                 files = config.files
             aside = aside_by(self.runner, f"{self._label} writes progress", self.client, lambda at: None)
             now_ms, client_id = self.runner.now_ms, self.client.client_id
-            self.offsets = LocalOffsets(folder, client_id, self.group, files, now_ms, aside)
+            self._offsets = LocalOffsets(folder, client_id, self.group, files, now_ms, aside)
         if config.guard and (differences := describe_differences(self.group, self._subscriptions_of_all())):
             raise GroupMismatchError(differences)
         for subscription in self.subscriptions.values():
@@ -271,7 +271,7 @@ class Consumer(Instance, Member, Generic[C]):
         if self._life.state is State.CREATED:
             self._learn_routes([*self.subscriptions, retry_topic(self.group)])
             if self.config.model is MessageModel.CLUSTERING:
-                self.offsets = BrokerOffsets(self.client, self.group, self._states, self.config.start_at)
+                self._offsets = BrokerOffsets(self.client, self.group, self._states, self.config.start_at)
                 self._move_group(self.subscriptions)
         try:
             with self.runner.lock:
@@ -294,7 +294,7 @@ class Consumer(Instance, Member, Generic[C]):
             for topic in topics:
                 for name in self.route.broker_names():
                     with suppress(BrokerUnreachableError):  # The broker is asked again before a queue is taken.
-                        cast("BrokerOffsets", self.offsets).start(topic, name)
+                        cast("BrokerOffsets", self._offsets).start(topic, name)
 
     def _learn_routes(self, topics: Iterable[str]) -> None:
         """Ask a remote route for topics, without the runner's lock, so that nothing waits for the answer under it."""

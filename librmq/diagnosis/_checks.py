@@ -325,7 +325,7 @@ def _filter_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         near = {name: nearest(name, names) for name in property_names if name not in names}
         missing = [f"{name}" + f" (did you mean {other}?)" * (other is not None) for name, other in near.items()]
         yield Finding(
-            "filter-matches-nothing", limits.severity_of(topic), f"group {group}, topic {topic}",
+            "filter-matches-nothing", limits._severity_of(topic), f"group {group}, topic {topic}",
             f"The registered filter {expression} matches none of the newest {counted(len(messages), 'message')}"
             + (f"; none has the property {', '.join(missing)}." if missing else "."),
             {"expression": expression, "missing_properties": near,
@@ -354,7 +354,7 @@ def _clock_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
                 hosts[message.born_host[0]] += 1
                 late[topic] += 1
     if late:
-        severities = {limits.severity_of(topic) for topic in late}
+        severities = {limits._severity_of(topic) for topic in late}
         named = [topic for topic, _ in late.most_common(_TOPICS_NAMED)]
         more = f" and {len(late) - len(named)} more" * (len(late) > len(named))
         # One for the store, because a wrong clock, or an import, concerns every topic that a producer sends to.
@@ -384,7 +384,7 @@ def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         waiting = view.message_count(retry_topic)
         if waiting and not _has_progress(view, group, retry_topic):
             yield Finding(
-                "retries-without-progress", limits.severity_of(retry_topic), f"group {group}, topic {retry_topic}",
+                "retries-without-progress", limits._severity_of(retry_topic), f"group {group}, topic {retry_topic}",
                 f"{counted(waiting, 'message')} to retry: the group has no progress in this topic, so its lag does not "
                 "count them.",
                 {"messages": waiting}, "Start the group, which subscribes to its retries by itself.",
@@ -395,7 +395,7 @@ def _retry_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         for topic, count in topics.items():
             if topic in view.topics and topic != retry_topic and not _has_progress(view, group, topic):
                 yield Finding(
-                    "retries-without-progress", limits.severity_of(topic), f"group {group}, topic {topic}",
+                    "retries-without-progress", limits._severity_of(topic), f"group {group}, topic {topic}",
                     f"{counted(count, 'retry message')} of this topic: the group consumed from it, but has no progress "
                     "there any more.",
                     {"messages": count, **sample_evidence(topics.total(), waiting)},
@@ -410,7 +410,7 @@ def _never_read_findings(view: StoreView, limits: Thresholds) -> Iterator[Findin
         deleted = sum(offsets.start for offsets in view.queues(topic).values())
         if deleted:
             yield Finding(
-                "never-read", limits.severity_of(topic), f"topic {topic}",
+                "never-read", limits._severity_of(topic), f"topic {topic}",
                 f"No group has read the topic, and retention has deleted {counted(deleted, 'message')} of it. "
                 "Broadcasting consumers keep their progress elsewhere, and do not count.",
                 {"deleted": deleted, "messages": view.message_count(topic)},

@@ -64,7 +64,7 @@ class Thresholds:
     topics: frozenset[str] = field(default_factory=frozenset)
     """Important topics, whose warnings count as errors."""
 
-    def severity_of(self, topic: str) -> Severity:
+    def _severity_of(self, topic: str) -> Severity:
         """Return how severe a warning about a topic is."""
         return "error" if topic in self.topics else "warning"
 

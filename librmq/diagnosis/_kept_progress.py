@@ -159,7 +159,7 @@ def _step_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
         lost = [queue_id for queue_id, (_, new) in steps.items() if new is None]
         how = "lacks it" if len(lost) == len(steps) else "is behind it"
         yield Finding(
-            "progress-stepped-back", limits.severity_of(topic), f"group {group}, topic {topic}",
+            "progress-stepped-back", limits._severity_of(topic), f"group {group}, topic {topic}",
             f"The backup of the progress has {counted(len(steps), 'queue')} further on, and the file {how}: "
             f"{counted(again, 'message')} would come again.",
             {"messages": again, "queues": len(steps), "queue_ids": id_ranges(steps), "lost": len(lost)},

@@ -621,7 +621,7 @@ def _topic_findings(view: StoreView, topic_lag: TopicLag, limits: Thresholds) ->
     }
     if topic_lag.lag > limits.normal_lag:
         is_large = topic_lag.lag > limits.large_lag or is_old
-        severity: Severity = limits.severity_of(topic_lag.topic) if is_large else "info"
+        severity: Severity = limits._severity_of(topic_lag.topic) if is_large else "info"
         yield Finding(
             "backlog", severity, subject,
             f"{topic_lag.lag:,} messages wait"

@@ -488,7 +488,7 @@ def pop_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     for (group, topic), messages in grouped(overdue, lambda message: (message.group, message.topic)).items():
         first = messages[0]
         yield Finding(
-            "not-revived", limits.severity_of(topic), f"group {group}, topic {topic}",
+            "not-revived", limits._severity_of(topic), f"group {group}, topic {topic}",
             f"{counted(len(messages), 'message')} of POP not acknowledged in time and not delivered again, the first "
             f"due {duration(view.age_s(first.visible_ms))} ago.",
             {"messages": len(messages), "due_timestamp_ms": first.visible_ms,

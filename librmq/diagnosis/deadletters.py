@@ -150,7 +150,7 @@ def _causes_finding(causes: Sequence[DeadLetterCause], limits: Thresholds) -> Fi
     largest, messages = causes[0], sum(cause.messages for cause in causes)
     what = largest.cause if len(causes) == 1 else f"{counted(len(causes), 'rarer cause')}, such as {largest.cause}"
     return Finding(
-        "dead-letters", limits.severity_of(largest.original_topic),
+        "dead-letters", limits._severity_of(largest.original_topic),
         f"group {largest.group}, topic {largest.original_topic}", f"{counted(messages, 'dead letter')}: {what}.",
         {"cause": largest.cause, "causes": len(causes), **cut_evidence(len(causes) > 1), "messages": messages,
          "first_timestamp_ms": min(cause.first_timestamp_ms for cause in causes),

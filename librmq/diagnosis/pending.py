@@ -340,7 +340,7 @@ def half_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding]:
     yield from _unchecked_findings(view, limits)
     for (group, topic), halves in grouped(given_up(view), lambda half: (half.group, half.topic)).items():
         yield Finding(
-            "given-up-halves", limits.severity_of(topic), f"producer group {group}, topic {topic}",
+            "given-up-halves", limits._severity_of(topic), f"producer group {group}, topic {topic}",
             f"Checks have given up {counted(len(halves), 'half message')}, without commit or rollback.",
             {"halves": len(halves), "checks": max(half.checks for half in halves),
              "first_timestamp_ms": min(half.given_up_timestamp_ms for half in halves),
@@ -363,7 +363,7 @@ def _unchecked_findings(view: StoreView, limits: Thresholds) -> Iterator[Finding
     for (group, topic), halves in grouped(unchecked, lambda pair: _origin_of_half(pair[1])).items():
         due_ms, oldest = min(halves, key=lambda pair: pair[0])
         yield Finding(
-            "unchecked-halves", limits.severity_of(topic), f"producer group {group}, topic {topic}",
+            "unchecked-halves", limits._severity_of(topic), f"producer group {group}, topic {topic}",
             f"{counted(len(halves), 'half message')} without commit or rollback, and never checked; the first check "
             f"was due {duration(view.age_s(due_ms))} ago.",
             {"halves": len(halves), "first_timestamp_ms": oldest.store_timestamp_ms,

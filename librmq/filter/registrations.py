@@ -94,7 +94,7 @@ class BloomFilter:
         object.__setattr__(self, "bit_count", min(8 * math.ceil(bits / 8), INT_MAX))
 
     @classmethod
-    def of_size(cls, hash_count: int, bit_count: int) -> BloomFilter:
+    def _of_size(cls, hash_count: int, bit_count: int) -> BloomFilter:
         """Return a filter with these numbers of bits, and the error rate and strings for which they serve."""
         error_percent = max(100 * 0.5**hash_count, 1e-9)
         bloom = cls(error_percent, max(1, int(bit_count * math.log(2) / hash_count)))
@@ -471,5 +471,5 @@ def bloom_of(filters: Mapping[str, Any]) -> BloomFilter:
             if isinstance(data, dict):
                 bit_count, positions = data.get("bitNum"), data.get("bitPos")
                 if isinstance(positions, list) and type(bit_count) is int and 0 < bit_count <= INT_MAX and positions:
-                    return BloomFilter.of_size(len(positions), bit_count)
+                    return BloomFilter._of_size(len(positions), bit_count)
     return BROKER_BLOOM
