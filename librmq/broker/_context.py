@@ -91,9 +91,8 @@ class BrokerContext:
         aside = self.aside("writes its tables", writing)
         self.writing = TableWriter(store.flush, runner.now_ms, partial(runner.wake, writing), aside)
         writing.run_due = self.writing.saver.run_due
-        sweep_ms = round(1000 * config.sweep_pulls_every_s)
         holding = self.step("answers held pulls")
-        self.held = HeldRequests(sweep_ms, runner.now_ms, partial(runner.wake, holding))
+        self.held = HeldRequests(runner.now_ms, partial(runner.wake, holding))
         holding.run_due = self.held.run_due
 
         def save(table: ConfigTable, now_ms: int) -> None:

@@ -50,8 +50,6 @@ class BrokerConfig(NamedConfig):
     """Groups with SQL filters for which the bitmap of a message has room; 4.9's ``expectConsumerNumUseFilter``."""
     bloom_error: Annotated[int, Between(1, 99)] = 20
     """Percent of messages that a full bitmap does not spare a group from reading; ``maxErrorRateOfBloomFilter``."""
-    sweep_pulls_every_s: Annotated[float, Seconds()] = 5
-    """Interval at which held pulls are answered if only messages that do not match were stored."""
     lock_expiry_s: Annotated[float, Seconds()] = 60
     """Time until the lock of a queue expires unless the client renews it."""
     busy_after_s: Annotated[float, Seconds()] = 1

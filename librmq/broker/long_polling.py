@@ -107,6 +107,7 @@ class Selection:
 
 
 ALL: Final = Selection(None)
+_SWEEP_MS: Final = 5_000  # the time between two answers of pulls that other messages have passed, as in 4.9
 
 
 @lru_cache(maxsize=1024)
@@ -172,9 +173,8 @@ class HeldRequests:
     A pull is held at one queue for its client and group; a receive is known by its ``notify``, and is held at several.
     """
 
-    def __init__(self, sweep_ms: int, now_ms: Callable[[], int], wake: Callable[[int], None]) -> None:
+    def __init__(self, now_ms: Callable[[], int], wake: Callable[[int], None]) -> None:
         """``wake(at_ms)`` makes the runner call `run_due` by then."""
-        self._sweep_ms = sweep_ms
         self._now_ms = now_ms
         self._begin_ms = now_ms()
         self._wake = wake
@@ -308,8 +308,7 @@ class HeldRequests:
             self._wake(due)
 
     def _next_sweep(self) -> int:
-        now_ms = self._now_ms()
-        return next_on_grid(now_ms, self._begin_ms, self._sweep_ms) if self._sweep_ms else now_ms
+        return next_on_grid(self._now_ms(), self._begin_ms, _SWEEP_MS)
 
     def answer_queue(self, queue: _QueueName) -> None:
         """Answer all held requests of a queue, whatever they match."""
@@ -323,7 +322,7 @@ class HeldRequests:
         """Answer the requests that other messages have passed; return the time of the next call."""
         first_ms = self._passed.first_ms
         # The clock was set back, so the times of all holds lie too far ahead.
-        if first_ms is not None and first_ms > now_ms + self._sweep_ms:
+        if first_ms is not None and first_ms > now_ms + _SWEEP_MS:
             self.answer_passed()
         self._notify_holders(self._passed.pop_due(now_ms))
         return self._passed.first_ms

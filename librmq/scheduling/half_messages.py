@@ -170,6 +170,7 @@ def _is_marked(bits: bytes | bytearray, at: int) -> bool:
 
 # ---- the check
 
+_LONGEST_PASS_MS: Final = 60_000  # a pass that takes longer ends early, as in 4.9
 _OPS_READ: Final = 32
 _LOOK_AHEAD: Final = 1000
 """The halves that are examined for a producer that can be asked: this reads each of them, and is done in one turn."""
@@ -190,8 +191,6 @@ class TransactionConfig(Config):
     """Checks after which a half message is discarded."""
     interval_s: Annotated[float, Seconds(0.001)] = 60
     """Time between two check passes."""
-    longest_pass_s: Annotated[float, Seconds(0.001)] = 60
-    """A pass that takes longer ends early."""
     reserved_hours: Annotated[int | None, Between(1, _MAX_INT)] = None
     """Age at which a half message is discarded; None means the store's ``file_reserved_hours``, or else 72."""
     most_at_once: Annotated[int, Between(1, _MAX_INT)] = 1000
@@ -414,7 +413,7 @@ class HalfCheck:
 
     def _check_halves(self, current: _Pass, now_ms: int) -> bool:
         """Check the halves of one turn; return whether the pass is over."""
-        is_over = now_ms - current.start_ms > round(1000 * current.config.longest_pass_s)
+        is_over = now_ms - current.start_ms > _LONGEST_PASS_MS
         for _ in range(self._config.most_at_once):
             is_over = is_over or self._next_half >= current.end or not self._pass_half(current, now_ms)
             if is_over:

@@ -566,7 +566,6 @@ def test_a_damaged_configuration_is_reported(row: dict[str, object]) -> None:
     [
         {"auto_create_topic": 1},
         {"default_topic_queues": 0},
-        {"sweep_pulls_every_s": -1},
         {"lock_expiry_s": True},
         {"save_offsets_every_s": "5"},
         {"delay": 3},

@@ -155,7 +155,7 @@ def test_a_failed_flush_is_reported(part: type[ByTime], monkeypatch: pytest.Monk
             ("look_every_s", 0), ("first_look_s", -1), ("retry_s", None), ("save_every_s", "1"), ("most_at_once", 0),
         )),
         *((TransactionConfig, {name: value}) for name, value in (
-            ("timeout_s", -1), ("interval_s", 0), ("longest_pass_s", None), ("check_max", 0), ("most_at_once", 1.5),
+            ("timeout_s", -1), ("interval_s", 0), ("check_max", 0), ("most_at_once", 1.5),
         )),
         *((TimerConfig, {name: value}) for name, value in (
             ("timer_precision_ms", 0), ("timer_roll_window_slot", 1), ("timer_log_file_size", 60),
