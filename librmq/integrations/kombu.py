@@ -42,6 +42,8 @@ _Arrived = tuple[str, Delivery]
 _LONGEST_WAIT_S: Final = 1.0
 _FILL_S: Final = 0.01
 """How long room for a few messages waits for more of it."""
+_UNFILLED_S: Final = 1.0
+"""How long none waits after one that has waited in vain."""
 
 
 # ---- what kombu asks
@@ -86,6 +88,7 @@ class Channel(virtual.Channel):
         self._temporary: set[str] = set()  # queues that end with their last consumer
         self.without_ack: set[str] = set()  # queues whose messages count as acknowledged when they are received
         self._held: dict[str, int] = {}
+        self._least_prefetch = 0  # without the tasks whose time has not come, for each of which Celery adds one
         self.broker = connection.broker
 
     # ---- queues
@@ -200,6 +203,7 @@ class Channel(virtual.Channel):
     def basic_qos(self, prefetch_size: int = 0, prefetch_count: int = 0, apply_global: bool = False) -> None:
         """Change how many messages the channel takes."""
         super().basic_qos(prefetch_size, prefetch_count, apply_global)
+        self._least_prefetch = min(prefetch_count, self._least_prefetch or prefetch_count)
         self.signal_room()
 
     def basic_cancel(self, consumer_tag: str) -> None:
@@ -274,9 +278,13 @@ class Channel(virtual.Channel):
 
     def room(self) -> int:
         """Return how many messages the channel takes now."""
-        if not self._active_queues or not self.qos.can_consume():
-            return 0
-        return self.qos.can_consume_max_estimate() or AT_ONCE
+        room = self.qos.can_consume_max_estimate() if self._active_queues else 0
+        return AT_ONCE if room is None else room
+
+    def may_wait(self, processes: int) -> bool:
+        """Return whether there is some room, for less than half of the messages, and a pool has more than it runs."""
+        room = self.room()
+        return 0 < 2 * room < self._least_prefetch > room + processes
 
     @property
     def queues(self) -> list[str]:
@@ -297,8 +305,12 @@ class _Signal:
         self.hub_thread = threading.get_ident()
         self.is_due = True
         """Whether the hub's next turn looks for messages."""
-        self.is_filling = False
-        """Whether a look waits for more room."""
+        self.is_filling = self.is_filled = False
+        """Whether a look waits for more room, and whether there was a look with enough of it since."""
+        self.fills_from_s = 0.0
+        """The time from which room waits for more."""
+        self.processes = 0
+        """How many processes the worker's pool has, as far as is seen."""
         self.leave_loop: Callable[[], None]
 
     def set(self) -> None:
@@ -311,6 +323,12 @@ class _Signal:
         """Take what the pipe holds."""
         with suppress(BlockingIOError):
             os.read(self.reader, 4096)
+
+    def end_filling(self) -> None:
+        """Let the hub look, whether there is enough room or not."""
+        if not self.is_filled:
+            self.fills_from_s = _clock.monotonic() + _UNFILLED_S
+        self.is_due, self.is_filling = True, False
 
     def close(self) -> None:
         """Leave the hub, and close the pipe."""
@@ -481,10 +499,6 @@ class Transport(virtual.Transport):
         queues = [queue for channel, _ in ready for queue in channel.queues]
         return ([], 0) if self._quiet.issuperset(queues) else (queues, min(room for _, room in ready))
 
-    def _is_half_free(self) -> bool:
-        """Return whether the channels have room for half of the messages that they take."""
-        return all(2 * channel.room() >= channel.qos.prefetch_count for channel in self.channels)
-
     def _deliver_arrived(self) -> int:
         delivered = 0
         while True:
@@ -519,22 +533,18 @@ class Transport(virtual.Transport):
                     other()
             finally:
                 is_turning = False
+            # A pool that has a task for an idle process lets the hub write to all processes that are not written to.
+            signal.processes = max(signal.processes, len(loop.consolidate))
 
         def turn() -> None:
             signal.hub_thread = threading.get_ident()
-            if is_turning or not signal.is_due:
+            if is_turning:
                 return
-            if not self._is_half_free():
+            if not signal.processes:
                 others()
-                if None in loop.writers.values():
-                    # The pool has a task for a process that is idle. The acknowledgements and the room of several tasks
-                    # then take one request. This waits a moment only, because another process may be idle as well.
-                    signal.is_due = False
-                    if not signal.is_filling:
-                        signal.is_filling = True
-                        loop.call_later(_FILL_S, self._look_again)
-                    return
-            delivered = self._take()
+            if not signal.is_due:
+                return
+            delivered = 0 if self._waits_for_room(signal, loop) else self._take()
             signal.is_due = False
             if delivered:
                 others()
@@ -552,11 +562,25 @@ class Transport(virtual.Transport):
         # An idle hub turns once a second, so that its worker looks whether it is to stop.
         idle = loop.call_repeatedly(_LONGEST_WAIT_S, self._look_again)
 
+    def _waits_for_room(self, signal: _Signal, loop: Any) -> bool:
+        """Return whether a look waits until the acknowledgements and the room of several tasks take one request.
+
+        It waits a moment only: what the worker has may be kept from running, as by a limit of the rate of its tasks.
+        """
+        may_wait = signal.processes > 0 and any(channel.may_wait(signal.processes) for channel in self.channels)
+        if not may_wait or _clock.monotonic() < signal.fills_from_s:
+            signal.is_filled = not may_wait
+            return False
+        if not signal.is_filling:
+            signal.is_filling, signal.is_filled = True, False
+            loop.call_later(_FILL_S, signal.end_filling)
+        return True
+
     def _look_again(self) -> None:
         """Let the hub's next turn look at all queues."""
         self._quiet.clear()
         if self._signal is not None:
-            self._signal.is_due, self._signal.is_filling = True, False
+            self._signal.is_due = True
 
     @property
     def is_receiving(self) -> bool:

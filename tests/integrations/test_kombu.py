@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import select
 import signal
@@ -253,25 +254,33 @@ def test_a_pool_has_its_turn_after_each_message_before_the_hub_waits(share: Conn
 
 
 @contextmanager
-def pool(hub: Hub, waiting: list[Any], take: Callable[[], object]) -> Iterator[None]:
-    """Call ``take()`` whenever the hub can write to a process of a pool, while tasks wait, as with Celery's pools."""
-    reader, writer = os.pipe()
+def pool(hub: Hub, waiting: list[Any], take: Callable[[], object], processes: int = 1) -> Iterator[list[Any]]:
+    """Call ``take()`` whenever the hub can write to a process of a pool, while tasks wait, as with Celery's pools.
+
+    Yield a list of what keeps all processes busy.
+    """
+    pipes = [os.pipe() for _ in range(processes)]
+    busy: list[Any] = []
 
     def turn() -> None:
-        if waiting:
-            hub.add(writer, None, hub.WRITE | hub.ERR, consolidate=True)
-        else:
-            hub.remove_writer(writer)
+        for _, writer in pipes:
+            if waiting and not busy:
+                hub.add(writer, None, hub.WRITE | hub.ERR, consolidate=True)
+            else:
+                hub.remove_writer(writer)
 
     hub.on_tick.add(turn)
     hub.consolidate_callback = lambda _: take()
-    yield
-    os.close(reader)
-    os.close(writer)
+    yield busy
+    for file in itertools.chain(*pipes):
+        os.close(file)
 
 
-def test_one_receive_fills_the_room_of_several_tasks(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the pool has tasks for its process, which is idle: the hub waits until it can write one."""
+@pytest.mark.parametrize("is_early", [True, False])
+def test_one_receive_fills_the_room_of_several_tasks(
+    share: Connect, monkeypatch: pytest.MonkeyPatch, is_early: bool
+) -> None:
+    """While the worker has tasks for its process, which acknowledges them at their begin or at their end."""
     monkeypatch.setattr(librmq.integrations.kombu, "_FILL_S", 3600.0)
     receive = Mock(side_effect=librmq.SimpleConsumer.receive_or_notify)
     monkeypatch.setattr(librmq.SimpleConsumer, "receive_or_notify", lambda *words, **more: receive(*words, **more))
@@ -279,21 +288,28 @@ def test_one_receive_fills_the_room_of_several_tasks(share: Connect, monkeypatch
     done: list[Any] = []
     queue, messages = kombu.Queue("tasks", routing_key="tasks"), list(range(16))
 
-    def end_one() -> None:
-        assert len(waiting) <= 4
-        done.append(waiting.pop(0))
-        done[-1].ack()
+    def begin() -> None:
+        busy.append(waiting.pop(0))
+        hub.call_soon(busy[0].ack if is_early else end)
+        if is_early:
+            hub.call_soon(lambda: hub.call_soon(end))  # a turn later
+
+    def end() -> None:
+        done.append(busy.pop())
+        if not is_early:
+            done[-1].ack()
 
     with (
         closing(Hub()) as hub,
         share() as connection,
         kombu.Consumer(connection, [queue], on_message=waiting.append, prefetch_count=4),
-        pool(hub, waiting, end_one),
+        pool(hub, waiting, begin) as busy,
     ):
         send(connection, queue, *messages)
         connection.register_with_event_loop(hub)
         while len(done) < len(messages):
             hub.run_once()
+            assert len(waiting) <= 4
     assert [message.payload for message in done] == messages
     assert receive.call_count <= len(messages) // 2 + 1, "each brings two, and the last one nothing"
 
@@ -301,6 +317,7 @@ def test_one_receive_fills_the_room_of_several_tasks(share: Connect, monkeypatch
 def test_an_idle_process_waits_for_no_acknowledgement(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks that are acknowledged at their end may run for hours, beside a process that is free."""
     monkeypatch.setattr(librmq.integrations.kombu, "_LONGEST_WAIT_S", 3600.0)
+    monkeypatch.setattr(librmq.integrations.kombu, "_FILL_S", 3600.0)
     waiting: list[Any] = []
     running: list[Any] = []
     queue = kombu.Queue("tasks", routing_key="tasks")
@@ -308,7 +325,7 @@ def test_an_idle_process_waits_for_no_acknowledgement(share: Connect, monkeypatc
         closing(Hub()) as hub,
         share() as connection,
         kombu.Consumer(connection, [queue], on_message=waiting.append, prefetch_count=3),
-        pool(hub, waiting, lambda: running.append(waiting.pop(0))),
+        pool(hub, waiting, lambda: running.append(waiting.pop(0)), processes=3),
     ):
         connection.register_with_event_loop(hub)
         for number in range(3):
@@ -316,6 +333,36 @@ def test_an_idle_process_waits_for_no_acknowledgement(share: Connect, monkeypatc
             while len(running) <= number:
                 hub.run_once()
     assert [message.payload for message in running] == [0, 1, 2]
+
+
+def test_tasks_that_may_not_run_keep_no_others_back(share: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of the rate of some keeps them in the worker, where they look like tasks that wait for a process."""
+    monkeypatch.setattr(librmq.integrations.kombu, "_FILL_S", 0.0)
+    monkeypatch.setattr(librmq.integrations.kombu, "_UNFILLED_S", 3600.0)
+    kept: list[Any] = []
+    waiting: list[Any] = []
+    done: list[Any] = []
+    queue = kombu.Queue("tasks", routing_key="tasks")
+
+    def deliver(message: Any) -> None:
+        (kept if message.payload < 3 else waiting).append(message)
+
+    def end() -> None:
+        monkeypatch.setattr(librmq.integrations.kombu, "_FILL_S", 0.0 if len(done) < 2 else 3600.0)
+        done.append(waiting.pop(0))
+        done[-1].ack()
+
+    with (
+        closing(Hub()) as hub,
+        share() as connection,
+        kombu.Consumer(connection, [queue], on_message=deliver, prefetch_count=4),
+        pool(hub, waiting, end),
+    ):
+        send(connection, queue, *range(8))
+        connection.register_with_event_loop(hub)
+        while len(done) < 5:
+            hub.run_once()
+    assert [message.payload for message in done] == [3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("ends", ["closes", "is busy", "goes on"])
