@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Final, NamedTuple, Protocol, cast
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 from amqp.exceptions import ConsumerCancelled
 from kombu.utils.json import loads
@@ -20,6 +20,7 @@ from librmq.runtime import critical
 from librmq.runtime.event_log import EventLog, counted
 from librmq.runtime.locks import Event, Lock
 
+T = TypeVar("T")
 _log = EventLog("librmq.integrations")
 _clock: Final = SystemClock()
 _loads: Final = json.JSONDecoder().decode
@@ -126,10 +127,11 @@ class ShareReceiver:
         try:
             if topic not in self._consumer.subscriptions:
                 self._consumer.subscribe(topic)
-            with self._taken_done() as done:
-                messages = self._consumer.receive_or_notify(
+            messages = self._with_done(
+                lambda done: self._consumer.receive_or_notify(
                     topic, most, notify, invisible=self._visibility_s, acknowledge=done
                 )
+            )
             is_held = not messages
         except librmq.BrokerError as error:  # of another process, where this one still knows the topic's route
             if error.code != ResponseCode.TOPIC_NOT_EXIST:
@@ -197,23 +199,22 @@ class ShareReceiver:
     def flush(self) -> None:
         if not self._done:
             return
-        with self._taken_done() as done:
-            try:
-                self._consumer.ack_one_way(*done)
-            except librmq.ReceiptError as error:
-                _log.warning(
-                    "kombu: acknowledged after visibility_timeout, so it is done twice: %(error)s", error=error
-                )
+        self._with_done(self._acknowledge)
 
-    @contextmanager
-    def _taken_done(self) -> Iterator[list[librmq.ReceivedMessage]]:
-        """Yield the messages to acknowledge, which wait on if that fails."""
+    def _acknowledge(self, done: list[librmq.ReceivedMessage]) -> None:
+        try:
+            self._consumer.ack_one_way(*done)
+        except librmq.ReceiptError as error:
+            _log.warning("kombu: acknowledged after visibility_timeout, so it is done twice: %(error)s", error=error)
+
+    def _with_done(self, call: Callable[[list[librmq.ReceivedMessage]], T]) -> T:
+        """Pass on the messages to acknowledge, which wait on if that fails."""
         done: list[librmq.ReceivedMessage] = []
         try:
             with suppress(IndexError):  # Another thread can take them at the same time.
                 while self._done:
                     done.append(self._done.popleft())
-            yield done
+            return call(done)
         except BaseException:
             self._done.extend(done)
             self._has_done.set()

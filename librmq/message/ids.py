@@ -34,7 +34,10 @@ from librmq.runtime.locks import Inherited
 
 IN_ORDER: Final = 999
 """The revive queue in receipts of a group that receives in order, as in 5.x."""
-_NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
+_NUMBER: Final = "(0|[1-9][0-9]{0,18})"
+_match_receipt: Final = re.compile(
+    f"{_NUMBER} {_NUMBER} {_NUMBER} {_NUMBER} ([012]) (.+?) {_NUMBER} {_NUMBER}(?: {_NUMBER})?", re.DOTALL
+).fullmatch
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _HEX: Final = [f"{byte:02X}" for byte in range(256)]  # a look-up takes a third of the time of a format
 _MILLISECOND: Final = timedelta(milliseconds=1)
@@ -286,18 +289,11 @@ class Receipt(NamedTuple):
         Raises:
             MalformedError: The text has another form.
         """
-        try:
-            first, received, invisible, revive, retry, rest = text.split(" ", 5)
-            fields = rest.split(" ")
-            count = 3 if len(fields) > 3 and all(map(_NUMBER.fullmatch, fields[-3:])) else 2
-            broker_name, numbers = " ".join(fields[:-count]), [first, received, invisible, revive, *fields[-count:]]
-            if not broker_name or retry not in ("0", "1", "2") or not all(map(_NUMBER.fullmatch, numbers)):
-                raise ValueError(text)
-            return cls(
-                int(first), int(received), int(invisible), int(revive), retry, broker_name, *map(int, numbers[4:])
-            )
-        except (ValueError, TypeError):
-            raise MalformedError(f"{text!r:.200} is no receipt of POP: pass one as it came") from None
+        match = _match_receipt(text)
+        if match is None:
+            raise MalformedError(f"{text!r:.200} is no receipt of POP: pass one as it came")
+        first, received, invisible, revive, retry, broker_name, *places = match.groups("0")
+        return cls(int(first), int(received), int(invisible), int(revive), retry, broker_name, *map(int, places))
 
     def stored_topic(self, group: str, topic: str) -> str:
         """Return the topic that has the record."""

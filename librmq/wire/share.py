@@ -25,7 +25,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -75,7 +75,7 @@ from librmq.store.peer_appends import PeerAppender
 from librmq.wire._peer_sends import appends_path
 from librmq.wire._unix_sockets import is_stopped, make_share_folder, network_file_system, owner_socket, share_folder
 from librmq.wire.remote._client_requests import join, leave
-from librmq.wire.remote._connection import RequestNotSentError
+from librmq.wire.remote._connection import RequestNotSentError, as_caller
 from librmq.wire.remote._connections import is_held_here
 from librmq.wire.share_links import SharedEndpoint, StoreOwner, StorePeer
 
@@ -438,8 +438,7 @@ class SharedBroker(AdministeredRoute):
         self, link: StorePeer, endpoint: Endpoint, request: Request[Any], until_s: float | None = None
     ) -> object:
         """Pass a request to the owner, and to the next ones as long as it has time, until ``until_s``."""
-        with self._calling():
-            return self._call_owner_or_next(link, endpoint, request, until_s)
+        return as_caller(self._callers, self._call_owner_or_next, link, endpoint, request, until_s)
 
     def _call_owner_or_next(
         self, link: StorePeer, endpoint: Endpoint, request: Request[Any], until_s: float | None
@@ -547,8 +546,7 @@ class SharedBroker(AdministeredRoute):
             link = self._wait_for_owner(self._settings.timeout_s)
             begin_s = SystemClock().monotonic()
             try:
-                with self._calling():
-                    return ask(link.route)
+                return as_caller(self._callers, ask, link.route)
             except BrokerUnreachableError as error:
                 if isinstance(link, StoreOwner):
                     raise
@@ -561,7 +559,8 @@ class SharedBroker(AdministeredRoute):
         Raises:
             BrokerUnreachableError: The owner does not answer, or there is none.
         """
-        if self.link is None and is_held_here(self.runner.lock):
+        link = self.link
+        if link is None and is_held_here(self.runner.lock):
             return self._topics.get(topic, ())
         return self._ask(lambda route: route.topic_route(topic))
 
@@ -623,18 +622,6 @@ class SharedBroker(AdministeredRoute):
             yield from store.topic_messages(topic)
 
     # ---- life
-
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """Note that this thread is within a call, for the handler of a signal that closes the share meanwhile."""
-        thread = threading.get_ident()
-        is_first = thread not in self._callers
-        try:
-            self._callers.add(thread)
-            yield
-        finally:
-            if is_first:
-                self._callers.discard(thread)
 
     def _watch_in_child(self) -> None:
         """Look for the owner, at the first use in a forked child."""

@@ -22,6 +22,18 @@ from librmq.wire.remoting._frames import Frame, FrameReader, FrameSocket, encode
 T = TypeVar("T")
 
 
+def as_caller(callers: set[int], call: Callable[..., T], *given: object) -> T:
+    """Call a function while ``callers`` has this thread, so that a signal handler sees what it has interrupted."""
+    thread = threading.get_ident()
+    is_first = thread not in callers
+    try:
+        callers.add(thread)
+        return call(*given)
+    finally:
+        if is_first:
+            callers.discard(thread)
+
+
 class RequestNotSentError(BrokerUnreachableError):
     """The connection had ended before the whole request was sent, so the server has not carried it out."""
 
@@ -216,18 +228,7 @@ class Connection:
     # ---- requests
 
     def request(self, frame: Frame, timeout_s: float) -> Frame:
-        return self._as_caller(self._request, frame, timeout_s)
-
-    def _as_caller(self, call: Callable[..., T], *given: object) -> T:
-        """Call a function that takes a lock, where `is_interrupted` tells signal handlers to keep away from it."""
-        thread = threading.get_ident()
-        is_first = thread not in self._callers
-        try:
-            self._callers.add(thread)
-            return call(*given)
-        finally:
-            if is_first:
-                self._callers.discard(thread)
+        return as_caller(self._callers, self._request, frame, timeout_s)
 
     def _request(self, frame: Frame, timeout_s: float) -> Frame:
         waiter, answers = _Waiter(), self.answers
@@ -260,11 +261,11 @@ class Connection:
         return BrokerUnreachableError(f"{self.address} has not answered within {timeout_s:.3g} s")
 
     def send(self, frame: Frame, ended: Ended) -> None:
-        self._as_caller(self._send_request, frame, ended)
+        as_caller(self._callers, self._send_request, frame, ended)
 
     def send_later(self, requests: Sequence[tuple[Frame, T]], ended: EndedTogether[T]) -> GiveUp | None:
         # Where the stream can't be polled, a write could block the event loop.
-        return self._as_caller(self._send_later, requests, ended) if self._stream.can_poll else None
+        return as_caller(self._callers, self._send_later, requests, ended) if self._stream.can_poll else None
 
     def _send_later(self, requests: Sequence[tuple[Frame, T]], ended: EndedTogether[T]) -> GiveUp | None:
         reads = self.answers.reads
@@ -298,7 +299,7 @@ class Connection:
                 self.end(f"it can't be written: no thread can start: {error}")
 
         def give_up(number: int, timeout_s: float) -> BrokerUnreachableError | None:
-            return self._as_caller(self._give_up, number, reads, timeout_s)
+            return as_caller(self._callers, self._give_up, number, reads, timeout_s)
 
         return give_up
 
@@ -309,11 +310,11 @@ class Connection:
 
     def send_one_way(self, frame: Frame) -> None:
         frame.one_way().opaque = self._next_number()
-        self._as_caller(self._write_bytes, self._encode(frame))
+        as_caller(self._callers, self._write_bytes, self._encode(frame))
 
     def send_answer(self, frame: Frame) -> None:
         try:
-            self._as_caller(self._write_bytes, encode(frame))
+            as_caller(self._callers, self._write_bytes, encode(frame))
         except RmqError as error:
             _log.debug("an answer to %(address)s was lost: %(error)s", address=self.address, error=error)
 
@@ -386,7 +387,7 @@ class Connection:
 
     def close(self) -> None:
         """End the connection, and every call that waits for an answer."""
-        self._as_caller(self.end, "it was closed")
+        as_caller(self._callers, self.end, "it was closed")
 
     def end_interrupted(self, why: str) -> None:
         """End the connection after Ctrl-C."""

@@ -11,7 +11,6 @@ and the processors of the broker.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -968,13 +967,14 @@ def parse_receive(header: ReceiveHeader, notify: Callable[[], None] | None) -> R
 
 def received_reply(response: ReceiveResponse) -> Reply:
     """Return the answer to a receive."""
-    rows = [[part.topic, part.receipt, part.attempt, part.visible_timestamp_ms] for part in response.messages]
-    body = records_body(part.message for part in response.messages)
-    return Reply(ReceivedHeader(response.is_held, write_body(rows).decode()), body)
+    lines = [f"{part.receipt} {part.attempt} {part.visible_timestamp_ms}" for part in response.messages]
+    return Reply(
+        ReceivedHeader(response.is_held, "\n".join(lines)), records_body(part.message for part in response.messages)
+    )
 
 
-def read_received(answer: Frame) -> ReceiveResponse:
-    """Return the response in the answer to a receive.
+def read_received(answer: Frame, topic: str) -> ReceiveResponse:
+    """Return the response in the answer to a receive from a topic.
 
     Raises:
         BrokerError: The receive was refused.
@@ -982,11 +982,11 @@ def read_received(answer: Frame) -> ReceiveResponse:
     """
     header = from_fields(ReceivedHeader, check(answer).fields)
     try:
-        rows = json.loads(header.deliveries)
+        rows = [line.rsplit(" ", 2) for line in header.deliveries.split("\n") if line]
         messages = [
-            Received(message, str(topic), str(receipt), int(attempt), int(visible_ms))
-            for message, (topic, receipt, attempt, visible_ms) in zip(messages_of(answer.body), rows, strict=True)
+            Received(message, topic, receipt, int(attempt), int(visible_ms))
+            for message, (receipt, attempt, visible_ms) in zip(messages_of(answer.body), rows, strict=True)
         ]
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise MalformedError(f"deliveries: {error}") from error
     return ReceiveResponse(messages, header.is_held)

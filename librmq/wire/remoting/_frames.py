@@ -201,11 +201,16 @@ class FrameReader:
         return len(self._held)
 
     def read_only(self, received: bytes) -> Frame | None:
-        """Return the frame that ``received`` is, if it can be read faster; None if `feed` has to take the bytes."""
-        if self._held or self._read_known is None:
+        """Return the frame that ``received`` is, if its header is JSON; None if `feed` has to take the bytes.
+
+        Raises:
+            MalformedError: The header is none; the connection must be closed.
+        """
+        end = 0 if self._held or len(received) > self._max_frame else json_header_end(received)
+        if not 0 < end <= MAX_HEADER:
             return None
-        end = json_header_end(received)
-        return self._read_known(received[8:end], received[end:]) if end else None
+        header, body = received[8:end], received[end:]
+        return (None if self._read_known is None else self._read_known(header, body)) or read_json(header, body)
 
     def feed(self, received: bytes) -> Iterator[Frame]:
         """Yield the frames that ``received`` completes.

@@ -620,7 +620,7 @@ class ReceiveHeader:
 
 @value
 class ReceivedHeader:
-    """The answer: whether the receive is held, and as JSON the topic, receipt, attempt and time of each message."""
+    """The answer: whether the receive is held, and in a line for each message its receipt, attempt and time."""
 
     is_held: bool
     deliveries: str
