@@ -425,15 +425,15 @@ class ConcurrentDelivery:
         for pull in pulls:
             self._runner.wake(pull)
 
-    def pull_after_run(self, pull: Step) -> bool:
-        """Let a pull wait for the end of the run under way, before which no message begins; return False without one.
+    def pull_again(self, pull: Step) -> None:
+        """Repeat a held pull: at once, or at the end of a run under way, before which no message begins.
 
         A thread that is woken meanwhile would only compete with the run's and the sender's for the interpreter.
         """
         if self._run is None:
-            return False
-        self._pulls_after_run.append(pull)
-        return True
+            self._runner.wake(pull)
+        else:
+            self._pulls_after_run.append(pull)
 
     def _divide_slow_run(self, now_ms: int) -> int | None:
         """Look at the run under way; let all threads have what a slow one has not begun."""

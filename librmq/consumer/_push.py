@@ -75,15 +75,10 @@ class Fetcher:
 
     def start(self, assigned: AssignedQueue) -> None:
         """Begin to pull."""
+        delivery, wake = self._consumer._concurrent, self._consumer.runner.wake
         assigned.pull.run_due = partial(self._run_pull, assigned)
-        assigned.notify = partial(self._pull_again, assigned.pull)
-        self._consumer.runner.wake(assigned.pull)
-
-    def _pull_again(self, pull: Step) -> None:
-        """Repeat a held pull, because messages have come."""
-        delivery = self._consumer._concurrent
-        if delivery is None or not delivery.pull_after_run(pull):
-            self._consumer.runner.wake(pull)
+        assigned.notify = partial(wake if delivery is None else delivery.pull_again, assigned.pull)
+        wake(assigned.pull)
 
     def share_limits(self) -> None:
         """Divide the limits of a topic among the assigned queues of all topics, as in 4.9."""

@@ -71,7 +71,6 @@ class ThreadRunner(Runner):
         # Latest time at which a due time may have been found, since the clock was set back
         self._latest_ms = self.now_ms()
         self._begun = 0  # number of calls of user code that workers began
-        self._many_at = _MANY  # value of `_begun` at the next look whether listeners are fast
         self._is_swift = False
         self._is_watched = False  # whether the clock thread watches the workers
         self._seen_begun = 0  # value of `_begun` at the clock thread's last look
@@ -327,9 +326,9 @@ class ThreadRunner(Runner):
                 work = ready.popleft()
                 self.running.add(work)
                 self._searching -= 1
+                before = self._begun
                 self._begun += work.count
-                if self._begun >= self._many_at:
-                    self._many_at = self._begun + _MANY
+                if self._begun // _MANY > before // _MANY:
                     begin, self._many_since = self._many_since, self.clock.monotonic()
                     self._is_swift |= self._many_since - begin < _SWIFT_S
                 if ready and not self._searching and not self._is_worker_woken and not self._is_watched:
