@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
@@ -82,12 +83,13 @@ def _wrong_name(entry: FolderEntry, file_size: int, following: int | None) -> st
 class MappingPool:
     """Bounds the number of files that several sequences keep mapped together; the oldest mapping goes first.
 
-    A file dropped from the pool stays mapped while a reader holds it. Thread-safe.
+    A file dropped from the pool stays mapped while a reader holds it. A pool keeps no sequence alive, so that one that
+    is dropped releases its files at once. Thread-safe.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._order: deque[tuple[MappedFileQueue, int]] = deque()
+        self._order: deque[tuple[weakref.ref[MappedFileQueue], int]] = deque()
         self._guard = Lock()
 
     @property
@@ -98,10 +100,19 @@ class MappingPool:
     def mapped(self, queue: MappedFileQueue, start: int) -> None:
         """Note that ``queue`` has mapped its file at ``start``, and drop the oldest mappings beyond the limit."""
         with self._guard:
-            self._order.append((queue, start))
-            while len(self._order) > self._limit:
-                other, oldest = self._order.popleft()
-                other.unmap(oldest)
+            self._order.append((weakref.ref(queue), start))
+            self._shrink(self._limit)
+
+    def unmap_all(self) -> None:
+        """Drop all mappings."""
+        with self._guard:
+            self._shrink(0)
+
+    def _shrink(self, limit: int) -> None:
+        while len(self._order) > limit:
+            reference, start = self._order.popleft()
+            if (queue := reference()) is not None:
+                queue.unmap(start)
 
 
 class MappedFileQueue:
@@ -115,6 +126,7 @@ class MappedFileQueue:
     """
 
     __slots__ = (
+        "__weakref__",
         "_changed_folders",
         "_dirty",
         "_durable",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import os
 import struct
+from pathlib import Path
 
 import pytest
 
 from librmq.clock import ManualClock
+from librmq.config import StoreConfig
 from librmq.errors import NotAStoreError
 from librmq.files._memory import MemoryFiles
 from librmq.message import record
@@ -343,3 +347,20 @@ def test_a_flipped_bit_that_gives_a_record_an_entry_is_found(flag: int, has_all:
     with MessageStore.open(ROOT, SMALL, files=files, thorough=True) as store:
         assert [message.body for message in store.messages("T")][-2:] == [b"x" * 600, b"last"]
     assert verify(ROOT, SMALL, files).sound
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a list of descriptors")
+@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+def test_no_file_stays_open(tmp_path: Path, config: StoreConfig) -> None:
+    """A program that verifies again and again must not wait for a garbage collection to have its descriptors back."""
+    with MessageStore.open(tmp_path / "store", config) as store:
+        for number in range(20):
+            store.append(Message(f"T{number % 3}", b"x" * 200, keys=f"k{number}"))
+    gc.collect()  # releases what earlier tests left
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        assert verify(str(tmp_path / "store")).sound
+        assert len(os.listdir("/proc/self/fd")) <= before
+    finally:
+        gc.enable()

@@ -156,9 +156,15 @@ class _StoreCheck:
         self._closed_folders: set[str] = set()  # those of queues that can't be opened
 
     def damage(self) -> list[Damage]:
+        """Return the damage. No file stays open: each mapping has a descriptor, and its owners refer to each other."""
         log = self._part(lambda: self._part_files.open_log(scan_from=lambda log: log.begin))
-        if log is None:
-            return self._damages
+        if log is not None:
+            with log:
+                self._check(log)
+        self._pool.unmap_all()
+        return self._damages
+
+    def _check(self, log: CommitLog) -> None:
         end = log.found_end
         if end.damage is not None and log.walk(end.physical_offset).damage is not None:  # so it is no running write
             if not self._written or not log.unfinished_at(end.physical_offset):
@@ -176,16 +182,17 @@ class _StoreCheck:
             levels = DelayLevels.parse(self._config.message_delay_level)
             damages, self.notes, self.has_compared = _compare_queues(self._path, log, levels, self._files)
             self._damages += damages
-            return self._damages
+            return
         if not self._written:
             self._first_files(log)
         queues = self._queues()
         index = self._part(self._part_files.open_index)
         if queues is not None:
             self._derived(log, queues, index)
+        if index is not None:
+            index.release()
         stored = log.store_timestamp_ms(end.last_record) if end.last_record is not None else None
         self._checkpoint(max(stored or 0, 0))
-        return self._damages
 
     def _batches(self, log: CommitLog) -> None:
         """Count batches and records of light queues, and note batches that can't be opened."""
