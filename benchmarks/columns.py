@@ -2,6 +2,8 @@
 
 A store of a million messages over 16 queues, bodies of 256 bytes, unique id, one key, tag, two user properties. Rates
 of reading are messages per CPU second.
+
+A query of DuckDB reads its columns, and asks what was read: both, one after the other, are its limit.
 """
 
 from __future__ import annotations
@@ -51,6 +53,19 @@ def query(source: Any, _: Path, *, sql: str) -> Timed:
     yield connection.sql(sql).fetchall()[0][0]
 
 
+def read_and_query(path: str, _: Path, *, sql: str) -> Timed:
+    """Read the six columns into memory, and then let DuckDB ask for the same."""
+    import duckdb
+    import pyarrow as pa
+
+    from librmq.columns import reader
+
+    connection = duckdb.connect()
+    yield
+    connection.register("messages", pa.Table.from_batches(list(reader(path, columns=HEADER))))
+    yield connection.sql(sql).fetchall()[0][0]
+
+
 def batches(bench: Bench) -> Iterator[Any]:
     """Yield a store, and its batches in memory."""
     from librmq.columns import reader
@@ -90,12 +105,14 @@ def cases() -> Iterator[Case]:
     by_tag = "SELECT sum(n)::BIGINT FROM (SELECT count(*) AS n FROM messages GROUP BY tags)"
     for detail, sql, target, setup in (
         ("a count", "SELECT count(*) FROM messages", Target(12e6), stored),
-        ("six header columns", header, Target(8e6), stored),
         ("six header columns, batches in memory", header, Target(), batches),
         ("a count by tag", by_tag, Target(), stored),
     ):
         yield Case("DuckDB", partial(query, sql=sql), detail, target=target, unit="msg/CPU s", setup=setup, cpu=True,
                    needs=(*NEEDS, "duckdb"))  # fmt: skip
+    yield Case("DuckDB", partial(query, sql=header), "six header columns", partial(read_and_query, sql=header),
+               "reading, then a query in memory", Target(0.9), "msg/CPU s", stored, limit=True, cpu=True,
+               needs=(*NEEDS, "duckdb"))  # fmt: skip
     yield Case("export to Parquet", export, "one process", from_memory,
                "batches in memory to Parquet", Target(0.7), setup=batches, limit=True, needs=NEEDS)  # fmt: skip
 
