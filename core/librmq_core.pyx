@@ -6,6 +6,7 @@ Python code. `librmq.runtime.compiled_core` decides whether this module is used.
 """
 
 import mmap
+from threading import get_ident
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -109,7 +110,7 @@ cdef extern from "crc32.h":
     int rmq_can_fold()
     uint32_t rmq_crc32(const uint8_t *data, size_t size, int folds) nogil
 
-API = 14
+API = 15
 """Compared by librmq at its import. Raised when a function here changes; one that librmq can do without does not raise it."""
 
 cdef int64_t appended = 0, scanned = 0, pulled = 0, checked = 0, derived = 0
@@ -135,12 +136,14 @@ cdef enum:
     MOST_LOOKS = 1024  # looks at the log after which `LogReader._note_looks` releases its pages
     SHORT = 32  # bytes of a part that are copied with what follows it
     HEADER = 88
+    ENTRY = 20
     MOST_TAIL = 32897
     MOST_PROPERTIES = 64
     MOST_PROPERTY_BYTES = 32767
     SCRATCH = 1 << 17
     BATCH_SCRATCH = 1 << 20
     BATCH = 256
+    KEYS = 4  # number of keys of a record for which there is room at once
 
 rmq_crc32_init()
 cdef int FOLDS = rmq_can_fold()
@@ -814,6 +817,88 @@ cdef bint usual_fields(
     )
 
 
+cdef int text_of(object text, int *kind, const void **data, Py_ssize_t *size) except -1:
+    """Find the characters of a text, or of bytes that are ASCII; return 0 for anything else."""
+    cdef const uint8_t *at
+    cdef Py_ssize_t number
+    if PyUnicode_CheckExact(text):
+        kind[0], data[0], size[0] = PyUnicode_KIND(text), PyUnicode_DATA(text), PyUnicode_GET_LENGTH(text)
+        return 1
+    if PyBytes_CheckExact(text):
+        at = <const uint8_t *>PyBytes_AS_STRING(text)
+        for number in range(PyBytes_GET_SIZE(text)):
+            if at[number] > 127:
+                return 0
+        kind[0], data[0], size[0] = 1, at, PyBytes_GET_SIZE(text)
+        return 1
+    return 0
+
+
+cdef inline int64_t index_hash(uint32_t code) noexcept:
+    cdef int64_t signed = <int32_t>code
+    return (-signed if signed < 0 else signed) & 0x7FFFFFFF
+
+
+cdef class Block:
+    """The entries of many records, and their keys as columns of 64-bit numbers."""
+
+    cdef bytearray entries, places, times, owners, hashes
+    cdef uint8_t *entry_at
+    cdef int64_t *place_at
+    cdef int64_t *time_at
+    cdef int64_t *owner_at
+    cdef int64_t *hash_at
+    cdef Py_ssize_t room, keys
+
+    def __cinit__(self, Py_ssize_t count):
+        self.entries = PyByteArray_FromStringAndSize(NULL, ENTRY * count)
+        self.places = PyByteArray_FromStringAndSize(NULL, 8 * count)
+        self.times = PyByteArray_FromStringAndSize(NULL, 8 * count)
+        self.owners, self.hashes = bytearray(), bytearray()
+        self.entry_at = <uint8_t *>PyByteArray_AS_STRING(self.entries)
+        self.place_at = <int64_t *>PyByteArray_AS_STRING(self.places)
+        self.time_at = <int64_t *>PyByteArray_AS_STRING(self.times)
+        self.make_room(KEYS * count + 64)
+
+    cdef int make_room(self, Py_ssize_t room) except -1:
+        self.room = room
+        PyByteArray_Resize(self.owners, 8 * room)
+        PyByteArray_Resize(self.hashes, 8 * room)
+        self.owner_at = <int64_t *>PyByteArray_AS_STRING(self.owners)
+        self.hash_at = <int64_t *>PyByteArray_AS_STRING(self.hashes)
+
+    cdef bint put_keys(self, Py_ssize_t number, object prefix_hash, object unique, object keys) except -1:
+        """Add the keys of a record; return whether they are usual."""
+        cdef Py_ssize_t at, size = 0, begin = 0
+        cdef int kind = 0
+        cdef const void *data = NULL
+        cdef uint32_t prefix = <uint32_t><int64_t>prefix_hash
+        if unique:
+            if not text_of(unique, &kind, &data, &size):
+                return False
+            self.put_key(number, hashed(prefix, kind, data, 0, size))
+        if keys:
+            if not text_of(keys, &kind, &data, &size):
+                return False
+            for at in range(size + 1):
+                if at < size and PyUnicode_READ(kind, <void *>data, at) != 32:
+                    continue
+                if at > begin:
+                    self.put_key(number, hashed(prefix, kind, data, begin, at))
+                begin = at + 1
+        return True
+
+    cdef inline int put_key(self, Py_ssize_t number, uint32_t code) except -1:
+        if self.keys == self.room:
+            self.make_room(2 * self.room)
+        self.owner_at[self.keys], self.hash_at[self.keys] = number, index_hash(code)
+        self.keys += 1
+
+    cdef tuple columns(self):
+        self.make_room(self.keys)
+        return self.places, self.times, self.owners, self.hashes
+
+
 cdef int64_t clock_ms(AppendState self) except -3:
     """Return the time of a manual clock, -1 for the system's clock, -2 for any other clock."""
     if self.now_ms is self.system_now_ms:
@@ -848,22 +933,35 @@ cdef object _append(
 
 
 cdef object _append_batch(AppendState self, list messages, object queue_id):
-    """The same for a batch."""
+    """The same for a batch; Python code writes the entries and keys of a large one at once, and needs the lock."""
     cdef int64_t now = clock_ms(self)
-    if now == -2 or not messages or not is_usual(self, messages[0], None):
+    cdef object lock = self.lock, mutex = lock.mutex, results = None
+    cdef DispatchState dispatcher
+    cdef LaneState lane
+    cdef Block block = None
+    cdef int collects
+    if now == -2 or not messages or not is_usual(self, messages[0], None) or mutex.acquire(False) is not True:
         return None
-    topic = part(messages[0], self.topic_at)
-    cdef LaneState lane = usual_lane(self, topic, queue_id)
-    if lane is None or PyList_GET_SIZE(self.dispatcher.records) >= BATCH:
-        return None
-    cdef int collects = PyGC_Disable()
     try:
-        if PyObject_CallNoArgs(self.is_locked) is True:
+        lock.owner = get_ident()
+        topic = part(messages[0], self.topic_at)
+        lane, dispatcher = usual_lane(self, topic, queue_id), self.dispatcher
+        if lane is None or PyList_GET_SIZE(dispatcher.records) >= BATCH:
             return None
-        return _write_batch(self, lane, messages, topic, <uint32_t>queue_id, now)
+        collects = PyGC_Disable()
+        try:
+            if PyList_GET_SIZE(messages) >= BATCH and not dispatcher.records and not dispatcher.lanes:
+                block = Block(PyList_GET_SIZE(messages))
+            results = _write_batch(self, lane, messages, topic, <uint32_t>queue_id, now, block)
+        finally:
+            if collects:
+                PyGC_Enable()
+        if results is not None and block is not None:
+            self.put_block(lane, bytes(block.entries), block.columns())
     finally:
-        if collects:
-            PyGC_Enable()
+        lock.owner = 0
+        mutex.release()
+    return results
 
 
 cdef int64_t encode(
@@ -908,13 +1006,16 @@ cdef inline int64_t tags_code(object tags):
     return 0 if tags is None else java_hash(tags)
 
 
-cdef bytes new_entry(int64_t physical_offset, int64_t size, int64_t code):
-    """Return the queue entry of a record."""
-    cdef bytes entry = PyBytes_FromStringAndSize(NULL, 20)
-    cdef uint8_t *at = <uint8_t *>PyBytes_AS_STRING(entry)
+cdef inline void put_entry(uint8_t *at, int64_t physical_offset, int64_t size, int64_t code) noexcept:
     put64(at, physical_offset)
     put32(at + 8, size)
     put64(at + 12, <uint64_t>code)
+
+
+cdef bytes new_entry(int64_t physical_offset, int64_t size, int64_t code):
+    """Return the queue entry of a record."""
+    cdef bytes entry = PyBytes_FromStringAndSize(NULL, ENTRY)
+    put_entry(<uint8_t *>PyBytes_AS_STRING(entry), physical_offset, size, code)
     return entry
 
 
@@ -1045,11 +1146,15 @@ cdef object _write(
 
 
 cdef object _write_batch(
-    AppendState self, LaneState lane, list messages, object topic, uint32_t queue_id, int64_t now
+    AppendState self, LaneState lane, list messages, object topic, uint32_t queue_id, int64_t now, Block block
 ):
-    """Write the records side by side, and note their entries and keys, while the lock is free."""
+    """Write the records side by side, and note their entries and keys, while the lock is free.
+
+    With a ``block`` the caller has the lock, and writes what it holds then.
+    """
     cdef DispatchState dispatcher = self.dispatcher
     cdef int64_t total = 0, size, encoded = 0, queue_offset = lane.next_queue_offset, physical_offset = self.log.end
+    cdef int64_t code, last_size = -1
     cdef Py_ssize_t number = 0, count = PyList_GET_SIZE(messages)
     cdef list entries = [], records = [], results = []
     cdef uint8_t *record
@@ -1058,6 +1163,7 @@ cdef object _write_batch(
     if not can_write(self, 0):
         return None
     py_now = time_now(&now)
+    py_size = None  # as an object, because many records have one size
     for message in messages:
         record = batch_scratch + total
         if (
@@ -1072,16 +1178,30 @@ cdef object _write_batch(
             return None
         encoded += size - HEADER - PyBytes_GET_SIZE(lane.topic_field) - 2 + self.batch_fixed_size
         put_place(record, queue_offset + number, physical_offset + total, now)
-        entries.append(new_entry(physical_offset + total, size, tags_code(value_of(&found, found.shape.tags))))
+        code = tags_code(value_of(&found, found.shape.tags))
         py_offset = physical_offset + total
-        records.append(new_record(lane, &found, py_offset, py_now))
-        results.append(new_result(self, False, py_offset, size, queue_offset + number, py_now, self._host))
+        if size != last_size:
+            py_size, last_size = size, size
+        if block is None:
+            entries.append(new_entry(physical_offset + total, size, code))
+            records.append(new_record(lane, &found, py_offset, py_now))
+        else:
+            put_entry(block.entry_at + ENTRY * number, physical_offset + total, size, code)
+            block.place_at[number], block.time_at[number] = physical_offset + total, now
+            if not block.put_keys(
+                number, lane.prefix_hash, value_of(&found, found.shape.unique), value_of(&found, found.shape.keys)
+            ):
+                return None
+        results.append(new_result(self, False, py_offset, py_size, queue_offset + number, py_now, self._host))
         total += size
         number += 1
     if encoded > self._max_body_size or not can_write(self, total):
         return None
     dispatcher.writing_at = physical_offset
     copy_in(self.log, physical_offset, batch_scratch, total, True)
+    appended += count
+    if block is not None:
+        return results
     lane.next_queue_offset = queue_offset + count
     if not lane.pending:
         lane.pending_from = queue_offset
@@ -1089,7 +1209,6 @@ cdef object _write_batch(
     lane.pending.extend(entries)
     dispatcher.records.extend(records)
     dispatcher.writing_at = -1
-    appended += count
     return results
 
 
@@ -1246,7 +1365,7 @@ cdef tuple new_record(LaneState lane, const Values *found, object physical_offse
 
 
 cdef object new_result(
-    AppendState self, bint alone, object physical_offset, int64_t size, int64_t queue_offset, object now, object host
+    AppendState self, bint alone, object physical_offset, object size, int64_t queue_offset, object now, object host
 ):
     """Return a named tuple of these fields without a call of its class; ``alone``, the last one if no caller has it."""
     cdef object result
@@ -1268,65 +1387,18 @@ cdef object new_result(
 # ----------------------------------------------------------------------------------------------------------------- keys
 
 
-cdef int text_of(object text, int *kind, const void **data, Py_ssize_t *size) except -1:
-    """Find the characters of a text, or of bytes that are ASCII; return 0 for anything else."""
-    cdef const uint8_t *at
-    cdef Py_ssize_t number
-    if PyUnicode_CheckExact(text):
-        kind[0], data[0], size[0] = PyUnicode_KIND(text), PyUnicode_DATA(text), PyUnicode_GET_LENGTH(text)
-        return 1
-    if PyBytes_CheckExact(text):
-        at = <const uint8_t *>PyBytes_AS_STRING(text)
-        for number in range(PyBytes_GET_SIZE(text)):
-            if at[number] > 127:
-                return 0
-        kind[0], data[0], size[0] = 1, at, PyBytes_GET_SIZE(text)
-        return 1
-    return 0
-
-
-cdef inline int64_t index_hash(uint32_t code) noexcept:
-    cdef int64_t signed = <int32_t>code
-    return (-signed if signed < 0 else signed) & 0x7FFFFFFF
-
-
 def key_hashes(list records not None):
     """Return places, times, records of keys and hashes of keys as bytes of 64-bit numbers, or None."""
-    cdef Py_ssize_t count = PyList_GET_SIZE(records), room = 4 * count + 64, found = 0, number, at, size, begin
-    cdef bytearray places = bytearray(8 * count), times = bytearray(8 * count)
-    cdef bytearray owners = bytearray(8 * room), hashes = bytearray(8 * room)
-    cdef int64_t *place_at = <int64_t *>PyByteArray_AS_STRING(places)
-    cdef int64_t *time_at = <int64_t *>PyByteArray_AS_STRING(times)
-    cdef int64_t *owner_at = <int64_t *>PyByteArray_AS_STRING(owners)
-    cdef int64_t *hash_at = <int64_t *>PyByteArray_AS_STRING(hashes)
-    cdef int kind = 0
-    cdef const void *data = NULL
-    cdef uint32_t prefix, code, unit
+    cdef Py_ssize_t count = PyList_GET_SIZE(records), number
+    cdef Block block = Block(count)
     cdef tuple record
     for number in range(count):
         record = records[number]
         place, time, prefix_hash, unique, keys = record
-        place_at[number], time_at[number] = place, time
-        prefix = <uint32_t><int64_t>prefix_hash
-        if unique:
-            if not text_of(unique, &kind, &data, &size) or found >= room:
-                return None
-            owner_at[found], hash_at[found] = number, index_hash(hashed(prefix, kind, data, 0, size))
-            found += 1
-        if keys:
-            if not text_of(keys, &kind, &data, &size):
-                return None
-            begin = 0
-            for at in range(size + 1):
-                if at < size and PyUnicode_READ(kind, <void *>data, at) != 32:
-                    continue
-                if at > begin:
-                    if found >= room:
-                        return None
-                    owner_at[found], hash_at[found] = number, index_hash(hashed(prefix, kind, data, begin, at))
-                    found += 1
-                begin = at + 1
-    return places, times, owners[: 8 * found], hashes[: 8 * found]
+        block.place_at[number], block.time_at[number] = place, time
+        if not block.put_keys(number, prefix_hash, unique, keys):
+            return None
+    return block.columns()
 
 
 cdef const int64_t *numbers(object array, Py_ssize_t count) except? NULL:

@@ -32,6 +32,7 @@ from librmq.message.record import DECOMPRESSED_LIMIT
 from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine.derivation import COMPARED, key_block
+from librmq.store.engine.dispatch import Dispatcher
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import HEADER, IndexHeader, IndexWriter
 from librmq.store.recovery._verify import verify
@@ -514,6 +515,33 @@ def test_usual_batches_are_compiled(tmp_path: Path) -> None:
             store.append_batch([Message("T", b"x" * 100, tags="a", keys=f"k{number}") for number in range(100)])
         assert CORE.counts()["append"] - before > 9_000
         assert store.queues["T", 0].max_offset == 10_000
+
+
+@needs_core
+@pytest.mark.parametrize("count", [3, Dispatcher.BATCH, 300])
+def test_batches_are_stored_alike(count: int) -> None:
+    """Whatever the messages are, and whether entries and keys are written at once; here most have many keys."""
+    config = StoreConfig.tiny(commitlog_file_size=1 << 23, max_message_size=1 << 22, max_index_num=6000)
+    keys = ("", "k", "é k", " ".join(f"k{number}" for number in range(20)))
+
+    def message(at: int, size: int) -> Message:
+        message = Message("T", b"x" * size)
+        message.properties.update({"KEYS": keys[at % 4], "UNIQ_KEY": f"u{at}" * (at % 3), "TAGS": f"é{at}"})
+        return message
+
+    stored = []
+    for compiled in (True, False):
+        files = MemoryFiles()
+        with MessageStore.open(ROOT, config, files=files, clock=ManualClock(), background=False) as store:
+            store.append(message(0, 0))
+            store.log.prepare(4 << 20)
+            store.append(message(0, 1 << 20))  # the log knows the room now
+            assert store.find_by_key("T", "k") == [], "nothing is collected now"
+            append, before = store.append_batch if compiled else store.appender.append_batch, CORE.counts()["append"]
+            results = [append([message(at, 37 * at % 3000) for at in range(count)]) for _ in range(2)]
+            assert CORE.counts()["append"] - before == (2 * count if compiled else 0)
+        stored.append((results, contents(files)))
+    assert stored[0] == stored[1]
 
 
 @needs_core

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from itertools import chain
+from contextlib import suppress
+from itertools import chain, count, repeat
 from zlib import crc32
 
 import pytest
@@ -28,7 +29,7 @@ from librmq.runtime import compiled_core
 from librmq.store import MessageStore
 from librmq.store.engine import derivation, dispatch
 from librmq.store.engine.derivation import Derivation, derived_block, key_block
-from librmq.store.engine.dispatch import Dispatcher
+from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.format.indexfile import IndexFile
 from tests.budget import examples
@@ -121,6 +122,70 @@ def test_a_full_disk_in_either_part_loses_nothing(
     for number in range(BATCH):
         assert len(store.find_by_key("T", f"k{number}")) == len(store.find_by_key("T", f"u{number}")) == 1
     assert store.find_by_key("T", "k1000") == [], "it was refused before it was written"
+    assert store.verify().sound
+
+
+@pytest.mark.parametrize("part", ["a queue", "the index", "a file of the index"])
+@pytest.mark.parametrize("ends", ["append", "read", "find"])
+def test_a_batch_that_finds_a_full_disk_is_stored(monkeypatch: pytest.MonkeyPatch, part: str, ends: str) -> None:
+    """A file of the index is full between two keys of a message."""
+    parts: dict[str, tuple[type, str]] = {
+        "a queue": (ConsumeQueue, "append_many"), "the index": (KeyIndex, "append_block"),
+        "a file of the index": (IndexFile, "create"),
+    }  # fmt: skip
+    messages = [Message("T", b"x", keys=f"k{number}", unique_key=f"u{number}") for number in range(BATCH)]
+    config = StoreConfig.tiny(max_index_num=BATCH + 1)
+    with MessageStore.open(ROOT, config, files=MemoryFiles(), background=False) as store:
+        store.append(Message("T", b"before", keys="before"))
+        assert len(store.find_by_key("T", "before")) == 1
+        with monkeypatch.context() as full:
+
+            def refuse(*_: object, **__: object) -> None:
+                raise StoreIOError("allocate", ROOT, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+            full.setattr(*parts[part], refuse)
+            results = store.append_batch(messages)
+            assert [result.queue_offset for result in results] == list(range(1, 1 + BATCH))
+            later = [Message("T", b"x") for _ in range(BATCH)]
+            with pytest.raises(StoreIOError):  # once the keys of a whole batch are due
+                deque(map(store.append_batch, repeat(later, 3)), 0)
+        if ends == "append":
+            send(store, BATCH, BATCH + 2)
+        elif ends == "read":
+            assert len(store.read("T", 0, 0).messages) == 32
+        for number in range(BATCH):
+            assert len(store.find_by_key("T", f"k{number}")) == len(store.find_by_key("T", f"u{number}")) == 1
+        assert store.read("T", 0, BATCH, 1).messages[0].keys == (f"k{BATCH - 1}",)
+        assert store.verify().sound
+
+
+def test_a_batch_whose_repair_fails_too_is_there_once(store: MessageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue has the entries, its index has no keys, and the memory is enough for some of its entries only."""
+    messages = [Message("T", b"x", keys=f"k{number}", unique_key=f"u{number}") for number in range(BATCH)]
+    send(store, 0, 1, "T")
+    assert len(store.find_by_key("T", "k0")) == 1
+    with monkeypatch.context() as failing:
+        records, add_entry = count(), Dispatcher.add_entry
+
+        def refuse(*_: object) -> None:
+            raise StoreIOError("allocate", ROOT, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+        def add_some(dispatcher: Dispatcher, lane: Lane, entry: bytes) -> None:
+            if next(records) % 100 == 99:
+                raise MemoryError
+            add_entry(dispatcher, lane, entry)
+
+        failing.setattr(store.index.__class__, "append_block", refuse)
+        failing.setattr(Dispatcher, "add_entry", add_some)
+        with suppress(MemoryError):
+            store.append_batch(messages)
+        with pytest.raises((MemoryError, StoreIOError)):
+            store.append(messages[0])
+    send(store, BATCH, BATCH + 2)
+    for number in range(BATCH):
+        assert len(store.find_by_key("T", f"k{number}")) == (1 if number else 2)
+        assert len(store.find_by_key("T", f"u{number}")) == (1 if number else 2)
+    assert [message.keys for message in store.messages("T", 0)] == [("k0",), *(one.keys for one in messages)]
     assert store.verify().sound
 
 

@@ -21,6 +21,8 @@ from tests.budget import many
 from tests.interrupting import at_each_call, interrupted_at_call
 
 numbers = count()
+at_once: list[Message] = []
+"""A batch whose entries and keys the compiled core writes at once, if nothing else is due."""
 
 
 def message(topic: str = "T") -> Message:
@@ -39,6 +41,7 @@ CALLS: dict[str, Callable[[MessageStore], object]] = {
     "append behind a full batch": lambda store: store.append(message()),
     "append a delayed message": lambda store: store.append(delayed()),
     "append_batch": lambda store: store.append_batch([message() for _ in range(3)]),
+    "append a batch that is written at once": lambda store: store.append_batch(at_once),
     "append copies": lambda store: store.copies.append(
         [
             store.copies.prepare_again(
@@ -71,6 +74,10 @@ def test_an_interrupted_call_leaves_the_store_sound(name: str) -> None:
         for _ in range(Dispatcher.BATCH if "full" in name else 5):
             store.append(message())
         key = f"k{1 + next(numbers)}"
+        if "at once" in name:
+            store.find_by_key("T", key)  # writes what is due
+            at_once[:] = [message() for _ in range(Dispatcher.BATCH)]
+            key = at_once[1].keys[0]
         came = next(at_each_call(partial(CALLS[name], store), first=number))
         if not store.is_closed and number % 3:  # a reader comes before the next append
             found = store.find_by_key("T", key) if number % 3 == 1 else list(store.messages("T", 0))

@@ -18,6 +18,7 @@ from librmq.commitlog import CommitLog
 from librmq.config import StoreConfig, wrong_kind
 from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
+from librmq.files import Buffer
 from librmq.files.interface import is_full
 from librmq.message import DelayLevels, Message, StoredMessage
 from librmq.message import record as record_format
@@ -35,10 +36,11 @@ from librmq.message.properties import (
 )
 from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime import critical
+from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import AppendState
 from librmq.runtime.locks import Lock
 from librmq.store.engine._durability import GroupCommit, Housekeeping
-from librmq.store.engine.derivation import Pending, has_queue_entry, is_indexed
+from librmq.store.engine.derivation import KeyBlock, Pending, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.store_parts import AppendLock, Parts
 
@@ -589,7 +591,7 @@ class Appender(AppendState):
 
     # ------------------------------------------------------------------------------------------------ derived from it
 
-    def repair(self) -> None:
+    def repair(self) -> Dispatcher:
         """Repair what an interrupted append left, under the lock, before derived data are used."""
         if self.dispatcher.writing_at >= 0:
             has_begun = self.shared is not None and self.shared.take_turn()
@@ -599,45 +601,49 @@ class Appender(AppendState):
             finally:
                 if has_begun:
                     self.end_turn()
+        return self.dispatcher
 
     def catch_up(self) -> None:
         """Write all queue entries and keys that are due, under the lock; raise why there are no parts."""
         self.open_parts()
-        self.repair()
-        self.dispatcher.drain()
+        self.repair().drain()
 
     def _advance(self, least: int = _BATCH) -> None:
         """Repair what an interrupted append left, and write some of the entries or keys that are due."""
-        self.repair()
-        if len(self.dispatcher.records) >= least:
-            self.dispatcher.advance()
+        dispatcher = self.repair()
+        if len(dispatcher.records) >= least:
+            dispatcher.advance()
+
+    def _under_lock(self, write: Callable[[], object]) -> None:
+        self.lock.check_reentry()
+        thread = get_ident()
+        with self.lock.mutex:
+            try:
+                self.lock.owner = thread
+                write()
+            finally:
+                self.lock.owner = 0
 
     def advance(self, least: int = _BATCH) -> None:
         """Write some of the entries or keys of at least so many records, as before a compiled append."""
-        lock = self.lock
-        if lock.mutex.locked():
-            lock.yield_to_waiters()
-        thread = get_ident()
-        with lock.mutex:
-            try:
-                lock.owner = thread
-                if self.accepts:
-                    self._advance(least)
-            finally:
-                lock.owner = 0
+        if self.lock.mutex.locked():
+            self.lock.yield_to_waiters()
+        self._under_lock(lambda: self._advance(least) if self.accepts else None)
 
     def drain(self) -> None:
         """Write the entries and keys that are due, for readers of queues and index."""
         self.follow()
-        if self.dispatcher.records:
-            self.lock.check_reentry()
-            thread = get_ident()
-            with self.lock.mutex:
-                try:
-                    self.lock.owner = thread
-                    self.catch_up()
-                finally:
-                    self.lock.owner = 0
+        if self.dispatcher.records or self.dispatcher.writing_at >= 0:
+            self._under_lock(self.catch_up)
+
+    def put_block(self, lane: Lane, entries: bytes, columns: Iterable[Buffer]) -> None:
+        """Write the entries and keys of a compiled batch, which ends the log, under the lock; nothing else is due."""
+        dispatcher = self.dispatcher
+        with critical, suppress(StoreIOError):  # as in `write`
+            keys = KeyBlock(*(np.frombuffer(column, np.int64) for column in columns))
+            dispatcher.add_block([(lane, entries)], keys)
+            dispatcher.writing_at = -1
+        self.repair()  # after such an error, which left the mark
 
     def write_due(self) -> None:
         """Write the entries and keys of a compiled batch."""
@@ -647,21 +653,13 @@ class Appender(AppendState):
     def write_entries(self) -> None:
         """Write the entries that are due, for readers of queues."""
         self.follow()
-        dispatcher = self.dispatcher
-        if dispatcher.lanes:
-            self.lock.check_reentry()
-            thread = get_ident()
-            with self.lock.mutex:
-                try:
-                    self.lock.owner = thread
-                    self.repair()
-                    dispatcher.write_entries()
-                finally:
-                    self.lock.owner = 0
+        if self.dispatcher.lanes or self.dispatcher.writing_at >= 0:
+            self._under_lock(lambda: self.repair().write_entries())
 
     def write_entries_that_fit(self) -> None:
         """Write the entries that are due, as far as the disk has room."""
-        if self.dispatcher.lanes or self.shared is not None:  # asked here too: each read of a queue calls this
+        dispatcher = self.dispatcher
+        if dispatcher.lanes or dispatcher.writing_at >= 0 or self.shared is not None:  # each read of a queue calls this
             with _as_far_as_it_fits():
                 self.write_entries()
 

@@ -130,8 +130,6 @@ class CopyWriter:
 
     def __init__(self, appender: Appender) -> None:
         self._appender = appender
-        # The compiled core has it, but for its first versions.
-        self._append_waiting: Callable[..., list[Any] | None] | None = getattr(appender, "append_waiting", None)
 
     def prepare_again(self, record: StoredMessage, target: CopyTarget) -> Prepared:
         """Return the message of a record as `append` takes it, for another queue and with other properties.
@@ -174,7 +172,7 @@ class CopyWriter:
         ``befores`` and ``places`` are those of their layout. None: nothing is written, because the core is absent or a
         message is not a usual one of this layout.
         """
-        append = self._append_waiting
+        append: Callable[..., list[Any] | None] | None = getattr(self._appender, "append_waiting", None)
         return None if append is None else append(messages, befores, places)
 
     def append(self, copies: Sequence[Prepared]) -> list[AppendResult]:

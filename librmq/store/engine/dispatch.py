@@ -115,12 +115,12 @@ class Dispatcher(DispatchState):
             queue.append_many(lane.next_queue_offset + first, entries[first * ENTRY.size :])
         self._indexing = True
         self._index.append_block(*keys)
-        self._indexing = False
         for lane, entries in entries_of:
             lane.next_queue_offset += len(entries) // ENTRY.size
         self.order.add(keys.timestamps, int(keys.physical_offsets[-1]))
         self.entries += len(keys.physical_offsets)
         self.dispatched_timestamp_ms = int(keys.timestamps[-1])
+        self._indexing = False
 
     def write_entries(self) -> None:
         """Write the collected queue entries.
@@ -153,8 +153,12 @@ class Dispatcher(DispatchState):
             if pending:
                 self.lanes.append(lane)
                 lane.next_queue_offset = lane.pending_from + len(pending)
-            else:
-                lane.next_queue_offset = lane.queue.max_offset
+                continue
+            queue, end = lane.queue, lane.queue.max_offset
+            if queue.max_physic_offset > physical_offset:  # `add_block` has written entries and failed behind them
+                while (entry := queue.entry(end - 1)) is not None and entry.physical_offset >= physical_offset:
+                    end -= 1
+            lane.next_queue_offset = end
 
     def advance(self) -> None:
         """Do one of the three parts of `drain`, so that no append waits for all of it. Raises the same errors."""
