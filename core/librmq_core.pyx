@@ -41,6 +41,7 @@ cdef extern from "Python.h":
     object PyObject_CallNoArgs(object called)
     object PyUnicode_DecodeASCII(const char *text, Py_ssize_t size, const char *errors)
     long long PyLong_AsLongLongAndOverflow(object number, int *overflow) except? -1
+    PyObject *PyList_GET_ITEM(object items, Py_ssize_t at)
 
 cdef extern from *:
     """
@@ -144,6 +145,7 @@ cdef enum:
     BATCH_SCRATCH = 1 << 20
     BATCH = 256
     KEYS = 4  # number of keys of a record for which there is room at once
+    LATER = 4  # number of the message after this one of a batch whose body is fetched
 
 rmq_crc32_init()
 cdef int FOLDS = rmq_can_fold()
@@ -965,16 +967,17 @@ cdef object _append_batch(AppendState self, list messages, object queue_id):
 
 
 cdef int64_t encode(
-    AppendState self, LaneState lane, object message, const Values *found, uint32_t queue_id, uint8_t *record
+    AppendState self, LaneState lane, object message, const Values *found, uint32_t queue_id, uint8_t *record,
+    uint8_t *place
 ) except -2:
-    """Write a record without its place and times; return its size, -1 if its properties or its flag are unusual."""
+    """Write the header of a record without its place and times, and at ``place`` what follows the body.
+
+    Return the record's size, -1 if its properties or its flag are unusual.
+    """
     body = part(message, self.body_at)
     cdef Py_ssize_t body_size = PyBytes_GET_SIZE(body), topic_size = PyBytes_GET_SIZE(lane.topic_field), raw_size
-    cdef uint8_t *place = record + HEADER
     cdef int overflow = 0
     cdef long long flag = PyLong_AsLongLongAndOverflow(part(message, self.flag_at), &overflow)
-    memcpy(place, PyBytes_AS_STRING(body), body_size)
-    place += body_size
     memcpy(place, PyBytes_AS_STRING(lane.topic_field), topic_size)
     place += topic_size
     raw_size = put_properties(found, place + 2)
@@ -983,7 +986,7 @@ cdef int64_t encode(
     place[0], place[1] = raw_size >> 8, raw_size & 255
     put32(record, HEADER + body_size + topic_size + 2 + raw_size)
     put32(record + 4, MAGIC)
-    put32(record + 8, rmq_crc32(record + HEADER, body_size, FOLDS) & 0x7FFFFFFF)
+    put32(record + 8, rmq_crc32(<const uint8_t *>PyBytes_AS_STRING(body), body_size, FOLDS) & 0x7FFFFFFF)
     put32(record + 12, queue_id)
     put32(record + 16, <uint32_t>flag)
     put32(record + 36, 0)
@@ -1039,22 +1042,29 @@ cdef bint can_write(AppendState self, int64_t size):
     return type(log._buffer) is _mmap and size <= log.sure - log.end and log.end >= log._file_start
 
 
+cdef uint8_t *end_of(LogState log, int64_t size, Py_buffer *view) except NULL:
+    """Return where the log ends in its file, for ``size`` bytes, which `can_write` allowed; the caller releases it."""
+    cdef int64_t at = log.end - log._file_start
+    PyObject_GetBuffer(log._buffer, view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+    if at + size > view.len:
+        PyBuffer_Release(view)
+        raise ValueError("log: expected room in its file")
+    return <uint8_t *>view.buf + at
+
+
+cdef inline void put_mark(uint8_t *place, int64_t size) noexcept:
+    """Write the mark of the Python code before ``size`` bytes, whose first eight replace it at last."""
+    put32(place, <uint32_t>size)
+    put32(place + 4, UNFINISHED_MAGIC)
+    in_order()
+
+
 cdef object copy_in(LogState log, object begin, const uint8_t *data, int64_t size, bint many):
     """Copy records to the end of the log, ``begin``, which `can_write` allowed; many with the mark of the Python code."""
     cdef Py_buffer view
-    cdef int64_t at = log.end - log._file_start
-    cdef uint8_t *place
-    cdef uint8_t mark[8]
-    PyObject_GetBuffer(log._buffer, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-    if at + size > view.len:
-        PyBuffer_Release(&view)
-        raise ValueError("log: expected room in its file")
-    place = <uint8_t *>view.buf + at
+    cdef uint8_t *place = end_of(log, size, &view)
     if many and size > 8:
-        put32(mark, <uint32_t>size)
-        put32(mark + 4, UNFINISHED_MAGIC)
-        memcpy(place, mark, 8)
-        in_order()
+        put_mark(place, size)
         memcpy(place + 8, data + 8, size - 8)
         in_order()
         memcpy(place, data, 8)
@@ -1063,6 +1073,30 @@ cdef object copy_in(LogState log, object begin, const uint8_t *data, int64_t siz
     PyBuffer_Release(&view)
     log.last_write = begin
     log.end += size
+
+
+cdef object copy_batch_in(AppendState self, list messages, object begin, int64_t total):
+    """The same for the messages of a batch, with their bodies between what `batch_scratch` has of their records."""
+    cdef Py_buffer view
+    cdef uint8_t *first = end_of(self.log, total, &view)
+    cdef uint8_t *place = first
+    cdef const uint8_t *kept = batch_scratch
+    cdef Py_ssize_t size, skipped = 8
+    put_mark(place, total)
+    for message in messages:
+        body = part(message, self.body_at)
+        size = PyBytes_GET_SIZE(body)
+        memcpy(place + skipped, kept + skipped, HEADER - skipped)
+        memcpy(place + HEADER, PyBytes_AS_STRING(body), size)
+        memcpy(place + HEADER + size, kept + HEADER, big32(kept) - size - HEADER)
+        place += big32(kept)
+        kept += big32(kept) - size
+        skipped = 0
+    in_order()
+    memcpy(first, batch_scratch, 8)
+    PyBuffer_Release(&view)
+    self.log.last_write = begin
+    self.log.end += total
 
 
 cdef inline int note_entry(DispatchState dispatcher, LaneState lane, bytes entry) except -1:
@@ -1109,7 +1143,9 @@ cdef object _write(
     if lane is None:
         return None
     number = lane.queue_id
-    size = encode(self, lane, message, &found, number, scratch)
+    body = part(message, self.body_at)
+    memcpy(scratch + HEADER, PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body))
+    size = encode(self, lane, message, &found, number, scratch, scratch + HEADER + PyBytes_GET_SIZE(body))
     if size < 0 or not can_write(self, size):
         return None
     if not advanced and PyList_GET_SIZE(dispatcher.records) >= BATCH:
@@ -1145,6 +1181,17 @@ cdef object _write(
     return result
 
 
+cdef inline void fetch_later(AppendState self, list messages, Py_ssize_t number, Py_ssize_t body_size) noexcept:
+    """Fetch into the cache what messages after this one need; their bodies are taken to be as long as the last one."""
+    cdef PyObject *later
+    if number + 2 * LATER < PyList_GET_SIZE(messages):
+        rmq_fetch(<const uint8_t *>PyList_GET_ITEM(messages, number + 2 * LATER), 1)
+        later = PyList_GET_ITEM(messages, number + LATER)
+        if type(<object>later) is self.message_class:
+            later = (<PyObject **>(<char *>later + self.body_at))[0]
+            rmq_fetch(<const uint8_t *>later, body_size + 64)
+
+
 cdef object _write_batch(
     AppendState self, LaneState lane, list messages, object topic, uint32_t queue_id, int64_t now, Block block
 ):
@@ -1155,9 +1202,9 @@ cdef object _write_batch(
     cdef DispatchState dispatcher = self.dispatcher
     cdef int64_t total = 0, size, encoded = 0, queue_offset = lane.next_queue_offset, physical_offset = self.log.end
     cdef int64_t code, last_size = -1
-    cdef Py_ssize_t number = 0, count = PyList_GET_SIZE(messages)
+    cdef Py_ssize_t number = 0, count = PyList_GET_SIZE(messages), body_size = 0
     cdef list entries = [], records = [], results = []
-    cdef uint8_t *record
+    cdef uint8_t *record = batch_scratch
     cdef Values found
     global appended
     if not can_write(self, 0):
@@ -1165,15 +1212,15 @@ cdef object _write_batch(
     py_now = time_now(&now)
     py_size = None  # as an object, because many records have one size
     for message in messages:
-        record = batch_scratch + total
+        fetch_later(self, messages, number, body_size)
         if (
             not is_usual(self, message, topic)
-            or PyBytes_GET_SIZE(part(message, self.body_at)) + HEADER + 130 + MOST_PROPERTY_BYTES > BATCH_SCRATCH - total
+            or HEADER + 130 + MOST_PROPERTY_BYTES > BATCH_SCRATCH - (record - batch_scratch)
             or not find_values(part(message, self.properties_at), &found)
             or found.shape.delay >= 0 or found.shape.waits
         ):
             return None
-        size = encode(self, lane, message, &found, queue_id, record)
+        size = encode(self, lane, message, &found, queue_id, record, record + HEADER)
         if size < 0:
             return None
         encoded += size - HEADER - PyBytes_GET_SIZE(lane.topic_field) - 2 + self.batch_fixed_size
@@ -1193,12 +1240,14 @@ cdef object _write_batch(
             ):
                 return None
         results.append(new_result(self, False, py_offset, py_size, queue_offset + number, py_now, self._host))
+        body_size = PyBytes_GET_SIZE(part(message, self.body_at))
+        record += size - body_size
         total += size
         number += 1
     if encoded > self._max_body_size or not can_write(self, total):
         return None
     dispatcher.writing_at = physical_offset
-    copy_in(self.log, physical_offset, batch_scratch, total, True)
+    copy_batch_in(self, messages, physical_offset, total)
     appended += count
     if block is not None:
         return results

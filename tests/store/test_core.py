@@ -538,7 +538,7 @@ def test_batches_are_stored_alike(count: int) -> None:
             store.append(message(0, 1 << 20))  # the log knows the room now
             assert store.find_by_key("T", "k") == [], "nothing is collected now"
             append, before = store.append_batch if compiled else store.appender.append_batch, CORE.counts()["append"]
-            results = [append([message(at, 37 * at % 3000) for at in range(count)]) for _ in range(2)]
+            results = [append([message(at, 37 * at % 9000) for at in range(count)]) for _ in range(2)]
             assert CORE.counts()["append"] - before == (2 * count if compiled else 0)
         stored.append((results, contents(files)))
     assert stored[0] == stored[1]
