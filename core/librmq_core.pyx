@@ -131,6 +131,7 @@ cdef enum:
     AHEAD = 2048  # bytes behind the next record that a scan fetches
     GATHERED = 12  # number of the record after this one that a gathering fetches
     MOST_FIELDS = 16
+    FETCHED_SLOTS = 16  # number of the key after this one whose slot is fetched
     FETCHED = 4  # number of the record after this one that a pull fetches
     REPORTED = 1 << 16  # bytes after which a scan reports them
     SKIPPED = 1 << 24
@@ -1501,6 +1502,9 @@ def put_entries(
         for at in range(keys):
             if hash_at[at] < 0:
                 raise ValueError("hashes: expected none below zero")
+            if at + FETCHED_SLOTS < keys:  # slots are anywhere in the file
+                slot = <uint64_t>hash_at[at + FETCHED_SLOTS] % <uint64_t>max_slots
+                rmq_fetch(<uint8_t *>view.buf + 40 + 4 * slot, 1)
             slot = hash_at[at] % max_slots
             slot_at = <uint8_t *>view.buf + 40 + 4 * slot
             previous = <int32_t>big32(slot_at)
