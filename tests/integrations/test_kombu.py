@@ -280,7 +280,7 @@ def pool(hub: Hub, waiting: list[Any], take: Callable[[], object], processes: in
 def test_one_receive_fills_the_room_of_several_tasks(
     share: Connect, monkeypatch: pytest.MonkeyPatch, is_early: bool
 ) -> None:
-    """While the worker has tasks for its process, which acknowledges them at their begin or at their end."""
+    """While the worker has tasks for its process, which acknowledges them as they start or end."""
     monkeypatch.setattr(librmq.integrations.kombu, "_FILL_S", 3600.0)
     receive = Mock(side_effect=librmq.SimpleConsumer.receive_or_notify)
     monkeypatch.setattr(librmq.SimpleConsumer, "receive_or_notify", lambda *words, **more: receive(*words, **more))
