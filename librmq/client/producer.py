@@ -326,8 +326,9 @@ class Producer(Member):
     ) -> SendResult:
         """Send like `send`, without blocking the event loop while the store waits for its disk.
 
-        Messages for a broker in another process that begin in one turn of the loop go out together. A send whose task
-        is cancelled may have been sent.
+        Messages for a broker in another process that begin in one turn of the loop go out together. Sends that are
+        under way at the same time are stored in any order, as those of RocketMQ's callbacks are: await each where the
+        order matters. A send whose task is cancelled may have been sent.
         """
         if queue is None and selector is None and type(self).send is _SEND and "send" not in self.__dict__:
             prepared = self._prepare(message, body, fields)

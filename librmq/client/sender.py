@@ -140,6 +140,7 @@ _COMPRESSED: Final = record.COMPRESSED | record.COMPRESSION_ZLIB
 _UNIQUE_KEY: Final = PropertyName.UNIQUE_KEY
 _OK: Final = SendStatus.SEND_OK  # access to a member of an enum takes twice the time
 _RUNNING: Final = State.RUNNING
+_LOOK_AGAIN_S: Final = 0.1
 
 _new_result = tuple.__new__  # in half the time
 
@@ -588,7 +589,8 @@ class LoopSends:
             error = None if pending.together is None else pending.together.give_up(pending)
             if error is not None or pending.together is None:
                 self._end(pending, error)
-        waiting = (pending for pending in self._under_way if pending.deadline > now)
-        self._next_look = min((pending.deadline for pending in waiting), default=math.inf)
+            else:  # its outcome is about to come, or its endpoint is about to pass it on
+                pending.deadline = now + _LOOK_AGAIN_S
+        self._next_look = min((pending.deadline for pending in self._under_way), default=math.inf)
         if self._next_look < math.inf:
             self._look = self.loop.call_at(self._next_look, self._end_late)

@@ -9,10 +9,10 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from threading import get_ident
-from typing import Final, NamedTuple
+from typing import Final
 
 from librmq.clock import SystemClock
 from librmq.commitlog import CommitLog
@@ -22,7 +22,7 @@ from librmq.files.rolling import MappedFileQueue, MappingPool
 from librmq.message import Message
 from librmq.message import record as record_format
 from librmq.message.ids import Host, encode_host, parse_host
-from librmq.message.properties import encode_properties
+from librmq.message.properties import PropertyName, encode_properties
 from librmq.store.engine import _append_page as page_format
 from librmq.store.engine._append import AppendResult, check_sizes, checked_host_flags, host_bytes
 from librmq.store.engine._append_page import AppendPage, close_page
@@ -34,17 +34,9 @@ _pack_header: Final = {hosts: header.pack for hosts, header in record_format.HEA
 _pack_short: Final = struct.Struct(">H").pack
 
 
-class _Unplaced(NamedTuple):
-    """What of a record depends on neither its place nor its time."""
-
-    flag: int
-    sys_flag: int
-    born_timestamp_ms: int | None
-    born_at: bytes
-    checksum: int
-    body: bytes
-    raw: bytes
-    """The properties."""
+UnplacedRecord = tuple[tuple[str, int], int, int, int | None, bytes, int, bytes, bytes]
+"""What of a record depends on neither its place nor its time: topic and id of its queue, flag of the message, flags of
+the record, when and where it was born, checksum, body and properties."""
 
 
 class PeerAppender:
@@ -57,8 +49,7 @@ class PeerAppender:
         """Append to the store in ``path`` by its page; see `open`. `close` calls ``unlock()``."""
         settings = page.settings
         self._page, self._unlock, self._wait_s = page, unlock, wait_s
-        self.cluster_name: str = settings["cluster_name"]
-        """Name of the owner's cluster, which each message gets as a property."""
+        self._cluster_name: str = settings["cluster_name"]
         self.store_host: str = settings["store_host"]
         """Address and port in each record."""
         self.is_sync: bool = settings["durability"] == "sync"
@@ -129,7 +120,7 @@ class PeerAppender:
         born_host: Host | bytes | None = None,
         sys_flag: int = 0,
     ) -> AppendResult | None:
-        """Append a message that is stored as it comes, as `Appender.append` does.
+        """Append a message that is stored at once, with the properties with which a broker stores it.
 
         Wait at most ``wait_s`` for other writers, but no longer than `open` says. Return None if the owner has to store
         it: the topic is not known here, or there is no room.
@@ -139,12 +130,20 @@ class PeerAppender:
             BrokerUnreachableError: Another process has held the lock of the log for too long.
             StoreError: A signal handler called this within another append of its thread.
         """
-        page = self._page
-        thread = get_ident()
-        if page.thread == thread:
-            page.check_reentry()
-        # All but the record's place and time is computed before the lock is taken.
-        body, raw = message.body, encode_properties(message.properties)
+        results: list[AppendResult] = []
+        record = self.encode(message, queue_id, (born_timestamp_ms, born_host), sys_flag)
+        self.append_all((record,), wait_s, results)
+        return results[0] if results else None
+
+    def encode(
+        self, message: Message, queue_id: int, born: tuple[int | None, Host | bytes | None], sys_flag: int
+    ) -> UnplacedRecord:
+        """Return what `append_all` appends: all that can be computed before the lock is taken."""
+        born_timestamp_ms, born_host = born
+        properties = message.properties.copy()
+        properties[PropertyName.CLUSTER] = self._cluster_name
+        properties.pop(PropertyName.WAIT, None)
+        body, raw = message.body, encode_properties(properties)
         if len(body) >= self._compress_from and not sys_flag & record_format.COMPRESSED:
             body = record_format.compress_body(body)
             sys_flag |= record_format.COMPRESSED | record_format.COMPRESSION_ZLIB
@@ -152,17 +151,31 @@ class PeerAppender:
         if sys_flag & record_format.HOSTS_V6 or len(born_at) + len(self._host) > _TWO_HOSTS:
             sys_flag |= checked_host_flags(sys_flag, born_at, self._host)
         checksum = record_format.crc32(body) & 0x7FFFFFFF
-        record = _new(_Unplaced, (message.flag, sys_flag, born_timestamp_ms, born_at, checksum, body, raw))
+        return (message.topic, queue_id), message.flag, sys_flag, born_timestamp_ms, born_at, checksum, body, raw
+
+    def append_all(self, records: Iterable[UnplacedRecord], wait_s: float, results: list[AppendResult]) -> None:
+        """Append records under one lock, as `append` does, up to the first that the owner has to store.
+
+        ``results`` gets the place of each as soon as it is written, so that it has those before an error.
+        """
+        page = self._page
+        thread = get_ident()
+        if page.thread == thread:
+            page.check_reentry()
         if wait_s > self._wait_s:
             wait_s = self._wait_s
-        result, is_released = None, False
+        is_released = False
         with page.mutex:
             page.thread = thread  # before any call, because a signal handler can come at one
             try:
                 try:
                     if not page.is_closed:
                         page.take(wait_s, self._ring)
-                        result = self._append_in_turn((message.topic, queue_id), record)
+                        for record in records:
+                            result = self._append_in_turn(record)
+                            if result is None:
+                                break
+                            results.append(result)
                 finally:
                     self._end_turn()
                     is_released = True
@@ -174,7 +187,6 @@ class PeerAppender:
                         self._end_turn()
                 finally:
                     page.thread = 0
-        return result
 
     def reach(self, end: int, wait_s: float) -> bool:
         """Wait until the owner has flushed the log up to ``end``; return False if it can't, because a flush has failed.
@@ -185,7 +197,7 @@ class PeerAppender:
         """
         return self._page.wait_for_flush(end, wait_s)
 
-    def _append_in_turn(self, queue: tuple[str, int], record: _Unplaced) -> AppendResult | None:
+    def _append_in_turn(self, record: UnplacedRecord) -> AppendResult | None:
         page, log = self._page, self._log
         numbers = page.numbers
         if numbers[page_format.EPOCH] != self._epoch or numbers[page_format.QUEUES] != self._count:
@@ -197,11 +209,11 @@ class PeerAppender:
                 numbers[page_format.WISHED] = 1
                 self._ring()
             return None
+        queue, flag, sys_flag, born_timestamp_ms, born_at, checksum, body, raw = record
         lane = self._lanes.get(queue)
-        if lane is None or record.sys_flag & record_format.TRANSACTION_MASK:  # such a record may have no queue entry
+        if lane is None or sys_flag & record_format.TRANSACTION_MASK:  # such a record may have no queue entry
             return None
         number, topic_field = lane
-        flag, sys_flag, born_timestamp_ms, born_at, checksum, body, raw = record
         stored_at, body_size, raw_size = self._host, len(body), len(raw)
         size = 74 + len(born_at) + len(stored_at) + body_size + len(topic_field) + raw_size
         tail, room = numbers[page_format.TAIL], numbers[page_format.ROOM]

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final
 
 from librmq.clock import SystemClock
 from librmq.errors import BrokerUnreachableError, LostAnswerError, StoreLockedError
 from librmq.message import Message
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.properties import PropertyName
-from librmq.protocol import SendResponse, SendStatus
+from librmq.protocol import PendingSend, SendLater, SendResponse, SendStatus
 from librmq.runtime import critical
+from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
+from librmq.store import AppendResult
 from librmq.store.peer_appends import PeerAppender
 from librmq.wire._unix_sockets import share_folder
 
 _new = tuple.__new__
+_log = EventLog("librmq.wire")
+_AT_ONCE: Final = 64
+"""Messages that are appended under one lock, so that other writers soon have their turn."""
 
 
 def appends_path(path: str) -> str:
@@ -37,6 +45,7 @@ class PeerSends:
         self._appender: PeerAppender | None = None
         self._is_closed = False
         self._id_prefix = ""
+        self._executor: ThreadPoolExecutor | None = None
 
     def send(
         self,
@@ -52,22 +61,84 @@ class PeerSends:
         appender = None if self._is_closed else self._appender or self._open()
         if appender is None or not self.may_append(message):
             return None
-        properties = message.properties.copy()
-        properties[PropertyName.CLUSTER] = appender.cluster_name
-        wait = properties.pop(PropertyName.WAIT, "true")
+        wait = message.properties.get(PropertyName.WAIT, "true")
         waits = appender.is_sync and not is_one_way and wait.lower() == "true"
-        stored = Message.from_parts(message.topic, message.body, message.flag, properties)
         wait_s = self._wait_s if timeout_ms is None else timeout_ms / 1000
         begin_s = SystemClock().monotonic() if waits else 0.0
-        result = appender.append(stored, queue_id, wait_s, born_timestamp_ms, born_host, sys_flag)
+        result = appender.append(message, queue_id, wait_s, born_timestamp_ms, born_host, sys_flag)
         if result is None:
             return None
-        place, size, queue_offset, _, _ = result
         status = SendStatus.SEND_OK
         if waits:
-            status = self._reach(appender, place + size, wait_s - (SystemClock().monotonic() - begin_s))
-        ids = (f"{self._id_prefix}{place:016X}",)
-        return _new(SendResponse, (status, queue_id, queue_offset, place, ids, None, None))
+            end = result.physical_offset + result.size
+            status = self._reach(appender, end, wait_s - (SystemClock().monotonic() - begin_s))
+        return self._response(status, queue_id, result)
+
+    def _response(self, status: SendStatus, queue_id: int, result: AppendResult) -> SendResponse:
+        place, ids = result.physical_offset, (f"{self._id_prefix}{result.physical_offset:016X}",)
+        return _new(SendResponse, (status, queue_id, result.queue_offset, place, ids, None, None))
+
+    def send_later(self, request: SendLater, ask_owner: Callable[[SendLater], bool]) -> bool:
+        """Append what an event loop sends soon, in a thread, which can wait for the disk and for other writers.
+
+        Return False, and append nothing, if the owner has to store it. ``ask_owner`` gets what finds no room, and all
+        that follow it.
+        """
+        sends, appender, executor = request.sends, self._appender, self._executor
+        timeout_ms = sends[0].send.timeout_ms
+        if self._is_closed or any(pending.send.timeout_ms != timeout_ms for pending in sends):  # they wait together
+            return False
+        if appender is None or executor is None:
+            executor = executor or ThreadPoolExecutor(1, "librmq share append")
+            with suppress(RuntimeError):  # the process has too many threads
+                # Start the thread by a call that may be lost: where none starts, the call is queued all the same.
+                executor.submit(self._open)
+                self._executor = executor
+            return False
+        if appender.is_sync or not all(self.may_append(pending.send.message) for pending in sends):
+            return False
+        until_s = SystemClock().monotonic() + (self._wait_s if timeout_ms is None else timeout_ms / 1000)
+        try:
+            executor.submit(self._append_or_ask, appender, request, ask_owner, until_s)
+        except RuntimeError:  # the share was closed meanwhile
+            return False
+        return True
+
+    def _append_or_ask(
+        self, appender: PeerAppender, request: SendLater, ask_owner: Callable[[SendLater], bool], until_s: float
+    ) -> None:
+        sends, count = request.sends, 0
+        while count < len(sends):
+            ended = self._append(appender, sends[count : count + _AT_ONCE], until_s)
+            if not ended:
+                break
+            request.ended(ended)
+            count += len(ended)
+        request.sends = sends[count:]
+        has_asked = False
+        with suppress(Exception):  # a caller whose send has no outcome sends it by itself, and gets the error of that
+            has_asked = not request.sends or ask_owner(request)
+        if not has_asked:
+            request.ended(request.sends)
+
+    def _append(self, appender: PeerAppender, sends: Sequence[PendingSend], until_s: float) -> Sequence[PendingSend]:
+        """Append messages under one lock, and return the first ones, which have an outcome."""
+        results: list[AppendResult] = []
+        try:
+            records = [
+                appender.encode(send.message, send.queue_id, (send.born_timestamp_ms, send.born_host), send.sys_flag)
+                for send in (pending.send for pending in sends)
+            ]
+            appender.append_all(records, until_s - SystemClock().monotonic(), results)
+        except BrokerUnreachableError as error:  # another process keeps the lock, which the owner would need too
+            for pending in sends:
+                pending.outcome = error
+            return sends
+        except Exception as error:  # it belongs to one message of many: the owner answers for each
+            _log.debug("%(path)s: messages go to the owner: %(error)r", path=self._path, error=error)
+        for pending, result in zip(sends, results, strict=False):
+            pending.outcome = self._response(SendStatus.SEND_OK, pending.send.queue_id, result)
+        return sends[: len(results)]
 
     def may_append(self, message: Message) -> bool:
         """Return whether the owner can let this process append a message, at another moment if not now."""
@@ -111,7 +182,8 @@ class PeerSends:
 
     def after_fork(self) -> None:
         """Leave the page to the parent, in a forked child, which connects to the owner by itself."""
-        self._guard, self._is_closed, self._appender = Lock(), True, None
+        self._guard, self._is_closed = Lock(), True
+        self._appender = self._executor = None
 
     def close(self) -> None:
         """Append no more."""
@@ -120,3 +192,5 @@ class PeerSends:
             appender, self._appender = self._appender, None
             if appender is not None:
                 appender.close()
+        if self._executor is not None:
+            self._executor.shutdown()  # what it has not appended goes to the owner

@@ -445,7 +445,7 @@ class SharedBroker(AdministeredRoute):
     ) -> object:
         if isinstance(request, SendLater):
             request.explain = link.explained
-            return self.link is link and endpoint.call(request)
+            return self.link is link and (link.appends.send_later(request, endpoint.call) or endpoint.call(request))
         begin_s = SystemClock().monotonic()
         if self.link is not link:
             return self._call_next(request, until_s)

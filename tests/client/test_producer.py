@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -16,7 +16,7 @@ from librmq.broker import Broker
 from librmq.client import queue_selectors
 from librmq.client.client import Client
 from librmq.client.producer import Producer
-from librmq.client.sender import ProducerConfig, SendResult
+from librmq.client.sender import LoopSends, ProducerConfig, SendResult
 from librmq.clock import ManualClock
 from librmq.cluster import RouteTable
 from librmq.config import StoreConfig
@@ -44,7 +44,9 @@ from librmq.protocol import (
     ResponseCode,
     Route,
     SendBatch,
+    SendLater,
     SendMessage,
+    SendsLater,
     SendStatus,
 )
 from librmq.runtime.runner import ManualRunner, Runner
@@ -615,3 +617,22 @@ def test_async_sends_end_although_a_handler_raises() -> None:
                 pass
     finally:
         signal.signal(signal.SIGUSR1, former)
+
+
+def test_an_endpoint_that_passes_a_late_send_on_is_asked_again() -> None:
+    """It gives the send up at its second look: at the first one another endpoint was about to get it."""
+    error = BrokerUnreachableError("silent")
+
+    class Passing(SendsLater):
+        def call(self, request: SendLater) -> bool:
+            looks = iter((None, error))
+            request.give_up = lambda _: next(looks)
+            return True
+
+    async def send() -> None:
+        message = SendMessage("P", Message("T", b"x"), 0, 1, ("127.0.0.1", 10911))
+        sends = LoopSends(asyncio.get_running_loop())
+        await asyncio.wait_for(sends.begin(cast("Endpoint", Passing()), message, 1), 60)
+
+    with pytest.raises(BrokerUnreachableError, match="silent"):
+        asyncio.run(send())

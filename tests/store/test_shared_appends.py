@@ -85,6 +85,14 @@ def test_the_bytes_are_those_of_one_process(shared: Shared, tmp_path: Path) -> N
         assert alone.log.data_at(0, size) == shared.store.log.data_at(0, size)
 
 
+def test_a_message_is_stored_as_a_broker_stores_it(shared: Shared) -> None:
+    message = Message("orders", b"x", keys="k", wait_store_ok=False)
+    shared.direct_message(message)
+    *_, stored = shared.store.topic_messages("orders")
+    assert stored.properties == {"KEYS": "k", "CLUSTER": "c"}
+    assert message.properties == {"KEYS": "k", "WAIT": "false"}
+
+
 def test_other_topics_are_for_the_owner(shared: Shared) -> None:
     assert shared.peers[0].append(Message("payments", b"x"), 0) is None
     assert shared.peers[0].append(Message("orders", b"x"), 2) is None

@@ -983,7 +983,7 @@ def test_a_failed_async_send_notes_a_stopped_owner(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr("librmq.wire.share_links.is_stopped", lambda process: True)
         monkeypatch.setattr(Connection, "send_later", time_out)
         assert not cast("StorePeer", peer.link).is_silent
-        asyncio.run(producer.send_async("orders", b"x"))
+        asyncio.run(producer.send_async("orders", b"x", delay_level=1))  # by the owner
         assert cast("StorePeer", peer.link).is_silent
 
 
@@ -1210,9 +1210,10 @@ def test_a_forked_child_connects_again(tmp_path: Path, of_owner: bool) -> None:
         parent, other = shared if of_owner else shared[::-1]
         with Producer(parent, "shop") as before:
             before.send("orders", b"parent")
+            asyncio.run(before.send_async("orders", b"parent"))
 
             def check() -> None:
-                before.send("orders", b"by the parent's producer")
+                asyncio.run(before.send_async("orders", b"by the parent's producer"))
                 assert not parent.is_owner
                 with Producer(parent, "shop") as producer:
                     producer.send("orders", b"child")
@@ -1225,8 +1226,8 @@ def test_a_forked_child_connects_again(tmp_path: Path, of_owner: bool) -> None:
                 parent.close()
 
             in_child(check)
-            before.send("orders", b"parent again")
-        assert len(list(other.messages("orders"))) == 4
+            asyncio.run(before.send_async("orders", b"parent again"))
+        assert len(list(other.messages("orders"))) == 5
 
 
 @pytest.mark.slow
