@@ -99,12 +99,13 @@ def log(bench: Bench, body_bytes: int = 512) -> Iterator[tuple[Any, Any]]:
 
 def decode(given: tuple[Any, Any], _: Path, *, columns: Sequence[str]) -> Timed:
     """Decode columns of records whose places are known."""
-    from librmq.columns.decoding import FIXED_COLUMNS, Block
+    from librmq.columns.decoding import FIELDS, FIXED_COLUMNS, Block
 
     raw, places = given
+    frames, fields = not set(columns) <= FIXED_COLUMNS, [FIELDS[name] for name in columns if name in FIELDS]
     yield
     for at in range(0, len(places), ROWS):
-        block = Block(raw, places[at : at + ROWS], frames=not set(columns) <= FIXED_COLUMNS)
+        block = Block(raw, places[at : at + ROWS], frames=frames, fields=fields)
         for name in columns:
             block.column(name)
     yield len(places)
