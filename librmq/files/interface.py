@@ -441,7 +441,7 @@ def copy_file(
         StoreIOError: For example, the disk is full; a part of ``target`` can be left.
     """
     end = source.size if end is None else end
-    file = files.create(target, end - begin if size is None else size)
+    file = files.create(target, end - begin if size is None else size, keep_descriptor=True)
     end = min(end, source.data_end(begin))  # holes are not read: a mapping would fill them in memory
     for at in range(begin, end, _CHUNK):
         data = source.buffer[at : min(at + _CHUNK, end)]

@@ -117,6 +117,7 @@ def snapshot(
         log_end = end() if end is not None else _log_end(path, config, files, clock)
         copied, linked = _copy_log(path, part, config, log_end, copy, files)
         for entry in () if kind.derives_queues else index:
+            files.make_folder(os.path.join(part, directory.INDEX))
             _copy(path, part, os.path.join(directory.INDEX, entry.name), files)
         for ext in () if kind.derives_queues else (False, True):
             for topic, queue_id in directory.list_queues(path, files, ext=ext):
@@ -369,11 +370,10 @@ def _copy_sequence(path: str, part: str, folder: str, files: Files) -> None:
 
 
 def _copy(path: str, part: str, name: str, files: Files) -> bool:
-    """Copy a file; return False if it was deleted meanwhile."""
+    """Copy a file to the folder that is made for it; return False if it was deleted meanwhile."""
     source, target = os.path.join(path, name), os.path.join(part, name)
-    files.make_folder(os.path.dirname(target))
     with _unless_deleted(source, files):
-        copy_file(files, files.open(source), target)
+        copy_file(files, files.open(source, keep_descriptor=True), target)
         return True
     return False
 
