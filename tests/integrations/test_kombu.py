@@ -290,21 +290,26 @@ def test_one_receive_fills_the_room_of_several_tasks(
 
     def begin() -> None:
         busy.append(waiting.pop(0))
-        hub.call_soon(busy[0].ack if is_early else end)
+        process.send(b"1")
         if is_early:
-            hub.call_soon(lambda: hub.call_soon(end))  # a turn later
+            hub.call_soon(busy[0].ack)
 
     def end() -> None:
+        worker.recv(1)
         done.append(busy.pop())
         if not is_early:
             done[-1].ack()
 
+    worker, process = socket.socketpair()
     with (
+        worker,
+        process,
         closing(Hub()) as hub,
         share() as connection,
         kombu.Consumer(connection, [queue], on_message=waiting.append, prefetch_count=4),
         pool(hub, waiting, begin) as busy,
     ):
+        hub.add_reader(worker.fileno(), end)
         send(connection, queue, *messages)
         connection.register_with_event_loop(hub)
         while len(done) < len(messages):
