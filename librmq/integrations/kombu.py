@@ -521,7 +521,6 @@ class Transport(virtual.Transport):
         def woken() -> None:
             signal.clear()
             self._look_again()
-            self._take()
 
         def others() -> None:
             # The turns of a hub have no order, and a worker's pool passes its tasks on in its turn. The turn of another
@@ -574,6 +573,7 @@ class Transport(virtual.Transport):
         if not signal.is_filling:
             signal.is_filling, signal.is_filled = True, False
             loop.call_later(_FILL_S, signal.end_filling)
+            signal.set()  # the hub has looked already how long it waits
         return True
 
     def _look_again(self) -> None:
