@@ -217,7 +217,7 @@ class JsonLines:
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Print a row."""
-        self.line(json_line(row))
+        self._stream.write(json_line(row) + "\n")
 
     def line(self, text: str) -> None:
         """Print a row that is JSON."""
@@ -387,9 +387,15 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: json.dumps(value, ensure_ascii=False) if isinstance(value, _NESTED) else value
+        name: _utf8(value) if isinstance(value, str)
+        else _utf8(json.dumps(value, ensure_ascii=False)) if isinstance(value, _NESTED) else value
         for name, value in row.items()
-    }
+    }  # fmt: skip
+
+
+def _utf8(text: str) -> str:
+    """Return a text with each lone surrogate, which UTF-8 cannot hold, as its escape."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 class CsvRows:
@@ -456,7 +462,7 @@ class ParquetRows:
         """Write the rows so far.
 
         Raises:
-            InputError: A row does not fit the columns of the first ones, or the file cannot be written.
+            InputError: A row does not fit the columns, as a number of more than 64 bits, or the file cannot be written.
         """
         rows, self._rows = self._rows, []
         if not rows and self._file is not None:
@@ -472,8 +478,8 @@ class ParquetRows:
             self._file.write_table(arrow.Table.from_pylist(rows, schema=self._schema))
         except OSError as error:
             raise InputError(f"{self._path}: {error}") from None
-        except arrow.ArrowException as error:
-            raise InputError(f"Parquet: rows differ from the first ones ({error}): use jsonl") from None
+        except (arrow.ArrowException, OverflowError) as error:
+            raise InputError(f"Parquet: a row does not fit the columns ({error}): use jsonl") from None
 
     def close(self) -> None:
         """Write the remaining rows and end the file."""

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,6 +49,20 @@ def test_json_lines_are_read_back(value: Any) -> None:
     line = json_line({"value": value})
     assert json.loads(line) == {"value": value}
     assert printable(line) == line
+
+
+def test_parquet_holds_text_of_json_bodies(tmp_path: Path) -> None:
+    """JSON can have half a character, or a number of any length."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = str(tmp_path / "rows.parquet")
+    output = open_output("parquet", io.StringIO(), path)
+    output.row({"text": "é\ud800", "body": {"a\ud800": "\udfff"}})
+    output.close()
+    assert parquet.read_table(path).to_pylist() == [{"text": "é\\ud800", "body": '{"a\\ud800": "\\udfff"}'}]
+    longer = open_output("parquet", io.StringIO(), path)
+    longer.row({"body": 1 << 64})
+    with pytest.raises(InputError, match="use jsonl"):
+        longer.close()
 
 
 class NamedPair(NamedTuple):
