@@ -3,9 +3,9 @@
 "One in flight" sends a message and waits until its listener has run before it sends the next. A stream sends as fast as
 it can and waits for the last message. In both, librmq's stores are on disk. dramatiq's StubBroker keeps messages in
 memory, and litequeue in SQLite: put, get and done in one thread. No library that hands messages to another thread can
-reach that where wake-ups are slow, so it is shown and not required. A single append and two bare `queue.Queue` show the
-cost of storing a message and of a handover in both directions, and are the limit; the way back is such a queue in all
-of them. By hand and exploring, stores are in memory.
+reach that where wake-ups are slow, so it is shown and not required. An append of librmq's and two bare `queue.Queue`
+show the cost of storing a message and of a handover in both directions, and are the limit; the way back is such a queue
+in all of them. By hand and exploring, stores are in memory.
 
 Some targets are those of one code. Python code has to do 4 times StubBroker's stream, and the compiled core 6 times. A
 delayed message may cost 3 appends of Python code, and 4 of the core, whose single append is compiled whole.
@@ -259,8 +259,8 @@ ONE_NAME, STREAM_NAME = "send to listener, one in flight", "send to listener, a 
 def of_handovers(rate: float) -> Target:
     """Return the share of the limit that is required, by how often it hands over in a second.
 
-    Where threads wake up slowly, the two wake-ups are most of the time, and librmq's work is little beside them. A
-    tenth more is left for Python code.
+    Where threads wake up slowly, the two wake-ups are most of the time, and librmq's work is little beside them. 0.1
+    less is required of Python code, which works longer beside the same wake-ups.
     """
     share = 0.30 + 0.45 * min(max((50_000 - rate) / 20_000, 0), 1)
     return Target(share, 0.9, pure=Target(share - 0.1, 0.75))

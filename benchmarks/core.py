@@ -6,8 +6,8 @@ compiled core in this process, as in `benchmarks.store`, by the clock: the core 
 Two threads share the interpreter's lock, so that they append at most as fast as one: half of twice one thread. More
 would be possible only for what runs without the lock. The core keeps it: checksum and copy of a body of 16 KiB take
 one microsecond, and handing the lock to another thread takes six. So two threads that free it for checksum and copy of
-such a record, and do nothing else, reach less than half of twice one thread. In processor time two threads of the core
-cost what one does; they gain on Python what one gains, and what Python's two lose to each other.
+such a record, and do nothing else, reach less than half of twice one thread. Beside Python's two threads 3 is required,
+less than beside its one: the core's two also wait for each other's lock.
 """
 
 from __future__ import annotations

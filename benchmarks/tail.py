@@ -7,9 +7,10 @@ files, does not count.
 
 A call of nothing shows what the machine takes away: hypervisor, other programs, late timers. A raw write copies a
 record into a mapped file whose blocks exist, as an append does with its record. A bare queue passes numbers to another
-thread, as a send does with its message. Threads that also compute show what the interpreter takes away, which one of
-them has at a time. The machine has to be idle: a thread that waits for a core adds milliseconds to each of these. Until
-a call is due, its thread sleeps, so that other threads have the interpreter and a core.
+thread, as a send does with its message. Threads that also compute show what the interpreter takes away, because only
+one of them runs at a time; at 50,000 a second they are the limit, and four times a bare queue is an aim. The machine
+has to be idle: a thread that waits for a core adds milliseconds to each of these. Until a call is due, its thread
+sleeps, so that other threads have the interpreter and a core.
 """
 
 from __future__ import annotations
