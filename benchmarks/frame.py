@@ -384,7 +384,7 @@ def shortcomings(rows: Sequence[Row]) -> str:
     missed = [row for row in rows if row.verdict == "missed"]
     in_python = [row.pure for row in rows if row.pure is not None and row.pure.verdict == "missed"]
     lost = [row for row in rows if row.lost]
-    lines = ["Every required figure was reached in this run."]
+    lines = ["Every required figure was reached in this run." if rows else "Nothing was measured in this run."]
     if missed or in_python:
         lines = ["Required and not reached in this run:\n"]
         lines += [f"- {title(row)}: {cells(row)[3]} where {cells(row)[5]} is required." for row in missed]

@@ -86,6 +86,7 @@ def test_a_row_shows_what_python_code_does(frame: ModuleType) -> None:
     )
     assert "append, 128 B, against SQLite, in Python: 4.50× where 5× is required" in frame.shortcomings([row])
     assert "required of it" not in frame.markdown([pure])
+    assert frame.shortcomings([]).startswith("Nothing was measured"), "as where all peers are absent"
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
