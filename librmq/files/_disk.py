@@ -268,21 +268,24 @@ class DiskFiles:
                 os.unlink(place.name, dir_fd=place.folder)
                 raise
 
-    def make_files(self, folder: str, contents: Iterable[tuple[str, bytes | bytearray]], size: int) -> None:
+    def make_files(
+        self, folder: str, contents: Iterable[tuple[str, bytes | bytearray]], size: int, *, times_of: str | None = None
+    ) -> None:
         self.make_folder(folder)
         with SystemCall("create", folder), self._place(os.path.join(folder, "")) as above:
             for name, data in contents:
                 path = os.path.join(folder, name)
+                source = times_of and os.path.join(times_of, name)
                 if above.folder is None:
                     self.make_folder(os.path.dirname(path))
-                    _make(_Place(path, None), path, size, data)
+                    _make(_Place(path, None), path, size, data, source)
                     continue
                 own = os.path.dirname(name)
                 os.mkdir(own, dir_fd=above.folder)
                 descriptor = os.open(own, _FOLDER | os.O_NOFOLLOW, dir_fd=above.folder)
                 try:
                     give_to_owner(descriptor, "", above.folder)
-                    _make(_Place(os.path.basename(name), descriptor), path, size, data)
+                    _make(_Place(os.path.basename(name), descriptor), path, size, data, source)
                 finally:
                     os.close(descriptor)
 
@@ -626,7 +629,8 @@ def _create_renamed(path: str, place: _Place, size: int) -> None:
         _make(place, path, size)
 
 
-def _make(place: _Place, path: str, size: int, data: bytes | bytearray = b"") -> None:
+def _make(place: _Place, path: str, size: int, data: bytes | bytearray = b"", times_of: str | None = None) -> None:
+    """Make a file of that length, with its first bytes, and with the times of another if that is still there."""
     with SystemCall("create", path):
         descriptor = os.open(place.name, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=place.folder)
         give_to_owner(descriptor, os.path.dirname(place.name), place.folder)
@@ -635,6 +639,10 @@ def _make(place: _Place, path: str, size: int, data: bytes | bytearray = b"") ->
         if data:
             with SystemCall("write", path):
                 _write_at(descriptor, 0, data)
+        if times_of is not None:
+            with SystemCall("set the time of", path), suppress(FileNotFoundError):
+                times = os.stat(times_of)
+                os.utime(descriptor if os.utime in os.supports_fd else path, ns=(times.st_atime_ns, times.st_mtime_ns))
     except BaseException:
         os.unlink(place.name, dir_fd=place.folder)
         raise

@@ -63,7 +63,9 @@ class MemoryFiles:
             file = self._files[path] = self._file_type(path, self._new_buffer(path, size), size, True)
             return file
 
-    def make_files(self, folder: str, contents: Iterable[tuple[str, bytes | bytearray]], size: int) -> None:
+    def make_files(
+        self, folder: str, contents: Iterable[tuple[str, bytes | bytearray]], size: int, *, times_of: str | None = None
+    ) -> None:
         for name, data in contents:
             path = os.path.join(folder, name)
             self.make_folder(os.path.dirname(path))

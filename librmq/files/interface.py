@@ -188,11 +188,14 @@ class Files(Protocol):
         """Create a file of ``size`` zero bytes, which must not exist, and map it for writing."""
         ...
 
-    def make_files(self, folder: str, contents: Iterable[tuple[str, bytes | bytearray]], size: int) -> None:
+    def make_files(
+        self, folder: str, contents: Iterable[tuple[str, bytes | bytearray]], size: int, *, times_of: str | None = None
+    ) -> None:
         """Create files of ``size`` bytes, each in a new folder of its own below ``folder``, without a mapping.
 
         ``contents`` has their paths in ``folder`` and their first bytes. It costs a fraction of `create`, and is for a
-        store that has no name yet, because a kill can leave a file of another length.
+        store that has no name yet, because a kill can leave a file of another length. They get the modification times
+        of the files of the same paths in the folder ``times_of``, where these are still there.
         """
         ...
 

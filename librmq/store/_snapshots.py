@@ -17,7 +17,8 @@ import itertools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -32,22 +33,33 @@ from librmq.errors import (
     StoreLockedError,
 )
 from librmq.files import Damage, DiskFiles, FileLock, Files, FolderEntry, file_size, is_folder
-from librmq.files.interface import confine, copy_file, copy_time, flush_all, link_file, make_folders, numbered_files
+from librmq.files.interface import (
+    confine,
+    copy_file,
+    copy_time,
+    flush_all,
+    link_file,
+    make_folders,
+    numbered_files,
+    read_sole_file,
+)
 from librmq.files.rolling import file_name
 from librmq.runtime import critical
 from librmq.store.engine.saved_state import read_closed_state
+from librmq.store.engine.store_parts import QueueName
 from librmq.store.format import directory
 from librmq.store.format.directory import has_abort
 from librmq.store.format.documents import OWN_FOLDER, JobNote
 from librmq.store.format.rocksdb import is_database
 from librmq.store.format.timerfiles import TimerCheckpoint, TimerWheel
 from librmq.store.recovery import salvage
-from librmq.store.recovery.open import settle
+from librmq.store.recovery.open import flush_made, settle
 
 _PART: Final = ".part"
 _STILL_WRITTEN: Final = 2  # a writer or its recovery can still change this many files at the end of the log
 _ATTEMPTS: Final = 10
 _MAKING_S: Final = 0.01
+_LARGEST: Final = 1 << 16  # a file of a queue with more bytes is mapped, not read at once
 _PROGRESS: Final = re.compile(r"(consumerOffset|delayOffset)\.json(\.bak)?|timercheck")
 KEPT_CONFIG: Final = re.compile(r"(config|retention|settings)\.json")
 _OF_PLACES: Final = re.compile(r"(config|retention|settings|cancelled(-since)?|starts)\.json")
@@ -119,10 +131,9 @@ def snapshot(
         for entry in () if kind.derives_queues else index:
             files.make_folder(os.path.join(part, directory.INDEX))
             _copy(path, part, os.path.join(directory.INDEX, entry.name), files)
-        for ext in () if kind.derives_queues else (False, True):
-            for topic, queue_id in directory.list_queues(path, files, ext=ext):
-                folder = os.path.relpath(directory.queue_folder(path, topic, queue_id, ext=ext), path)
-                _copy_sequence(path, part, folder, files)
+        timed = [directory.COMMITLOG, directory.CONSUMEQUEUE_EXT, directory.INDEX]
+        if not kind.derives_queues:
+            timed += _copy_queues(path, part, config.consumequeue_file_size, files)
         copy_config(path, part, files, without=_PROGRESS)
         cuts: Sequence[Damage] = ()
         if kind.derives_queues:
@@ -135,7 +146,9 @@ def snapshot(
             )
             what = f"expected a sound record, because the log continues to {log_end}: repair it before a snapshot"
             raise CorruptionError(file, found_end, "record", what)
-        for folder in (directory.COMMITLOG, directory.CONSUMEQUEUE, directory.CONSUMEQUEUE_EXT, directory.INDEX):
+        of_queues = os.path.join(part, directory.CONSUMEQUEUE, "")
+        timed += {os.path.dirname(os.path.relpath(cut.file, part)) for cut in cuts if cut.file.startswith(of_queues)}
+        for folder in timed:
             _keep_times(path, part, files, folder)
     return Snapshot(
         target, begin, found_end, copied, linked, () if is_used else _changes(path, part, target, cuts, files)
@@ -359,6 +372,30 @@ def _copy_log(path: str, part: str, config: StoreConfig, end: int, copy: bool, f
             continue
         break
     return copied, linked
+
+
+def _copy_queues(path: str, part: str, size: int, files: Files) -> list[str]:
+    """Copy the queues, and return the folders whose files did not get the times of the source."""
+    made, others = list[str](), list[str]()
+
+    def read_small(names: Iterable[QueueName]) -> Iterator[tuple[str, bytes]]:
+        for name in names:
+            folder = directory.queue_folder("", *name)
+            only = read_sole_file(files, os.path.join(path, folder), size, _LARGEST)
+            if only is not None and only[0].isdigit():
+                made.append(os.path.join(part, folder, only[0]))
+                yield os.path.join(str(name[1]), only[0]), only[1]
+            else:
+                others.append(folder)
+
+    for topic, names in itertools.groupby(directory.list_queues(path, files), key=itemgetter(0)):
+        source, target = (os.path.join(store, directory.CONSUMEQUEUE, topic) for store in (path, part))
+        files.make_files(target, read_small(names), size, times_of=source)
+    flush_made(made, part, files)
+    units = [directory.queue_folder("", *name, ext=True) for name in directory.list_queues(path, files, ext=True)]
+    for folder in (*others, *units):
+        _copy_sequence(path, part, folder, files)
+    return others
 
 
 def _copy_sequence(path: str, part: str, folder: str, files: Files) -> None:

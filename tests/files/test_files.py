@@ -149,6 +149,16 @@ def test_files_are_made_behind_no_link(tmp_path: Path) -> None:
     assert not list(outside.iterdir())
 
 
+def test_files_are_made_with_the_times_of_others(tmp_path: Path) -> None:
+    files, source = DiskFiles(), tmp_path / "source" / "0" / "000"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    os.utime(source, ns=(1_000_000_007, 2_000_000_009))
+    made = tmp_path / "T"
+    files.make_files(str(made), [("0/000", b"zero"), ("7/000", b"gone")], 40, times_of=str(tmp_path / "source"))
+    assert [(made / f"{name}/000").stat().st_mtime_ns == 2_000_000_009 for name in (0, 7)] == [True, False]
+
+
 def test_a_file_is_made_once(files: Files, root: str) -> None:
     path = os.path.join(root, "f")
     files.create(path, 10).buffer[0:1] = b"x"

@@ -58,7 +58,9 @@ class RecoveryMode(enum.Enum):
     LIVING = "all of the log of an open store"
     """`WHOLE_LOG` for a store that this process had open until now, so that no crash changed a record."""
     COPY = "all of the log of a copy"
-    """`WHOLE_LOG`, but a queue without a folder stays deleted, like its topic."""
+    """`WHOLE_LOG`, but entries that agree are not written again, because this process has made and flushed them."""
+    CLOSED_COPY = "all of the log of a copy of a closed store"
+    """`COPY`, but a queue without a folder stays deleted, like its topic."""
 
     @property
     def is_thorough(self) -> bool:
@@ -370,7 +372,8 @@ class Recovery:
     def carry_out(self) -> None:
         """Carry out the plan."""
         parts = self._parts
-        if not self._clean and not self._is_preview:
+        is_copy = self._mode in (RecoveryMode.COPY, RecoveryMode.CLOSED_COPY)
+        if not self._clean and not self._is_preview and not is_copy:
             self._unclean.uncovered_from = self._uncovered_from
         self._cut_log(self.end, self._cut)
         for queue in parts.queues.opened():
@@ -473,7 +476,7 @@ class Recovery:
         parts = self._parts
         log, index = parts.log, parts.index
         if self._mode.is_thorough:
-            absent_before = self._dispatched() if self._mode is RecoveryMode.COPY else 0
+            absent_before = self._dispatched() if self._mode is RecoveryMode.CLOSED_COPY else 0
             return log.begin, Scope(log.begin, since=recreated_queues(log, parts.queues), absent_before=absent_before)
         if self._clean:
             dispatched = self._dispatched()

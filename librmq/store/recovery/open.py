@@ -205,7 +205,7 @@ class _Opening:
         # After a kill the check opens all queues one by one, if their folders hold only allowed names.
         self._at_check = writable and not clean and not thorough and not config.enable_consumequeue_ext
         self.cuts = []
-        if mode not in (None, RecoveryMode.LIVING, RecoveryMode.COPY) and (thorough or not clean):
+        if mode not in (None, RecoveryMode.LIVING, RecoveryMode.CLOSED_COPY) and (thorough or not clean):
             self.cuts = clear_leftovers(path, files, queues=not self._at_check)
         self._why_whole = ""
         if self.cuts and mark is not None:
@@ -462,14 +462,14 @@ class Settled(NamedTuple):
 
 
 def settle(path: str, config: StoreConfig, files: Files, clock: Clock, *, keep_deleted: bool = False) -> Settled:
-    """Recover the whole store in ``path``, flush it and mark it as closed.
+    """Recover the whole store in ``path``, whose queues this process has made and flushed, and mark it as closed.
 
     With ``keep_deleted`` a queue without a folder stays deleted, like its topic. No lock is taken, so no other process
     may know the store yet.
     """
     set_abort(files, path)
     levels = DelayLevels.parse(config.message_delay_level)
-    mode = RecoveryMode.COPY if keep_deleted else RecoveryMode.WHOLE_LOG
+    mode = RecoveryMode.CLOSED_COPY if keep_deleted else RecoveryMode.COPY
     parts = load(path, config, levels, files, clock, mode=mode)
     settled = Settled(parts.log.begin, parts.log.end, parts.cuts)
     parts.close()
@@ -580,9 +580,14 @@ class CopiedParts:
                 part.files.make_files(folder, new, part.config.consumequeue_file_size)
                 made += [os.path.join(folder, name) for name, _ in new]
         self._entries, self._size = {}, 0
-        if len(made) < MANY_FILES or not flush_all(part.files, part.path):
-            for path in made:
-                part.files.flush(part.files.open(path, writable=True))
+        flush_made(made, part.path, part.files)
+
+
+def flush_made(made: Sequence[str], path: str, files: Files) -> None:
+    """Flush files that `Files.make_files` has made in ``path``."""
+    if len(made) < MANY_FILES or not flush_all(files, path):
+        for file in made:
+            files.flush(files.open(file, writable=True))
 
 
 def _open_or_remove(
