@@ -11,7 +11,7 @@ import enum
 import os
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
@@ -420,14 +420,20 @@ _FILLER_BLOCK: Final = 4096
 _FILLER_SIZE: Final = HOLE_SIZE.to_bytes(4)
 
 
-def recreated_queues(log: CommitLog, queues: Mapping[QueueName, ConsumeQueue]) -> dict[QueueName, int]:
+def recreated_queues(
+    log: CommitLog,
+    queues: Mapping[QueueName, ConsumeQueue],
+    ends_of: Callable[[QueueName], tuple[bytes, int] | None] = lambda _: None,
+) -> dict[QueueName, int]:
     """Return the beginning of the records of each queue that counts from 0 again, by its first entry.
 
     A topic deleted on a broker leaves its records in the log. A new topic of that name counts from 0 again.
+    ``ends_of(name)`` returns entry 0 and the end of a queue that need not be opened for that.
     """
     begins = {}
-    for name, queue in queues.items():
-        raw = queue.read(0, 1) if queue.stored_begin == 0 else b""
+    for name in queues:
+        ends = ends_of(name)
+        raw = ends[0] if ends else queues[name].read(0, 1) if queues[name].stored_begin == 0 else b""
         place, size, _ = ENTRY.unpack(raw) if raw else (-1, 0, 0)
         if place > log.begin and size != HOLE_SIZE:
             with suppress(CorruptionError):

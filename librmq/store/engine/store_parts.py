@@ -83,7 +83,7 @@ class ShortQueue(ConsumeQueue):
             # The entry behind the end is read too, because it shows what was written since the close.
             path = f"{folder}{os.sep}{file_name(start)}"
             raw = files.read_used(path, size + ENTRY_SIZE, file_size, is_whole=False)
-        stored = _short_state(start, raw) if raw else None
+        stored = short_state(start, raw) if raw else None
         if raw is None or stored is None or stored[1:] != state[1:]:
             return None
         return cls(start // ENTRY_SIZE, raw, state, open_queue)
@@ -97,7 +97,7 @@ class ShortQueue(ConsumeQueue):
         if file is None or not 0 < len(file[1]) <= cls._SHORT or not (file[0].isdigit() and len(file[0]) == 20):
             return None
         start = int(file[0])
-        state = None if start % file_size else _short_state(start, file[1])
+        state = None if start % file_size else short_state(start, file[1])
         if state is None:
             return None
         queue = cls(start // ENTRY_SIZE, file[1], state, open_queue)
@@ -141,7 +141,7 @@ class ShortQueue(ConsumeQueue):
             self._opened.close()
 
 
-def _short_state(start: int, raw: bytes) -> QueueState | None:
+def short_state(start: int, raw: bytes) -> QueueState | None:
     """Return the state of a queue from the used part of its file at ``start``; None if an entry is not sound."""
     raw += bytes(-len(raw) % ENTRY_SIZE)  # the last entry can end in zeros
     places, sizes = places_and_sizes(raw)

@@ -27,7 +27,7 @@ from librmq.message.properties import PropertyName
 from librmq.message.topics import TopicPrefix, validate_queue
 from librmq.store.engine.derivation import COMPARED, BitmapOf, Derivation, DerivedBlock, DerivedRecord, walk
 from librmq.store.engine.read import offset_at_place
-from librmq.store.engine.store_parts import OpenQueue, QueueName, QueueState
+from librmq.store.engine.store_parts import OpenQueue, QueueName, QueueState, short_state
 from librmq.store.format import directory
 from librmq.store.format._keyindex import KeyIndex
 from librmq.store.recovery._entry_check import ExpectedEntry, Stray, Strays, misaddressed
@@ -98,6 +98,17 @@ class UncleanQueues:
         if content is not None:
             return len(content) <= end
         return not any(self._files.read(os.path.join(folder, file_name(0)), end, ENTRY_SIZE))
+
+    def ends_of(self, name: QueueName, log_end: int) -> tuple[bytes, int] | None:
+        """Return entry 0 of a queue that is not opened yet, empty if it is not stored, and the end of its messages.
+
+        None if the queue must be opened for that, as if an entry is not sound, or leads behind the log's end.
+        """
+        _, start, content = self._listed.get(name, ("", None, None))
+        state = short_state(start, content) if start is not None and content else None
+        if state is None or content is None or state.max_physic_offset > log_end:
+            return None
+        return b"" if start else content[:ENTRY_SIZE].ljust(ENTRY_SIZE, b"\0"), state.max_physic_offset
 
     def pop_files(self, name: QueueName) -> MappedFileQueue | None:
         """Return the files of a queue that is opened now; None if it was left as it is, or is not listed."""

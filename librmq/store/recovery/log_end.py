@@ -67,6 +67,11 @@ class RecoveryMode(enum.Enum):
         """Whether the whole log is checked."""
         return self not in (RecoveryMode.LAST_EXIT, RecoveryMode.PREVIEW)
 
+    @property
+    def is_of_copy(self) -> bool:
+        """Whether this process has made the store."""
+        return self in (RecoveryMode.COPY, RecoveryMode.CLOSED_COPY)
+
 
 class Suspect(NamedTuple):
     """A record that a crash can have left incomplete."""
@@ -372,8 +377,7 @@ class Recovery:
     def carry_out(self) -> None:
         """Carry out the plan."""
         parts = self._parts
-        is_copy = self._mode in (RecoveryMode.COPY, RecoveryMode.CLOSED_COPY)
-        if not self._clean and not self._is_preview and not is_copy:
+        if not self._clean and not self._is_preview and not self._mode.is_of_copy:
             self._unclean.uncovered_from = self._uncovered_from
         self._cut_log(self.end, self._cut)
         for queue in parts.queues.opened():
@@ -477,7 +481,8 @@ class Recovery:
         log, index = parts.log, parts.index
         if self._mode.is_thorough:
             absent_before = self._dispatched() if self._mode is RecoveryMode.CLOSED_COPY else 0
-            return log.begin, Scope(log.begin, since=recreated_queues(log, parts.queues), absent_before=absent_before)
+            since = recreated_queues(log, parts.queues, lambda name: self._unclean.ends_of(name, log.end))
+            return log.begin, Scope(log.begin, since=since, absent_before=absent_before)
         if self._clean:
             dispatched = self._dispatched()
             begin = log.begin if self._changed_queues is not None else min(dispatched, index.end_physical_offset)
@@ -521,7 +526,9 @@ class Recovery:
 
     def _dispatched(self) -> int:
         """Return the place up to which the log was dispatched, whatever happened to some queues since."""
-        return max([self._parts.log.begin, *(queue.max_physic_offset for queue in self._parts.queues.values())])
+        queues, log = self._parts.queues, self._parts.log
+        ends = ((name, self._unclean.ends_of(name, log.end)) for name in queues)
+        return max([log.begin, *(end[1] if end else queues[name].max_physic_offset for name, end in ends)])
 
     def _drop_index(self, files: Sequence[IndexFile], than: str) -> int:
         """Delete index files to rebuild, and return the physical offset from which to rebuild."""

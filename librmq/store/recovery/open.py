@@ -203,7 +203,8 @@ class _Opening:
         self._clean = clean = not has_abort(files, path)
         self._writable, self._thorough = writable, thorough = mode is not None, mode is not None and mode.is_thorough
         # After a kill the check opens all queues one by one, if their folders hold only allowed names.
-        self._at_check = writable and not clean and not thorough and not config.enable_consumequeue_ext
+        one_by_one = mode is not None and (mode.is_of_copy or not thorough)
+        self._at_check = one_by_one and not clean and not config.enable_consumequeue_ext
         self.cuts = []
         if mode not in (None, RecoveryMode.LIVING, RecoveryMode.CLOSED_COPY) and (thorough or not clean):
             self.cuts = clear_leftovers(path, files, queues=not self._at_check)
@@ -369,7 +370,11 @@ class _Opening:
         except CorruptionError:
             if self._mark is not None:
                 raise
-            leftovers = _beside_missing(directory.queue_folder(self._path, *name), self._files, log_begin)
+            folder = directory.queue_folder(self._path, *name)
+            is_closed = self._mode is RecoveryMode.CLOSED_COPY
+            leftovers = [] if is_closed else _beside_missing(folder, self._files, log_begin)
+            if not leftovers and self._thorough:
+                return  # the check opens the queue as it is, and repairs it
             if not leftovers:
                 raise
             self.cuts += _clear(leftovers, self._files)
@@ -378,7 +383,7 @@ class _Opening:
     def _open_listed(self, topic: str, queue_id: int) -> ConsumeQueue:
         """Open a queue after a kill, by its listed files."""
         sequence = self._unclean.pop_files((topic, queue_id))
-        if sequence is None:
+        if sequence is None or self._thorough:
             queue = self.open_queue(topic, queue_id)
         else:
             sequence.keeps_descriptors = True
