@@ -382,7 +382,7 @@ def _copy_queues(path: str, part: str, size: int, files: Files) -> list[str]:
         for name in names:
             folder = directory.queue_folder("", *name)
             only = read_sole_file(files, os.path.join(path, folder), size, _LARGEST)
-            if only is not None and only[0].isdigit():
+            if only is not None and only[0].isascii() and only[0].isdigit():
                 made.append(os.path.join(part, folder, only[0]))
                 yield os.path.join(str(name[1]), only[0]), only[1]
             else:

@@ -176,6 +176,27 @@ def test_a_pipe_in_config_is_skipped(tmp_path: Path) -> None:
         DiskFiles().read(str(tmp_path / "store" / "config" / "pipe"))
 
 
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("names", [("0" * 20, f"{80:020}"), ("0" * 20, f"{160:020}"), (f"{80:020}", f"{320:020}")])
+@pytest.mark.parametrize("size", [80, 160, 320])
+def test_a_copy_makes_queues_of_impossible_files_again(names: tuple[str, ...], size: int, clean: bool) -> None:
+    found = filled(SMALL, 120, clean=clean)
+    folder, content = "consumequeue/TopicA/0", found[f"consumequeue/TopicA/0/{0:020}"]
+    assert content is not None
+    kept = {path: data for path, data in found.items() if os.path.dirname(path) != folder}
+    files = in_memory(kept | {f"{folder}/{name}": (content * 2)[:size] for name in names})
+    snapshot(ROOT, TARGET, SMALL, files=files)
+    assert verify(TARGET, SMALL, files).sound
+
+
+def test_a_copy_leaves_out_files_whose_names_have_digits_of_another_script(tmp_path: Path) -> None:
+    on_disk(filled(SMALL, 20), tmp_path / "store")
+    for path in (tmp_path / "store" / "consumequeue").glob("*/*/" + "0" * 20):
+        path.rename(path.parent / ("\N{ARABIC-INDIC DIGIT ZERO}" * 20))
+    snapshot(str(tmp_path / "store"), str(tmp_path / "one"), SMALL)
+    assert verify(str(tmp_path / "one")).sound
+
+
 def test_full_files_are_linked_but_for_the_last_two(tmp_path: Path) -> None:
     on_disk(filled(SMALL, 120), tmp_path / "store")
     made = snapshot(str(tmp_path / "store"), str(tmp_path / "one"))

@@ -373,12 +373,11 @@ class _Opening:
             folder = directory.queue_folder(self._path, *name)
             is_closed = self._mode is RecoveryMode.CLOSED_COPY
             leftovers = [] if is_closed else _beside_missing(folder, self._files, log_begin)
-            if not leftovers and self._thorough:
-                return  # the check opens the queue as it is, and repairs it
-            if not leftovers:
+            if not leftovers and not self._thorough:
                 raise
             self.cuts += _clear(leftovers, self._files)
-            self._unclean.list_files(name)
+            if not self._thorough:  # a check of all opens what is left, and repairs it
+                self._unclean.list_files(name)
 
     def _open_listed(self, topic: str, queue_id: int) -> ConsumeQueue:
         """Open a queue after a kill, by its listed files."""
