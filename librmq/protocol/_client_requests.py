@@ -607,8 +607,8 @@ class SendLater(Request[bool]):
 
     def __init__(self, sends: Sequence[PendingSend], ended: Callable[[Sequence[PendingSend]], None]) -> None:
         """``ended`` is called with sends that have an outcome, each once, by any thread, and must not wait."""
-        self.sends = sends
-        self.ended = ended
+        self.sends: Sequence[PendingSend] = sends
+        self.ended: Callable[[Sequence[PendingSend]], None] = ended
         self.give_up: Callable[[PendingSend], BrokerUnreachableError | None] = lambda pending: None
         """Waits no longer; returns the error, or None if there is an outcome already. From the endpoint."""
         self.explain: Callable[[BrokerUnreachableError], BrokerUnreachableError] = lambda error: error

@@ -37,7 +37,7 @@ with librmq.share(sys.argv[1], wait=60) as shared, librmq.Producer(shared, "shop
     for words in map(str.split, sys.stdin):
         for number in range(int(words[1])):
             producer.send("orders", f"{words[0]} {number}".encode())
-        shared.topic_route("orders")  # which waits for an owner, without which it has appended perhaps
+        shared.topic_route("absent")  # an owner is asked for it, without which this has appended perhaps
         print(words[0], alone[0], shared.is_owner, flush=True)
 """
 COUNT = 300
