@@ -462,7 +462,7 @@ class StoreConfig(NamedConfig):
     """When an append returns: with ``async`` when the message is in the page cache (it survives the process), with
     ``sync`` when it is on the device (it survives the machine)."""
     flush_interval_s: Annotated[float, Seconds()] = 0.5
-    """Interval of the log's flushes while at least `flush_least_bytes` wait."""
+    """Interval of the log's flushes while at least `flush_least_bytes` wait; 4 MiB wait only if they come very fast."""
     flush_least_bytes: Annotated[int, Between(0, _MOST)] = 16 * KIB
     """Bytes of the log for which a flush does not wait longer than `flush_interval_s`."""
     flush_thorough_interval_s: Annotated[float, Seconds()] = 0.5

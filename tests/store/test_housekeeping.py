@@ -197,6 +197,28 @@ def test_less_is_flushed_after_ten_seconds(subject: Subject) -> None:
     assert subject.flushes == [(10, ENOUGH - 1)]
 
 
+def append_steadily(subject: Subject, every_ms: int) -> list[tuple[float, int]]:
+    """Append 8 MiB in 16 parts, and run what they wake; return the flushes of the log."""
+    subject.append(ENOUGH)
+    subject.run()
+    for _ in range(16):
+        subject.clock.advance(ms=every_ms)
+        if subject.append(1 << 19):
+            subject.run()
+    return subject.flushes
+
+
+def test_many_bytes_are_flushed_before_half_a_second(subject: Subject) -> None:
+    """A flush of more takes a processor for so long that the other threads of a busy process fall behind."""
+    assert append_steadily(subject, 5) == [(0.04, ENOUGH + (4 << 20)), (0.08, ENOUGH + (8 << 20))]
+
+
+def test_a_very_fast_producer_gets_pages_instead_of_flushes(subject: Subject) -> None:
+    assert append_steadily(subject, 1) == []
+    subject.run_until(0.5)
+    assert subject.flushes == [(0.5, ENOUGH + (8 << 20))]
+
+
 @pytest.mark.parametrize("size", [1, 100, ENOUGH, 1 << 20])
 @pytest.mark.parametrize("before", [0, 0.1, 0.4, 30])
 def test_a_store_of_librmq_flushes_within_half_a_second(size: int, before: float) -> None:

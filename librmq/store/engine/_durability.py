@@ -312,6 +312,11 @@ _FIRST_AHEAD: Final = 1 << 20
 _USUAL_AHEAD: Final = 4 << 20
 _MAX_AHEAD: Final = 64 << 20
 _ENTRIES_WORTH_A_FLUSH: Final = 400  # so many fill two pages of a queue
+_MUCH: Final = 4 << 20
+"""Bytes of the log that are flushed before the interval has passed. A flush of more takes a processor for so long that
+the other threads of a busy process fall behind."""
+_FAST: Final = 160 << 10
+"""Bytes a millisecond above which the thread prepares pages for the producer instead."""
 _AGAIN_MS: Final = 10_000  # a step that failed is tried again after this time
 
 
@@ -345,6 +350,7 @@ class Housekeeping(AlarmState):
         self._entries = entries
         self._expire = expire
         self._flushed_at_ms = self._derived_at_ms = now_ms
+        self._seen_ms, self._seen_end = now_ms, log.end  # at the last look whether a flush is due
         self._expire_at_ms: int | None = now_ms
         self._last_error = ""
         self._expired_end = -1  # where the log's files ended at the last check of expiry
@@ -410,7 +416,10 @@ class Housekeeping(AlarmState):
     def _flush_log(self, now_ms: int) -> tuple[int | None, int]:
         """Flush the log if due; return the next time, and the physical offset of an append that advances it."""
         config, commit = self._config, self._commit
-        waiting = self._log.end - commit.flushed
+        end = self._log.end
+        is_fast = end - self._seen_end > _FAST * (now_ms - self._seen_ms + 1)
+        self._seen_end, self._seen_ms = end, now_ms
+        waiting = end - commit.flushed
         interval, thorough = round(1000 * config.flush_interval_s), round(1000 * config.flush_thorough_interval_s)
         if config.durability == "sync":  # waiting callers flush; this is for the others
             interval = thorough = 0
@@ -418,7 +427,10 @@ class Housekeeping(AlarmState):
             enough = waiting >= config.flush_least_bytes
             due = self._flushed_at_ms + (interval if enough else thorough)
             if now_ms < due:
-                return due, sys.maxsize if enough else commit.flushed + config.flush_least_bytes
+                if waiting < _MUCH:
+                    return due, commit.flushed + (_MUCH if enough else config.flush_least_bytes)
+                if is_fast:
+                    return due, sys.maxsize
             self._flushed_at_ms = now_ms
             try:
                 commit.reach(self._log.end)
@@ -427,7 +439,7 @@ class Housekeeping(AlarmState):
                 return None, sys.maxsize
             # With "sync" the next append either waits, and flushes, or wakes this step.
             if self._log.end > commit.flushed and config.durability != "sync":
-                return now_ms + interval, sys.maxsize
+                return now_ms + interval, commit.flushed + _MUCH
         return None, commit.flushed + 1
 
     def _flush_queues(self, now_ms: int) -> int | None:
