@@ -43,7 +43,7 @@ _LONGEST_WAIT_S: Final = 1.0
 _FILL_S: Final = 0.01
 """How long room for a few messages waits for more of it."""
 _UNFILLED_S: Final = 1.0
-"""How long none waits after one that has waited in vain."""
+"""How long room is used as it is, after some has waited for more in vain."""
 
 
 # ---- what kombu asks
