@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from librmq.store._snapshots import restore as restore
     from librmq.store._snapshots import snapshot as snapshot
     from librmq.store._store import MessageStore as MessageStore
-    from librmq.store.engine._append import AppendFields as AppendFields
-    from librmq.store.engine._append import AppendResult as AppendResult
+    from librmq.store.engine._append_fields import AppendFields as AppendFields
+    from librmq.store.engine._append_fields import AppendResult as AppendResult
     from librmq.store.engine._durability import Acknowledgement as Acknowledgement
     from librmq.store.engine._message_filters import BySql as BySql
     from librmq.store.engine._message_filters import ByTags as ByTags
@@ -44,7 +44,7 @@ else:
         __name__,
         {
             "librmq.store._condition": ("Condition", "Wholeness"),
-            "librmq.store.engine._append": ("AppendFields", "AppendResult"),
+            "librmq.store.engine._append_fields": ("AppendFields", "AppendResult"),
             "librmq.store.engine._durability": ("Acknowledgement",),
             "librmq.store.engine._message_filters": ("BySql", "ByTags"),
             "librmq.store.engine.read": ("GetStatus", "MessageFilter", "ReadResult"),

@@ -28,7 +28,8 @@ from librmq.store._condition import Condition, Wholeness
 from librmq.store._handle import StoreHandle
 from librmq.store._read_only_view import ReadOnlyView
 from librmq.store._writer import Writer
-from librmq.store.engine._append import Appender, AppendFields, AppendResult, BatchFields
+from librmq.store.engine._append import Appender
+from librmq.store.engine._append_fields import AppendFields, AppendResult, BatchFields
 from librmq.store.engine._durability import Acknowledgement
 from librmq.store.engine.copies import CopyWriter
 from librmq.store.engine.read import (

@@ -24,7 +24,7 @@ from librmq.message import record as record_format
 from librmq.message.ids import Host, encode_host, parse_host
 from librmq.message.properties import PropertyName, encode_properties
 from librmq.store.engine import _append_page as page_format
-from librmq.store.engine._append import AppendResult, check_sizes, checked_host_flags, host_bytes
+from librmq.store.engine._append_fields import AppendResult, check_sizes, checked_host_flags, host_bytes
 from librmq.store.engine._append_page import AppendPage, close_page
 from librmq.store.format import directory
 

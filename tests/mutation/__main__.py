@@ -42,7 +42,7 @@ from tests.reference import CHECKOUT
 
 PARTS = {
     "log": ("commitlog", "commitlog_reader", "commitlog_frames", "files._disk"),
-    "append": ("store.engine._append",),
+    "append": ("store.engine._append", "store.engine._append_fields"),
     "recovery": (
         "store.recovery.open",
         "store.engine.saved_state",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate, chain, repeat
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Final
 
 from librmq.clock import Clock, ManualClock, SystemClock
 from librmq.commitlog import CommitLog
@@ -22,23 +22,24 @@ from librmq.files import Buffer
 from librmq.files.interface import is_full
 from librmq.message import DelayLevels, Message, StoredMessage
 from librmq.message import record as record_format
-from librmq.message.batch import BATCH_FIXED_SIZE, check_batch, check_batch_size
+from librmq.message.batch import BATCH_FIXED_SIZE, check_batch
 from librmq.message.delays import parse_level, queue_id_of_level
-from librmq.message.ids import Host, decode_host, encode_host, offset_message_id, parse_host
-from librmq.message.message import body_too_large, delayed_batch
-from librmq.message.properties import (
-    PropertyName,
-    checked_encoding,
-    decode_properties,
-    encode_properties,
-    join_properties,
-    tags_code,
-)
+from librmq.message.ids import Host, encode_host, parse_host
+from librmq.message.properties import checked_encoding, encode_properties, tags_code
 from librmq.message.topics import SystemTopic, validate_topic
 from librmq.runtime import critical
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import AppendState
 from librmq.runtime.locks import Lock
+from librmq.store.engine._append_fields import (
+    AppendResult,
+    check_fields,
+    check_queue_id,
+    check_sizes,
+    checked_host_flags,
+    host_bytes,
+    prepare_batch,
+)
 from librmq.store.engine._durability import GroupCommit, Housekeeping
 from librmq.store.engine.derivation import KeyBlock, Pending, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane
@@ -59,49 +60,6 @@ _pack_entry = ENTRY.pack
 _pack_short = struct.Struct(">H").pack
 _pack_header = {hosts: header.pack for hosts, header in record_format.HEADERS.items()}
 _new_result = tuple.__new__
-
-
-class AppendResult(NamedTuple):
-    """Where an appended message is stored."""
-
-    physical_offset: int
-    """Place of the record in the log."""
-    size: int
-    """Size of the record in bytes."""
-    queue_offset: int
-    """Number of the message in its queue."""
-    store_timestamp_ms: int
-    """Time of the append, in milliseconds since 1970."""
-    store_host: bytes
-    """Address and port, as in the record."""
-
-    @property
-    def offset_id(self) -> str:
-        """Offset id of the message: store host and physical offset in hexadecimal."""
-        return offset_message_id(decode_host(self.store_host), self.physical_offset)
-
-
-class AppendFields(TypedDict, total=False):
-    """Fields of a record that a broker sets: times in ms, hosts as (address, port) or in the form of a record."""
-
-    born_timestamp_ms: int | None
-    born_host: Host | bytes | None
-    store_host: Host | bytes | None
-    sys_flag: int
-    reconsume_times: int
-    prepared_transaction_offset: int
-    properties_raw: bytes | None
-
-
-class BatchFields(TypedDict, total=False):
-    """These fields for a batch, and its properties."""
-
-    properties: Mapping[str, str] | None
-    born_timestamp_ms: int | None
-    born_host: Host | None
-    store_host: Host | None
-    sys_flag: int
-    reconsume_times: int
 
 
 class Appender(AppendState):
@@ -687,112 +645,3 @@ def _as_far_as_it_fits() -> Iterator[None]:
     except StoreIOError as error:
         if not is_full(error):
             raise
-
-
-# ---- the messages of a batch
-
-
-class PreparedBatch(NamedTuple):
-    """The messages of a batch, column by column, because calls for whole columns cost least."""
-
-    sizes: list[int]
-    flags: list[int]
-    body_sizes: list[int]
-    bodies: list[bytes]
-    raw_sizes: list[bytes]
-    """Packed."""
-    raws: list[bytes]
-    checksums: list[int]
-    tags_codes: list[int]
-    unique_keys: list[str | None]
-    keys: list[str | None]
-
-
-def prepare_batch(
-    messages: Sequence[Message], fixed_size: int, properties: Mapping[str, str] | None, max_size: int
-) -> PreparedBatch:
-    """Prepare the messages of a batch; see `MessageStore.append_batch`.
-
-    ``fixed_size`` is what each record has beside body and properties; ``max_size`` is how many bytes a body, and the
-    batch as a client encodes it, may have.
-    """
-    if properties and parse_level(properties.get(PropertyName.DELAY)) > 0:
-        raise delayed_batch(messages[0].topic)
-    decoded = [message.properties for message in messages]
-    raws = list(map(encode_properties, decoded))
-    bodies = [message.body for message in messages]
-    body_sizes, raw_sizes = list(map(len, bodies)), list(map(len, raws))
-    encoded_size = sum(body_sizes) + sum(raw_sizes) + BATCH_FIXED_SIZE * len(messages)
-    if properties:
-        added = encode_properties(properties)
-        raws = [join_properties(raw, added) for raw in raws]
-        decoded = list(map(decode_properties, raws))
-        raw_sizes = list(map(len, raws))
-    check_sizes(max(body_sizes), max(raw_sizes), max_size)
-    check_batch_size(encoded_size, max_size)
-    tags = [pairs.get("TAGS") for pairs in decoded]
-    code_of = {tag: tags_code(tag) for tag in set(tags)}  # few in most batches
-    return PreparedBatch(
-        [fixed_size + body_size + raw_size for body_size, raw_size in zip(body_sizes, raw_sizes, strict=True)],
-        [message.flag for message in messages],
-        body_sizes,
-        bodies,
-        list(map(_pack_short, raw_sizes)),
-        raws,
-        [record_format.crc32(body) & 0x7FFFFFFF for body in bodies],
-        [code_of[tag] for tag in tags],
-        [pairs.get("UNIQ_KEY") for pairs in decoded],
-        [pairs.get("KEYS") for pairs in decoded],
-    )
-
-
-# ---- checks of fields
-
-
-def check_sizes(body_size: int, properties_size: int, max_size: int) -> None:
-    """Refuse a body of more than ``max_size`` bytes, and properties that no record can hold."""
-    if body_size > max_size:
-        raise body_too_large(body_size, max_size, as_stored=True)
-    if properties_size > _MAX_PROPERTIES_SIZE:
-        raise MessageIllegalError(
-            f"the properties have {properties_size:,} bytes, at most {_MAX_PROPERTIES_SIZE:,} are taken: "
-            "put large values into the body"
-        )
-
-
-def checked_host_flags(sys_flag: int, born_host: bytes, store_host: bytes) -> int:
-    """Return the bits that tell hosts of 16 bytes; refuse a ``sys_flag`` that claims more than the hosts."""
-    flags = (record_format.BORN_HOST_V6 if len(born_host) > 8 else 0) | (
-        record_format.STORE_HOST_V6 if len(store_host) > 8 else 0
-    )
-    if sys_flag & record_format.HOSTS_V6 & ~flags:
-        raise MessageIllegalError(f"sys flag {sys_flag:#x} claims an IPv6 host; found an IPv4 host")
-    return flags
-
-
-def host_bytes(host: Host | bytes) -> bytes:
-    """Return a host as in a record: 8 bytes, 20 for IPv6; refuse anything else."""
-    if type(host) is bytes and len(host) in (8, 20):
-        return host
-    try:
-        return encode_host(host)
-    except TypeError:  # it can't be hashed
-        raise MessageIllegalError(f"expected an IP address and a port of 32 bits, found {host!r:.80}") from None
-
-
-def check_queue_id(queue_id: Any) -> None:  # noqa: ANN401 (what a caller gave)
-    """Refuse a value that can't be a queue id, such as a text."""
-    if isinstance(queue_id, bool) or not hasattr(queue_id, "__index__") or not 0 <= queue_id < 1 << 31:
-        raise MessageIllegalError(f"queue id: expected a whole number from 0 to 2147483647, found {queue_id!r:.80}")
-
-
-def check_fields(queue_id: object, sys_flag: object) -> None:
-    """Refuse fields of a record of a wrong kind.
-
-    Raises:
-        MessageIllegalError: ``queue_id`` is none.
-        TypeError: ``sys_flag`` is not a whole number.
-    """
-    check_queue_id(queue_id)
-    if not hasattr(sys_flag, "__index__"):
-        raise wrong_kind("sys_flag", sys_flag, "a whole number")

@@ -22,7 +22,8 @@ from librmq.message.properties import tags_code
 from librmq.runtime import critical
 from librmq.runtime import lazy_numpy as np
 from librmq.runtime.compiled_core import CORE
-from librmq.store.engine._append import Appender, AppendResult
+from librmq.store.engine._append import Appender
+from librmq.store.engine._append_fields import AppendResult
 from librmq.store.engine.derivation import Derivation, Pending, derived_block, has_queue_entry, is_indexed
 from librmq.store.engine.dispatch import Dispatcher, Lane
 from librmq.store.engine.store_parts import Parts
