@@ -161,7 +161,6 @@ class Administration:
         return by_settings | self._locks._groups_by_topic.get(topic, set())
 
     def delete_topic(self, request: DeleteTopic) -> None:
-        """Delete a topic from the table."""
         self._topics.delete(request.topic)
         self._known_queues.pop(request.topic, None)
 
@@ -183,7 +182,6 @@ class Administration:
             self._runner.wake(self._flushing)
 
     def describe_topics(self, request: DescribeTopics) -> dict[str, QueueData]:
-        """Return all topics."""
         return {
             name: QueueData(
                 self._broker_name, config.read_queues, config.write_queues, config.permission, config.message_type
@@ -192,7 +190,6 @@ class Administration:
         }
 
     def describe_groups(self, request: DescribeGroups) -> dict[str, GroupSettings]:
-        """Return the settings of all groups."""
         return dict(self._groups.by_name)
 
     def set_group(self, request: SetGroup) -> None:

@@ -154,7 +154,6 @@ class Replication:
             notify()
 
     def remove_replica(self, request: LeaveLog) -> None:
-        """Remove a replica."""
         with self._guard:
             self._followers.pop(request.replica, None)
             self._all = tuple(self._followers.values())

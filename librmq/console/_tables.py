@@ -16,8 +16,6 @@ from librmq.message import StoredMessage
 
 
 class Cell(NamedTuple):
-    """A cell of a table."""
-
     text: str
     link: str = ""
     mood: str = ""

@@ -19,7 +19,6 @@ _unpack_queue_offset = record.header_struct("queue_offset").unpack_from
 
 
 def _body_size(message: StoredMessage) -> int:
-    """Return the size of the stored body."""
     flags, size = _unpack_body(message.raw)
     return len(message.stored_body) if flags & _V6_HOSTS else size
 
@@ -191,7 +190,6 @@ class ProcessQueue:
         return self._waiting[0] if self._waiting else None
 
     def drop_all(self) -> None:
-        """Drop all messages."""
         self._waiting.clear()
         self._begun.clear()
         self._bounds.clear()

@@ -320,7 +320,6 @@ class Rests:
         return None in self._times
 
     def __contains__(self, queue: MessageQueue) -> bool:
-        """Return whether a queue rests."""
         return bool(self._times) and (None in self._times or queue in self._times)
 
     def begin_rest(self, error: DownstreamDown, queue: MessageQueue) -> int:

@@ -273,7 +273,6 @@ class ListenerCalls:
         )
 
     def count_messages(self, assigned: AssignedQueue, count: int, result: str) -> None:
-        """Count messages by their result."""
         if count and self.instance.metrics is not None:
             topic, group = assigned.queue.topic, self.instance.group
             self.instance.metrics.count("consumed", count, topic=topic, group=group, result=result)

@@ -297,8 +297,6 @@ def is_temporary_error(error: BaseException) -> bool:
 
 
 class StatementResult(NamedTuple):
-    """Result of a statement."""
-
     rows: Sequence[Sequence[Any]]
     changed: int
     """Number of rows that changed."""

@@ -70,7 +70,6 @@ class RocketMQDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return the name of the format."""
         return "rocketmq"
 
     def _options_of(self, schema: StructType) -> dict[str, str]:
@@ -95,7 +94,6 @@ class RocketMQDataSource(DataSource):
         return schema
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a batch."""
         refuse_for_batches(self.options)  # a table of the catalog can have options for streams
         values = self._options_of(schema)
         if is_progress(values):
@@ -104,7 +102,6 @@ class RocketMQDataSource(DataSource):
         return Reader(options, *read_schema(schema, options, values))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's)
-        """Return the reader of a stream."""
         from librmq.spark._stream import RefusedStream, StreamReader
 
         try:
@@ -119,7 +116,6 @@ class RocketMQDataSource(DataSource):
             return RefusedStream(with_condition(error))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Return the writer of a job."""
         from librmq.spark._write import Writer
 
         if overwrite:
@@ -129,7 +125,6 @@ class RocketMQDataSource(DataSource):
         return Writer(options, schema)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 (Spark's)
-        """Return the writer of a stream."""
         from librmq.spark._write import StreamWriter
 
         if overwrite:

@@ -154,7 +154,6 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return nested(offsets, self._identities(offsets, {}, {}))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """Return the limit in the options."""
         max_offsets = self._limits.max_offsets
         if self._limits == StreamLimits():
             return ReadAllAvailable()

@@ -402,8 +402,6 @@ class StagingWriter:
 
 @shows_conditions
 class Writer(StagingWriter, DataSourceArrowWriter):
-    """The writer of a batch."""
-
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         super().__init__(options, schema, options.job_id or f"job-{uuid.uuid4().hex}")
 

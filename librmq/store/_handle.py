@@ -73,7 +73,6 @@ class StoreHandle(ABC):
         self.log, self.index, self.checkpoint, self.queues = parts.log, parts.index, parts.checkpoint, parts.queues
 
     def accept_calls(self) -> None:
-        """Accept calls from now on."""
         self.closed = None
         _open_handles.add(self)
         _report_python()

@@ -68,8 +68,6 @@ class RetryOwners:
 
 
 class Flight:
-    """One message in flight."""
-
     __slots__ = ("attempt", "invisible_ms", "physical_offset", "received_ms", "visible_ms")
 
     def __init__(

@@ -287,7 +287,6 @@ def to_message(stored: StoredMessage, topic: str) -> Any:  # noqa: ANN401 (a mes
 
 
 def message_type_of(properties: Mapping[str, str]) -> MessageType:
-    """Return the kind of a message by its properties."""
     if properties.get(PropertyName.TRANSACTION_PREPARED, "").lower() == "true":
         return MessageType.TRANSACTION
     if any(name in properties for name in _TIMED):

@@ -408,7 +408,6 @@ class Refusal(RmqError):
 
 
 def code_of(error: RmqError) -> Code:
-    """Return the code for an error of librmq."""
     if isinstance(error, Refusal):
         return error.code
     if isinstance(error, ReceiptError):
@@ -494,7 +493,6 @@ def refuse(status: Any, error: Exception) -> None:  # noqa: ANN401
 
 
 def client_id_of(context: Context) -> str:
-    """Return the id of the calling client."""
     client_id = header(context, "x-mq-client-id")
     if not client_id:
         raise Refusal(Code.CLIENT_ID_REQUIRED, "the header x-mq-client-id is missing")

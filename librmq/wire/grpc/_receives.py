@@ -53,8 +53,6 @@ Place = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Poll:
-    """One receive."""
-
     client_id: str
     place: Place
     arrived: threading.Event
@@ -434,7 +432,6 @@ class Receives:
 
     @answers("AckMessageResponse")
     def ack_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Acknowledge messages."""
         endpoint = self._endpoints(client_id_of(context))
         group, topic = check_group(request.group.name), check_topic(request.topic.name)
         receipts = tuple(entry.receipt_handle for entry in request.entries)

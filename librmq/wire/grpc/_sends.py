@@ -142,7 +142,6 @@ class SendCalls:
 
     @answers("SendMessageResponse")
     def send_message(self, request: Any, context: Context, response: Any) -> None:  # noqa: ANN401
-        """Store messages."""
         client_id = client_id_of(context)
         if not request.messages:
             raise Refusal(Code.MESSAGE_CORRUPTED, "expected at least one message")

@@ -224,7 +224,6 @@ class RemoteBroker(Endpoint):
 
     @property
     def clock(self) -> Clock:
-        """The clock of the route."""
         return self._runner.clock
 
     def __repr__(self) -> str:
@@ -598,7 +597,6 @@ class RemoteBroker(Endpoint):
         return tables
 
     def group_rows(self) -> Rows:
-        """Return the rows of all groups."""
         frame = frame_of(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG)
         return self.read(frame, "the groups", partial(table_in, name="subscriptionGroupTable"))
 

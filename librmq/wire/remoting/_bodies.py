@@ -213,7 +213,6 @@ def queue_row(queue: MessageQueue) -> dict[str, Any]:
 
 
 def queue_key(queue: MessageQueue) -> java_json.ObjectKey:
-    """Return a queue as a key."""
     return java_json.ObjectKey(queue_row(queue).items())
 
 

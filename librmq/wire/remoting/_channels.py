@@ -223,8 +223,6 @@ T = TypeVar("T")
 
 
 class RemotingCall(NamedTuple):
-    """One request."""
-
     channel: Channel
     frame: Frame
     header: Any
@@ -425,7 +423,6 @@ class ClientChannels:
         return len(self.by_id)
 
     def register_client(self, channel: Channel, frame: Frame) -> None:
-        """Register a client with its groups."""
         client_id, producers, consumers, checking = heartbeat_of(frame.body)
         if not client_id:
             return

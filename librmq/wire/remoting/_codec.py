@@ -157,7 +157,6 @@ _REMARKS: Final = {
 
 
 def frame_of(code: RequestCode, header: object = None, body: bytes = b"") -> Frame:
-    """Return the frame of a request."""
     fields = {} if header is None else to_fields(header, by_letters=REQUESTS[code].by_letters)
     return Frame(code, fields, body)
 
@@ -662,7 +661,6 @@ FORMS: Final[Mapping[type[Any], Form]] = {
 
 
 def heartbeat_frame(request: Heartbeat) -> Frame:
-    """Return the frame of a heartbeat."""
     return frame_of(RequestCode.HEART_BEAT, body=heartbeat_body(request))
 
 
@@ -966,7 +964,6 @@ def parse_receive(header: ReceiveHeader, notify: Callable[[], None] | None) -> R
 
 
 def received_reply(response: ReceiveResponse) -> Reply:
-    """Return the answer to a receive."""
     lines = [f"{part.receipt} {part.attempt} {part.visible_timestamp_ms}" for part in response.messages]
     return Reply(
         ReceivedHeader(response.is_held, "\n".join(lines)), records_body(part.message for part in response.messages)

@@ -81,7 +81,6 @@ class Frame:
 
     @property
     def is_answer(self) -> bool:
-        """Whether this is an answer."""
         return bool(self.flag & _IS_ANSWER)
 
     @property
@@ -95,7 +94,6 @@ class Frame:
         return self
 
     def json_header(self) -> bytes:
-        """Return the header as JSON."""
         names = tuple(self.fields)
         members = (_shapes.get(names) or _shape_of(names)) % tuple(map(_quoted, self.fields.values()))
         return _json_header(self.code, members, self.flag, self.language, self.opaque, self.remark, self.version)

@@ -223,8 +223,6 @@ class SentHeader:
 
 @value
 class RefusedSendHeader:
-    """What the answer to a refused send has."""
-
     NAMES: ClassVar = SentHeader.NAMES
 
     region: str = "DefaultRegion"
@@ -282,8 +280,6 @@ class FoundByKeyHeader:
 
 @value
 class GroupQueueHeader:
-    """A queue of a group."""
-
     consumer_group: str
     topic: str
     queue_id: int
@@ -307,8 +303,6 @@ class OffsetHeader:
 
 @value
 class CreateTopicHeader:
-    """A topic to create or change."""
-
     topic: str
     default_topic: str
     read_queue_nums: int
@@ -323,8 +317,6 @@ class CreateTopicHeader:
 
 @value
 class QueueOfTopicHeader:
-    """A queue."""
-
     topic: str
     queue_id: int
 
@@ -395,8 +387,6 @@ class CheckTransactionHeader:
 
 @value
 class ConsumerGroupHeader:
-    """A consumer group."""
-
     consumer_group: str
     max_reconsume_times: int | None = None
     """The redeliveries that count for the group, which only a broker of librmq says to its members."""
@@ -404,8 +394,6 @@ class ConsumerGroupHeader:
 
 @value
 class ProducerGroupHeader:
-    """A producer group."""
-
     producer_group: str
 
 
@@ -427,23 +415,17 @@ class GroupAndTopicHeader:
 
 @value
 class GroupOfTopicHeader:
-    """A consumer group, and one of its topics."""
-
     topic: str
     group: str
 
 
 @value
 class TopicNameHeader:
-    """A topic."""
-
     topic: str
 
 
 @value
 class TopicOfClusterHeader:
-    """A topic in a cluster."""
-
     topic: str
     cluster_name: str | None = None
 
@@ -470,8 +452,6 @@ class ResetOffsetHeader:
 
 @value
 class ClientOfGroupHeader:
-    """A client in a group."""
-
     consumer_group: str
     client_id: str
     jstack_enable: bool = False
@@ -508,8 +488,6 @@ class CloneOffsetHeader:
 
 @value
 class StatsOfHeader:
-    """A statistic by its name and key."""
-
     stats_name: str
     stats_key: str
 
@@ -523,8 +501,6 @@ class OrderedOnlyHeader:
 
 @value
 class QueueEntriesHeader:
-    """Entries of a queue."""
-
     topic: str
     queue_id: int
     index: int
@@ -563,15 +539,11 @@ class KvNamespaceHeader:
 
 @value
 class BrokerNameHeader:
-    """A broker."""
-
     broker_name: str
 
 
 @value
 class ClusterNameHeader:
-    """A cluster."""
-
     cluster: str
 
 
@@ -628,8 +600,6 @@ class ReceivedHeader:
 
 @value
 class HoldHeader:
-    """The number of a held receive."""
-
     hold: int
 
 
@@ -709,8 +679,6 @@ class NotificationHeader:
 
 @value
 class NotifiedHeader:
-    """The answer."""
-
     has_msg: bool = False
     polling_full: bool = False
 
@@ -753,8 +721,6 @@ class RecalledHeader:
 
 
 class RequestForm(NamedTuple):
-    """The forms of a request and its answer."""
-
     header: type[Any] = EmptyHeader
     answer: type[Any] = EmptyHeader
     by_letters: bool = False

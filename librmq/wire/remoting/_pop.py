@@ -217,7 +217,6 @@ def read_changed(receipt: Receipt, answer: Frame) -> str:
 
 
 def recall_frame(topic: str, handle: str) -> Frame:
-    """Return the frame that recalls a message."""
     return frame_of(RequestCode.RECALL_MESSAGE, RecallHeader(topic, handle))
 
 

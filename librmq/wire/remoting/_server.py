@@ -290,14 +290,12 @@ class Budgets:
             return largest
 
     def remove_connection(self, channel: Channel) -> None:
-        """Remove a connection that has ended."""
         with self._lock:
             self._end_share(channel)
             self._ending -= channel in self._shares
             self._shares.pop(channel, None)
 
     def channels(self) -> list[Channel]:
-        """Return all connections."""
         with self._lock:
             return list(self._shares)
 
