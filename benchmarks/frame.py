@@ -235,6 +235,7 @@ def interleave(cases: Sequence[Case], context: Any, bench: Bench) -> Figures:
         for run, cpu in runs[shift:] + runs[:shift]:
             with bench.folder() as folder:
                 gc.collect()
+                os.sync()  # what the run before has left for the disk is written before this one
                 figure = _timed(run(context, folder), time.process_time if cpu else time.perf_counter)
             if number >= bench.warm_up:
                 figures[run, cpu].append(figure)
