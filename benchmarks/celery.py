@@ -23,7 +23,7 @@ from benchmarks.frame import CHECKOUT, Bench, Case, Part, Target, from_setup, ma
 from benchmarks.kombu import ADDRESSES, redis_server
 
 COUNTS: Final = {"SQLAlchemy": 200}
-"""Tasks of a run; the others get 1,000."""
+"""Tasks of a run; the others get 3,000, of which the first hundreds take longer."""
 RECORD: Final = 16
 _IDLE_S: Final = 5.0
 _PATH: Final = f"import sys; sys.path.append({str(CHECKOUT)!r})"  # last, so that the installed librmq is measured
@@ -157,7 +157,7 @@ class Work(NamedTuple):
         bench, redis = both
         url = redis if self.broker == "Redis" else ADDRESSES[self.broker](folder)
         celery = Celery(url, folder, self.prefetch, late=self.late)
-        count = max(bench.count(COUNTS.get(self.broker, 1_000)), 2)
+        count = max(bench.count(COUNTS.get(self.broker, 3_000)), 2)
         with owner(folder / "store") if self.is_peer else nullcontext():
             return rate(celery, self.concurrency, count, self.pool)
 

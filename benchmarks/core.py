@@ -129,8 +129,8 @@ def against_peers(detail: str, size: int) -> Iterator[Case]:
     load = partial(with_core, setup=partial(make_load, body_size=size, count=80_000))
     stored = partial(with_core, setup=partial(store.readable, body_size=size, count=50_000))
     table: list[tuple[str, Run, str, Run, Target, str, Setup]] = [
-        ("single append", store.append, "LMDB nosync, writable map", partial(peers.lmdb, writemap=True), Target(4),
-         "lmdb", load),
+        ("single append", store.append, "LMDB nosync, writable map", partial(peers.lmdb, writemap=True),
+         Target(4) if small else store.LARGER["LMDB nosync, writable map"], "lmdb", load),
         ("single append", store.append, "raw write, unbuffered", peers.raw_write, Target(0.7 if small else 0.9),
          "os", load),
         (f"batch append {BATCH}", store.append_batches, "LMDB nosync, 256 in putmulti",
