@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,21 @@ def test_a_copy_makes_queues_of_impossible_files_again(names: tuple[str, ...], s
     files = in_memory(kept | {f"{folder}/{name}": (content * 2)[:size] for name in names})
     snapshot(ROOT, TARGET, SMALL, files=files)
     assert verify(TARGET, SMALL, files).sound
+
+
+@many
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_snapshot_of_a_queue_whose_file_is_in_the_place_of_another_is_sound(clean: bool) -> None:
+    """The log is the truth: it stays as it is, whatever the queue says of the offsets of its records."""
+    found = filled(SMALL, 60, clean=clean)
+    paths = sorted(path for path, data in found.items() if data is not None and path.startswith("consumequeue/"))
+    for at, (source, other) in enumerate(some(list(permutations(paths, 2)))):
+        moved = {**found, other: found[source]}
+        if at % 2 or os.path.dirname(source) == os.path.dirname(other):
+            del moved[source]
+        files = in_memory(moved)
+        snapshot(ROOT, TARGET, SMALL, files=files)
+        assert verify(TARGET, SMALL, files).sound, (source, other)
 
 
 def test_a_copy_leaves_out_files_whose_names_have_digits_of_another_script(tmp_path: Path) -> None:

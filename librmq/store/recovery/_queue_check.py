@@ -321,7 +321,9 @@ class QueueCheck:
         due = self._next
         possible = _is_possible(claimed)
         if due is None:
-            if self.points_at(self.queue.min_offset, entry):
+            # Two records that follow each other are right, and a queue that is elsewhere had its file renamed.
+            is_confirmed = possible and following == claimed + 1
+            if not is_confirmed and self.points_at(self.queue.min_offset, entry):
                 due = self.queue.min_offset
             elif (
                 following
