@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -105,6 +106,22 @@ def contents(files: Files, root: str = ROOT) -> Contents:
 def derived(found: Contents) -> Contents:
     """Return only the contents of the log, the queues and the index."""
     return {path: data for path, data in found.items() if path.startswith(("commitlog/", "consumequeue", "index/"))}
+
+
+LISTS_DESCRIPTORS = pytest.mark.skipif("not os.path.isdir('/proc/self/fd')", reason="needs a list of descriptors")
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Fail if the block leaves a descriptor open: a program must not wait for a garbage collection to have it back."""
+    gc.collect()  # releases what earlier tests left
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        yield
+        assert len(os.listdir("/proc/self/fd")) <= before
+    finally:
+        gc.enable()
 
 
 def store_threads() -> list[threading.Thread]:

@@ -633,8 +633,9 @@ def _make(place: _Place, path: str, size: int, data: bytes | bytearray = b"", ti
     """Make a file of that length, with its first bytes, and with the times of another if that is still there."""
     with SystemCall("create", path):
         descriptor = os.open(place.name, _TO_WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=place.folder)
-        give_to_owner(descriptor, os.path.dirname(place.name), place.folder)
     try:
+        with SystemCall("create", path):
+            give_to_owner(descriptor, os.path.dirname(place.name), place.folder)
         _set_length(descriptor, path, size)
         if data:
             with SystemCall("write", path):
@@ -679,9 +680,13 @@ def _new_file(place: _Place) -> BinaryIO:
     with suppress(FileNotFoundError):
         os.unlink(place.name, dir_fd=place.folder)
     flags = _TO_WRITE | os.O_CREAT | os.O_EXCL
-    descriptor = os.open(place.name, flags, 0o644, dir_fd=place.folder)
-    give_to_owner(descriptor, os.path.dirname(place.name), place.folder)
-    return os.fdopen(descriptor, "wb")
+    file = os.fdopen(os.open(place.name, flags, 0o644, dir_fd=place.folder), "wb")
+    try:
+        give_to_owner(file.fileno(), os.path.dirname(place.name), place.folder)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 class _TemporaryFiles(DiskFiles):

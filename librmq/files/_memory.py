@@ -329,6 +329,10 @@ class OverlayFiles(MemoryFiles):
         finally:
             os.close(descriptor)  # the mapping keeps its own duplicate
 
+    def discard(self) -> None:
+        """Release the changed pages, once nothing uses these files; a repetition does nothing."""
+        self._files = {}  # in one step, because a signal handler can interrupt a call
+
     def changed_folders(self) -> set[str]:
         """Return the folders that were made, changed or deleted, or hold a file that was."""
         with self._guard:

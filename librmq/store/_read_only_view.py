@@ -222,6 +222,7 @@ class ReadOnlyView(StoreHandle):
         self._marks: tuple[object, ...] = ()
         self._inferred: tuple[bool, ...] = ()
         self._noted_order: TimeOrder | None = None
+        self._overlays: list[OverlayFiles] = []
         self.version = 0
 
     def open(self, config: StoreConfig | None = None) -> None:
@@ -352,6 +353,8 @@ class ReadOnlyView(StoreHandle):
             if self.closed is None:
                 self.closed = why
                 self.parts.close()
+                for overlay in self._overlays:  # the parts refer to each other, so they stay for a while
+                    overlay.discard()
 
     # ------------------------------------------------------------------------------------------------------ opening
 
@@ -405,8 +408,11 @@ class ReadOnlyView(StoreHandle):
         bitmap_of = self._bitmap_of if config.enable_calc_filter_bitmap else None
         is_brief = self._is_brief and not config.enable_consumequeue_ext
 
+        overlays: list[OverlayFiles] = []
+
         def previewed(rebuilt: frozenset[QueueName] = frozenset()) -> Parts:
             overlay = OverlayFiles(files)
+            overlays.append(overlay)
             parts = load(
                 path, config, levels, overlay, self.clock, mode=RecoveryMode.PREVIEW, bitmap_of=bitmap_of,
                 is_brief=is_brief, rebuilt=rebuilt,
@@ -432,6 +438,7 @@ class ReadOnlyView(StoreHandle):
 
         parts = previewed()
         parts.queues.rebuild = rebuild
+        self._overlays = overlays
         return parts
 
     def _read_state(self) -> tuple[object, ...]:

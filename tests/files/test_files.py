@@ -9,6 +9,7 @@ import os
 import random
 import re
 import socket
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from librmq.files.lock import DiskLock
 from librmq.store import MessageStore
 from tests.file_seams import Event, FailingFiles, RecordingFiles
 from tests.programs import start_program
+from tests.stores import LISTS_DESCRIPTORS, no_descriptor_left
 
 
 @pytest.fixture(
@@ -365,6 +367,28 @@ def test_no_descriptor_is_lost(tmp_path: Path) -> None:
     gc.collect()
     after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     assert after == before
+
+
+@LISTS_DESCRIPTORS
+def test_a_file_that_can_not_be_given_away_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root gives what it makes to the owner of the folder, which a file system can refuse."""
+
+    def refuse(made: int, *_: object) -> None:
+        if stat.S_ISREG(os.fstat(made).st_mode):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr("librmq.files._disk.give_to_owner", refuse)
+    files, path = DiskFiles(), str(tmp_path / "f")
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: files.make_files(str(tmp_path), [("0/000", b"zero")], 40),
+        lambda: files.create(path, 40),
+        lambda: files.write(path, b"zero"),
+    )
+    with no_descriptor_left():
+        for call in calls:
+            with pytest.raises(StoreIOError, match="Operation not permitted"):
+                call()
+            assert [path.name for path in tmp_path.rglob("*")] == ["0"]
 
 
 @pytest.mark.parametrize("call", ["os.ftruncate", "mmap.mmap"])

@@ -35,6 +35,7 @@ from librmq.store.retention import Retention
 from tests.budget import examples, many
 from tests.stores import (
     EVER,
+    LISTS_DESCRIPTORS,
     ROOT,
     SMALL,
     SMALL_EXT,
@@ -48,6 +49,7 @@ from tests.stores import (
     filled,
     from_disk,
     in_memory,
+    no_descriptor_left,
     on_disk,
     opened,
     served,
@@ -743,6 +745,14 @@ def test_a_reader_shows_the_result_of_a_recovery(config: StoreConfig, clean: boo
     assert (shown(reader), served(reader)) == seen
     assert reader.refresh() is False
     reader.close()
+
+
+@LISTS_DESCRIPTORS
+@pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
+def test_a_view_of_a_killed_store_leaves_no_file_open(tmp_path: Path, config: StoreConfig) -> None:
+    folder = on_disk(filled(config, 60, clean=False), tmp_path / "store")
+    with no_descriptor_left(), MessageStore.open(folder, config, read_only=True) as view:
+        assert shown(view)
 
 
 def test_a_damaged_store_is_shown_up_to_the_damage(tmp_path: Path) -> None:

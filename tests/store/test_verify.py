@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import os
 import struct
 from pathlib import Path
 
@@ -20,7 +18,19 @@ from librmq.message.topics import SystemTopic
 from librmq.store import MessageStore
 from librmq.store.recovery._verify import UNKNOWABLE, Verdict, verify
 from tests.budget import many
-from tests.stores import ROOT, SMALL, SMALL_EXT, START_MS, Contents, contents, filled, in_memory, opened
+from tests.stores import (
+    LISTS_DESCRIPTORS,
+    ROOT,
+    SMALL,
+    SMALL_EXT,
+    START_MS,
+    Contents,
+    contents,
+    filled,
+    in_memory,
+    no_descriptor_left,
+    opened,
+)
 
 
 @pytest.fixture
@@ -349,18 +359,11 @@ def test_a_flipped_bit_that_gives_a_record_an_entry_is_found(flag: int, has_all:
     assert verify(ROOT, SMALL, files).sound
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs a list of descriptors")
+@LISTS_DESCRIPTORS
 @pytest.mark.parametrize("config", [SMALL, SMALL_EXT], ids=["plain", "ext"])
 def test_no_file_stays_open(tmp_path: Path, config: StoreConfig) -> None:
-    """A program that verifies again and again must not wait for a garbage collection to have its descriptors back."""
     with MessageStore.open(tmp_path / "store", config) as store:
         for number in range(20):
             store.append(Message(f"T{number % 3}", b"x" * 200, keys=f"k{number}"))
-    gc.collect()  # releases what earlier tests left
-    gc.disable()
-    try:
-        before = len(os.listdir("/proc/self/fd"))
+    with no_descriptor_left():
         assert verify(str(tmp_path / "store")).sound
-        assert len(os.listdir("/proc/self/fd")) <= before
-    finally:
-        gc.enable()

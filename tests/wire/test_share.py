@@ -90,6 +90,7 @@ from tests.conftest import SlowBudget
 from tests.interrupting import at_each_call
 from tests.programs import Fork, Process, environment, in_child, start_program
 from tests.soak.worker import Recording
+from tests.stores import LISTS_DESCRIPTORS, no_descriptor_left
 from tests.wire import share_worker
 from tests.wire.stub import wait_until
 
@@ -611,6 +612,13 @@ def test_a_peer_waits_for_the_flush_that_the_store_promises(tmp_path: Path, monk
             while len(flushed) < 3:
                 assert producer.send("orders", b"x").status is SendStatus.SEND_OK
     assert all(device >= end for end, device in flushed)
+
+
+@LISTS_DESCRIPTORS
+def test_a_closed_share_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    librmq.share(tmp_path).close()
+    with no_descriptor_left():
+        librmq.share(tmp_path).close()
 
 
 def test_a_second_close_leaves_the_next_owner_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

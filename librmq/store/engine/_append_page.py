@@ -326,6 +326,12 @@ class AppendPage:
         if descriptor >= 0:
             os.close(descriptor)
 
+    def unmap(self) -> None:
+        """Release the mapping too, which has a descriptor of its own; this object's numbers stay as they are."""
+        self.numbers = memoryview(bytearray(self.numbers)).cast("q")
+        self.offsets = self.numbers[:0]
+        del self._map
+
 
 def _process() -> int:
     """Return this process's number, and that of the space of processes in which it is one."""

@@ -457,6 +457,7 @@ class SharedAppends:
         self._page.numbers[page_format.STATE] = page_format.CLOSED
         self._close_bells()
         self._page.close()
+        self._page.unmap()  # because the parts of a store refer to each other, until a garbage collection
         self._is_closed = True
         with suppress(FileNotFoundError):
             os.unlink(self._page.path)
