@@ -55,7 +55,7 @@ class BrokerConfig(NamedConfig):
     busy_after_s: Annotated[float, Seconds()] = 1
     """Time that another write may take before a send is refused as busy."""
     longest_wait_s: Annotated[float, Seconds()] = 0.2
-    """Time that a send may wait for other writes before it is refused as busy."""
+    """Time that a send may wait for other writes before it is refused as busy; at least the ``timeout`` of a share."""
     save_offsets_every_s: Annotated[float, Seconds()] = 5
     """Time from the first unsaved change of progress to saving all of it."""
     replication: Literal["async", "sync"] = "async"

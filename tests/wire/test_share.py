@@ -575,6 +575,36 @@ def test_a_share_stays_open_while_a_peer_is_stopped_within_an_append(
 
 
 @pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
+def test_a_send_bears_another_one_that_waits_for_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        librmq.share(tmp_path, BrokerConfig(longest_wait_s=0)) as owner,
+        librmq.share(tmp_path) as peer,
+        Producer(owner, "shop") as producer,
+        Producer(peer, "shop") as of_peer,
+    ):
+        assert isinstance(owner.link, StoreOwner)
+        lock = owner.link.route.store.appender.lock
+        page = AppendPage.open(appends_path(str(tmp_path)))
+        assert page is not None
+        while page.numbers[append_page.STATE] != append_page.OPEN:
+            of_peer.send("orders", b"x")
+        page.take(20)
+        first = threading.Thread(target=producer.send, args=("orders", b"first"))
+        first.start()
+        wait_until(lock.is_writing)
+        wait = lock.is_free_within
+
+        def end_write_of_peer(seconds: float) -> bool:
+            page.release()
+            return wait(seconds)
+
+        monkeypatch.setattr(lock, "is_free_within", end_write_of_peer)
+        assert producer.send("orders", b"second").status is SendStatus.SEND_OK
+        first.join()
+        page.close()
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="only there peers append by themselves")
 @pytest.mark.parametrize("call", ["os.posix_fallocate", "fcntl.flock"])
 def test_a_folder_that_takes_no_page_is_shared_by_the_owner_alone(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -495,9 +495,13 @@ class SendHandler:
         now, end = self._runner.now_ms(), self._store.log.end
         if end != self._stuck_at or now < self._stuck_since:
             self._stuck_at, self._stuck_since = end, now
-        took_ms, wait_s = now - self._stuck_since, self._longest_wait_s
-        what = f"this send has waited {wait_s} s for other writes, as long as longest_wait_s allows"
-        if took_ms > self._busy_after_ms:
+        took_ms, wait_s, busy_after_ms = now - self._stuck_since, self._longest_wait_s, self._busy_after_ms
+        shared = self._store.appender.shared
+        if shared is not None:
+            # The other write can wait for a peer that appends. Wait as long as it does, and as peers do for each other.
+            wait_s, busy_after_ms = max(wait_s, shared.wait_s), max(busy_after_ms, round(1000 * shared.wait_s))
+        what = f"this send has waited {wait_s:g} s for other writes, as long as longest_wait_s allows"
+        if took_ms > busy_after_ms:
             # If this process was paused and not the disk, the write ends immediately, so a short wait is enough.
             wait_s = min(wait_s, CTRL_C_WAITS_S)
             what = f"another write has taken {took_ms} ms, longer than busy_after_s allows"
