@@ -48,6 +48,9 @@ _VISIBILITY_S: Final = 3600
 _LONGEST_VISIBILITY_S: Final = 12 * 3600
 _CLEAN_S: Final = 600
 """Between two looks for queues that were deleted and have no message left in the log."""
+_ANSWER_S: Final = 10
+"""Time for an answer of the owner, which a machine can stop for seconds. Its end is seen at once, and a connection that
+counts as lost lets Celery repeat what it acknowledges late."""
 _SAVE_S: Final = 0.2
 """Between two saves of what is acknowledged."""
 _LONGEST_DELAY: Final = timedelta(days=3)
@@ -83,7 +86,7 @@ class KombuBroker:
         config = librmq.BrokerConfig(save_offsets_every_s=_SAVE_S)
         if takes_delays:
             config = librmq.BrokerConfig(save_offsets_every_s=_SAVE_S, timers=librmq.TimerConfig())
-        self.route = librmq.share(folder, config)
+        self.route = librmq.share(folder, config, timeout=_ANSWER_S)
         self.route.set_group(GROUP, retry_max_times=_NO_LIMIT)
         self.producer = librmq.Producer(self.route, GROUP).start()
         self.bindings = FolderBindings(folder)

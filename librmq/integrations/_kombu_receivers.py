@@ -30,6 +30,8 @@ EXPIRES: Final = "KOMBU_EXPIRES_MS"
 QUEUE: Final = "KOMBU_QUEUE"
 """The property that names the queue of a message in a topic that queues use one after the other."""
 AT_ONCE: Final = 32
+_CLAIM_S: Final = 60.0
+"""Longest time for which a receive hides messages: where its answer is lost, no process renews them, or has them."""
 _LATEST_S: Final = 0.05
 """Longest time for which an acknowledgement waits for the next receive."""
 _PAUSE_S: Final = 1.0
@@ -97,6 +99,7 @@ class ShareReceiver:
         self._consumer = librmq.SimpleConsumer(route, GROUP).start()
         self._now_ms = route.runner.now_ms
         self._visibility_s = visibility_s
+        self._claim_s = min(visibility_s, _CLAIM_S)
         self._wake = wake
         self._waiting: set[str] = set()
         """Topics without a message, of which the broker will notify this process."""
@@ -129,7 +132,7 @@ class ShareReceiver:
                 self._consumer.subscribe(topic)
             messages = self._with_done(
                 lambda done: self._consumer.receive_or_notify(
-                    topic, most, notify, invisible=self._visibility_s, acknowledge=done
+                    topic, most, notify, invisible=self._claim_s, acknowledge=done
                 )
             )
             is_held = not messages
@@ -155,7 +158,7 @@ class ShareReceiver:
 
     def _keep(self) -> None:
         """Renew messages in time, and send acknowledgements that no receive takes along."""
-        renew_s = _clock.monotonic() + self._visibility_s / 3
+        renew_s = _clock.monotonic() + self._claim_s / 3
         while not self._closed.is_set():
             if _clock.wait(self._has_done, max(0.0, renew_s - _clock.monotonic())):
                 self._has_done.clear()
@@ -167,7 +170,7 @@ class ShareReceiver:
                     _clock.wait(self._closed, _PAUSE_S)
             if _clock.monotonic() >= renew_s:
                 self._renew()
-                renew_s = _clock.monotonic() + self._visibility_s / 3
+                renew_s = _clock.monotonic() + self._claim_s / 3
 
     def _renew(self) -> None:
         """Keep messages invisible while this process has them, so that those of a killed one only come again."""

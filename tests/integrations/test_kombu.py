@@ -958,6 +958,38 @@ def test_a_process_that_lives_keeps_its_messages_hidden(share: Connect) -> None:
         assert is_empty(other, queue)
 
 
+def test_a_message_whose_answer_is_lost_comes_again_long_before_its_visibility_timeout(
+    share: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that was stopped for some seconds answers then, and hides messages for a process that waits no more."""
+    monkeypatch.setattr("librmq.integrations._kombu_receivers._CLAIM_S", 1.0)
+    receive, renew, renewed = librmq.SimpleConsumer.receive_or_notify, librmq.SimpleConsumer.renew, threading.Event()
+
+    def lose(*words: Any, **fields: Any) -> Any:
+        if received := receive(*words, **fields):
+            monkeypatch.undo()
+            monkeypatch.setattr(librmq.SimpleConsumer, "renew", note)
+            raise librmq.BrokerUnreachableError("the owner has not answered within 3 s")
+        return received
+
+    def note(consumer: Any, message: Any, seconds: float) -> None:
+        assert seconds == 600
+        renewed.set()
+        renew(consumer, message, seconds)
+
+    monkeypatch.setattr(librmq.SimpleConsumer, "receive_or_notify", lose)
+    queue = kombu.Queue("tasks", routing_key="tasks")
+    with share(visibility_timeout=600) as connection:
+        send(connection, queue, "job")
+        held: list[Any] = []
+        with kombu.Consumer(connection, [queue], on_message=held.append):
+            with pytest.raises(librmq.BrokerUnreachableError):
+                connection.drain_events(timeout=20)
+            connection.drain_events(timeout=20)
+            assert renewed.wait(20)
+            held[0].ack()
+
+
 @pytest.mark.slow
 def test_the_visibility_timeout_ends_what_a_killed_process_has(share: Connect, tmp_path: Path) -> None:
     queue = kombu.Queue("tasks", routing_key="tasks")
