@@ -442,7 +442,7 @@ class Transactions:
         sys_flag = half.sys_flag & ~record.TRANSACTION_MASK | record.TRANSACTION_COMMIT
         place = half.physical_offset
         try:
-            result = self._store.appender.append_again(
+            result = self._store.copies.append_again(
                 half, topic, queue_id, properties, flag=flag, sys_flag=sys_flag, prepared_transaction_offset=place
             )
         except MessageIllegalError as error:

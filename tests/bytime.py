@@ -110,7 +110,7 @@ class Wheel(ByTime):
     """The timers, which deliver messages after any delay."""
 
     topic = SystemTopic.TIMER
-    appends = ("appender", "append_again")
+    appends = ("copies", "append_again")
 
     def __init__(
         self,

@@ -793,7 +793,7 @@ def test_a_pass_that_fails_continues_in_the_next(
 ) -> None:
     desk.prepare(0)
     desk.prepare(1)
-    again = desk.store.appender.append_again
+    again = desk.store.copies.append_again
     calls: list[int] = []
 
     def second_fails(*args: Any, **fields: Any) -> Any:
@@ -802,7 +802,7 @@ def test_a_pass_that_fails_continues_in_the_next(
             raise DiskFullError("full")
         return again(*args, **fields)
 
-    monkeypatch.setattr(desk.store.appender, "append_again", second_fails)
+    monkeypatch.setattr(desk.store.copies, "append_again", second_fails)
     assert desk.checks_to(60_000) == [60_000]
     assert "the check of half messages fails; next try in 60000 ms: full" in caplog.text
     assert desk.progress() == (1, None)
@@ -819,7 +819,7 @@ def test_a_full_disk_does_not_end_the_checks(
     for number in range(20):
         desk.prepare(number)
     full = raising(StoreIOError("allocate", ROOT, OSError(errno.ENOSPC, "full")))
-    again = desk.store.appender.append_again
+    again = desk.store.copies.append_again
     calls: list[int] = []
 
     def second_fails(*args: Any, **fields: Any) -> Any:
@@ -827,7 +827,7 @@ def test_a_full_disk_does_not_end_the_checks(
         return again(*args, **fields) if len(calls) == 1 else full()
 
     with monkeypatch.context() as patched:
-        patched.setattr(desk.store.appender, "append_again", second_fails)
+        patched.setattr(desk.store.copies, "append_again", second_fails)
         patched.setattr(part, refused, full)
         assert desk.pass_to(60_000) == 70_000
     # Without room for the queue the pass sees the first half alone, and comes to no failing write.

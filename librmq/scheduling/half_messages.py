@@ -553,7 +553,7 @@ class HalfCheck:
     def _append_copy(self, half: StoredMessage, properties: dict[str, str]) -> StoredMessage | None:
         """Append a copy of a half with these properties; None if the half had to be given up."""
         try:
-            result = self._store.appender.append_again(
+            result = self._store.copies.append_again(
                 half, SystemTopic.HALF, half.queue_id, properties, flag=0, reconsume_times=0
             )
         except MessageIllegalError as error:  # The copy has no room for its properties.
@@ -582,7 +582,7 @@ class HalfCheck:
         )
         self._make_topic(SystemTopic.CHECK_MAX_TIME)
         try:
-            self._store.appender.append_again(half, SystemTopic.CHECK_MAX_TIME, QUEUE, properties)
+            self._store.copies.append_again(half, SystemTopic.CHECK_MAX_TIME, QUEUE, properties)
         except MessageIllegalError as error:  # The half itself stays in the log, but no check asks about it again.
             _log.error(
                 "the half message at physical offset %(physical_offset)d can't be discarded: %(error)s",

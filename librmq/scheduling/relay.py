@@ -191,11 +191,11 @@ class HopProxy:
                 new_properties = {name: value for name, value in properties.items() if name not in _HOP_PROPERTIES}
                 validate_topic(topic)
                 self._make_topic(topic, queue_id)
-                result = self._store.appender.append_again(message, topic, queue_id, new_properties)
+                result = self._store.copies.append_again(message, topic, queue_id, new_properties)
             else:
                 level = best_level(target_ms - now_ms, self._store.levels)
                 new_properties = {**properties, PropertyName.DELAY: str(level)}
-                result = self._store.appender.append_again(message, SystemTopic.HOP, _QUEUE, new_properties)
+                result = self._store.copies.append_again(message, SystemTopic.HOP, _QUEUE, new_properties)
         except MessageIllegalError as error:
             _log.error(
                 "the message at queue offset %(queue_offset)d, physical offset %(physical_offset)d is dropped: "

@@ -336,7 +336,7 @@ class Timers:
             if self._earlier.concerns(message.physical_offset) and self._was_delivered(message, topic, properties):
                 self._progress.changes += 1
                 return
-            result = self._store.appender.append_again(message, topic, queue_id, properties, raw=_encoded(properties))
+            result = self._store.copies.append_again(message, topic, queue_id, properties, raw=_encoded(properties))
         except MessageIllegalError as error:
             self._drop(message.queue_offset, message.physical_offset, error)
             return

@@ -242,14 +242,14 @@ def test_a_message_is_seen_though_its_half_then_expires(broker: Broker) -> None:
     woken: list[int] = []
     half = prepare(broker)
     assert pull(broker, "T", queue_id=1, notify=lambda: woken.append(1)).status is PullStatus.HELD
-    again = broker.store.appender.append_again
+    again = broker.store.copies.append_again
 
     def taken(*arguments: Any, **fields: Any) -> Any:
         result = again(*arguments, **fields)
         expired(broker)
         return result
 
-    broker.store.appender.append_again = taken  # type: ignore[method-assign]
+    broker.store.copies.append_again = taken  # type: ignore[method-assign]
     end(broker, half, COMMIT)
     assert broker.store.message_at(half.physical_offset) is None
     assert woken == [1]

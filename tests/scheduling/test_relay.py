@@ -163,7 +163,7 @@ def test_a_full_disk_stops_it_for_ten_seconds(
     carried = Carried()
     carried.send(0, b"first")
     carried.send(0, b"second")
-    again, count = carried.store.appender.append_again, 0
+    again, count = carried.store.copies.append_again, 0
 
     def refuse(*arguments: Any, **fields: Any) -> Any:
         nonlocal count
@@ -172,7 +172,7 @@ def test_a_full_disk_stops_it_for_ten_seconds(
             raise DiskFullError("full")
         return again(*arguments, **fields)
 
-    monkeypatch.setattr(carried.store.appender, "append_again", refuse)
+    monkeypatch.setattr(carried.store.copies, "append_again", refuse)
     assert carried.proxy.run_due(START_MS) == START_MS + 10_000
     assert "the relay: sending on fails; next try in 10000 ms: full" in caplog.text
     assert [message.body for message in carried.arrived()] == [b"first"]

@@ -56,7 +56,7 @@ MISTAKES: dict[str, Callable[[Any], object]] = {
     "message: expected a Message, found None": lambda store: store.submit(None),
     "messages: expected a list of Message, found Message": lambda store: store.append_batch(Message("T", b"1")),
     "messages: expected a list of Message, found 'x'": lambda store: store.append_batch("x"),
-    "record: expected a StoredMessage, found 3": lambda store: store.appender.append_again(3, "T", 0, {}),
+    "record: expected a StoredMessage, found 3": lambda store: store.copies.append_again(3, "T", 0, {}),
     "result: expected the result of an Ack": lambda store: store.wait_for(store.submit(Message("T", b"1"))),
     "topic: expected text, found 5": lambda store: store.read(5, 0, 0),
     "queue_id: expected a whole number, found '0'": lambda store: list(store.messages("T", "0")),

@@ -20,7 +20,7 @@ from librmq.consumequeue import ENTRY
 from librmq.errors import MessageIllegalError, StoreIOError
 from librmq.files import Buffer
 from librmq.files.interface import is_full
-from librmq.message import DelayLevels, Message, StoredMessage
+from librmq.message import DelayLevels, Message
 from librmq.message import record as record_format
 from librmq.message.batch import BATCH_FIXED_SIZE, check_batch
 from librmq.message.delays import parse_level, queue_id_of_level
@@ -155,10 +155,7 @@ class Appender(AppendState):
 
     def append_methods(self) -> tuple[Callable[..., AppendResult], Callable[..., list[AppendResult]]]:
         """Return the methods that append a message and a batch: the compiled core's, or those of this class."""
-        return (
-            getattr(self, "append_usual", self.append),
-            getattr(self, "append_batch_usual", self.append_batch),
-        )
+        return getattr(self, "append_usual", self.append), getattr(self, "append_batch_usual", self.append_batch)
 
     def begin_turn(self) -> None:
         """Keep other processes from appending, in each block that writes to the log under ``lock``."""
@@ -325,51 +322,6 @@ class Appender(AppendState):
         if self.is_sync or end >= self._housekeeping.alarm:
             self._acknowledge(end, wait)
         return _new_result(AppendResult, (physical_offset, size, queue_offset, now, stored_at))
-
-    def append_again(  # noqa: PLR0913 (a keyword for each field of a record)
-        self,
-        record: StoredMessage,
-        topic: str,
-        queue_id: int,
-        properties: Mapping[str, str],
-        *,
-        raw: bytes | None = None,
-        flag: int | None = None,
-        sys_flag: int | None = None,
-        reconsume_times: int | None = None,
-        prepared_transaction_offset: int = 0,
-    ) -> AppendResult:
-        """Append the message of a record once more, with these properties, to this queue of this topic.
-
-        Body, born time and hosts are the record's; flags and counts are too unless given. ``raw`` has the properties as
-        they are to be stored, whatever they say of a delay; None encodes them as `append` does. The call returns at
-        once, whatever the durability.
-
-        Raises:
-            MessageIllegalError: The message can't be appended.
-            RecordError: The bytes are not a record.
-        """
-        try:
-            data = record.raw
-        except AttributeError:
-            raise wrong_kind("record", record, "a StoredMessage") from None
-        begin, end, _, _, _, _ = record.frame
-        header = record_format.HEADERS[data[record_format.SYS_FLAG_AT + 3] & record_format.HOSTS_V6].unpack_from(data)
-        _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
-        message = Message.from_parts(topic, data[begin:end], own_flag if flag is None else flag, dict(properties))
-        append, _ = self.append_methods()
-        return append(
-            message,
-            queue_id,
-            born_timestamp_ms=born_timestamp_ms,
-            born_host=born_at,
-            store_host=stored_at,
-            sys_flag=own_sys_flag if sys_flag is None else sys_flag,
-            reconsume_times=times if reconsume_times is None else reconsume_times,
-            prepared_transaction_offset=prepared_transaction_offset,
-            properties_raw=raw,
-            wait=False,
-        )
 
     def append_batch(  # noqa: PLR0913 (a keyword for each field of a record)
         self,

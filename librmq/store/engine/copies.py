@@ -1,4 +1,4 @@
-"""Copies: records prepared without the writer's lock and written together under it, and bytes of another store's log.
+"""Copies of stored messages, also prepared without the writer's lock, and bytes of another store's log.
 
 `LogCopier` dispatches the records of a copied log to queues and index. It mirrors 4.9.4's
 ``DefaultMessageStore.appendToCommitLog``, which appends a master's log to a slave's.
@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from threading import get_ident
 from typing import Any, Final, NamedTuple
@@ -16,7 +16,7 @@ from librmq.config import wrong_kind
 from librmq.consumequeue import ENTRY, entry_dtype
 from librmq.errors import CorruptionError, MessageIllegalError, RmqError, StoreIOError
 from librmq.java.lang import JAVA_ERRORS, java_decode
-from librmq.message import StoredMessage
+from librmq.message import Message, StoredMessage
 from librmq.message import record as record_format
 from librmq.message.properties import tags_code
 from librmq.runtime import critical
@@ -126,11 +126,60 @@ def place_copies(
     return placed
 
 
+def _raw(record: StoredMessage) -> bytes:
+    try:
+        return record.raw
+    except AttributeError:
+        raise wrong_kind("record", record, "a StoredMessage") from None
+
+
 class CopyWriter:
-    """Writer of prepared records, beside the store's `Appender` and through it. Thread-safe."""
+    """Writer of copies of stored messages, one by one or prepared, through the store's `Appender`. Thread-safe."""
 
     def __init__(self, appender: Appender) -> None:
         self._appender = appender
+
+    def append_again(  # noqa: PLR0913 (a keyword for each field of a record)
+        self,
+        record: StoredMessage,
+        topic: str,
+        queue_id: int,
+        properties: Mapping[str, str],
+        *,
+        raw: bytes | None = None,
+        flag: int | None = None,
+        sys_flag: int | None = None,
+        reconsume_times: int | None = None,
+        prepared_transaction_offset: int = 0,
+    ) -> AppendResult:
+        """Append the message of a record once more, with these properties, to this queue of this topic.
+
+        Body, born time and hosts are the record's; flags and counts are too unless given. ``raw`` has the properties as
+        they are to be stored, whatever they say of a delay; None encodes them as `Appender.append` does. The call
+        returns at once, whatever the durability.
+
+        Raises:
+            MessageIllegalError: The message can't be appended.
+            RecordError: The bytes are not a record.
+        """
+        data = _raw(record)
+        begin, end, _, _, _, _ = record.frame
+        header = record_format.HEADERS[data[record_format.SYS_FLAG_AT + 3] & record_format.HOSTS_V6].unpack_from(data)
+        _, _, _, _, own_flag, _, _, own_sys_flag, born_timestamp_ms, born_at, _, stored_at, times, _, _ = header
+        message = Message.from_parts(topic, data[begin:end], own_flag if flag is None else flag, dict(properties))
+        append, _ = self._appender.append_methods()
+        return append(
+            message,
+            queue_id,
+            born_timestamp_ms=born_timestamp_ms,
+            born_host=born_at,
+            store_host=stored_at,
+            sys_flag=own_sys_flag if sys_flag is None else sys_flag,
+            reconsume_times=times if reconsume_times is None else reconsume_times,
+            prepared_transaction_offset=prepared_transaction_offset,
+            properties_raw=raw,
+            wait=False,
+        )
 
     def prepare_again(self, record: StoredMessage, target: CopyTarget) -> Prepared:
         """Return the message of a record as `append` takes it, for another queue and with other properties.
@@ -141,10 +190,7 @@ class CopyWriter:
         """
         topic, queue_id, raw, unique_key, keys, tags = target
         lane = self._appender.lanes.get((topic, queue_id)) or self._appender.lane(topic, queue_id)
-        try:
-            data = record.raw
-        except AttributeError:
-            raise wrong_kind("record", record, "a StoredMessage") from None
+        data = _raw(record)
         begin, end, _, _, _, _ = record.frame
         body = data[begin:end]
         raw_size = len(raw)
