@@ -112,6 +112,10 @@ untyped: Any = librmq  # a type checker would report these wrong uses
         (lambda broker: untyped.Broker.temporary(name=5), "^name: expected text of printable characters, found 5"),
         (lambda broker: untyped.Broker.temporary(name=""), "^name: expected text of printable characters, found ''"),
         (
+            lambda broker: untyped.Broker.open("x", name="a\nb"),
+            r"^name: expected text of printable characters, found 'a\\nb'",
+        ),
+        (
             lambda broker: untyped.Broker.open("x", cluster_name="a\n"),
             "cluster_name: expected text of printable characters",
         ),
