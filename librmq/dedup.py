@@ -35,7 +35,7 @@ from librmq.consumer import OrderlyResult
 from librmq.errors import ConfigError, DedupStoreBusyError, DedupStoreError
 from librmq.idempotence import Claim, DedupStore, dedup_key, unique_id
 from librmq.idempotence.stores import KEEP_CONSUMED, LONGEST, lock_owners, purge_in_background
-from librmq.listener import Delivered, ReconsumeLater, refuse_generator
+from librmq.listener import Delivered, ReconsumeLater, is_coroutine_function, refuse_generator
 from librmq.metrics import Metrics
 from librmq.runtime.event_log import EventLog
 from librmq.runtime.locks import Lock
@@ -203,9 +203,7 @@ class DedupListener:
         clock = clock or getattr(store, "clock", None)
         self._clock: Clock = clock or SystemClock()
         self._purges = clock is None
-        self._is_async = inspect.iscoroutinefunction(listener) or inspect.iscoroutinefunction(
-            getattr(listener, "__call__", None)  # noqa: B004 (an object whose call is a coroutine)
-        )
+        self._is_async = is_coroutine_function(listener)
         self._lock = Lock()
         lock_owners.add(self)
 

@@ -97,6 +97,12 @@ class SuspendQueue(Exception):
         self.seconds = seconds
 
 
+def is_coroutine_function(function: object) -> bool:
+    """Return whether ``function`` returns a coroutine; an object can have an asynchronous ``__call__``."""
+    call = getattr(cast(Any, function), "__call__", None)  # noqa: B004 - only the type's own counts
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
 def refuse_generator(function: object, where: str = "") -> None:
     """Raise `ConfigError` for a generator function, asynchronous or not, because a call of it runs nothing.
 

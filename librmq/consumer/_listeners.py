@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar
 
 from librmq.client import Client
 from librmq.clock import Clock
 from librmq.errors import BrokerUnreachableError, ConfigError, NoRouteError
 from librmq.filter import SQL92, TAG, Policy, SqlFilter, TagFilter, WatchedPredicate
-from librmq.listener import ReconsumeLater
+from librmq.listener import ReconsumeLater, is_coroutine_function
 from librmq.message import MessageQueue, StoredMessage
 from librmq.message.properties import PropertyName
 from librmq.message.topics import TopicPrefix, validate_client_topic
@@ -230,12 +229,6 @@ class Listeners:
 
 def _has_one_listener(by_tag: dict[str | None, Listener]) -> bool:
     return len(set(map(id, by_tag.values()))) <= 1
-
-
-def is_coroutine_function(function: object) -> bool:
-    """Return whether ``function`` returns a coroutine; an object can have an asynchronous ``__call__``."""
-    call = getattr(cast(Any, function), "__call__", None)  # noqa: B004 - only the type's own counts
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 PREDICATE_BUDGET_S: Final = 1.0

@@ -28,7 +28,6 @@ from librmq.consumer._listeners import (
     MessageListener,
     Predicate,
     TopicPredicate,
-    is_coroutine_function,
     with_predicate,
 )
 from librmq.consumer._orderly import BlockedQueue, BrokerLocks, OrderlyDelivery
@@ -36,7 +35,7 @@ from librmq.consumer.base import Consumer
 from librmq.consumer.config import ConsumerConfig, ConsumerKeywords
 from librmq.errors import BrokerError, BrokerUnreachableError, ConfigError, RmqError, StoreClosedError
 from librmq.filter import Policy, WatchedPredicate
-from librmq.listener import refuse_generator
+from librmq.listener import is_coroutine_function, refuse_generator
 from librmq.message import MessageQueue
 from librmq.metrics import Metrics
 from librmq.protocol import (
