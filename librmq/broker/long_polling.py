@@ -303,12 +303,9 @@ class HeldRequests:
         hold = self.by_queue[queue][holder]
         if not hold.is_passed:
             hold.is_passed = True
-            due = self._next_sweep()
+            due = next_on_grid(self._now_ms(), self._begin_ms, _SWEEP_MS)
             self._passed.set((queue, holder), due)
             self._wake(due)
-
-    def _next_sweep(self) -> int:
-        return next_on_grid(self._now_ms(), self._begin_ms, _SWEEP_MS)
 
     def answer_queue(self, queue: _QueueName) -> None:
         """Answer all held requests of a queue, whatever they match."""

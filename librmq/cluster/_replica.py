@@ -391,11 +391,8 @@ class Replica(Closing):
     # ---- following the log
 
     def _submit_follow(self, _: int) -> int | None:
-        self.runner.submit(Work(self._step.label, self._follow_in_turn, self._followed, self))
+        self.runner.submit(Work(self._step.label, partial(self._copy_log, _MOST_AT_ONCE), self._followed, self))
         return None
-
-    def _follow_in_turn(self) -> bool:
-        return self._copy_log(_MOST_AT_ONCE)
 
     def _followed(self, reached: bool | None, error: Exception | None) -> None:
         """Schedule the next copy. Called under the runner's lock."""

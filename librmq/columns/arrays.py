@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from librmq.commitlog_frames import MAGICS, SIZE_AND_MAGIC
 from librmq.errors import MissingExtraError, RecordError
 from librmq.java.lang import java_decode
 from librmq.message import record
@@ -158,8 +159,6 @@ _STRETCH: Final = 64 << 10
 """Distance between guesses."""
 _NEAR: Final = 4096
 _MAGIC: Final = record.MESSAGE_MAGIC.to_bytes(4, "big")
-_MAGICS: Final = (record.MESSAGE_MAGIC, record.MESSAGE_MAGIC_V2)
-_SIZE_AND_MAGIC: Final = record.header_struct("size", "magic", unsigned=("size",))
 
 
 def record_starts(raw: Bytes, begin: int, end: int) -> Iterator[tuple[Ints, list[tuple[int, str]]]]:
@@ -194,7 +193,7 @@ def _plain(
     At bytes that are not a record the walk ends, and returns ``end``.
     """
     view, size, places = raw.data, len(raw), []
-    unpack = _SIZE_AND_MAGIC.unpack_from
+    unpack = SIZE_AND_MAGIC.unpack_from
     begin, last = place, min(until, size - record.FIXED_SIZE)
     while place < until:
         while place < last:  # fast path: plain records
@@ -213,7 +212,7 @@ def _plain(
             place = end
             break
         length, magic = unpack(view, place)
-        if magic in _MAGICS and length >= record.FIXED_SIZE and place + length <= size:
+        if magic in MAGICS and length >= record.FIXED_SIZE and place + length <= size:
             places.append(place)
             place += length
             if place in chain_numbers and place > begin:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from librmq.columns.arrays import Ints
+from librmq.columns.arrays import Ints, integers
 from librmq.columns.decoding import HEADER
 from librmq.config import suggest
 from librmq.errors import ConfigError, MessageIllegalError
@@ -365,7 +365,7 @@ def hash_keys(
         split = pc.split_pattern(keys.fill_null(""), " ")
         flat = split.flatten()
         nonempty = _mask(pc.not_equal(flat, "")) if len(flat) else np.zeros(0, np.bool_)
-        key_rows = np.repeat(np.arange(rows), _sizes_of_lists(split))[nonempty]
+        key_rows = np.repeat(np.arange(rows), integers(pc.list_value_length(split)))[nonempty]
         keys = flat.filter(pa.array(nonempty))
     else:
         key_rows = np.flatnonzero(keys.is_valid().to_numpy(zero_copy_only=False))
@@ -387,11 +387,6 @@ def _hashes(prefixes: Ints, keys: pa.Array) -> Ints:
         if joined.max() < 0x80:
             return fixed_key_hashes(prefixes, joined, int(sizes[0]))
     return index_key_hashes(prefixes, keys.to_pylist())
-
-
-def _sizes_of_lists(lists: pa.Array) -> Ints:
-    sizes: Ints = pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
-    return sizes
 
 
 def map_counts(properties: pa.Array) -> Ints:

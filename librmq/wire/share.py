@@ -133,8 +133,7 @@ def _check_owner(path: str) -> None:
             user = os.stat(os.path.join(path, name)).st_uid
             if user != os.geteuid():
                 raise ConfigError(
-                    f"{path}: {name} belongs to user {user_name(user)}, and this process to "
-                    f"{user_name(os.geteuid())}: "
+                    f"{path}: {name} belongs to user {user_name(user)}, and this process to {user_name(os.geteuid())}: "
                     "only processes of one user share a store; run this one as that user, or let it use librmq.connect "
                     "to a server"
                 )

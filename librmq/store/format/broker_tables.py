@@ -182,7 +182,8 @@ class BrokerTables:
 
     def topic_notes(self) -> list[str]:
         """Return remarks about compacted topics, and about static ones, by topic."""
-        compacted = [topic for topic, row in self.topics.rows.items() if _is_compacted(row)]
+        rows = self.topics.rows.items()
+        compacted = [topic for topic, row in rows if topic_attribute(row, "cleanup.policy") == "COMPACTION"]
         notes = [
             f"topic {topic} is compacted: its broker keeps older messages in compaction/, which librmq does not read"
             for topic in sorted(compacted)
@@ -367,10 +368,6 @@ def topic_attribute(row: Mapping[str, Any], name: str) -> object:
     """Return an attribute in a topic's row, which a table of 4.9 lacks; None without it."""
     attributes = row.get(_ATTRIBUTES)
     return (attributes.get(name) or attributes.get(f"+{name}")) if isinstance(attributes, Mapping) else None
-
-
-def _is_compacted(row: Mapping[str, Any]) -> bool:
-    return topic_attribute(row, "cleanup.policy") == "COMPACTION"
 
 
 def topic_type(row: Mapping[str, Any]) -> TopicType:

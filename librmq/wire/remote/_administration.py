@@ -131,9 +131,7 @@ def _describe_instance(broker: RemoteBroker, request: DescribeInstance) -> Insta
 
 def _describe_clients(broker: RemoteBroker, request: DescribeClients) -> tuple[ConnectedClient, ...]:
     """Return the clients of all groups, with a request for each consumer group."""
-    producers = broker.read(
-        frame_of(RequestCode.GET_ALL_PRODUCER_INFO), "the producers", lambda body: _producers_in(body)
-    )
+    producers = broker.read(frame_of(RequestCode.GET_ALL_PRODUCER_INFO), "the producers", _producers_in)
     consumers: dict[str, set[str]] = {}
     for group in broker.group_rows():
         members = broker.clients_of(group)

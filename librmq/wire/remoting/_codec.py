@@ -216,17 +216,16 @@ class _Result(NamedTuple):
     read: Callable[[Any, Frame], Any]
 
 
-def _by_fields(kind: type[Any], code: RequestCode, fields: str, result: _Result, **constants: object) -> Form:
+def _by_fields(kind: type[Any], code: RequestCode, fields: str, result: _Result) -> Form:
     """Return the form of requests whose attributes are fields.
 
     ``fields`` names attributes of the header; an attribute of the request has the same name, or the one after ``=``.
-    ``constants`` are further attributes of the header.
     """
     pairs = [(field, attribute or field) for field, _, attribute in (name.partition("=") for name in fields.split())]
     header = REQUESTS[code].header
 
     def write(request: object) -> Frame:
-        return frame_of(code, header(**{field: getattr(request, name) for field, name in pairs}, **constants))
+        return frame_of(code, header(**{field: getattr(request, name) for field, name in pairs}))
 
     def parse(header: object, body: bytes) -> object:
         return kind(**{name: getattr(header, field) for field, name in pairs})
