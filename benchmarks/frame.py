@@ -307,10 +307,15 @@ def last_line(code: str, *words: object, **variables: str) -> str:
     """Return the last line that Python code prints in a process of its own.
 
     The checkout comes last on its path, because an installed librmq may be the one to measure.
+
+    Raises:
+        RuntimeError: The process has failed; the error has what it wrote.
     """
     code = f"import sys; sys.path.append({str(CHECKOUT)!r})\n{code}"
     command, inherited = [sys.executable, "-P", "-c", code, *map(str, words)], {**os.environ, **variables}
-    done = subprocess.run(command, env=inherited, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=inherited, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"a process has ended with status {done.returncode}: {code}\n{done.stderr}")
     return done.stdout.splitlines()[-1]
 
 

@@ -66,6 +66,11 @@ def test_each_case_is_measured(monkeypatch: pytest.MonkeyPatch, frame: ModuleTyp
     assert not list(tmp_path.iterdir())  # nothing is left
 
 
+def test_a_measured_process_that_fails_says_why(frame: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match=r"status 1: (.|\n)*OSError: the disk is full"):
+        frame.last_line("raise OSError('the disk is full')")
+
+
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_recorded_rows_have_their_case(monkeypatch: pytest.MonkeyPatch, frame: ModuleType, name: str) -> None:
     cases = {(case.name, case.detail) for case in load(monkeypatch, name).CASES}
