@@ -329,7 +329,7 @@ class OverlayFiles(MemoryFiles):
         finally:
             os.close(descriptor)  # the mapping keeps its own duplicate
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """Release the changed pages, once nothing uses these files; a repetition does nothing."""
         self._files = {}  # in one step, because a signal handler can interrupt a call
 

@@ -354,7 +354,7 @@ class ReadOnlyView(StoreHandle):
                 self.closed = why
                 self.parts.close()
                 for overlay in self._overlays:  # the parts refer to each other, so they stay for a while
-                    overlay.discard()
+                    overlay._discard()
 
     # ------------------------------------------------------------------------------------------------------ opening
 
